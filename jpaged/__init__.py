@@ -1,0 +1,38 @@
+"""jpaged: LLM generation for JAX with a paged KV cache.
+
+Shape suffixes in names, everywhere: T packed tokens, S rows (sequences), M blocks a row, L layers, N pool blocks, P block
+size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V vocab, R device slots: `q_THD`, `block_table_SM`.
+"""
+
+from jpaged.api import generate, release, score
+from jpaged.checkpoint import load_params, save_params
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.errors import CapacityError, CheckpointError, ConfigError, GenerationError, JpagedError, RequestError
+from jpaged.llm import LLM
+from jpaged.models.params import Params
+from jpaged.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput, to_arrays
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CheckpointError",
+    "CompletionChunk",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "GenerationError",
+    "JpagedError",
+    "Logprob",
+    "ModelConfig",
+    "Params",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "generate",
+    "load_params",
+    "release",
+    "save_params",
+    "score",
+    "to_arrays",
+]

@@ -1,0 +1,103 @@
+"""generate and score: functions of (params, prompts) whose engines are kept between calls."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jpaged.config import EngineConfig
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.llm import LLM, as_key
+from jpaged.models.params import Params
+from jpaged.outputs import RequestOutput
+from jpaged.prompts import as_list
+from jpaged.runtime.weights import as_params
+
+log = logging.getLogger("jpaged")
+
+MAX_ENGINES = 2
+_engines: OrderedDict[Any, LLM] = OrderedDict()  # least recently used first
+
+
+def generate(
+    params: Any,
+    prompts: Any,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    config: Any = None,
+    tokenizer: Any = None,
+    mesh: Mesh | None = None,
+    seed: int | jax.Array = 0,
+    engine_config: EngineConfig | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    use_tqdm: bool = False,
+) -> list[RequestOutput]:
+    """Complete each prompt with these weights; outputs in the order of the prompts.
+
+    params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw trees need config=).
+    prompts: str, list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list of them, mixed.
+    sampling_params: one for all or one each; None is SamplingParams(). seed: int or jax key; the same call repeats itself.
+    on_error: "raise" checks everything first, then raises GenerationError (with `.outputs`) once the others have finished;
+    "return" puts each error into its own output.
+    New params are new by the identity of their leaves: they are served at once, without a compile, and drop the prefix cache.
+    """
+    own = as_params(params, config)
+    llm = _engine_for(own, tokenizer, mesh, engine_config)
+    try:
+        llm._bind(own)
+        return llm._generate(as_list(prompts), sampling_params, as_key(seed), on_error, use_tqdm, grow=True)
+    finally:
+        llm._unbind()
+
+
+def score(
+    params: Any,
+    token_lists: Any,
+    *,
+    temperature: float = 1.0,
+    config: Any = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    return_greedy: bool = False,
+) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+    """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a sequence.
+
+    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
+    """
+    own = as_params(params, config)
+    llm = _engine_for(own, None, mesh, engine_config)
+    try:
+        llm._bind(own)
+        return llm._score(token_lists, temperature, return_greedy, grow=True)
+    finally:
+        llm._unbind()
+
+
+def release(compiled: bool = False) -> None:
+    """Free the pools and derived weights that generate and score keep between calls; executables too if `compiled`."""
+    for llm in _engines.values():
+        llm._release()
+    if compiled:
+        _engines.clear()
+
+
+def _engine_for(params: Params, tokenizer: Any, mesh: Mesh | None, config: EngineConfig | None) -> LLM:
+    """The engine kept for params of this form, or a new one in place of the least recently used."""
+    config = EngineConfig() if config is None else config
+    leaves = jax.tree.leaves(params)
+    form = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
+    tokens = params.source if tokenizer is None else id(tokenizer)
+    key = (params.config, params.config.eos_token_ids, config, mesh, form, tokens)
+    llm = _engines.get(key)
+    if llm is None:
+        llm = LLM.__new__(LLM)
+        llm._setup(params, config, tokenizer, mesh, 0)
+        while len(_engines) >= MAX_ENGINES:
+            _engines.popitem(last=False)
+        _engines[key] = llm
+    _engines.move_to_end(key)
+    return llm

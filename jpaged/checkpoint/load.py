@@ -1,0 +1,79 @@
+"""load_params: a checkpoint folder to Params, one tensor at a time."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jpaged.checkpoint.hf import is_hf, pickled_files, plan_hf
+from jpaged.checkpoint.orbax import find_orbax, plan_orbax
+from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype, nested
+from jpaged.config import ModelConfig, read_json
+from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.layout import choose_tensor_axis, param_shapes, param_specs
+from jpaged.models.params import Params
+
+
+def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None) -> Params:
+    """Params from a Hugging Face folder (safetensors) or an Orbax folder with a config.json.
+
+    dtype: "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files hold.
+    mesh: KV heads are split over its tensor axis as `param_specs` says; None is jax's default device.
+    Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host memory peaks at the
+    checkpoint's own size on CPU, where jax takes the buffers over, and at the largest tensor's on an accelerator.
+    Raises CheckpointError (missing, damaged, unsafe, misfit) and ConfigError (architecture, dtype or mesh cannot work).
+    """
+    target = None if dtype is None else float_dtype(dtype)
+    folder = Path(path).expanduser().absolute()
+    config = read_config(folder)
+    plan = find_plan(folder, config)
+    shapes = flat(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
+    shardings: dict[str, Any] = {}
+    if mesh is not None:
+        axis = choose_tensor_axis(mesh)
+        specs = flat(param_specs(config, axis, mesh.shape[axis]), is_leaf=lambda node: not isinstance(node, dict))
+        shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    leaves = {}
+    for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):  # large ones while there is most room
+        held = {part.dtype for part in plan[name]}
+        buffer = empty(shapes[name], target or (held.pop() if len(held) == 1 else DTYPES["float32"]))
+        for part in plan[name]:
+            part.read(buffer[part.index])
+        # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
+        leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
+        del buffer
+    return Params(nested({name: leaves[name] for name in shapes}), config, folder)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The ModelConfig of a checkpoint folder; the message of any error names the folder."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder (checkpoints are read from local folders only)")
+    try:
+        raw = read_json(folder / "config.json")
+    except ConfigError as e:
+        raise CheckpointError(str(e)) from e
+    try:
+        return ModelConfig.from_hf(raw)
+    except ConfigError as e:
+        raise ConfigError(f"{folder}: {e}") from e
+
+
+def find_plan(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
+    """The stored parts of every canonical tensor, checked, from whichever format the folder holds."""
+    try:
+        if is_hf(folder):
+            return plan_hf(folder, config)
+        if (root := find_orbax(folder)) is not None:
+            return plan_orbax(root, config)
+        pickled = pickled_files(folder)
+    except OSError as e:
+        raise CheckpointError(f"{folder}: {e}") from e
+    if pickled:
+        raise CheckpointError(
+            f"{folder}: {pickled[0]} is a pickle, which can run code when it is read; convert it to safetensors"
+        )
+    raise CheckpointError(f"{folder}: holds neither model.safetensors, nor its index, nor an Orbax checkpoint")

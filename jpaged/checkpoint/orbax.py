@@ -1,0 +1,157 @@
+"""Orbax folders: config.json, tokenizer files, and the canonical tree as an Orbax checkpoint in `params/`."""
+
+import functools
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jpaged.checkpoint.tensors import DTYPES, Part, check_fit, flat, store
+from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
+from jpaged.config import ModelConfig, read_json
+from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.layout import param_shapes
+from jpaged.models.params import Params
+
+MARK = "_METADATA"  # the file that every finished Orbax tree has
+CHUNK_BYTES = 4 * 2**20
+
+
+def save_params(params: Params, path: str | os.PathLike[str]) -> None:
+    """Write Params as an Orbax folder that `load_params` reads back exactly; finished when this returns.
+
+    The config.json, tokenizer files and generation_config of the folder that the params came from go along.
+    path: a folder that does not exist or is empty. CheckpointError otherwise, or when leaves do not fit the config.
+    """
+    if not isinstance(params, Params):
+        raise ConfigError(f"save_params takes what load_params returns, not a {type(params).__name__}")
+    folder = check_new(path)
+    leaves = flat(params)
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):
+            raise CheckpointError(f"{name}: a {type(leaf).__name__}, not an array, cannot be saved")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise CheckpointError(f"{name}: this array was deleted or donated and cannot be saved")
+    found = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
+    check_fit("params", found, _wanted(params.config))
+    config_json = _config_json(params)
+
+    import orbax.checkpoint as ocp  # takes a second and a half; loading a Hugging Face folder never needs it
+
+    # Small chunks keep a reader's peak low. Compression would save a fifth of the disk and double the time of a load.
+    options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+            checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(params, save_args=options))
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+            if params.source and (file := params.source / name).exists():
+                (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
+        (folder / "config.json").write_text(config_json, encoding="utf-8")  # last: without it the folder does not load
+    except Exception as e:  # Orbax and tensorstore raise many types for a disk that is full or not writable
+        raise CheckpointError(f"{folder}: cannot be written ({_first_line(e)})") from e
+
+
+def check_new(path: str | os.PathLike[str]) -> Path:
+    """The folder to write, absolute; CheckpointError if something is there already."""
+    folder = Path(path).expanduser().absolute()
+    try:
+        taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as e:
+        raise CheckpointError(f"{folder}: {e}") from e
+    if taken:
+        raise CheckpointError(f"{folder}: exists and is not an empty folder; nothing was written")
+    return folder
+
+
+def find_orbax(folder: Path) -> Path | None:
+    """The Orbax tree of a folder: the folder itself, or the one below it."""
+    if (folder / MARK).is_file():
+        return folder
+    whole = (child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name)  # else: cut short
+    roots = sorted(child for child in whole if (child / MARK).is_file())
+    if len(roots) > 1:
+        names = ", ".join(root.name for root in roots)
+        raise CheckpointError(
+            f"{folder}: holds several Orbax checkpoints ({names}); keep config.json beside one of them"
+        )
+    return roots[0] if roots else None
+
+
+def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
+    """One part for every canonical tensor, after names, shapes and dtypes have been checked.
+
+    By tensorstore, which Orbax writes with. Orbax's own restore holds every tensor twice, so that a checkpoint which is
+    mostly embedding peaks at 1.5 to 2 times its size, and it leaves failing tasks behind where a file is damaged.
+    """
+    import tensorstore as ts
+
+    wanted = _wanted(config)
+    one = {"limit": 1}  # each thread's allocator keeps the chunks that it freed
+    context = ts.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
+    try:
+        metadata = read_json(root / MARK)
+        names = [".".join(key["key"] for key in entry["key_metadata"]) for entry in metadata["tree_metadata"].values()]
+        opening = {
+            name: ts.open(_spec(root, name, metadata), context=context, read=True) for name in names if name in wanted
+        }
+        arrays = {name: future.result() for name, future in opening.items()}
+    except Exception as e:  # damage shows as anything from KeyError to tensorstore's own
+        raise CheckpointError(f"{root}: damaged Orbax checkpoint ({_first_line(e)})") from e
+    found = dict.fromkeys(names, ((), "")) | {n: (a.shape, a.dtype.name) for n, a in arrays.items()}
+    check_fit(root, found, wanted)
+    return {
+        name: [Part(name=name, dtype=DTYPES[array.dtype.name], read=functools.partial(_read, f"{root}: {name}", array))]
+        for name, array in arrays.items()
+    }
+
+
+def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """tensorstore's address of one tensor of an Orbax tree."""
+    base = {"driver": "file", "path": f"{root}/"}
+    if (root / "manifest.ocdbt").exists():
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    else:
+        kvstore = base | {"path": f"{root}/{name}/"}
+    return {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": kvstore}
+
+
+def _read(name: str, array: Any, out: np.ndarray) -> None:
+    """Fill `out` with a stored tensor, one stored chunk after another."""
+    chunk = array.chunk_layout.read_chunk.shape
+    sides = [[slice(i, min(i + c, n)) for i in range(0, n, c)] for n, c in zip(out.shape, chunk, strict=True)]
+    for index in itertools.product(*sides):
+        try:
+            block = array[index].read().result()
+        except Exception as e:
+            raise CheckpointError(f"{name} cannot be read ({_first_line(e)})") from e
+        store(name, block, out[index])
+
+
+def _wanted(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return flat(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
+
+
+def _config_json(params: Params) -> str:
+    """The source's own config.json where it still describes these params, else one made from the config."""
+    if params.source is not None:
+        try:
+            raw = read_json(params.source / "config.json")
+            if ModelConfig.from_hf(raw) == params.config:
+                return json.dumps(raw, indent=2) + "\n"
+        except ConfigError:
+            pass  # the folder has gone or changed since
+    raw = params.config.to_hf()
+    if ModelConfig.from_hf(raw) != params.config:
+        raise ConfigError(f"no {params.config.family} config.json can express {params.config}")
+    return json.dumps(raw, indent=2) + "\n"
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[0][:300]

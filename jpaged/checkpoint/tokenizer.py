@@ -1,0 +1,45 @@
+"""The tokenizer and the generation defaults of a checkpoint folder; local files only, no remote code."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jpaged.config import import_transformers, read_json
+from jpaged.errors import CheckpointError, ConfigError
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")  # one of these makes a tokenizer
+TOKENIZER_FILES = (
+    *VOCABULARIES,
+    "tokenizer_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+GENERATION_CONFIG = "generation_config.json"
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """transformers' tokenizer of a folder, or None where the folder has none; CheckpointError when it is damaged."""
+    if not any((Path(folder) / name).is_file() for name in VOCABULARIES):
+        return None
+    try:
+        auto = import_transformers().AutoTokenizer
+        return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # tokenizers and transformers raise many types, plain Exception among them
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason})") from e
+
+
+def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The generation defaults that a folder ships (temperature, top_p, eos_token_id, ...); {} where it ships none."""
+    file = Path(folder) / GENERATION_CONFIG
+    if not file.is_file():
+        return {}
+    try:
+        values = read_json(file)
+    except ConfigError as e:
+        raise CheckpointError(str(e)) from e
+    return {name: value for name, value in values.items() if name not in ("_from_model_config", "transformers_version")}

@@ -1,0 +1,356 @@
+"""ModelConfig (the architecture) and EngineConfig (how to serve it): frozen, resolved once, never mutated."""
+
+import copy
+import dataclasses
+import importlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from jpaged.errors import ConfigError
+
+SUPPORTED = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"} | {
+    "mistral": "MistralForCausalLM"
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings.
+
+    Source: linear (position interpolation, arXiv:2306.15595), yarn (arXiv:2309.00071), llama3 (Llama 3.1's config).
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position: int
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture of one dense decoder; every size and every family is flags of this one definition.
+
+    Compared by value, without `eos_token_ids`: they ride along and change no shape and no number.
+    """
+
+    family: Literal["qwen3", "qwen2", "llama", "mistral"]
+    vocab_size: int  # V
+    hidden_size: int  # E
+    intermediate_size: int  # F
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
+    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            _at_least(self, name, 1)
+        _at_least(self, "head_dim", 2)
+        _at_least(self, "max_position_embeddings", 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim}: rotary embeddings need an even head_dim")
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ConfigError(f"{len(self.sliding_windows)} sliding windows for num_layers={self.num_layers}")
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def sliding_window(self, layer: int) -> int | None:
+        """The window of a layer in tokens (a query sees itself and window - 1 before it); None is full attention."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    @classmethod
+    def coerce(cls, config: "ModelConfig | Mapping[str, Any] | str | os.PathLike[str]") -> Self:
+        """From a ModelConfig (as it is), a Hugging Face config dict, or a folder that holds a config.json."""
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, Mapping):
+            return cls.from_hf(config)
+        if isinstance(config, str | os.PathLike):
+            return cls.from_hf(read_json(Path(config) / "config.json"))
+        raise ConfigError(f"config={config!r}: pass a ModelConfig, a Hugging Face config dict or a checkpoint folder")
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """From the dict of a Hugging Face config.json; transformers fills in the family's defaults.
+
+        Raises ConfigError for any architecture or option outside the four dense families, by name.
+        """
+        family = str(raw.get("model_type"))
+        named = raw.get("architectures") or SUPPORTED.get(family, family)
+        architecture = named[0] if isinstance(named, list | tuple) else named
+        if architecture != SUPPORTED.get(family):
+            raise ConfigError(
+                f"architecture {architecture!r} (model_type {family!r}) is not supported; supported are "
+                + ", ".join(SUPPORTED.values())
+            )
+        if quantization := raw.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise ConfigError(f"quantization_config ({method!r}): quantized checkpoints are not supported")
+        try:  # of a copy: the config classes write into nested dicts
+            known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
+            hf = import_transformers().CONFIG_MAPPING[family].from_dict(known).to_dict()
+        except Exception as e:  # the config classes validate with errors of many types
+            raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
+        for knob, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
+            if hf.get(knob, wanted) not in (wanted, None):
+                raise ConfigError(f"{knob}={hf[knob]!r} is not supported (only {wanted!r})")
+        rope = dict(hf.get("rope_parameters") or {})
+        eos = raw.get("eos_token_id")  # not hf: some families default to an id that the file never named
+        eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
+        if not all(isinstance(token, int) for token in eos):
+            raise ConfigError(f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers")
+        # A key that the family's own transformers code does not read is ignored here too.
+        bias = family in ("qwen3", "llama") and bool(hf.get("attention_bias", False))
+        return cls(
+            family=family,  # pyright: ignore[reportArgumentType]
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            max_position_embeddings=hf["max_position_embeddings"],
+            rms_norm_eps=hf["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
+            tie_word_embeddings=bool(hf["tie_word_embeddings"]),
+            qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2" or bias,
+            out_bias=bias,
+            sliding_windows=() if family == "llama" else _sliding_windows(hf),
+            eos_token_ids=eos,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that `from_hf` reads back to an equal ModelConfig."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if s := self.rope_scaling:
+            rope |= {"rope_type": s.kind, "factor": s.factor}
+            if s.kind != "linear" or s.original_max_position != self.max_position_embeddings:
+                rope |= {"original_max_position_embeddings": s.original_max_position}
+            if s.kind == "llama3":
+                rope |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
+            if s.kind == "yarn":
+                rope |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow, "attention_factor": s.attention_factor}
+                rope |= {"truncate": s.truncate}
+        raw = {
+            "architectures": [SUPPORTED[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "hidden_act": "silu",
+            "eos_token_id": list(self.eos_token_ids) or None,
+        }
+        if self.family in ("qwen3", "llama"):
+            raw["attention_bias"] = self.qkv_bias
+        window = next((w for w in self.sliding_windows if w), None)
+        if self.family == "mistral":
+            raw["sliding_window"] = window
+        elif window:
+            kinds = ["sliding_attention" if w else "full_attention" for w in self.sliding_windows]
+            raw |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+        return raw
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once.
+
+    max_model_len: tokens of prompt and completion together; None is the model's max_position_embeddings.
+    max_num_seqs: rows that run at once. max_num_batched_tokens: prefill tokens a step.
+    block_size: P, tokens a KV block. num_blocks: N; None sizes the pool from memory (see runtime/memory.py).
+    memory_utilization: share of an accelerator's memory that weights, temporaries and pool may take together.
+    dtype: serve in this dtype (one cast a weight version); None keeps the params' own.
+    token_buckets, seq_buckets: the padded sizes that steps are compiled for, ascending.
+    decode_steps: decode steps a dispatch. max_logprobs, max_logit_bias, max_stop_ids: widths of the "full" step.
+    strict: compile the whole bucket table at start; a shape outside it is then an error.
+    tensor_axis: mesh axis over which KV heads are split; "auto" takes the one that the params use.
+    compilation_cache_dir: where jax keeps compiled steps between processes; None leaves jax's own setting.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int = 64
+    num_blocks: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    dtype: str | None = None
+    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = "auto"
+    token_buckets: tuple[int, ...] | None = None
+    seq_buckets: tuple[int, ...] | None = None
+    decode_steps: int | None = None
+    max_logprobs: int = 20
+    max_logit_bias: int = 64
+    max_stop_ids: int = 16
+    strict: bool = False
+    deterministic: bool = False
+    tensor_axis: str | None = "auto"
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_logit_bias", "max_stop_ids"):
+            _at_least(self, name, 1)
+        _at_least(self, "max_logprobs", 0)
+        for name in ("max_model_len", "num_blocks", "decode_steps"):
+            if getattr(self, name) is not None:
+                _at_least(self, name, 1)
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization={self.memory_utilization}: must be in (0, 1]")
+        for name in ("token_buckets", "seq_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None:
+                if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                    raise ConfigError(f"{name}={sizes}: must be positive and strictly ascending")
+                object.__setattr__(self, name, tuple(sizes))
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
+        if self.attention not in ("auto", "xla"):
+            raise ConfigError(f"attention={self.attention!r}: only 'xla' (and 'auto', which picks it) is built yet")
+        if self.decode_steps not in (None, 1):
+            raise ConfigError(f"decode_steps={self.decode_steps}: only 1 is built yet")
+        if self.deterministic:
+            raise ConfigError("deterministic=True is not built yet")
+
+    def resolve(self, model: ModelConfig) -> Self:
+        """The same settings with every size filled in for a model; num_blocks stays as it is (memory.py knows it)."""
+        longest = model.max_position_embeddings
+        max_model_len = longest if self.max_model_len is None else self.max_model_len
+        if max_model_len > longest:
+            raise ConfigError(f"max_model_len={max_model_len}: the model has max_position_embeddings={longest}")
+        tokens = self.token_buckets or _sizes(TOKEN_BUCKETS, self.max_num_batched_tokens)
+        rows = self.seq_buckets or _sizes(SEQ_BUCKETS, self.max_num_seqs)
+        if tokens[-1] < self.max_num_batched_tokens:
+            raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={self.max_num_batched_tokens}")
+        if rows[-1] < self.max_num_seqs:
+            raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={self.max_num_seqs}")
+        return dataclasses.replace(
+            self,
+            max_model_len=max_model_len,
+            token_buckets=tokens,
+            seq_buckets=rows,
+            decode_steps=self.decode_steps or 1,
+        )
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """M: blocks that a sequence of max_model_len tokens needs, or all there are (resolved configs only)."""
+        assert self.max_model_len is not None
+        needed = -(-self.max_model_len // self.block_size)
+        return needed if self.num_blocks is None else min(needed, self.num_blocks)
+
+
+# At most a third of a prefill step is padding, and never fewer than 8 rows: a single row is a slow path of XLA on CPU.
+TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+SEQ_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def _sizes(table: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    """The sizes of a table below `largest`, then the first that holds it (or `largest` itself past the table's end)."""
+    top = next((size for size in table if size >= largest), largest)
+    return (*(size for size in table if size < top), top)
+
+
+def _at_least(config: Any, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def import_transformers() -> Any:
+    """The transformers package, imported here alone: it takes a second, and would advise to install PyTorch."""
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(quiet)
+    os.environ[quiet] = "1"
+    try:
+        return importlib.import_module("transformers")
+    finally:
+        if before is None:
+            del os.environ[quiet]
+        else:
+            os.environ[quiet] = before
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ConfigError names the file when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+ROPE_OPTIONS = {  # what each kind reads beside its factor; anything else in the file changes no number
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+
+
+def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1.0) or rope.get("mscale") or rope.get("mscale_all_dim"):
+        raise ConfigError(f"rope_parameters={rope}: partial rotary and mscale are not supported")
+    if kind == "default":
+        return None
+    if kind not in ROPE_OPTIONS:
+        raise ConfigError(f"rope_type={kind!r} is not supported (default, linear, llama3 and yarn are)")
+    original = rope.get("original_max_position_embeddings") or max_position
+    options = {name: rope[name] for name in ROPE_OPTIONS[kind] if rope.get(name) is not None}
+    options["factor"] = rope.get("factor") or max_position / original
+    if bad := {k: v for k, v in options.items() if not isinstance(v, int | float) or not math.isfinite(v)}:
+        raise ConfigError(f"rope_parameters={bad}: must be numbers")
+    if kind == "yarn" and "attention_factor" not in options:
+        options["attention_factor"] = 0.1 * math.log(options["factor"]) + 1.0 if options["factor"] > 1 else 1.0
+    return RopeScaling(kind=kind, original_max_position=original, **options)
+
+
+def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
+    """One window a layer; () where every layer attends to everything."""
+    window, kinds = hf.get("sliding_window"), hf.get("layer_types")
+    if window is None or hf.get("use_sliding_window") is False:
+        return ()
+    if kinds is None:
+        return (window,) * hf["num_hidden_layers"]
+    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()

@@ -1,0 +1,1 @@
+"""The host side: plain Python over ints. Nothing in here imports jax."""

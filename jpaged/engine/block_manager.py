@@ -1,0 +1,178 @@
+"""BlockManager: which KV block holds which tokens, and who owns it. Every operation is O(1) a block.
+
+A block's life: open (being written, not findable) -> closed (full, hashed, immutable, shareable) -> free but still hashed
+(its content may be revived) -> reallocated (its hash entry goes first).
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import xxhash
+
+from jpaged.engine.sequence import Sequence
+
+
+class Block:
+    """One KV block. uid and parent are never reused, so a chain is compared by content, not by a 64-bit hash alone."""
+
+    __slots__ = ("hash", "id", "parent", "ref_count", "token_ids", "uid")
+
+    def __init__(self, id: int):
+        self.id = id
+        self.ref_count = 0
+        self.hash: int | None = None  # None while open
+        self.token_ids = b""  # int32 little-endian, set when closed
+        self.uid = 0  # names this content after its whole chain; duplicates of one content share it
+        self.parent = 0  # uid of the block before it, 0 at the start
+
+
+class BlockManager:
+    """Allocates, shares, hashes and frees the blocks of a pool of `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
+        self._by_hash: dict[int, int] = {}  # chain hash -> block that holds it
+        self._next_uid = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.blocks) - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, seq: Sequence) -> list[int]:
+        """Blocks that hold the longest cached prefix of a sequence; at least its last token is left to compute.
+
+        A first miss ends the search. A hit needs an equal hash, equal tokens and an equal parent.
+        """
+        found: list[int] = []
+        if not self.enable_prefix_caching:
+            return found
+        parent = 0
+        for i in range((len(seq) - 1) // self.block_size):
+            block = self._lookup(self._chain_hash(seq, i), self._token_bytes(seq, i), parent)
+            if block is None:
+                break
+            found.append(block.id)
+            parent = block.uid
+        return found
+
+    def cost(self, seq: Sequence, matched: list[int]) -> int:
+        """Free blocks that admitting a sequence takes: those it must be given and those it revives from the free list."""
+        revived = sum(self.blocks[b].ref_count == 0 for b in matched)
+        return self.blocks_for(len(seq)) - len(matched) + revived
+
+    def admit(self, seq: Sequence, matched: list[int]) -> None:
+        """Give a waiting sequence its matched blocks, then fresh ones for the rest of its tokens."""
+        assert not seq.block_table and seq.num_closed == 0, f"{seq!r} already holds blocks"
+        for block_id in matched:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
+            seq.block_table.append(block_id)
+        seq.num_closed = len(matched)
+        self.extend(seq, len(seq))
+
+    def extend(self, seq: Sequence, num_tokens: int) -> None:
+        """Append fresh blocks until the table covers `num_tokens`; the caller has checked num_free."""
+        while len(seq.block_table) * self.block_size < num_tokens:
+            seq.block_table.append(self._take())
+
+    def close(self, seq: Sequence, num_written: int) -> None:
+        """Hash the blocks that lie whole within the first `num_written` tokens, whose KV a dispatch has written."""
+        full = num_written // self.block_size
+        if not self.enable_prefix_caching:
+            return
+        for i in range(seq.num_closed, full):
+            block = self.blocks[seq.block_table[i]]
+            block.hash, block.token_ids = self._chain_hash(seq, i), self._token_bytes(seq, i)
+            block.parent = self.blocks[seq.block_table[i - 1]].uid if i else 0
+            same = self._lookup(block.hash, block.token_ids, block.parent)
+            if same is not None:  # the same tokens were computed twice: the first stays findable, both name one content
+                block.uid = same.uid
+            else:
+                block.uid = self._next_uid
+                self._next_uid += 1
+                self._by_hash.setdefault(block.hash, block.id)
+        seq.num_closed = max(seq.num_closed, full)
+
+    def free(self, seq: Sequence) -> None:
+        """Give up a sequence's blocks, last first, so that a prefix outlives its tail in the free list."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} of {seq!r} is free already"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+        seq.block_table = array("i")
+        seq.num_closed = 0
+
+    def reset(self) -> None:
+        """Forget every hash: no later request hits anything that was computed before."""
+        self._by_hash.clear()
+        for block in self.blocks:
+            block.hash, block.token_ids, block.parent, block.uid = None, b"", 0, 0
+
+    def check_integrity(self, owners: Iterable[Sequence]) -> None:
+        """Assert that reference counts equal the tables, free and used make all, and every hash entry is true."""
+        counts = [0] * len(self.blocks)
+        for seq in owners:
+            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq!r} holds a block twice"
+            for i, block_id in enumerate(seq.block_table):
+                counts[block_id] += 1
+                block = self.blocks[block_id]
+                if block.hash is not None:
+                    assert block.token_ids == self._token_bytes(seq, i), f"block {block_id} is closed over other tokens"
+                assert block.ref_count == 1 or i < seq.num_closed, f"open block {block_id} has {block.ref_count} owners"
+        for block in self.blocks:
+            assert block.ref_count == counts[block.id], (
+                f"block {block.id}: {block.ref_count} != {counts[block.id]} owners"
+            )
+            assert (block.ref_count == 0) == (block.id in self._free), (
+                f"block {block.id} is both free and used, or neither"
+            )
+        for key, block_id in self._by_hash.items():
+            assert self.blocks[block_id].hash == key, f"stale hash entry {key:#x} -> block {block_id}"
+
+    def _take(self) -> int:
+        block_id, _ = self._free.popitem(last=False)
+        block = self.blocks[block_id]
+        if block.hash is not None:
+            if self._by_hash.get(block.hash) == block_id:
+                del self._by_hash[block.hash]
+            block.hash, block.token_ids, block.parent, block.uid = None, b"", 0, 0
+        block.ref_count = 1
+        return block_id
+
+    def _lookup(self, key: int, token_ids: bytes, parent: int) -> Block | None:
+        block_id = self._by_hash.get(key)
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        return block if block.token_ids == token_ids and block.parent == parent else None
+
+    def _token_bytes(self, seq: Sequence, i: int) -> bytes:
+        start = i * self.block_size
+        return array("i", seq.token_ids[start : start + self.block_size]).tobytes()
+
+    def _chain_hash(self, seq: Sequence, i: int) -> int:
+        """xxh64 of the previous block's hash (8 bytes, little-endian), then the block's tokens as int32; kept in the sequence."""
+        while len(seq.hashes) <= i:
+            j = len(seq.hashes)
+            previous = seq.hashes[j - 1].to_bytes(8, "little") if j else b""
+            seq.hashes.append(xxhash.xxh64_intdigest(previous + self._token_bytes(seq, j)))
+        return seq.hashes[i]

@@ -1,0 +1,144 @@
+"""SamplingParams: how one request wants its tokens drawn and what it wants back. Names and meanings are vLLM's."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jpaged.config import EngineConfig
+from jpaged.errors import RequestError
+
+LOGPROBS_MODES = ("raw", "tempered", "processed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Controls of one request; checked by `validate` when the request is admitted, so that a bad one harms no neighbour.
+
+    n: completions a prompt. temperature: 0 is greedy. top_p: 1 is off. top_k: 0 or -1 is off. min_p: 0 is off.
+    seed: equal prompts with equal seeds give equal samples; None draws from the call's seed.
+    max_tokens: None means up to max_model_len. min_tokens: EOS, stop ids and stop strings wait this long.
+    stop: strings that end the text (left out of it). stop_token_ids: ids that end it. ignore_eos: EOS does not.
+    logprobs, prompt_logprobs: how many top alternatives to return a token (0: the token's own only).
+    logprobs_mode: "raw" is the model's distribution before any control, "tempered" log_softmax(logits / temperature) and
+    nothing else, "processed" after all controls.
+    presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty: divides positive logits
+    of tokens seen in prompt or output (arXiv:1909.05858). logit_bias: added to the logits of these ids.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "tempered", "processed"] = "raw"
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the request needs its token counts on the device."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the "plain" step can serve the request; everything else takes the "full" one."""
+        return not (self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None)
+
+    def validate(self, config: EngineConfig, vocab_size: int) -> None:
+        """Raise RequestError naming the first value that cannot work."""
+        if self.n != 1:
+            _whole("n", self.n, 1)
+            raise RequestError(f"n={self.n}: only n=1 is built yet; repeat the prompt instead")
+        _real("temperature", self.temperature, 0.0)
+        _real("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p=0.0: must be above 0 (1.0 is off); use temperature=0 for greedy")
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _whole("top_k", self.top_k, -1)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0)
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty=0.0: must be above 0 (1.0 is off)")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _whole(name, value, 0)
+                if value > config.max_logprobs:
+                    raise RequestError(f"{name}={value} is above max_logprobs={config.max_logprobs} of EngineConfig")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise RequestError(f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
+        self._validate_stops(vocab_size)
+        self._validate_bias(config, vocab_size)
+
+    def _validate_stops(self, vocab_size: int) -> None:
+        if self.stop is not None and not isinstance(self.stop, str | Sequence):
+            raise RequestError(f"stop={self.stop!r}: must be a string or a list of strings")
+        if any(not isinstance(s, str) or not s for s in self.stop_strings):
+            raise RequestError(f"stop={self.stop!r}: every stop string must be a non-empty string")
+        if self.stop_token_ids is not None and (
+            isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence)
+        ):
+            raise RequestError(f"stop_token_ids={self.stop_token_ids!r}: must be a list of token ids")
+        for token in self.stop_token_ids or ():
+            _whole("stop_token_ids", token, 0, vocab_size - 1)
+
+    def _validate_bias(self, config: EngineConfig, vocab_size: int) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")
+        if len(self.logit_bias) > config.max_logit_bias:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, above max_logit_bias={config.max_logit_bias} of EngineConfig"
+            )
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias key", token, 0, vocab_size - 1)
+            _real(f"logit_bias[{token}]", bias, -math.inf)
+
+
+def _real(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        try:
+            value = float(value) if hasattr(value, "dtype") else None  # numpy and jax scalars
+        except (TypeError, ValueError):
+            value = None
+        if value is None:
+            raise RequestError(f"{name}: must be a number")
+    if not math.isfinite(value) or not low <= value <= high:
+        bounds = f"between {low} and {high}" if math.isfinite(high) else f"a finite number of at least {low}"
+        raise RequestError(f"{name}={value}: must be {bounds}")
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
+        raise RequestError(f"{name}={value!r}: must be an integer")
+    if value < low or (high is not None and value > high):
+        raise RequestError(f"{name}={value}: must be at least {low}" + ("" if high is None else f" and at most {high}"))

@@ -1,0 +1,107 @@
+"""Sequence: the one mutable record of a request, from admission to its last token."""
+
+import enum
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from jpaged.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.text import TextStream
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # holds no blocks and no slot
+    RUNNING = "running"  # holds a slot and the blocks of its table
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One prompt and what has been generated for it.
+
+    Positions count from 0. Tokens [0, num_dispatched) have their KV written by dispatches that went out; the token at
+    position len(token_ids) and beyond is known to the device alone while `pending` samples are in flight. Between steps a
+    decoding row has num_dispatched == len(token_ids) + pending - 1.
+
+    request_id, prompt, token_ids[:prompt_len], params, key, fold, stop_ids, text: set by the caller, once.
+    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, finish_reason, stop_reason, error: set by commit.
+    status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch: the scheduler's
+    and block manager's.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        max_model_len: int,
+        prompt: str | None = None,
+        key: tuple[int, int] = (0, 0),
+        fold: int = -1,
+        eos_ids: frozenset[int] = frozenset(),
+        text: "TextStream | None" = None,
+        score_only: bool = False,
+    ):
+        self.request_id = request_id
+        self.prompt = prompt
+        self.token_ids = list(token_ids)  # prompt, then every committed token
+        self.prompt_len = len(token_ids)
+        self.params = params
+        self.key = key  # threefry key data of the request
+        self.fold = fold  # index folded into the key, or -1
+        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self.stop_ids = frozenset(params.stop_token_ids or ())
+        self.text = text
+        self.score_only = score_only  # prompt logprobs only: nothing is sampled
+        limit = max_model_len if params.max_tokens is None else self.prompt_len + params.max_tokens
+        self.end = self.prompt_len if score_only else min(limit, max_model_len)  # length at which it stops
+        self.status = Status.WAITING
+        self.slot = -1  # row of the device state (last token, counts) while running
+        self.block_table = array("i")
+        self.hashes: list[int] = []  # chain hash of each full block of token_ids seen so far
+        self.num_closed = 0  # leading blocks of the table that are closed
+        self.num_dispatched = 0
+        self.num_cached = 0  # prompt tokens that the first admission found in the cache
+        self.fill = 0  # length up to which prefill runs (all tokens known at admission)
+        self.pending = 0  # samples dispatched and not committed
+        self.in_flight = 0  # dispatches that hold this sequence
+        self.epoch = 0  # bumped at preemption: results of an older epoch say nothing of the current blocks
+        self.logprobs: list[float] = []  # of each generated token
+        self.top_logprobs: list[list[tuple[int, float, int]]] = []  # (token, logprob, rank), asked by params.logprobs
+        self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]  # position 0 has none
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
+        self.weight_version = 0
+        self.controls: Any = None  # engine.batch's packed row of static controls
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request_id!r}, {self.status.value}, {self.prompt_len}+{self.num_generated} tokens)"
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Running with tokens of its prompt (or of its recomputation) still to be dispatched."""
+        return self.num_dispatched < self.fill
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether one more token may be dispatched: prefill is out, and the length limit is not reached by those in flight."""
+        return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
+
+    def restart(self) -> None:
+        """Back to waiting with nothing computed, after a failed step; tokens that were fully committed are kept."""
+        del self.token_ids[self.prompt_len + len(self.logprobs) :]  # an interrupt can fall between two appends
+        self.status = Status.WAITING
+        self.slot = -1
+        self.block_table = array("i")
+        self.hashes = []
+        self.num_closed = self.num_dispatched = self.fill = self.pending = self.in_flight = 0
+        self.epoch += 1

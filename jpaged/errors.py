@@ -1,0 +1,32 @@
+"""Typed errors. Each message names the offending value and the knob to turn."""
+
+
+class JpagedError(Exception):
+    """Base of every error that jpaged raises on purpose."""
+
+
+class ConfigError(JpagedError, ValueError):
+    """An engine or model setting that cannot work; nothing has run."""
+
+
+class CheckpointError(JpagedError):
+    """A checkpoint that is missing, damaged, unsafe or does not fit its config."""
+
+
+class RequestError(JpagedError, ValueError):
+    """One request is malformed; its neighbours are unaffected."""
+
+
+class CapacityError(RequestError):
+    """One request can never fit the KV pool or the model's context, or outgrew the pool while running."""
+
+
+class GenerationError(JpagedError):
+    """Raised by `generate(on_error="raise")` when requests failed after the others finished.
+
+    outputs: every RequestOutput of the call, in order; those that failed carry `.error`.
+    """
+
+    def __init__(self, message: str, outputs: list):
+        super().__init__(message)
+        self.outputs = outputs

@@ -1,0 +1,450 @@
+"""LLM: one model with its frontend, engine and runner."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jpaged.checkpoint.load import load_params
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
+from jpaged.engine.keys import Key, fold_in, key_from_seed
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.sequence import Sequence
+from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
+from jpaged.frontend import Chat, Frontend
+from jpaged.models.params import Params
+from jpaged.outputs import CompletionChunk, RequestOutput
+from jpaged.prompts import as_list, match_params
+from jpaged.runtime import kv_cache, memory
+from jpaged.runtime.runner import Runner
+from jpaged.runtime.weights import ServingWeights, as_params, placement
+
+log = logging.getLogger("jpaged")
+
+SamplingParamsLike = SamplingParams | List[SamplingParams] | None
+OnError = Literal["raise", "return"]
+
+
+class LLM:
+    """A model ready to generate.
+
+    model: a checkpoint folder; or, with `params`, what describes them (ModelConfig, Hugging Face config dict, folder); or
+    Params themselves. tokenizer: a transformers tokenizer; None takes the source folder's, loaded when first needed.
+    mesh: where to serve; None is the mesh of the params' own shardings. seed: int or jax key. The rest are EngineConfig's
+    fields. Raises CheckpointError or ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        params: Any = None,
+        tokenizer: Any = None,
+        mesh: Mesh | None = None,
+        seed: int | jax.Array = 0,
+        **engine_config: Any,
+    ):
+        known = [f.name for f in dataclasses.fields(EngineConfig)]
+        if unknown := sorted(set(engine_config) - set(known)):
+            raise ConfigError(f"{unknown[0]!r} is not a setting of LLM; EngineConfig has {', '.join(known)}")
+        config = EngineConfig(**engine_config)
+        if params is not None:
+            loaded = as_params(params, model)
+        elif isinstance(model, str | Path):
+            loaded = load_params(model, dtype=config.dtype, mesh=mesh)
+        else:
+            loaded = as_params(model)
+        self._setup(loaded, config, tokenizer, mesh, seed)
+        self._bind(loaded)
+        self._start(self._most_blocks())
+
+    def _setup(self, params: Params, config: EngineConfig, tokenizer: Any, mesh: Mesh | None, seed: Any) -> None:
+        """Everything that needs the params' form but not the arrays: `generate` keeps an LLM that holds no weights."""
+        self.model_config = params.config
+        self.engine_config = config.resolve(
+            params.config
+        )  # num_blocks may stay None: the pool is sized when it is made
+        if config.compilation_cache_dir is not None:
+            jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
+        self._placement = placement(params, config, mesh)
+        self._weights = ServingWeights(self._placement, config.dtype)
+        self._frontend = Frontend(self.model_config, self.engine_config, tokenizer, params.source)
+        self._key = as_key(seed)
+        self._calls = 0
+        self._ready: list[RequestOutput] = []  # ended while another caller was stepping the engine
+        self._params: Params | None = None
+        self._engine: Engine | None = None
+        self._runner: Runner | None = None
+
+    # Many prompts at once
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParamsLike = None,
+        *,
+        on_error: OnError = "raise",
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs in the order of the prompts. See jpaged.generate for the forms and errors."""
+        return self._generate(as_list(prompts), sampling_params, self._call_key(), on_error, use_tqdm)
+
+    def chat(
+        self,
+        messages: List[Any],
+        sampling_params: SamplingParamsLike = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        on_error: OnError = "raise",
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, by the tokenizer's chat template.
+
+        sampling_params None generates up to the end of the context.
+        """
+        chats = [
+            Chat(
+                messages=conversation,
+                template_kwargs=chat_template_kwargs or {},
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in ([messages] if messages and isinstance(messages[0], Mapping) else messages)
+        ]
+        if sampling_params is None:
+            sampling_params = SamplingParams(max_tokens=None)
+        return self._generate(chats, sampling_params, self._call_key(), on_error, use_tqdm)
+
+    def stream(self, prompts: Any, sampling_params: SamplingParamsLike = None) -> Iterator[CompletionChunk]:
+        """Yield each completion in pieces as it is made; text deltas add up to generate's text. Closing it aborts the rest."""
+        jobs = self._admit(as_list(prompts), sampling_params, self._call_key(), "raise", streaming=True)
+        return self._stream([seq for seq in jobs if isinstance(seq, Sequence)])
+
+    def score(
+        self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False
+    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+        """log p(token t+1 | tokens <= t) of given sequences: see jpaged.score."""
+        return self._score(token_lists, temperature, return_greedy)
+
+    # One request at a time
+
+    def add_request(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue one prompt and return its id; `step` runs it. Raises RequestError at once if it can never run."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        seq = self._frontend.request(prompt, params, fold_in(self._call_key(), 0), request_id)
+        self._check_fits(seq)
+        self._add(seq)
+        return seq.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; the requests that finished. [] when idle."""
+        self._step_for(frozenset())
+        ready, self._ready = self._ready, []
+        return ready
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; what it had generated, or None when no unfinished request has this id."""
+        seq = self._running_engine().abort(request_id)
+        return None if seq is None else self._frontend.output(seq)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do or to return."""
+        return bool(self._ready) or self._running_engine().has_unfinished()
+
+    def render_chat(
+        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool
+    ) -> list[int]:
+        """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message. RequestError if it cannot."""
+        return self._frontend.render(Chat(messages=messages, template_kwargs=chat_template_kwargs or {}, **how))
+
+    # Weights, cache, settings
+
+    def update_params(self, params: Any, *, mode: Literal["refuse", "abort"] = "refuse") -> None:
+        """Serve these weights from now on; the same objects keep the prefix cache, any others drop it.
+
+        Refused with RequestError while requests are unfinished, unless mode="abort" ends them first.
+        """
+        if mode not in ("refuse", "abort"):
+            raise RequestError(f"mode={mode!r}: must be 'refuse' or 'abort'")
+        engine = self._running_engine()
+        fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
+        if fresh.config != self.model_config:
+            raise ConfigError(f"params of another architecture: {fresh.config} is not {self.model_config}")
+        if engine.has_unfinished() and mode == "refuse":
+            raise RequestError(f"{len(engine.sequences)} requests are unfinished: finish them, or pass mode='abort'")
+        for request_id in list(engine.sequences):
+            output = self.abort(request_id)
+            self._ready += [output] if output is not None else []
+        self._bind(fresh)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._running_engine().reset_prefix_cache()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        return self._frontend.default_sampling_params()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer given, else the source folder's, else None."""
+        return self._frontend.tokenizer
+
+    @property
+    def weight_version(self) -> int:
+        """How many distinct params this LLM has served."""
+        return self._weights.version
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the start, flat: tokens, steps, seconds, compiles, transfers, blocks."""
+        engine, runner = self._running_engine(), self._runner
+        assert runner is not None
+        stats, blocks = engine.stats, engine.scheduler.blocks
+        computed = stats.prefill_tokens + stats.decode_tokens
+        return {
+            **vars(stats),
+            "steps": stats.prefill_steps + stats.decode_steps,
+            "padding_waste": 1 - computed / stats.padded_tokens if stats.padded_tokens else 0.0,
+            "preemptions": engine.scheduler.num_preemptions,
+            "num_compiles": len(runner.compile_seconds),
+            "compile_time_s": sum(runner.compile_seconds.values()),
+            "uploads": runner.uploads,
+            "downloads": runner.downloads,
+            "blocks_in_use": blocks.num_used,
+            "num_blocks": blocks.num_blocks,
+            "block_bytes": runner.layout.block_bytes,
+            "weight_version": self.weight_version,
+        }
+
+    def close(self) -> None:
+        """End every request and free pool, weights and executables; the object is of no use afterwards."""
+        self._engine = self._runner = self._params = None
+        self._ready = []
+        self._weights.release()
+
+    # Weights and engine
+
+    def _bind(self, params: Params) -> None:
+        """Serve these params from the next step on."""
+        is_new = self._weights.update(params)
+        self._params = params
+        if self._engine is not None and self._runner is not None:
+            self._runner.params = self._weights.tree(params)
+            if is_new:
+                self._engine.reset_prefix_cache()
+
+    def _unbind(self) -> None:
+        """Let go of the caller's arrays; copies that were made for serving stay."""
+        self._params = None
+        if self._runner is not None:
+            self._runner.params = None
+
+    def _release(self) -> None:
+        """Free the pool, the cached prefixes in it and the derived weights; compiled steps stay."""
+        self._weights.release()
+        if self._engine is not None and self._runner is not None:
+            self._engine.reset_prefix_cache()
+            self._runner.release()
+
+    def _start(self, num_blocks: int) -> None:
+        """Make the engine over a pool of so many blocks."""
+        assert self._params is not None
+        config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
+        tree = self._weights.tree(self._params)
+        self._runner = Runner(self.model_config, config, self._placement, tree["embed"]["weight"].dtype)
+        self._runner.params = tree
+        self._engine = Engine(config, self._runner)
+        if config.strict:
+            self._runner.compile_table()
+
+    def _reserve(self, seqs: list[Sequence]) -> None:
+        """Start with, or grow to, a pool that these sequences fit in at their full length: a power of two, or num_blocks."""
+        sizes = sorted((-(-seq.end // self.engine_config.block_size) for seq in seqs), reverse=True)
+        needed = max(sum(sizes[: self.engine_config.max_num_seqs]), 8)
+        held = 0 if self._engine is None else self._engine.scheduler.blocks.num_blocks
+        if held and (needed <= held or self.engine_config.num_blocks is not None):
+            return
+        blocks = self._most_blocks()
+        if self.engine_config.num_blocks is None:
+            blocks = min(1 << (needed - 1).bit_length(), blocks)
+        if blocks > held:
+            if held:
+                log.info("the KV pool grows from %d to %d blocks: steps compile again", held, blocks)
+            self._start(blocks)
+
+    def _most_blocks(self) -> int:
+        """Blocks of the default pool, which is also as far as a pool grows."""
+        if self.engine_config.num_blocks is not None:
+            return self.engine_config.num_blocks
+        assert self._params is not None
+        dtype = self._weights.tree(self._params)["embed"]["weight"].dtype
+        one = kv_cache.layout(self.model_config, num_blocks=1, block_size=self.engine_config.block_size, dtype=dtype)
+        where = self._placement
+        return memory.default_num_blocks(self.engine_config, one.block_bytes, where.device, mesh_axis=where.axis_size)
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None or self._params is None:
+            raise ConfigError("this LLM is closed")
+        return self._engine
+
+    # Running
+
+    def _generate(
+        self, prompts: list[Any], sampling_params: Any, key: Key, on_error: str, use_tqdm: bool, *, grow: bool = False
+    ) -> list[RequestOutput]:
+        """Admit, run, collect. grow: size the pool by these prompts (what the function `generate` does)."""
+        jobs = self._admit(prompts, sampling_params, key, on_error)
+        if grow:
+            self._reserve([job for job in jobs if isinstance(job, Sequence)])
+        for i, job in enumerate(jobs):
+            try:
+                if isinstance(job, Sequence):
+                    self._check_fits(job)
+            except CapacityError as e:
+                if on_error == "raise":
+                    raise
+                jobs[i] = self._frontend.failed(e, job.prompt, job.token_ids)
+        self._run([job for job in jobs if isinstance(job, Sequence)], use_tqdm)
+        outputs = [self._frontend.output(job) if isinstance(job, Sequence) else job for job in jobs]
+        failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
+        if failures and on_error == "raise":
+            i, error = failures[0]
+            raise GenerationError(
+                f"{len(failures)} of {len(outputs)} requests failed; request {i}: {error}", outputs
+            ) from error
+        return outputs
+
+    def _admit(
+        self, prompts: list[Any], sampling_params: Any, key: Key, on_error: str, *, streaming: bool = False
+    ) -> list[Sequence | RequestOutput]:
+        """A Sequence for each prompt that can run, the failed output (or its error, raised) for each that cannot."""
+        if on_error not in ("raise", "return"):
+            raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
+        jobs: list[Sequence | RequestOutput] = []
+        for i, (prompt, params) in enumerate(zip(prompts, match_params(sampling_params, len(prompts)), strict=True)):
+            try:
+                jobs.append(self._frontend.request(prompt, params, fold_in(key, i), None, streaming=streaming))
+            except RequestError as e:
+                if on_error == "raise":
+                    raise type(e)(f"request {i}: {e}") from e
+                jobs.append(self._frontend.failed(e, prompt, []))
+        return jobs
+
+    def _check_fits(self, seq: Sequence) -> None:
+        """Refuse a prompt that the whole pool cannot hold."""
+        blocks = self._running_engine().scheduler.blocks
+        if blocks.blocks_for(seq.prompt_len) > blocks.num_blocks:
+            raise CapacityError(
+                f"prompt of {seq.prompt_len} tokens does not fit the KV pool of {blocks.num_blocks} blocks of "
+                f"{blocks.block_size}: shorten it or raise num_blocks"
+            )
+
+    def _add(self, seq: Sequence) -> None:
+        seq.weight_version = self.weight_version
+        self._running_engine().add(seq)
+
+    def _run(self, seqs: list[Sequence], use_tqdm: bool) -> None:
+        """Step until these sequences have ended; on any exception none of them is left behind."""
+        pending = {seq.request_id for seq in seqs}
+        with tqdm(total=len(seqs), unit="req", disable=not use_tqdm) as progress:
+            try:
+                for seq in seqs:
+                    self._add(seq)
+                while pending:
+                    ended = self._step_for(pending)
+                    pending -= ended
+                    progress.update(len(ended))
+            except BaseException:
+                for request_id in pending:
+                    self._running_engine().abort(request_id)
+                raise
+
+    def _step_for(self, mine: set[str] | frozenset[str]) -> set[str]:
+        """One step; the ids among `mine` that ended. Others that ended wait for the caller of `step`."""
+        ended = self._running_engine().step()
+        self._ready += [self._frontend.output(seq) for seq in ended if seq.request_id not in mine]
+        return {seq.request_id for seq in ended} & mine
+
+    def _stream(self, seqs: list[Sequence]) -> Iterator[CompletionChunk]:
+        live = dict(enumerate(seqs))
+        sent = [seq.prompt_len for seq in seqs]
+        try:
+            for seq in seqs:
+                self._check_fits(seq)
+            for seq in seqs:
+                self._add(seq)
+            while live:
+                self._step_for({seq.request_id for seq in live.values()})
+                for i, seq in list(live.items()):
+                    if seq.finish_reason is not None:
+                        del live[i]
+                        if seq.text is not None:
+                            seq.text.finish()
+                    if seq.error is not None:
+                        raise seq.error
+                    if len(seq) > sent[i] or seq.finish_reason is not None:
+                        yield CompletionChunk(
+                            request_index=i,
+                            index=0,
+                            text_delta=None if seq.text is None else seq.text.take_delta(),
+                            token_ids_delta=seq.token_ids[sent[i] :],
+                            finish_reason=seq.finish_reason,
+                        )
+                        sent[i] = len(seq)
+        finally:
+            for seq in live.values():
+                self._running_engine().abort(seq.request_id)
+
+    def _score(self, token_lists: Any, temperature: float, return_greedy: bool, *, grow: bool = False) -> Any:
+        if temperature == 0:
+            raise RequestError("temperature=0: a greedy distribution has no log-probabilities; pass a positive one")
+        params = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
+        params.validate(self.engine_config, self.model_config.vocab_size)
+        seqs = []
+        for i, token_list in enumerate(as_list(token_lists)):
+            _, ids = self._frontend.tokens(token_list)
+            if len(ids) > self._frontend.max_model_len:
+                limit = self._frontend.max_model_len
+                raise CapacityError(f"sequence {i} of {len(ids)} tokens is longer than max_model_len={limit}")
+            seqs.append(self._frontend.sequence(ids, params, score_only=True))
+        if grow:
+            self._reserve(seqs)
+        for seq in seqs:
+            self._check_fits(seq)
+        self._run([seq for seq in seqs if seq.prompt_len > 1], use_tqdm=False)  # one token alone predicts nothing
+        rows = [[top[0] for top in seq.prompt_logprobs[1:] if top is not None] for seq in seqs]
+        logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
+        return (
+            (logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]) if return_greedy else logprobs
+        )
+
+    def _call_key(self) -> Key:
+        self._calls += 1
+        return fold_in(self._key, self._calls)
+
+
+def as_key(seed: Any) -> Key:
+    """Key data of a seed: an int, or a jax key of any implementation."""
+    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
+        words = [int(w) for w in np.asarray(seed)]
+        key = (words[0], words[1])
+        for word in words[2:]:  # other implementations have wider keys
+            key = fold_in(key, word)
+        return key
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise RequestError(f"seed={seed!r}: pass an int or a jax key")
+    return key_from_seed(int(seed))

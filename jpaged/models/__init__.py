@@ -1,0 +1,1 @@
+"""The decoder: one definition that trains (dense, causal) and serves (paged)."""

@@ -1,0 +1,185 @@
+"""One dense decoder for Qwen3, Qwen2, Llama 3 and Mistral: it trains (dense, causal) and serves (paged).
+
+Without a cache, `Decoder` takes tokens [..., T] and attends causally within them: differentiable, for training and tests.
+With a PagedCache it takes one packed row of tokens [T]; each layer first writes its keys and values into the pool, then
+attends through the block table. Everything else is the same code.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from jpaged.config import ModelConfig
+from jpaged.models.layout import param_shapes
+from jpaged.models.rope import rotate, rotation
+from jpaged.runtime.attention import PagedCache
+
+
+def linear(x: Array, weight: Array) -> Array:
+    """x [..., E] times weight [out, E] transposed, accumulated and returned in f32: [..., out]."""
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm (arXiv:1910.07467) over the last axis, computed in f32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(self.eps))
+        scale = self.scale[...]
+        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245); the projections of one KV head and its G query heads lie together."""
+
+    def __init__(self, config: ModelConfig, shapes: dict[str, Any], *, rngs: nnx.Rngs, dtype: DTypeLike):
+        c = config
+        self.qkv = _normal(rngs, shapes["qkv"], dtype)
+        self.out = _normal(rngs, shapes["out"], dtype, scale=(2 * c.num_layers) ** -0.5)
+        if c.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros(shapes["qkv_bias"], dtype))
+        if c.out_bias:
+            self.out_bias = nnx.Param(jnp.zeros(shapes["out_bias"], dtype))
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
+        self.config = c
+
+    def __call__(self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: int):
+        weight = self.qkv[...]
+        heads, group, dim, embed = weight.shape[0], weight.shape[1] - 2, weight.shape[2], weight.shape[3]
+        qkv = linear(x, weight.reshape(-1, embed)).reshape(*x.shape[:-1], heads, group + 2, dim)
+        if self.config.qkv_bias:
+            bias = self.qkv_bias[...].astype(jnp.float32)
+            qkv = qkv + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+        qkv = qkv.astype(x.dtype)
+        q, k, v = (
+            qkv[..., :group, :],
+            qkv[..., group, :],
+            qkv[..., group + 1, :],
+        )  # heads of shape [K, G, D], [K, D], [K, D]
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        q = q.reshape(*x.shape[:-1], heads * group, dim)
+        scale, window = dim**-0.5, self.config.sliding_window(layer)
+        if cache is None:
+            # jax's reference attention: f32 logits and softmax, causal by index, differentiable.
+            local = None if window is None else (window - 1, 0)
+            o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)
+        else:
+            cache = cache.write(layer, k, v)
+            o = cache.attend(layer, q, scale=scale, sliding_window=window)
+        out = linear(o.reshape(*x.shape[:-1], heads * group * dim), self.out[...].reshape(embed, -1))
+        out = out if cache is None else cache.sum_over_heads(out)
+        if self.config.out_bias:
+            bias = self.out_bias[...].astype(jnp.float32)
+            out = out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+        return out.astype(x.dtype), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward (arXiv:2002.05202), gate and up in one weight."""
+
+    def __init__(self, config: ModelConfig, shapes: dict[str, Any], *, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.gate_up = _normal(rngs, shapes["gate_up"], dtype)
+        self.down = _normal(rngs, shapes["down"], dtype, scale=(2 * config.num_layers) ** -0.5)
+        self.size = config.intermediate_size
+
+    def __call__(self, x: Array, cache: PagedCache | None) -> Array:
+        weight = self.gate_up[...]
+        both = linear(x, weight.reshape(-1, weight.shape[-1]))
+        gate, up = jnp.split(both, 2, axis=-1)
+        out = linear((jax.nn.silu(gate) * up).astype(x.dtype), self.down[...])
+        if cache is not None and weight.shape[1] < self.size:  # this device holds a share of the FFN
+            out = cache.sum_over_heads(out)
+        return out.astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, config: ModelConfig, shapes: dict[str, Any], *, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, shapes["attention"], rngs=rngs, dtype=dtype)
+        self.post_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, shapes["mlp"], rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: int):
+        with jax.named_scope("attention"):
+            attended, cache = self.attention(self.input_norm(x), rope, cache, layer)
+        x = x + attended
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.post_norm(x), cache), cache
+
+
+class Embedding(nnx.Module):
+    """A [V, E] table: rows by token id going in, logits going out."""
+
+    def __init__(self, shapes: dict[str, Any], *, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.weight = _normal(rngs, shapes["weight"], dtype)
+
+
+class Decoder(nnx.Module):
+    """The language model; its parameter tree is `jpaged.models.layout.param_shapes`.
+
+    tokens: int [..., T] (dense) or [T] (paged). Returns the final-norm hidden states [..., T, E] and the cache.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        shapes = param_shapes(config)
+        self.config = config
+        self.embed = Embedding(shapes["embed"], rngs=rngs, dtype=dtype)
+        self.layers = nnx.List(
+            [Layer(config, shapes["layers"][str(i)], rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Embedding(shapes["lm_head"], rngs=rngs, dtype=dtype)
+
+    def __call__(self, tokens: Array, positions: Array | None = None, cache: PagedCache | None = None):
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        rope = rotation(self.config, positions)
+        with jax.named_scope("embed"):
+            x = jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip")
+        for i, layer in enumerate(self.layers):
+            x, cache = layer(x, rope, cache, i)
+        return self.norm(x), cache
+
+    def logits(self, x: Array) -> Array:
+        """f32 logits [..., V] of final hidden states [..., E]."""
+        with jax.named_scope("head"):
+            return linear(x, (self.embed if self.config.tie_word_embeddings else self.lm_head).weight[...])
+
+
+def bind(config: ModelConfig, tree: Any) -> Decoder:
+    """The Decoder whose parameters are the arrays (or tracers) of a canonical tree; no array is copied."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    layers = {int(i): layer for i, layer in tree["layers"].items()}
+    nnx.update(model, {**tree, "layers": layers})
+    return model
+
+
+def to_tree(model: Any) -> dict[str, Any]:
+    """The canonical tree (nested dict of arrays, layers keyed by strings) of a Decoder or of its nnx.State."""
+    state = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
+
+    def walk(node: Any) -> Any:
+        return {str(k): walk(v) for k, v in node.items()} if isinstance(node, dict) else node
+
+    return walk(nnx.to_pure_dict(state))
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, scale: float = 1.0) -> nnx.Param:
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(0.02 * scale, dtype))

@@ -1,0 +1,131 @@
+"""What generation returns, and its form as arrays for a trainer."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jpaged.errors import RequestError
+
+
+class Logprob(NamedTuple):
+    """One token's log-probability. rank: 1 is the most probable; decoded_token is None without a tokenizer."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class CompletionOutput:
+    """One completion. token_ids includes the stop token, text does not (None without a tokenizer).
+
+    token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode. logprobs: for each
+    token {token id: Logprob} of the sampled and the top ones, if asked for. stop_reason: the stop id or string, None for EOS.
+    """
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    token_logprobs: np.ndarray
+    cumulative_logprob: float
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class RequestOutput:
+    """One request and its completions. prompt_logprobs: None for the first token, then {token id: Logprob} each.
+
+    num_cached_tokens: prompt tokens whose KV was found in the cache. error: why it failed, None if it did not.
+    weight_version: counts the distinct params that its engine has served.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    error: Exception | None = None
+    weight_version: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionChunk:
+    """A piece of a streamed completion; finish_reason is set on its last piece."""
+
+    request_index: int
+    index: int
+    text_delta: str | None
+    token_ids_delta: list[int]
+    finish_reason: str | None
+
+
+def to_arrays(
+    outs: Sequence[RequestOutput],
+    *,
+    max_prompt_len: int | None = None,
+    max_completion_len: int | None = None,
+    pad_id: int = 0,
+    overflow: Literal["error", "truncate", "drop"] = "error",
+) -> dict[str, np.ndarray]:
+    """Completions as padded arrays, one row each (B), for a jitted training step.
+
+    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id; prompt_mask, completion_mask
+    bool, made from lengths, never by comparing with pad_id; prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C],
+    0 where masked; group_ids int32 [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the
+    completion ended by itself ("stop") and was not cut here.
+    max_prompt_len, max_completion_len: P and C; None is the longest there is. overflow: what to do with a row that does not
+    fit: raise RequestError, cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
+    request raises under "error" and is left out otherwise.
+    """
+    if overflow not in ("error", "truncate", "drop"):
+        raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
+    rows = []
+    for group, out in enumerate(outs):
+        if out.error is not None and overflow == "error":
+            raise RequestError(f"request {group} failed: {out.error}; overflow='drop' leaves it out")
+        rows += [] if out.error is not None else [(group, out.prompt_token_ids, c) for c in out.outputs]
+    width_p = _width(max_prompt_len, [len(prompt) for _, prompt, _ in rows])
+    width_c = _width(max_completion_len, [len(c.token_ids) for _, _, c in rows])
+    fits = [len(prompt) <= width_p and len(c.token_ids) <= width_c for _, prompt, c in rows]
+    if overflow == "error" and not all(fits):
+        group, prompt, c = rows[fits.index(False)]
+        raise RequestError(
+            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, over max_prompt_len={width_p} "
+            f"or max_completion_len={width_c}: raise them, or pass overflow='truncate' or 'drop'"
+        )
+    if overflow == "drop":
+        rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
+    b = len(rows)
+    prompt_ids, completion_ids = np.full((b, width_p), pad_id, np.int32), np.full((b, width_c), pad_id, np.int32)
+    logprobs = np.zeros((b, width_c), np.float32)
+    prompt_lens, completion_lens = np.zeros(b, np.int32), np.zeros(b, np.int32)
+    finished = np.zeros(b, bool)
+    for i, (_, prompt, c) in enumerate(rows):
+        prompt, tokens = prompt[max(len(prompt) - width_p, 0) :], c.token_ids[:width_c]
+        prompt_lens[i], completion_lens[i] = len(prompt), len(tokens)
+        prompt_ids[i, width_p - len(prompt) :] = prompt
+        completion_ids[i, : len(tokens)] = tokens
+        logprobs[i, : len(tokens)] = c.token_logprobs[:width_c]
+        finished[i] = c.finish_reason == "stop" and len(tokens) == len(c.token_ids)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None],
+        "prompt_lens": prompt_lens,
+        "completion_ids": completion_ids,
+        "completion_mask": np.arange(width_c)[None, :] < completion_lens[:, None],
+        "completion_lens": completion_lens,
+        "logprobs": logprobs,
+        "group_ids": np.array([group for group, _, _ in rows], np.int32),
+        "sample_index": np.array([c.index for _, _, c in rows], np.int32),
+        "finished": finished,
+    }
+
+
+def _width(asked: int | None, lengths: list[int]) -> int:
+    return max(lengths, default=0) if asked is None else asked

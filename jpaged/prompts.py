@@ -1,0 +1,93 @@
+"""The forms a prompt may take, and the checks that need no engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.errors import RequestError
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or a list of them -> a list of prompts, each still in its own form.
+
+    A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or {"prompt_token_ids": ids}.
+    """
+    if _is_array(prompts):
+        if prompts.ndim == 1 and prompts.dtype.kind in "iu":
+            return [prompts]
+        raise RequestError(f"prompts is a {prompts.ndim}-D array of {prompts.dtype}: pass unpadded lists of token ids")
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts of type {type(prompts).__name__}: pass a str, token ids, a dict, or a list of these"
+        )
+    if prompts and all(_is_int(x) for x in prompts):
+        return [list(prompts)]  # one prompt of token ids
+    return list(prompts)
+
+
+def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
+    """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises RequestError."""
+    if isinstance(prompt, Mapping):
+        keys = set(prompt)
+        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+            prompt = prompt["prompt"]
+        elif "prompt_token_ids" in keys and keys <= {"prompt", "prompt_token_ids"}:
+            text = prompt.get("prompt")
+            return text, tokenize(prompt["prompt_token_ids"], tokenizer, vocab_size)[1]
+        else:
+            raise RequestError(f"prompt with keys {sorted(map(str, keys))}: pass 'prompt' (str) or 'prompt_token_ids'")
+    if isinstance(prompt, str):
+        ids = [int(t) for t in tokenizer("a str prompt").encode(prompt)]
+        if not ids:
+            raise RequestError(f"prompt {prompt!r} is empty: at least one token is needed")
+        return prompt, _in_vocabulary(ids, vocab_size)
+    if _is_array(prompt):
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise RequestError(f"prompt is a {prompt.ndim}-D array of {prompt.dtype}: pass unpadded 1-D token ids")
+        return None, _in_vocabulary(np.asarray(prompt).tolist(), vocab_size)
+    if not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"prompt of type {type(prompt).__name__}: pass a str, a list of token ids, a 1-D array or a dict"
+        )
+    if not all(_is_int(t) for t in prompt):
+        bad = next(t for t in prompt if not _is_int(t))
+        raise RequestError(f"prompt token id {bad!r}: must be an integer")
+    return None, _in_vocabulary([int(t) for t in prompt], vocab_size)
+
+
+def match_params(sampling_params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams a prompt, from None (the defaults), one for all, or a list as long as the prompts."""
+    if sampling_params is None:
+        return [SamplingParams()] * count
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
+        raise RequestError(
+            f"sampling_params of type {type(sampling_params).__name__}: pass SamplingParams or a list of them"
+        )
+    if len(sampling_params) != count:
+        raise RequestError(f"{len(sampling_params)} sampling_params for {count} prompts: pass one for all or one each")
+    return list(sampling_params)
+
+
+def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:
+    if not ids:
+        raise RequestError("prompt [] is empty: at least one token is needed")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(t for t in ids if not 0 <= t < vocab_size)
+        raise RequestError(f"prompt token id {bad} is outside the vocabulary of {vocab_size}")
+    return ids
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "ndim") and hasattr(x, "dtype") and x.ndim > 0
+
+
+def _is_int(x: Any) -> bool:
+    return not isinstance(x, bool | np.bool_) and (
+        isinstance(x, int) or (hasattr(x, "__index__") and hasattr(x, "dtype"))
+    )

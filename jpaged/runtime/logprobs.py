@@ -1,0 +1,171 @@
+"""Log-probabilities of given tokens, and the reductions over the vocabulary that sampling shares.
+
+A row's bits depend on that row alone: sums add in a written order, whatever the number of rows. N is the tiles of the
+vocabulary, C the tokens gathered from some of them, X any axis.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
+SUM_TILE = 128  # tokens a tile of the two-level draw
+TOP_TILE = 32  # tokens a tile of the top-k search
+NEG_INF = float("-inf")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Logprobs of given tokens, as `token_logprobs` returns them."""
+
+    logprob_T: jax.Array  # f32
+    rank_T: jax.Array  # i32
+    top_ids_TK: jax.Array  # i32
+    top_logprobs_TK: jax.Array  # f32
+
+
+def token_logprobs(
+    logits_fn: Callable[[jax.Array], jax.Array],
+    x_TE: jax.Array,
+    targets_T: jax.Array,
+    temperature_T: jax.Array,
+    mode_T: jax.Array,
+    *,
+    max_logprobs: int = 0,
+    tile: int = 64,
+) -> TokenLogprobs:
+    """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are never whole.
+
+    logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by it (0 counts as 1).
+    targets_T outside the vocabulary are clipped into it.
+    """
+    tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
+
+    def one_tile(args: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+        x_tE, targets_t, tau_t = args
+        logits_tV = logits_fn(x_tE)
+        targets_t = jnp.clip(targets_t, 0, logits_tV.shape[1] - 1)
+        max_t = finite_max(tile_max(logits_tV, SUM_TILE))
+        sum_t = total(tile_sums(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF)))
+        value_t = pick(logits_tV, targets_t)
+        top_tK, top_ids_tK = top_values(logits_tV, max_logprobs)
+        return TokenLogprobs(
+            logprob_T=logprob(value_t, max_t, tau_t, sum_t),
+            rank_T=rank(logits_tV, value_t, targets_t),
+            top_ids_TK=top_ids_tK,
+            top_logprobs_TK=logprob(top_tK, max_t[:, None], tau_t[:, None], sum_t[:, None]),
+        )
+
+    tokens = targets_T.shape[0]
+    tiles = -(-tokens // tile)
+
+    def tiled(a: jax.Array) -> jax.Array:
+        padded = jnp.pad(a, [(0, tiles * tile - tokens)] + [(0, 0)] * (a.ndim - 1))
+        return padded.reshape(tiles, tile, *a.shape[1:])
+
+    tau_T = jnp.maximum(tiled(tau_T), jnp.float32(1e-30))  # as `sample` does; the padding too
+    out = lax.map(one_tile, (tiled(x_TE), tiled(targets_T), tau_T))
+    return jax.tree.map(lambda a: a.reshape(tiles * tile, *a.shape[2:])[:tokens], out)
+
+
+def _tile(reduce: Callable[[jax.Array], jax.Array], z_SV: jax.Array, tile: int) -> jax.Array:
+    """Reduce each tile of the vocabulary: [S, V] -> [S, N]. A short last tile is filled up with -inf."""
+    rows, vocab = z_SV.shape
+    whole = vocab - vocab % tile
+    parts = []
+    if whole:
+        parts.append(reduce(z_SV[:, :whole].reshape(rows, whole // tile, tile)))
+    if whole < vocab:
+        tail_SC = jnp.pad(z_SV[:, whole:], ((0, 0), (0, tile - (vocab - whole))), constant_values=NEG_INF)
+        parts.append(reduce(tail_SC[:, None]))
+    return jnp.concatenate(parts, axis=1)
+
+
+def tile_max(z_SV: jax.Array, tile: int) -> jax.Array:
+    return _tile(lambda z: jnp.max(z, axis=2), z_SV, tile)
+
+
+def tile_sums(z_SV: jax.Array, max_S: jax.Array, temp_S: jax.Array, floor_S: jax.Array) -> jax.Array:
+    """exp((z - max) / temperature) of what is kept, summed tile by tile.
+
+    Added by halving, an order that is written down: for jnp.sum, XLA:CPU picks one by the number of rows. This also
+    fuses, so that the exponentials are never stored, and runs over 16 lanes.
+    """
+
+    def add(z_SNC: jax.Array) -> jax.Array:
+        sums = weights(z_SNC.reshape(*z_SNC.shape[:2], SUM_TILE // 16, 16), max_S, temp_S, floor_S)
+        for axis in (2, 3):
+            while sums.shape[axis] > 1:
+                low, high = jnp.split(sums, 2, axis=axis)
+                sums = low + high
+        return sums[:, :, 0, 0]
+
+    return _tile(add, z_SV, SUM_TILE)
+
+
+def weights(z: jax.Array, max_S: jax.Array, temp_S: jax.Array, floor_S: jax.Array) -> jax.Array:
+    """Unnormalised probabilities of the kept logits z [S, ...], 0 elsewhere; the largest is 1."""
+    max_, temp, floor = (a.reshape(a.shape + (1,) * (z.ndim - 1)) for a in (max_S, temp_S, floor_S))
+    return jnp.where(z >= floor, jnp.exp((z - max_) / temp), jnp.float32(0))
+
+
+def total(sums_SN: jax.Array) -> jax.Array:
+    """The sum of all tiles, added as the draw adds them; not by jnp.sum, see `tile_sums`."""
+    return jnp.cumsum(sums_SN, axis=1)[:, -1]
+
+
+def finite_max(tile_max_SN: jax.Array) -> jax.Array:
+    """The row's maximum, 0 where it is no number to subtract."""
+    max_S = jnp.max(tile_max_SN, axis=1)
+    return jnp.where(jnp.isfinite(max_S), max_S, jnp.float32(0))
+
+
+def logprob(value: jax.Array, max_: jax.Array, tau: jax.Array, total: jax.Array) -> jax.Array:
+    return (value - max_) / tau - jnp.log(total)
+
+
+def rank(z_SV: jax.Array, value_S: jax.Array, token_S: jax.Array) -> jax.Array:
+    """1 + how many tokens come before this one: larger ones, and equal ones of a lower id."""
+    ids_V = lax.broadcasted_iota(jnp.int32, z_SV.shape, 1)
+    before_SV = (z_SV > value_S[:, None]) | ((z_SV == value_S[:, None]) & (ids_V < token_S[:, None]))
+    return 1 + jnp.sum(before_SV, axis=1, dtype=jnp.float32).astype(jnp.int32)  # exact to 2**24; see `first_true`
+
+
+def top_values(z_SV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of each row and their ids, equal values in order of id.
+
+    A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after k others, so only
+    those tiles are looked at: a quarter of the time of `lax.top_k` over 152k tokens.
+    """
+    tile_max_SN = tile_max(z_SV, TOP_TILE)
+    if k == 0 or tile_max_SN.shape[1] <= k:
+        return lax.top_k(z_SV, k)
+    _, tiles_SK = lax.top_k(tile_max_SN, k)
+    z_SC, ids_SC = gather_tiles(z_SV, jnp.sort(tiles_SK, axis=1), TOP_TILE)
+    top_SK, at_SK = lax.top_k(z_SC, k)
+    return top_SK, jnp.take_along_axis(ids_SC, at_SK, axis=1)
+
+
+def gather_tiles(z_SV: jax.Array, tiles_SN: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """The logits of the named tiles, one after the other, and their ids; past the vocabulary's end -inf."""
+    rows, vocab = z_SV.shape
+    ids_SC = (tiles_SN[:, :, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]).reshape(rows, -1)
+    z_SC = jnp.take_along_axis(z_SV, jnp.minimum(ids_SC, vocab - 1), axis=1)
+    return jnp.where(ids_SC < vocab, z_SC, NEG_INF), ids_SC
+
+
+def pick(a_SX: jax.Array, at_S: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(a_SX, at_S[:, None], axis=1)[:, 0]
+
+
+def first_true(true_SX: jax.Array) -> jax.Array:
+    """Index of the first true of each row, X where there is none.
+
+    In f32, which counts exactly to 2**24, because XLA:CPU reduces floats fast, and argmax and integers slowly.
+    """
+    at_SX = lax.broadcasted_iota(jnp.float32, true_SX.shape, 1)
+    return jnp.min(jnp.where(true_SX, at_SX, jnp.float32(true_SX.shape[1])), axis=1).astype(jnp.int32)

@@ -1,0 +1,203 @@
+"""Runner: the one object that owns arrays: params, pool, device slots and compiled steps. All transfers pass through it."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.batch import Batch, Bucket, StepResult, bucket_table, input_sections, unpack_result
+from jpaged.errors import ConfigError
+from jpaged.models.layout import param_specs
+from jpaged.runtime import kv_cache
+from jpaged.runtime.steps import COUNTS_CHUNK, make_step, set_counts
+
+log = logging.getLogger("jpaged")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where arrays live: one device, or a mesh with KV heads over `axis` (None: everything is replicated)."""
+
+    mesh: Mesh | None
+    axis: str | None
+    device: jax.Device
+
+    @property
+    def axis_size(self) -> int:
+        return 1 if self.mesh is None or self.axis is None else self.mesh.shape[self.axis]
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | SingleDeviceSharding:
+        return SingleDeviceSharding(self.device) if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    @property
+    def replicated(self) -> NamedSharding | SingleDeviceSharding:
+        return self.sharding(PartitionSpec())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Handle:
+    """A step in flight."""
+
+    bucket: Bucket
+    num_rows: int
+    out: Array
+
+
+class Runner:
+    """Compiles one executable a Bucket and runs it over the donated pool.
+
+    model, config: resolved, with num_blocks. dtype: of the pool (and of the params). `params` is set by the owner before a
+    dispatch: the serving tree, an ordinary argument of every step.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, dtype: Any):
+        assert config.num_blocks is not None
+        self.model, self.config, self.placement = model, config, placement
+        self.layout = kv_cache.layout(
+            model, num_blocks=config.num_blocks, block_size=config.block_size, dtype=jnp.dtype(dtype)
+        )
+        self.params: Any = None
+        self.uploads = self.downloads = 0  # transfers since the start
+        self.compile_seconds: dict[Bucket | str, float] = {}
+        self._steps: dict[Bucket, Any] = {}
+        self._set_counts: Any = None
+        self._pool: Array | None = None
+        self._last_R: Array | None = None
+        self._counts_RV: Array | None = None  # only once a request needs the "full" step
+        self._sealed = False
+
+    def dispatch(self, batch: Batch, num_rows: int) -> Handle:
+        """Start a step; the pool is rebound to its result before this returns."""
+        self._allocate(full=batch.bucket.features != "plain")
+        step = self.executable(batch.bucket)
+        for slot, token_ids, prompt_len in batch.count_rows:
+            self._enter_counts(slot, token_ids, prompt_len)
+        counts = self._counts_RV if batch.bucket.features != "plain" else None
+        pool, last, counts, out = step(self.params, self._pool, self._last_R, counts, self.put(batch.packed))
+        self._pool, self._last_R = pool, last
+        if counts is not None:
+            self._counts_RV = counts
+        return Handle(bucket=batch.bucket, num_rows=num_rows, out=out)
+
+    def fetch(self, handle: Handle) -> StepResult:
+        """Wait for a step and read its one output buffer."""
+        return unpack_result(self.get(handle.out), handle.bucket, self.config, handle.num_rows)
+
+    def recover(self) -> None:
+        """After an exception: state whose buffers went into a step that never came back is made anew (zeros)."""
+        for name in ("_pool", "_last_R", "_counts_RV"):
+            array = getattr(self, name)
+            if array is not None and array.is_deleted():
+                setattr(self, name, None)
+
+    def release(self) -> None:
+        """Free the pool and the device slots; executables stay. The next dispatch allocates again."""
+        self._pool = self._last_R = self._counts_RV = None
+
+    @property
+    def holds_pool(self) -> bool:
+        return self._pool is not None
+
+    def put(self, array: np.ndarray) -> Array:
+        """The only way up: one explicit, counted transfer."""
+        self.uploads += 1
+        return jax.device_put(array, self.placement.replicated)
+
+    def get(self, array: Array) -> np.ndarray:
+        """The only way down: one explicit, counted transfer."""
+        self.downloads += 1
+        return jax.device_get(array)
+
+    def executable(self, bucket: Bucket) -> Any:
+        """The compiled step of a bucket; compiling it now is logged, and an error once the table is sealed."""
+        step = self._steps.get(bucket)
+        if step is None:
+            if self._sealed:
+                raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
+            started = time.perf_counter()
+            step = self._steps[bucket] = self.lower(bucket).compile()
+            self.compile_seconds[bucket] = time.perf_counter() - started
+            log.info("compiled %s in %.1f s", bucket, self.compile_seconds[bucket])
+        return step
+
+    def lower(self, bucket: Bucket) -> Any:
+        """The lowered (not yet compiled) step of a bucket."""
+        axis = self.placement.axis if self.placement.axis_size > 1 else None
+        step = make_step(bucket, self.model, self.config, axis)
+        where, pool_spec = self.placement.replicated, PartitionSpec(None, None, axis, None)
+        pool_where = self.placement.sharding(pool_spec)
+        if axis is not None:  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
+            step = jax.shard_map(
+                step,
+                mesh=self.placement.mesh,
+                in_specs=(param_specs(self.model, axis, self.placement.axis_size), pool_spec, *[PartitionSpec()] * 3),
+                out_specs=(pool_spec, *[PartitionSpec()] * 3),
+                check_vma=False,
+            )
+        slots, vocab = self.config.max_num_seqs, self.model.vocab_size
+        full = bucket.features != "plain"
+        arguments = (
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params),
+            jax.ShapeDtypeStruct(self.layout.shape, self.layout.dtype, sharding=pool_where),
+            jax.ShapeDtypeStruct((slots,), jnp.int32, sharding=where),
+            jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=where) if full else None,
+            jax.ShapeDtypeStruct((input_sections(bucket, self.config)[1],), jnp.int32, sharding=where),
+        )
+        out = (pool_where, where, where if full else None, where)
+        return jax.jit(step, donate_argnums=(1, 2, 3), out_shardings=out).lower(*arguments)
+
+    def compile_table(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Compile every bucket of the table, and let no other in afterwards (strict mode)."""
+        for bucket in bucket_table(self.config) if buckets is None else buckets:
+            self.executable(bucket)
+        self._counts_step()
+        self._sealed = True
+
+    def _allocate(self, *, full: bool) -> None:
+        where, slots = self.placement.replicated, self.config.max_num_seqs
+        if self._pool is None:
+            axis = self.placement.axis
+            self._pool = kv_cache.zeros(self.layout, self.placement.sharding(PartitionSpec(None, None, axis, None)))
+        if self._last_R is None:
+            self._last_R = jax.device_put(np.zeros(slots, np.int32), where)
+        if full and self._counts_RV is None:
+            self._counts_RV = jnp.zeros((slots, self.model.vocab_size), jnp.int32, device=where)
+
+    def _counts_step(self) -> Any:
+        if self._set_counts is None:
+            started = time.perf_counter()
+            where = self.placement.replicated
+            scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=where)
+            shape = (self.config.max_num_seqs, self.model.vocab_size)
+            self._set_counts = (
+                jax.jit(set_counts, donate_argnums=0, out_shardings=where)
+                .lower(
+                    jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where),
+                    scalar,
+                    jax.ShapeDtypeStruct((COUNTS_CHUNK,), jnp.int32, sharding=where),
+                    scalar,
+                    scalar,
+                )
+                .compile()
+            )
+            self.compile_seconds["set_counts"] = time.perf_counter() - started
+        return self._set_counts
+
+    def _enter_counts(self, slot: int, token_ids: list[int], prompt_len: int) -> None:
+        """Set a slot's token counts from scratch: its last owner's are of no use to a row just admitted."""
+        step = self._counts_step()
+        for start in range(0, len(token_ids), COUNTS_CHUNK):
+            chunk = np.full(COUNTS_CHUNK, self.model.vocab_size, np.int32)
+            tokens = token_ids[start : start + COUNTS_CHUNK]
+            chunk[: len(tokens)] = tokens
+            scalars = [np.int32(v) for v in (slot, max(prompt_len - start, 0), start == 0)]
+            where, num_prompt, clear = (self.put(np.asarray(v)) for v in scalars)
+            self._counts_RV = step(self._counts_RV, where, self.put(chunk), num_prompt, clear)

@@ -1,0 +1,311 @@
+"""From logits to tokens and log-probabilities, on the device: a new control is this file and sampling_params.py.
+
+Every row stands alone: its token and logprob depend on its own logits, controls and key, never on its neighbours, its
+place in the batch, or which `lax.cond` branch a neighbour forces. The order of the controls is vLLM's: logit bias,
+bans, penalties, temperature, min_p, top_k, top_p. The three thresholds all keep an upper set of the logits, so each is
+one number a row and together they are the largest of the three. N is the tiles of the vocabulary, C the candidates of
+a row or the tokens of a tile, G the rows searched together.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpaged.runtime.logprobs import (
+    NEG_INF,
+    PROCESSED,
+    RAW,
+    SUM_TILE,
+    finite_max,
+    first_true,
+    gather_tiles,
+    logprob,
+    pick,
+    rank,
+    tile_max,
+    tile_sums,
+    token_logprobs,
+    top_values,
+    total,
+    weights,
+)
+
+__all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
+
+CANDIDATES = 64  # thresholds that fall within this many tokens need no search
+SEARCH_ROWS = 8  # rows searched together: fixed, so that sums do not depend on how many rows need it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Controls:
+    """What every row has. Off is: top_p 1, min_p 0, top_k 0; temperature 0 is greedy and ignores the thresholds."""
+
+    temperature_S: jax.Array  # f32
+    top_p_S: jax.Array  # f32
+    min_p_S: jax.Array  # f32
+    top_k_S: jax.Array  # i32
+    key_S2: jax.Array  # u32, threefry key data
+    fold_S: jax.Array  # i32; >= 0: the request's key is fold_in(key, fold), -1: it is the key itself
+    sample_index_S: jax.Array  # i32
+    position_S: jax.Array  # i32, index of the new token in its sequence
+    logprobs_mode_S: jax.Array  # i32: RAW, TEMPERED or PROCESSED
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FullControls:
+    """What only some requests ask for. Ids of V or more are padding and dropped; the bias ids of a row are distinct."""
+
+    presence_S: jax.Array  # f32, off 0
+    frequency_S: jax.Array  # f32, off 0
+    repetition_S: jax.Array  # f32, off 1
+    bias_ids_SB: jax.Array  # i32
+    bias_SB: jax.Array  # f32
+    ban_ids_SX: jax.Array  # i32, forbidden for this token (EOS before min_tokens)
+    counts_SV: jax.Array  # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One token a row; rank and top lists only of the full step. Top lists fall in value, equal values rise in id."""
+
+    token_S: jax.Array  # i32
+    logprob_S: jax.Array  # f32, in the row's logprobs mode
+    rank_S: jax.Array | None = None  # i32, 1 is the most probable
+    top_ids_SK: jax.Array | None = None  # i32
+    top_logprobs_SK: jax.Array | None = None  # f32
+
+
+def sample(
+    logits_SV: jax.Array, controls: Controls, full: FullControls | None = None, *, max_logprobs: int = 0
+) -> Sampled:
+    """Draw one token a row, and its log-probability.
+
+    logits_SV f32, -inf allowed (a row of nothing else, or with a NaN, gives some valid id and logprob NaN). `full` None
+    is the plain step: no penalties, biases, bans or top lists; a row that uses none of them gets the same bits from
+    both. max_logprobs (K) is at most V.
+    """
+    greedy_S = controls.temperature_S <= 0
+    # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide 0 by 0.
+    temp_S = jnp.where(greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30)))
+    z_SV = logits_SV if full is None else _apply_full(logits_SV, full)
+    tile_max_SN = tile_max(z_SV, SUM_TILE)
+    max_S = finite_max(tile_max_SN)
+    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls)
+    sums_SN = tile_sums(z_SV, max_S, temp_S, floor_S)
+    token_S, total_S = _draw(z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, _random_bits(controls))
+
+    # The log-probabilities' own distribution: (source, its max, temperature tau, sum of exponentials), row by row.
+    mode_S = controls.logprobs_mode_S
+    processed_S = mode_S == PROCESSED
+    tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
+    if full is None:
+        source_max_S, same_S = max_S, processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
+    else:
+        raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE))
+        source_max_S, same_S = jnp.where(processed_S, max_S, raw_max_S), processed_S
+    none_S = jnp.full_like(max_S, NEG_INF)
+    sum_S = lax.cond(
+        jnp.all(same_S),
+        lambda: total_S,
+        lambda: jnp.where(same_S, total_S, total(tile_sums(logits_SV, source_max_S, tau_S, none_S))),
+    )
+    if full is None:
+        value_S = pick(logits_SV, token_S)
+        return Sampled(token_S=token_S, logprob_S=logprob(value_S, max_S, tau_S, sum_S))
+    kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
+    source_SV = jnp.where(processed_S[:, None], kept_SV, logits_SV)
+    value_S = pick(source_SV, token_S)
+    top_SK, top_ids_SK = top_values(source_SV, max_logprobs)
+    return Sampled(
+        token_S=token_S,
+        logprob_S=logprob(value_S, source_max_S, tau_S, sum_S),
+        rank_S=rank(source_SV, value_S, token_S),
+        top_ids_SK=top_ids_SK,
+        top_logprobs_SK=logprob(top_SK, source_max_S[:, None], tau_S[:, None], sum_S[:, None]),
+    )
+
+
+def _apply_full(logits_SV: jax.Array, full: FullControls) -> jax.Array:
+    """Bias, bans and penalties. Whatever is off leaves its logits' bits alone."""
+    vocab = logits_SV.shape[1]
+
+    def penalise(z: jax.Array, counts: jax.Array) -> jax.Array:
+        repetition, frequency, presence = (a[:, None] for a in (full.repetition_S, full.frequency_S, full.presence_S))
+        output = (counts >> 1).astype(jnp.float32)
+        repeated = jnp.where(z > 0, z / repetition, z * repetition)
+        z = jnp.where(counts > 0, repeated, z)
+        return z - (frequency * output + jnp.where(output > 0, presence, jnp.float32(0)))
+
+    # The penalties in one fused pass, then the few biased entries set in place: a scatter-add that came first would
+    # cost a copy of the logits, which the raw logprobs still need.
+    at_SB = jnp.minimum(full.bias_ids_SB, vocab - 1)
+    biased_SB = penalise(
+        jnp.take_along_axis(logits_SV, at_SB, axis=1) + full.bias_SB,
+        jnp.take_along_axis(full.counts_SV, at_SB, axis=1),
+    )
+    rows_S1 = jnp.arange(logits_SV.shape[0], dtype=jnp.int32)[:, None]
+    z_SV = penalise(logits_SV, full.counts_SV)
+    z_SV = z_SV.at[rows_S1, full.bias_ids_SB].set(biased_SB, mode="drop")
+    return z_SV.at[rows_S1, full.ban_ids_SX].set(NEG_INF, mode="drop")
+
+
+def _random_bits(controls: Controls) -> jax.Array:
+    """Two random words a row: threefry of the request's key, the sample index and the position, and of nothing else.
+
+    They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else uses.
+    """
+
+    data_3S = jnp.stack([controls.fold_S, controls.sample_index_S, controls.position_S])
+
+    def fold(i: jax.Array, key_S2: jax.Array) -> jax.Array:
+        keys_S = jax.random.wrap_key_data(key_S2, impl="threefry2x32")
+        folded_S = jax.vmap(jax.random.fold_in)(keys_S, data_3S[i].astype(jnp.uint32))
+        return jnp.where(data_3S[i][:, None] >= 0, jax.random.key_data(folded_S), key_S2)
+
+    return lax.fori_loop(0, 3, fold, controls.key_S2)  # a loop only to compile one threefry instead of three
+
+
+def _draw(
+    z_SV: jax.Array,
+    tile_max_SN: jax.Array,
+    sums_SN: jax.Array,
+    max_S: jax.Array,
+    temp_S: jax.Array,
+    floor_S: jax.Array,
+    greedy_S: jax.Array,
+    bits_S2: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Inverse CDF in two levels, the first random word choosing the tile and the second the token in it.
+
+    A word of 24 bits a level resolves probabilities that one f32 uniform over the whole vocabulary would round away.
+    Greedy rows take the first tile with the row's maximum. Returns token_S and the sum of all tiles.
+    """
+    vocab, tiles = z_SV.shape[1], sums_SN.shape[1]
+    u_S2 = (bits_S2 >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+    cumulative_SN = jnp.cumsum(sums_SN, axis=1)
+    total_S = cumulative_SN[:, -1]
+    drawn_S = first_true((cumulative_SN > (u_S2[:, 0] * total_S)[:, None]) & (sums_SN > 0))
+    # Rounding may leave the cumulative sum short of u * total: then the last tile that has any mass.
+    last_S = (tiles - 1) - first_true(sums_SN[:, ::-1] > 0)
+    drawn_S = jnp.where(drawn_S < tiles, drawn_S, jnp.maximum(last_S, 0))
+    best_S = first_true(tile_max_SN == max_S[:, None])
+    tile_S = jnp.minimum(jnp.where(greedy_S, best_S, drawn_S), tiles - 1)
+
+    z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE)
+    p_SC = weights(z_SC, max_S, temp_S, floor_S)
+    cumulative_SC = jnp.cumsum(p_SC, axis=1)
+    drawn_S = first_true((cumulative_SC > (u_S2[:, 1] * cumulative_SC[:, -1])[:, None]) & (p_SC > 0))
+    # The tile's largest logit is kept whenever any of the tile is: the fallback for rounding, and greedy's own answer.
+    best_S = first_true(z_SC == jnp.max(z_SC, axis=1, keepdims=True))
+    at_S = jnp.where(greedy_S | (drawn_S >= SUM_TILE), best_S, drawn_S)
+    return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), total_S
+
+
+def _thresholds(
+    z_SV: jax.Array, max_S: jax.Array, temp_S: jax.Array, greedy_S: jax.Array, controls: Controls
+) -> jax.Array:
+    """The smallest logit that each row keeps, -inf where it keeps all."""
+    vocab = z_SV.shape[1]
+    min_p_S = jnp.where(greedy_S, jnp.float32(0), controls.min_p_S)
+    top_p_S = jnp.where(greedy_S, jnp.float32(1), controls.top_p_S)
+    top_k_S = jnp.where(greedy_S | (controls.top_k_S >= vocab), 0, controls.top_k_S)
+    # p >= min_p * max p, taken to the logits: no search. log(0) is -inf, which keeps all.
+    floor_S = jnp.where(min_p_S > 0, max_S + temp_S * jnp.log(min_p_S), NEG_INF)
+    size = min(CANDIDATES, vocab)
+
+    def search() -> jax.Array:
+        top_SC, _ = top_values(z_SV, size)
+        k_settled_S = top_k_S <= size
+        kth_S = pick(top_SC, jnp.clip(top_k_S, 1, size) - 1)
+        at_least_S = jnp.maximum(floor_S, jnp.where((top_k_S > 0) & k_settled_S, kth_S, NEG_INF))
+
+        def nucleus() -> tuple[jax.Array, jax.Array]:
+            mass_S = top_p_S * total(tile_sums(z_SV, max_S, temp_S, at_least_S))
+            reached_SC = jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
+            first_S = first_true(reached_SC)
+            inside_S = first_S < size
+            return jnp.where(inside_S, pick(top_SC, jnp.minimum(first_S, size - 1)), NEG_INF), inside_S
+
+        p_on_S = top_p_S < 1
+        pth_S, inside_S = lax.cond(
+            jnp.any(p_on_S), nucleus, lambda: (jnp.full_like(max_S, NEG_INF), jnp.ones_like(p_on_S))
+        )
+        settled_S = k_settled_S & (inside_S | ~p_on_S)
+        found_S = jnp.where(p_on_S, jnp.maximum(at_least_S, pth_S), at_least_S)
+        rest_S = jnp.where(k_settled_S, 0, top_k_S)
+        return lax.cond(
+            jnp.all(settled_S),
+            lambda: found_S,
+            lambda: _search_rows(z_SV, max_S, temp_S, at_least_S, rest_S, top_p_S, settled_S, found_S),
+        )
+
+    return lax.cond(jnp.any((top_k_S > 0) | (top_p_S < 1)), search, lambda: floor_S)
+
+
+def _search_rows(
+    z_SV: jax.Array,
+    max_S: jax.Array,
+    temp_S: jax.Array,
+    floor_S: jax.Array,
+    top_k_S: jax.Array,
+    top_p_S: jax.Array,
+    settled_S: jax.Array,
+    found_S: jax.Array,
+) -> jax.Array:
+    """Exact thresholds of the rows that the candidates did not settle, a few rows at a time; `found_S` elsewhere."""
+    rows = z_SV.shape[0]
+    unsettled = jnp.sum(~settled_S, dtype=jnp.int32)
+    (order,) = jnp.nonzero(~settled_S, size=rows + SEARCH_ROWS, fill_value=rows)
+
+    def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        start, found_S = state
+        at_G = lax.dynamic_slice(order, (start,), (SEARCH_ROWS,))
+        z_GV, max_G, temp_G, floor_G, top_k_G, top_p_G = (
+            jnp.take(a, at_G, axis=0, mode="clip") for a in (z_SV, max_S, temp_S, floor_S, top_k_S, top_p_S)
+        )
+
+        def largest(weight_GV: jax.Array, target_G: jax.Array, floor_G: jax.Array) -> jax.Array:
+            """The largest v >= floor such that sum(weight where z >= v) >= target, by bisection over all floats."""
+
+            def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                low_G, high_G = bounds
+                middle_G = (low_G | high_G) - ((low_G ^ high_G) >> 1)  # the mean, rounded up, without overflow
+                reached_GV = z_GV >= _from_ordered(middle_G)[:, None]
+                enough_G = jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1) >= target_G
+                return jnp.where(enough_G, middle_G, low_G), jnp.where(enough_G, high_G, middle_G - 1)
+
+            bounds = _to_ordered(jnp.minimum(floor_G, max_G)), _to_ordered(max_G)
+            return _from_ordered(lax.while_loop(lambda b: jnp.any(b[0] < b[1]), halve, bounds)[0])
+
+        # f32 counts are exact up to 2**24, more than any vocabulary.
+        kth_G = lax.cond(
+            jnp.any(top_k_G > 0),
+            lambda: largest(jnp.ones_like(z_GV), top_k_G.astype(jnp.float32), floor_G),
+            lambda: floor_G,
+        )
+        floor_G = jnp.where(top_k_G > 0, kth_G, floor_G)
+
+        def nucleus() -> jax.Array:
+            p_GV = weights(z_GV, max_G, temp_G, floor_G)
+            return largest(p_GV, top_p_G * jnp.sum(p_GV, axis=1), floor_G)
+
+        pth_G = lax.cond(jnp.any(top_p_G < 1), nucleus, lambda: floor_G)
+        floor_G = jnp.where(top_p_G < 1, pth_G, floor_G)
+        return start + SEARCH_ROWS, found_S.at[at_G].set(floor_G, mode="drop")
+
+    return lax.while_loop(lambda s: s[0] < unsettled, body, (jnp.int32(0), found_S))[1]
+
+
+def _to_ordered(z: jax.Array) -> jax.Array:
+    """f32 to int32 such that the integers order as the floats do."""
+    bits = lax.bitcast_convert_type(z, jnp.int32)
+    return jnp.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+def _from_ordered(key: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(jnp.where(key >= 0, key, key ^ 0x7FFFFFFF), jnp.float32)

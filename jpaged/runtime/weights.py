@@ -1,0 +1,185 @@
+"""The caller's params -> the serving tree: any pytree form in, cast and placed once a weight version."""
+
+import logging
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.errors import ConfigError
+from jpaged.models.decoder import to_tree
+from jpaged.models.layout import TENSOR_AXES, param_shapes, param_specs
+from jpaged.models.params import Params
+from jpaged.runtime.runner import Placement
+
+log = logging.getLogger("jpaged")
+
+
+def as_params(params: Any, config: Any = None) -> Params:
+    """Params over the caller's own leaves, from any accepted form; nothing is copied.
+
+    params: what load_params returns, an nnx Module or State, a linen {"params": ...} dict or a plain dict in the
+    canonical names. config: ModelConfig, Hugging Face dict or folder; needed for raw trees. Raises ConfigError naming the
+    first parameter that does not fit.
+    """
+    source = params.source if isinstance(params, Params) else None
+    if config is not None:
+        model = ModelConfig.coerce(config)
+    elif isinstance(params, Params):
+        model = params.config
+    elif isinstance(getattr(params, "config", None), ModelConfig):
+        model = params.config
+    else:
+        raise ConfigError(
+            f"params of type {type(params).__name__} need config= (ModelConfig, Hugging Face dict or folder)"
+        )
+    if source is None and isinstance(config, str | Path):
+        source = Path(config)
+    if isinstance(params, nnx.Module | nnx.State):
+        params = to_tree(params)
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"params of type {type(params).__name__}: pass Params, an nnx Module or State, or a dict")
+    if set(params) == {"params"}:
+        params = params["params"]
+    tree = _plain(params)
+    _check(tree, param_shapes(model), "")
+    return Params(tree, model, source)
+
+
+def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
+    """Where to serve: `mesh`, else the mesh of the params' own NamedShardings, else the params' device."""
+    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    if mesh is None:
+        own = (x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1)
+        mesh = next((m for m in own if isinstance(m, Mesh)), None)
+    if jax.process_count() > 1:
+        raise ConfigError(f"{jax.process_count()} processes: only one is supported yet")
+    if mesh is None or mesh.size == 1:
+        device = next(iter(leaves[0].devices())) if leaves else jax.devices()[0]
+        device = mesh.devices.flat[0] if mesh is not None else device
+        return Placement(mesh=None, axis=None, device=device)
+    axis = config.tensor_axis
+    if axis == "auto":
+        axis = _kv_axis(params, mesh) or next((name for name in TENSOR_AXES if name in mesh.axis_names), None)
+    elif axis is not None and axis not in mesh.axis_names:
+        raise ConfigError(f"tensor_axis={axis!r} is not an axis of the mesh {mesh.axis_names}")
+    size = mesh.shape[axis] if axis is not None else 1
+    param_specs(params.config, axis, size)  # raises where the KV heads do not divide
+    return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
+
+
+class ServingWeights:
+    """The serving tree of one engine, remade when any leaf of the caller's params is another object.
+
+    Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are held by weakref, so the
+    caller's weights are never kept alive by it; numpy, dead and donated leaves always mean a new version.
+    """
+
+    def __init__(self, where: Placement, dtype: str | None):
+        self.where = where
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.version = 0
+        self._refs: list[weakref.ref[jax.Array] | None] = []
+        self._derived: list[jax.Array | None] = []  # leaves that are copies of ours; None where the caller's own serves
+
+    def update(self, params: Params) -> bool:
+        """Take these params; True when they are a new version. Read `tree` next."""
+        leaves = jax.tree.leaves(params)
+        for leaf in leaves:
+            if isinstance(leaf, jax.core.Tracer):
+                raise ConfigError("params are tracers: generate is host Python and cannot run under jit, grad or vmap")
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ConfigError("params hold a deleted array: were they donated to a training step?")
+        same = len(leaves) == len(self._refs) and all(
+            ref is not None and ref() is leaf for ref, leaf in zip(self._refs, leaves, strict=True)
+        )
+        if not same:
+            self.version += 1
+            self._derived = self._prepare(params, leaves)
+            self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in leaves]
+        return not same
+
+    def tree(self, params: Params) -> Any:
+        """The serving tree for params that were last passed to `update`: plain dicts of jax arrays."""
+        leaves = jax.tree.leaves(params)
+        served = [ours if ours is not None else theirs for ours, theirs in zip(self._derived, leaves, strict=True)]
+        return dict(jax.tree.unflatten(jax.tree.structure(params), served))
+
+    def release(self) -> None:
+        """Free the derived copies; the next update makes them again."""
+        self._refs, self._derived = [], []
+
+    def _prepare(self, params: Params, leaves: list[Any]) -> list[jax.Array | None]:
+        """Cast and place what needs it; whatever already fits is served as it is."""
+        specs = param_specs(params.config, self.where.axis, self.where.axis_size)
+        targets = [
+            self.where.sharding(s) for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+        ]
+        derived: list[jax.Array | None] = []
+        moved = 0
+        for leaf, target in zip(leaves, targets, strict=True):
+            dtype = self.dtype if self.dtype is not None else leaf.dtype
+            out = leaf
+            if out.dtype != dtype:
+                out = _cast(out, dtype) if isinstance(out, jax.Array) else np.asarray(out).astype(dtype)
+            if not isinstance(out, jax.Array) or not out.sharding.is_equivalent_to(target, out.ndim):
+                if isinstance(out, jax.Array) and not out.sharding.is_fully_replicated:
+                    moved += out.nbytes
+                out = jax.device_put(out, target)
+            derived.append(None if out is leaf else out)
+        if moved:
+            log.info("gathered %.1f MB of sharded weights for serving", moved / 1e6)
+        return derived
+
+
+@jax.jit(static_argnums=1)
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(dtype)
+
+
+def _kv_axis(params: Params, mesh: Mesh) -> str | None:
+    """The mesh axis that the KV heads of the first layer are split over."""
+    sharding = getattr(params["layers"]["0"]["attention"]["qkv"], "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names else ()
+    axis = spec[0] if spec else None
+    if isinstance(axis, tuple):
+        if len(axis) > 1:
+            raise ConfigError(f"KV heads are split over the axes {axis}: only one tensor axis is supported")
+        axis = axis[0] if axis else None
+    return axis
+
+
+def _plain(node: Any) -> Any:
+    """Nested dicts with string keys over bare arrays: nnx Variables and boxed values are opened."""
+    if isinstance(node, Mapping):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return {str(i): _plain(value) for i, value in enumerate(node)}
+    return node.get_value() if isinstance(node, nnx.Variable) else node
+
+
+def _check(tree: Any, shapes: Any, path: str) -> None:
+    """Every name and shape as the config says, and linear weights of one dtype."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}")
+    if missing := sorted(shapes.keys() - tree.keys()):
+        raise ConfigError(
+            f"params{path} lack {missing[0]!r}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        )
+    if extra := sorted(tree.keys() - shapes.keys()):
+        raise ConfigError(f"params{path} hold {extra[0]!r}, which this config does not have")
+    for name, shape in shapes.items():
+        leaf, where = tree[name], f"{path}[{name!r}]"
+        if isinstance(shape, dict):
+            _check(leaf, shape, where)
+        elif getattr(leaf, "shape", None) != shape:
+            raise ConfigError(
+                f"params{where} is of shape {getattr(leaf, 'shape', type(leaf).__name__)}, the config says {shape}"
+            )
