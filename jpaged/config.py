@@ -229,8 +229,8 @@ class EngineConfig:
         for name in ("max_model_len", "num_blocks", "decode_steps"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
-        if not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization={self.memory_utilization}: must be in (0, 1]")
+        if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization={self.memory_utilization!r}: must be in (0, 1]")
         for name in ("token_buckets", "seq_buckets"):
             sizes = getattr(self, name)
             if sizes is not None:

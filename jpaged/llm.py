@@ -25,7 +25,7 @@ from jpaged.outputs import CompletionChunk, RequestOutput
 from jpaged.prompts import as_list, match_params
 from jpaged.runtime import kv_cache, memory
 from jpaged.runtime.runner import Runner
-from jpaged.runtime.weights import ServingWeights, as_params, placement
+from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
 
@@ -208,7 +208,7 @@ class LLM:
         return self._weights.version
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start, flat: tokens, steps, seconds, compiles, transfers, blocks."""
+        """Totals since the start: tokens, steps, seconds, compiles and the buckets compiled, transfers, blocks."""
         engine, runner = self._running_engine(), self._runner
         assert runner is not None
         stats, blocks = engine.stats, engine.scheduler.blocks
@@ -220,6 +220,7 @@ class LLM:
             "preemptions": engine.scheduler.num_preemptions,
             "num_compiles": len(runner.compile_seconds),
             "compile_time_s": sum(runner.compile_seconds.values()),
+            "buckets": [str(bucket) for bucket in runner.compile_seconds],
             "uploads": runner.uploads,
             "downloads": runner.downloads,
             "blocks_in_use": blocks.num_used,
@@ -373,7 +374,12 @@ class LLM:
 
     def _step_for(self, mine: set[str] | frozenset[str]) -> set[str]:
         """One step; the ids among `mine` that ended. Others that ended wait for the caller of `step`."""
-        ended = self._running_engine().step()
+        try:
+            ended = self._running_engine().step()
+        except RuntimeError as e:
+            if any(is_deleted(leaf) for leaf in jax.tree.leaves(self._params)):
+                raise ConfigError(f"params hold a deleted array: {DONATED} Pass new ones to update_params") from e
+            raise
         self._ready += [self._frontend.output(seq) for seq in ended if seq.request_id not in mine]
         return {seq.request_id for seq in ended} & mine
 

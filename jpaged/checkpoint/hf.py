@@ -57,7 +57,8 @@ def plan_hf(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     found = {
         name: (entry.shape, entry.dtype)
         for name, entry in entries.items()
-        if name in wanted or not (BUFFERS.search(name) or (name == "lm_head.weight" and config.tie_word_embeddings))
+        if name in wanted
+        or not (BUFFERS.search(name) or name == "lm_head.weight")  # a tied head is carried along at times
     }
     check_fit(folder, found, wanted)
     return {

@@ -119,7 +119,10 @@ def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     else:
         kvstore = base | {"path": f"{root}/{name}/"}
-    return {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": kvstore}
+    # Where Orbax stored zeros too, a chunk that is not there is lost, and must not read as zeros.
+    complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
+    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": not complete}
 
 
 def _read(name: str, array: Any, out: np.ndarray) -> None:

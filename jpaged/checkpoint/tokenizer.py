@@ -27,10 +27,12 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         return None
     try:
         auto = import_transformers().AutoTokenizer
-        return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:  # tokenizers and transformers raise many types, plain Exception among them
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason})") from e
+    tokenizer.model_max_length = 1 << 62  # lengths are the engine's to check; transformers would warn and go on
+    return tokenizer
 
 
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

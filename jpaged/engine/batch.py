@@ -209,7 +209,7 @@ def _pack_controls(seq: Sequence) -> np.ndarray:
     """A row of CONTROLS, kept in the sequence."""
     p: SamplingParams = seq.params
     values = (
-        p.temperature, p.top_p, p.min_p, max(p.top_k, 0), seq.key[0], seq.key[1], seq.fold, 0,
+        p.temperature, p.top_p, p.min_p, min(max(p.top_k, 0), PAD_TOKEN), seq.key[0], seq.key[1], seq.fold, 0,
         LOGPROBS_MODES.index(p.logprobs_mode), p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
     )  # fmt: skip
     columns = [np.asarray(v, dtype).view(np.int32) for (_, dtype), v in zip(CONTROLS, values, strict=True)]

@@ -12,6 +12,7 @@ import xxhash
 
 from jpaged.engine.sequence import Sequence
 
+STALE = -1  # uid of a block in use whose KV is from before a reset: neither it nor what follows it is ever hashed
 
 class Block:
     """One KV block. uid and parent are never reused, so a chain is compared by content, not by a 64-bit hash alone."""
@@ -25,6 +26,10 @@ class Block:
         self.token_ids = b""  # int32 little-endian, set when closed
         self.uid = 0  # names this content after its whole chain; duplicates of one content share it
         self.parent = 0  # uid of the block before it, 0 at the start
+
+    def open(self, uid: int) -> None:
+        """Forget what it held."""
+        self.hash, self.token_ids, self.parent, self.uid = None, b"", 0, uid
 
 
 class BlockManager:
@@ -99,15 +104,18 @@ class BlockManager:
             return
         for i in range(seq.num_closed, full):
             block = self.blocks[seq.block_table[i]]
-            block.hash, block.token_ids = self._chain_hash(seq, i), self._token_bytes(seq, i)
-            block.parent = self.blocks[seq.block_table[i - 1]].uid if i else 0
-            same = self._lookup(block.hash, block.token_ids, block.parent)
-            if same is not None:  # the same tokens were computed twice: the first stays findable, both name one content
+            parent = self.blocks[seq.block_table[i - 1]].uid if i else 0
+            if STALE in (block.uid, parent):
+                block.uid = STALE
+                continue
+            block.hash, block.token_ids, block.parent = self._chain_hash(seq, i), self._token_bytes(seq, i), parent
+            same = self._lookup(block.hash, block.token_ids, parent)
+            if same is None:
+                block.uid, self._next_uid = self._next_uid, self._next_uid + 1
+            else:  # the same tokens were computed twice: both blocks name one content
                 block.uid = same.uid
-            else:
-                block.uid = self._next_uid
-                self._next_uid += 1
-                self._by_hash.setdefault(block.hash, block.id)
+            # The latest is what a search finds: an older one may be free already, or its parent no longer found.
+            self._by_hash[block.hash] = block.id
         seq.num_closed = max(seq.num_closed, full)
 
     def free(self, seq: Sequence) -> None:
@@ -125,20 +133,30 @@ class BlockManager:
         """Forget every hash: no later request hits anything that was computed before."""
         self._by_hash.clear()
         for block in self.blocks:
-            block.hash, block.token_ids, block.parent, block.uid = None, b"", 0, 0
+            block.open(STALE if block.ref_count else 0)
 
     def check_integrity(self, owners: Iterable[Sequence]) -> None:
         """Assert that reference counts equal the tables, free and used make all, and every hash entry is true."""
         counts = [0] * len(self.blocks)
         for seq in owners:
             assert len(set(seq.block_table)) == len(seq.block_table), f"{seq!r} holds a block twice"
+            parent = 0
             for i, block_id in enumerate(seq.block_table):
                 counts[block_id] += 1
                 block = self.blocks[block_id]
-                if block.hash is not None:
-                    assert block.token_ids == self._token_bytes(seq, i), f"block {block_id} is closed over other tokens"
                 assert block.ref_count == 1 or i < seq.num_closed, f"open block {block_id} has {block.ref_count} owners"
+                is_closed = block.hash is not None or block.uid == STALE
+                assert is_closed or i >= seq.num_closed, f"block {block_id} of {seq!r} should be closed"
+                if block.hash is not None:
+                    assert i < seq.num_closed, f"block {block_id} of {seq!r} is closed before it is full"
+                    assert block.token_ids == self._token_bytes(seq, i), f"block {block_id} is closed over other tokens"
+                    assert block.parent == parent, f"block {block_id} is closed under another parent"
+                parent = block.uid
+        hashes = {0: None} | {block.uid: block.hash for block in self.blocks if block.hash is not None}
         for block in self.blocks:
+            if block.hash is not None and block.parent in hashes:
+                true = _digest(hashes[block.parent], block.token_ids)
+                assert block.hash == true, f"block {block.id} has hash {block.hash:#x}, not {true:#x}"
             assert block.ref_count == counts[block.id], (
                 f"block {block.id}: {block.ref_count} != {counts[block.id]} owners"
             )
@@ -151,10 +169,9 @@ class BlockManager:
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
-        if block.hash is not None:
-            if self._by_hash.get(block.hash) == block_id:
-                del self._by_hash[block.hash]
-            block.hash, block.token_ids, block.parent, block.uid = None, b"", 0, 0
+        if block.hash is not None and self._by_hash.get(block.hash) == block_id:
+            del self._by_hash[block.hash]
+        block.open(0)
         block.ref_count = 1
         return block_id
 
@@ -170,9 +187,13 @@ class BlockManager:
         return array("i", seq.token_ids[start : start + self.block_size]).tobytes()
 
     def _chain_hash(self, seq: Sequence, i: int) -> int:
-        """xxh64 of the previous block's hash (8 bytes, little-endian), then the block's tokens as int32; kept in the sequence."""
+        """The hash of a sequence's first i + 1 blocks; kept in the sequence."""
         while len(seq.hashes) <= i:
             j = len(seq.hashes)
-            previous = seq.hashes[j - 1].to_bytes(8, "little") if j else b""
-            seq.hashes.append(xxhash.xxh64_intdigest(previous + self._token_bytes(seq, j)))
+            seq.hashes.append(_digest(seq.hashes[j - 1] if j else None, self._token_bytes(seq, j)))
         return seq.hashes[i]
+
+
+def _digest(previous: int | None, token_ids: bytes) -> int:
+    """xxh64 of the previous block's hash (8 bytes, little-endian; the first block has none), then the tokens as int32."""
+    return xxhash.xxh64_intdigest((b"" if previous is None else previous.to_bytes(8, "little")) + token_ids)

@@ -1,7 +1,9 @@
 """The loop: schedule, dispatch, commit. The runner is handed in, so a mock model can stand in for the device."""
 
+import contextlib
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
@@ -48,17 +50,20 @@ class Engine:
         """Queue a sequence; its request_id must not be in use."""
         if seq.request_id in self.sequences:
             raise RequestError(f"request_id {seq.request_id!r} is in use by an unfinished request")
-        self.sequences[seq.request_id] = seq
-        self.scheduler.add(seq)
+        with self._consistent():
+            self.sequences[seq.request_id] = seq
+            self.scheduler.add(seq)
         self.stats.prompt_tokens += seq.prompt_len
 
     def abort(self, request_id: str) -> Sequence | None:
         """End an unfinished request as "abort"; returns it, or None when there is none of that id."""
         seq = self.sequences.get(request_id)
         if seq is not None:
-            self.scheduler.finish(seq, "abort")
-            self.scheduler.finished.remove(seq)
-            self._forget(seq)
+            with self._consistent():
+                if seq.status is not Status.FINISHED:  # as one that ended in a step which then failed
+                    self.scheduler.finish(seq, "abort")
+                self.scheduler.finished.remove(seq)
+                self._forget(seq)
         return seq
 
     def has_unfinished(self) -> bool:
@@ -69,7 +74,7 @@ class Engine:
 
         Any exception leaves the engine consistent: what was running is queued again and recomputed.
         """
-        try:
+        with self._consistent():
             started = time.perf_counter()
             plan = self.scheduler.schedule()
             if plan is not None:
@@ -79,12 +84,9 @@ class Engine:
                 self._in_flight.append((plan, handle, started))
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-        except BaseException:
-            self.recover()
-            raise
-        finished = self.scheduler.take_finished()
-        for seq in finished:
-            self._forget(seq)
+            finished = self.scheduler.take_finished()
+            for seq in finished:
+                self._forget(seq)
         return finished
 
     def recover(self) -> None:
@@ -100,6 +102,15 @@ class Engine:
             else:
                 seq.restart()
                 self.scheduler.add(seq)
+
+    @contextlib.contextmanager
+    def _consistent(self) -> Iterator[None]:
+        """Recover from whatever is raised inside, wherever it fell, and let it pass."""
+        try:
+            yield
+        except BaseException:
+            self.recover()
+            raise
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.blocks.reset()

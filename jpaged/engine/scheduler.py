@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jpaged.engine.batch import StepResult
 from jpaged.engine.block_manager import BlockManager
@@ -12,8 +12,7 @@ from jpaged.errors import CapacityError
 MAX_PREFILL_STREAK = 4  # prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanEntry:
+class PlanEntry(NamedTuple):
     """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
 
     samples: the step draws the token after them. first: the row's slot was just taken (its device state is another's).
@@ -110,13 +109,14 @@ class Scheduler:
             seq.top_logprobs.append(result.top(row, params.logprobs))
         may_stop = seq.num_generated > params.min_tokens
         if may_stop and token in seq.eos_ids:
-            return self.finish(seq, "stop")
-        if may_stop and token in seq.stop_ids:
-            return self.finish(seq, "stop", stop=token)
-        if seq.text is not None and (matched := seq.text.push(token, may_stop=may_stop)) is not None:
-            return self.finish(seq, "stop", stop=matched)
-        if len(seq) >= seq.end:
+            self.finish(seq, "stop")
+        elif may_stop and token in seq.stop_ids:
+            self.finish(seq, "stop", stop=token)
+        elif seq.text is not None and (matched := seq.text.push(token, may_stop=may_stop)) is not None:
+            self.finish(seq, "stop", stop=matched)
+        elif len(seq) >= seq.end:
             self.finish(seq, "length")
+        seq.num_committed = len(seq)
 
     def finish(
         self, seq: Sequence, reason: str, *, stop: int | str | None = None, error: Exception | None = None
@@ -126,8 +126,8 @@ class Scheduler:
             self.waiting.remove(seq)
         elif seq.status is Status.RUNNING:
             self._release(seq)
-        seq.status = Status.FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
+        seq.status = Status.FINISHED  # last: an interrupt before it undoes the end, one after it does not
         self.finished.append(seq)
 
     def take_finished(self) -> list[Sequence]:
@@ -205,15 +205,13 @@ class Scheduler:
         seq.num_dispatched = start + num_tokens
         seq.pending += samples
         seq.in_flight += 1
-        return PlanEntry(seq=seq, start=start, num_tokens=num_tokens, samples=samples, first=first, epoch=seq.epoch)
+        return PlanEntry(seq, start, num_tokens, samples, first, seq.epoch)
 
     def _plan_decode(self) -> Plan | None:
         rows: list[Sequence] = []
         for seq in list(self.running):
             if seq.status is Status.RUNNING and seq.can_decode and self._make_room(seq):
                 rows.append(seq)
-        # Longest context first, so that the attention loop of a group of rows runs no longer than they need.
-        rows.sort(key=lambda seq: -seq.num_dispatched)
         entries = tuple(self._dispatched(seq, seq.num_dispatched, 1, samples=True) for seq in rows)
         return Plan(phase="decode", entries=entries) if entries else None
 

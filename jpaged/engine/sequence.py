@@ -24,7 +24,8 @@ class Sequence:
     decoding row has num_dispatched == len(token_ids) + pending - 1.
 
     request_id, prompt, token_ids[:prompt_len], params, key, fold, stop_ids, text: set by the caller, once.
-    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, finish_reason, stop_reason, error: set by commit.
+    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, num_committed, finish_reason, stop_reason, error:
+    set by commit.
     status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch: the scheduler's
     and block manager's.
     """
@@ -70,6 +71,7 @@ class Sequence:
         self.logprobs: list[float] = []  # of each generated token
         self.top_logprobs: list[list[tuple[int, float, int]]] = []  # (token, logprob, rank), asked by params.logprobs
         self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]  # position 0 has none
+        self.num_committed = self.prompt_len  # tokens that commit was done with: it may be interrupted
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
@@ -98,7 +100,10 @@ class Sequence:
 
     def restart(self) -> None:
         """Back to waiting with nothing computed, after a failed step; tokens that were fully committed are kept."""
-        del self.token_ids[self.prompt_len + len(self.logprobs) :]  # an interrupt can fall between two appends
+        del self.token_ids[self.num_committed :], self.logprobs[self.num_generated :], self.top_logprobs[self.num_generated :]
+        if self.text is not None:
+            self.text.rewind(self.token_ids[self.prompt_len :], self.params.min_tokens)
+        self.finish_reason = self.stop_reason = self.error = None
         self.status = Status.WAITING
         self.slot = -1
         self.block_table = array("i")

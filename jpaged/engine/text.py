@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 
 class TextStream:
     """The text of one completion as its tokens arrive, watched for stop strings.
 
-    tokenizer: a transformers tokenizer, or anything with decode(ids). stop: strings that end the text at their first
-    occurrence. Once `push` has returned a stop string the text is final.
+    tokenizer: a transformers tokenizer, or anything with decode(ids, skip_special_tokens). stop: strings that end the text
+    at their first occurrence. Once `push` has returned a stop string the text is final.
     """
 
     def __init__(
@@ -21,17 +19,21 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ):
-        self._tokenizer = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens) if self._backend is not None else None
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # the fast one beneath, where there is one
         self._skip_special_tokens = skip_special_tokens
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        # A stop string may have begun in text that was already there, but not in text where stopping was forbidden.
         self._reach = max(map(len, self._stop), default=1) - 1
-        self._allowed_from = 0
-        self._token_ids: list[int] = []
         self._sent = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._token_ids: list[int] = []
+        # Tokens [_context, _shown) are the last ones whose text is shown, as _shown_text when decoded alone: what comes
+        # next is decoded after them, since a decoder may treat the first token in its own way.
+        self._context = self._shown = 0
+        self._shown_text = ""
+        self._allowed_from = 0  # a stop string may have begun in earlier text, but not where stopping was forbidden
         self.text = ""
         self.is_final = False
 
@@ -39,7 +41,7 @@ class TextStream:
         """Add a token; returns the stop string that it completed, or None."""
         before = len(self.text)
         self._token_ids.append(token)
-        self.text += self._decode(token)
+        self.text += self._show()
         if not may_stop:
             self._allowed_from = len(self.text)
             return None
@@ -55,8 +57,7 @@ class TextStream:
     def finish(self) -> str:
         """The final text: what was held back for want of a complete character is flushed, as plain decoding shows it."""
         if not self.is_final:
-            whole = decode(self._tokenizer, self._token_ids, self._skip_special_tokens)
-            self.text = whole if whole.startswith(self.text) else self.text
+            self.text += self._show(is_last=True)
             self.is_final = True
         return self.text
 
@@ -71,11 +72,22 @@ class TextStream:
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
         return delta
 
-    def _decode(self, token: int) -> str:
-        if self._stream is not None:
-            return self._stream.step(self._backend, token) or ""
-        whole = decode(self._tokenizer, self._token_ids, self._skip_special_tokens)
-        return "" if whole.endswith("\ufffd") else whole[len(self.text) :]
+    def rewind(self, token_ids: Sequence[int], min_tokens: int) -> None:
+        """Back to having seen exactly these tokens of its own, none of which ended it; deltas already taken stay taken."""
+        self._clear()
+        for i, token in enumerate(token_ids):
+            self.push(token, may_stop=i >= min_tokens)
+
+    def _show(self, *, is_last: bool = False) -> str:
+        """What is new in the text; all but the last character of it, while the tokens end within that."""
+        text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
+        whole = text if is_last else text.rstrip("\ufffd")
+        added = whole[len(self._shown_text) :]
+        self._shown_text += added
+        if added and whole == text:
+            self._context, self._shown = self._shown, len(self._token_ids)
+            self._shown_text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
+        return added
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -74,9 +74,10 @@ class Attention(nnx.Module):
         q = q.reshape(*x.shape[:-1], heads * group, dim)
         scale, window = dim**-0.5, self.config.sliding_window(layer)
         if cache is None:
-            # jax's reference attention: f32 logits and softmax, causal by index, differentiable.
+            # jax's reference attention: f32 logits and softmax, causal by index, differentiable. It mixes bf16 with f32.
             local = None if window is None else (window - 1, 0)
-            o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)
+            with jax.numpy_dtype_promotion("standard"):
+                o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)
         else:
             cache = cache.write(layer, k, v)
             o = cache.attend(layer, q, scale=scale, sliding_window=window)

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from jpaged.config import ModelConfig
 
@@ -43,11 +42,11 @@ def layout(model: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.d
     )
 
 
-def sharding(mesh: Mesh, axis: str | None) -> NamedSharding:
+def spec(axis: str | None) -> PartitionSpec:
     """KV heads over `axis`; a contiguous split of axis 2 keeps each head's K and V together."""
-    return NamedSharding(mesh, PartitionSpec(None, None, axis, None))
+    return PartitionSpec(None, None, axis, None)
 
 
-def zeros(pool: Layout, where: NamedSharding | jax.Device) -> Array:
+def zeros(pool: Layout, where: Sharding) -> Array:
     """A fresh pool. Zeros, not garbage: whole pages are read and 0 * NaN would poison a row."""
     return jnp.zeros(pool.shape, pool.dtype, device=where)

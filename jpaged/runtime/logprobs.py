@@ -50,7 +50,7 @@ def token_logprobs(
         logits_tV = logits_fn(x_tE)
         targets_t = jnp.clip(targets_t, 0, logits_tV.shape[1] - 1)
         max_t = finite_max(tile_max(logits_tV, SUM_TILE))
-        sum_t = total(tile_sums(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF)))
+        sum_t = total(tile_sums(weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))))
         value_t = pick(logits_tV, targets_t)
         top_tK, top_ids_tK = top_values(logits_tV, max_logprobs)
         return TokenLogprobs(
@@ -72,45 +72,45 @@ def token_logprobs(
     return jax.tree.map(lambda a: a.reshape(tiles * tile, *a.shape[2:])[:tokens], out)
 
 
-def _tile(reduce: Callable[[jax.Array], jax.Array], z_SV: jax.Array, tile: int) -> jax.Array:
-    """Reduce each tile of the vocabulary: [S, V] -> [S, N]. A short last tile is filled up with -inf."""
-    rows, vocab = z_SV.shape
+def _tile(reduce: Callable[[jax.Array], jax.Array], a_SV: jax.Array, tile: int, fill: float) -> jax.Array:
+    """Reduce each tile of the vocabulary: [S, V] -> [S, N]. A short last tile is filled up."""
+    rows, vocab = a_SV.shape
     whole = vocab - vocab % tile
     parts = []
     if whole:
-        parts.append(reduce(z_SV[:, :whole].reshape(rows, whole // tile, tile)))
+        parts.append(reduce(a_SV[:, :whole].reshape(rows, whole // tile, tile)))
     if whole < vocab:
-        tail_SC = jnp.pad(z_SV[:, whole:], ((0, 0), (0, tile - (vocab - whole))), constant_values=NEG_INF)
+        tail_SC = jnp.pad(a_SV[:, whole:], ((0, 0), (0, tile - (vocab - whole))), constant_values=fill)
         parts.append(reduce(tail_SC[:, None]))
     return jnp.concatenate(parts, axis=1)
 
 
 def tile_max(z_SV: jax.Array, tile: int) -> jax.Array:
-    return _tile(lambda z: jnp.max(z, axis=2), z_SV, tile)
+    return _tile(lambda z: jnp.max(z, axis=2), z_SV, tile, NEG_INF)
 
 
-def tile_sums(z_SV: jax.Array, max_S: jax.Array, temp_S: jax.Array, floor_S: jax.Array) -> jax.Array:
-    """exp((z - max) / temperature) of what is kept, summed tile by tile.
+def tile_sums(a_SV: jax.Array) -> jax.Array:
+    """The sum of each SUM_TILE entries, added by halving: an order that is written down.
 
-    Added by halving, an order that is written down: for jnp.sum, XLA:CPU picks one by the number of rows. This also
-    fuses, so that the exponentials are never stored, and runs over 16 lanes.
+    For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the entries, so that they are
+    never stored, and runs over 16 lanes.
     """
 
-    def add(z_SNC: jax.Array) -> jax.Array:
-        sums = weights(z_SNC.reshape(*z_SNC.shape[:2], SUM_TILE // 16, 16), max_S, temp_S, floor_S)
+    def add(a_SNC: jax.Array) -> jax.Array:
+        a = a_SNC.reshape(*a_SNC.shape[:2], SUM_TILE // 16, 16)
         for axis in (2, 3):
-            while sums.shape[axis] > 1:
-                low, high = jnp.split(sums, 2, axis=axis)
-                sums = low + high
-        return sums[:, :, 0, 0]
+            while a.shape[axis] > 1:
+                low, high = jnp.split(a, 2, axis=axis)
+                a = low + high
+        return a[:, :, 0, 0]
 
-    return _tile(add, z_SV, SUM_TILE)
+    return _tile(add, a_SV, SUM_TILE, 0.0)
 
 
-def weights(z: jax.Array, max_S: jax.Array, temp_S: jax.Array, floor_S: jax.Array) -> jax.Array:
-    """Unnormalised probabilities of the kept logits z [S, ...], 0 elsewhere; the largest is 1."""
-    max_, temp, floor = (a.reshape(a.shape + (1,) * (z.ndim - 1)) for a in (max_S, temp_S, floor_S))
-    return jnp.where(z >= floor, jnp.exp((z - max_) / temp), jnp.float32(0))
+def weights(z_SX: jax.Array, max_S: jax.Array, temp_S: jax.Array, floor_S: jax.Array) -> jax.Array:
+    """Unnormalised probabilities of the kept logits, exp((z - max) / temperature), 0 elsewhere; the largest is 1."""
+    exp_SX = jnp.exp((z_SX - max_S[:, None]) / temp_S[:, None])
+    return jnp.where(z_SX >= floor_S[:, None], exp_SX, jnp.float32(0))
 
 
 def total(sums_SN: jax.Array) -> jax.Array:
@@ -132,7 +132,7 @@ def rank(z_SV: jax.Array, value_S: jax.Array, token_S: jax.Array) -> jax.Array:
     """1 + how many tokens come before this one: larger ones, and equal ones of a lower id."""
     ids_V = lax.broadcasted_iota(jnp.int32, z_SV.shape, 1)
     before_SV = (z_SV > value_S[:, None]) | ((z_SV == value_S[:, None]) & (ids_V < token_S[:, None]))
-    return 1 + jnp.sum(before_SV, axis=1, dtype=jnp.float32).astype(jnp.int32)  # exact to 2**24; see `first_true`
+    return 1 + total(tile_sums(before_SV.astype(jnp.float32))).astype(jnp.int32)  # exact to 2**24
 
 
 def top_values(z_SV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -132,7 +132,7 @@ class Runner:
         """The lowered (not yet compiled) step of a bucket."""
         axis = self.placement.axis if self.placement.axis_size > 1 else None
         step = make_step(bucket, self.model, self.config, axis)
-        where, pool_spec = self.placement.replicated, PartitionSpec(None, None, axis, None)
+        where, pool_spec = self.placement.replicated, kv_cache.spec(axis)
         pool_where = self.placement.sharding(pool_spec)
         if axis is not None:  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
             step = jax.shard_map(
@@ -164,8 +164,7 @@ class Runner:
     def _allocate(self, *, full: bool) -> None:
         where, slots = self.placement.replicated, self.config.max_num_seqs
         if self._pool is None:
-            axis = self.placement.axis
-            self._pool = kv_cache.zeros(self.layout, self.placement.sharding(PartitionSpec(None, None, axis, None)))
+            self._pool = kv_cache.zeros(self.layout, self.placement.sharding(kv_cache.spec(self.placement.axis)))
         if self._last_R is None:
             self._last_R = jax.device_put(np.zeros(slots, np.int32), where)
         if full and self._counts_RV is None:

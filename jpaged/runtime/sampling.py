@@ -85,9 +85,9 @@ def sample(
 ) -> Sampled:
     """Draw one token a row, and its log-probability.
 
-    logits_SV f32, -inf allowed (a row of nothing else, or with a NaN, gives some valid id and logprob NaN). `full` None
-    is the plain step: no penalties, biases, bans or top lists; a row that uses none of them gets the same bits from
-    both. max_logprobs (K) is at most V.
+    logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob NaN). `full` None is
+    the plain step: no penalties, biases, bans or top lists; a row that uses none of them gets the same bits from both.
+    max_logprobs (K) is at most V.
     """
     greedy_S = controls.temperature_S <= 0
     # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide 0 by 0.
@@ -96,7 +96,7 @@ def sample(
     tile_max_SN = tile_max(z_SV, SUM_TILE)
     max_S = finite_max(tile_max_SN)
     floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls)
-    sums_SN = tile_sums(z_SV, max_S, temp_S, floor_S)
+    sums_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
     token_S, total_S = _draw(z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, _random_bits(controls))
 
     # The log-probabilities' own distribution: (source, its max, temperature tau, sum of exponentials), row by row.
@@ -112,19 +112,25 @@ def sample(
     sum_S = lax.cond(
         jnp.all(same_S),
         lambda: total_S,
-        lambda: jnp.where(same_S, total_S, total(tile_sums(logits_SV, source_max_S, tau_S, none_S))),
+        lambda: jnp.where(same_S, total_S, total(tile_sums(weights(logits_SV, source_max_S, tau_S, none_S)))),
     )
     if full is None:
         value_S = pick(logits_SV, token_S)
         return Sampled(token_S=token_S, logprob_S=logprob(value_S, max_S, tau_S, sum_S))
-    kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
-    source_SV = jnp.where(processed_S[:, None], kept_SV, logits_SV)
-    value_S = pick(source_SV, token_S)
-    top_SK, top_ids_SK = top_values(source_SV, max_logprobs)
+
+    def lists(source_SV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        value_S = pick(source_SV, token_S)
+        return value_S, rank(source_SV, value_S, token_S), *top_values(source_SV, max_logprobs)
+
+    def processed() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
+        return lists(jnp.where(processed_S[:, None], kept_SV, logits_SV))
+
+    value_S, rank_S, top_SK, top_ids_SK = lax.cond(jnp.any(processed_S), processed, lambda: lists(logits_SV))
     return Sampled(
         token_S=token_S,
         logprob_S=logprob(value_S, source_max_S, tau_S, sum_S),
-        rank_S=rank(source_SV, value_S, token_S),
+        rank_S=rank_S,
         top_ids_SK=top_ids_SK,
         top_logprobs_SK=logprob(top_SK, source_max_S[:, None], tau_S[:, None], sum_S[:, None]),
     )
@@ -159,7 +165,6 @@ def _random_bits(controls: Controls) -> jax.Array:
 
     They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else uses.
     """
-
     data_3S = jnp.stack([controls.fold_S, controls.sample_index_S, controls.position_S])
 
     def fold(i: jax.Array, key_S2: jax.Array) -> jax.Array:
@@ -225,7 +230,7 @@ def _thresholds(
         at_least_S = jnp.maximum(floor_S, jnp.where((top_k_S > 0) & k_settled_S, kth_S, NEG_INF))
 
         def nucleus() -> tuple[jax.Array, jax.Array]:
-            mass_S = top_p_S * total(tile_sums(z_SV, max_S, temp_S, at_least_S))
+            mass_S = top_p_S * total(tile_sums(weights(z_SV, max_S, temp_S, at_least_S)))
             reached_SC = jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
             first_S = first_true(reached_SC)
             inside_S = first_S < size

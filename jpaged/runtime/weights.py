@@ -75,6 +75,13 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
     return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
 
 
+DONATED = "were the params donated to a training step?"
+
+
+def is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
 class ServingWeights:
     """The serving tree of one engine, remade when any leaf of the caller's params is another object.
 
@@ -86,17 +93,13 @@ class ServingWeights:
         self.where = where
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
+        self._served: str | None = None  # dtype of the linear weights that the steps are compiled for
         self._refs: list[weakref.ref[jax.Array] | None] = []
         self._derived: list[jax.Array | None] = []  # leaves that are copies of ours; None where the caller's own serves
 
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""
         leaves = jax.tree.leaves(params)
-        for leaf in leaves:
-            if isinstance(leaf, jax.core.Tracer):
-                raise ConfigError("params are tracers: generate is host Python and cannot run under jit, grad or vmap")
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise ConfigError("params hold a deleted array: were they donated to a training step?")
         same = len(leaves) == len(self._refs) and all(
             ref is not None and ref() is leaf for ref, leaf in zip(self._refs, leaves, strict=True)
         )
@@ -118,6 +121,11 @@ class ServingWeights:
 
     def _prepare(self, params: Params, leaves: list[Any]) -> list[jax.Array | None]:
         """Cast and place what needs it; whatever already fits is served as it is."""
+        served = {str(self.dtype or leaf.dtype) for leaf in leaves if len(leaf.shape) > 1}  # the linear weights
+        if len(served) > 1 or self._served not in (None, *served):
+            kept = f"; this engine was built for {self._served}" if self._served else ""
+            raise ConfigError(f"linear weights in {' and '.join(sorted(served))}{kept}: pass dtype= to serve them in one")
+        (self._served,) = served
         specs = param_specs(params.config, self.where.axis, self.where.axis_size)
         targets = [
             self.where.sharding(s) for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -166,7 +174,7 @@ def _plain(node: Any) -> Any:
 
 
 def _check(tree: Any, shapes: Any, path: str) -> None:
-    """Every name and shape as the config says, and linear weights of one dtype."""
+    """Every name and shape as the config says, and every leaf a live floating-point array."""
     if not isinstance(tree, dict):
         raise ConfigError(f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}")
     if missing := sorted(shapes.keys() - tree.keys()):
@@ -179,7 +187,13 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
         leaf, where = tree[name], f"{path}[{name!r}]"
         if isinstance(shape, dict):
             _check(leaf, shape, where)
-        elif getattr(leaf, "shape", None) != shape:
-            raise ConfigError(
-                f"params{where} is of shape {getattr(leaf, 'shape', type(leaf).__name__)}, the config says {shape}"
-            )
+        elif isinstance(leaf, jax.core.Tracer):
+            raise ConfigError("params are tracers: generate is host Python and cannot run under jit, grad or vmap")
+        elif not isinstance(leaf, jax.Array | np.ndarray):
+            raise ConfigError(f"params{where} is a {type(leaf).__name__}, not an array")
+        elif leaf.shape != shape:
+            raise ConfigError(f"params{where} is of shape {leaf.shape}, the config says {shape}")
+        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(f"params{where} is of dtype {leaf.dtype}: weights are floating point")
+        elif is_deleted(leaf):
+            raise ConfigError(f"params{where} is a deleted array: {DONATED}")

@@ -1,29 +1,282 @@
-"""INTERIM stand-in (being replaced): gathers the whole context."""
+"""Paged attention in plain XLA, tuned for CPU: online softmax over KV tiles that stay in cache.
+
+Neither function gathers a whole context or pays for the block table's width, for padding rows or for uneven lengths:
+the work is a list of tiles of about 64 tokens, and loops with dynamic trip counts go through those that exist.
+
+- decode: the list holds (row, KV tile) pairs, W of them an iteration whatever rows they belong to (as flash-decoding
+  splits a context); partial results meet in their row's running maximum, sum and accumulator.
+- prefill: query tiles, sorted by how many KV tiles they see; W query tiles at a time walk over their own KV tiles.
+
+What XLA:CPU makes fast decides the form (each measured): gathers of long flat rows; barriers where a fusion would
+compute an index anew for each element; for a single query, multiply-adds on vectors instead of batched matmuls, which
+spend their time packing the context.
+
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
+G = H/K, D head dim, E = H*D; W work items an iteration, A query tiles, B tokens of a query tile, Q = B*G, C tokens of a
+KV tile, U pool rows that make up a KV tile.
+"""
+
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+KV_TILE = 64  # tokens of context a work item
+QUERY_TILE = 64  # tokens of a prefill query tile, at most
+DECODE_BYTES = 1 << 20  # context read by an iteration of decode: some of it should still be in L2 when it is used
+PREFILL_BYTES = 1 << 20  # f32 scores of an iteration of prefill
+NEG = -1e30  # masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes it out)
+
+_barrier = lax.optimization_barrier
+# Inside another jit this makes an unrolled model trace and lower the operation once, not once a layer.
+_jit = functools.partial(jax.jit, static_argnames=("num_layers", "scale", "sliding_window", "soft_cap"))
 
 
-def paged_attention(q, pool, layer, bt, ctx, qs, *, num_layers=1, scale, sliding_window=None, soft_cap=None):
-    T, H, D = q.shape
-    N, P, K = pool.shape[0] // num_layers, pool.shape[1], pool.shape[2] // 2
-    S, M = bt.shape
-    kv = pool[layer * N + bt].reshape(S, M * P, K, 2, D).astype(jnp.float32)
-    t = jnp.arange(T)
-    row = (qs[1:][None] <= t[:, None]).sum(1)
-    r = jnp.minimum(row, S - 1)
-    pos = t + (ctx - qs[1:])[r]
-    kvt = kv[r]
-    s = jnp.einsum("tkgd,tpkd->tkgp", q.reshape(T, K, H // K, D).astype(jnp.float32), kvt[:, :, :, 0]) * scale
-    p = jnp.arange(M * P)
-    m = p[None] <= pos[:, None]
-    if sliding_window:
-        m &= p[None] > pos[:, None] - sliding_window
-    s = jnp.where(m[:, None, None], s, -1e30)
-    v = jnp.where(m[:, :, None, None], kvt[:, :, :, 1], 0.0)
-    o = jnp.einsum("tkgp,tpkd->tkgd", jax.nn.softmax(s, -1), v).reshape(T, H, D)
-    return jnp.where((row < S)[:, None, None], o, 0.0).astype(q.dtype)
+class _Tiles(NamedTuple):
+    """The pool seen as rows of at most one KV tile."""
+
+    rows: jax.Array  # [L*N*parts, P/parts * 2K*D]
+    size: int  # C
+    units: int  # U: rows that make up a tile
+    parts: int  # rows that a block was cut into
+    first_block: jax.Array | int  # of the layer
 
 
-def paged_attention_decode(q, pool, layer, bt, ctx, **k):
-    return paged_attention(q, pool, layer, bt, ctx, jnp.arange(q.shape[0] + 1, dtype=jnp.int32), **k)
+@_jit
+def paged_attention_decode(
+    q_SHD: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    block_table_SM: jax.Array,
+    context_lens_S: jax.Array,
+    *,
+    num_layers: int = 1,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`."""
+    S, H, D = q_SHD.shape
+    K = pool.shape[2] // 2
+    tiles = _tiles(pool, layer, num_layers)
+    C = tiles.size
+    W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * pool.dtype.itemsize), 4, 32)
+    begin_S = (
+        jnp.zeros_like(context_lens_S) if sliding_window is None else jnp.maximum(context_lens_S - sliding_window, 0)
+    )
+    first_tile_S = begin_S // C
+    tiles_S = (context_lens_S + C - 1) // C - first_tile_S
+    end_S = jnp.cumsum(tiles_S)
+    rank_S = jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1  # place of a row among the rows that have work
+    lane_W = jnp.arange(W)
+
+    def body(i, state):
+        item_W = i * W + lane_W
+        row_W = jnp.minimum(jnp.sum(end_S[None, :] <= item_W[:, None], axis=1, dtype=jnp.int32), S - 1)
+        tile_W = first_tile_S[row_W] + item_W - (end_S - tiles_S)[row_W]
+        stop_W = jnp.where(item_W < end_S[-1], context_lens_S[row_W] - tile_W * C, 0)  # slots before it are seen
+        start_W = begin_S[row_W] - tile_W * C  # slots from it on are seen
+        rank_W = rank_S[row_W]
+        first_rank = rank_W[0]
+        ids, q_WHD, start_W, stop_W = _barrier(
+            (_pool_rows(tiles, block_table_SM, row_W, tile_W), q_SHD[row_W], start_W, stop_W)
+        )
+        slot_C = jnp.arange(C)
+        seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
+        kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
+        s_WCH = _capped(_decode_scores(q_WHD, kv) * scale, soft_cap)
+        s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
+
+        # Ranks of consecutive items differ by at most one, so the items of an iteration meet W neighbouring ranks.
+        owner_WW = (rank_W - first_rank)[None, :] == lane_W[:, None]
+        owner_WW &= (stop_W > 0)[None, :]
+        m0, total0, acc0 = (lax.dynamic_slice_in_dim(x, first_rank, W) for x in state)
+        m = jnp.maximum(m0, jnp.max(jnp.where(owner_WW[:, :, None], jnp.max(s_WCH, axis=1)[None], NEG), axis=1))
+        m_WH, s_WCH = _barrier((m[jnp.minimum(rank_W - first_rank, W - 1)], s_WCH))
+        p_WCH = jnp.exp(s_WCH - m_WH[:, None])
+        alpha = jnp.exp(m0 - m)
+        owner = owner_WW.astype(jnp.float32)
+        acc = jnp.dot(owner, _decode_values(p_WCH, seen_WC, kv).reshape(W, H * D), precision="highest")
+        total = total0 * alpha + jnp.dot(owner, jnp.sum(p_WCH, axis=1), precision="highest")
+        new = (m, total, acc0 * alpha[:, :, None] + acc.reshape(W, H, D))
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, first_rank, 0) for x, y in zip(state, new, strict=True))
+
+    f32 = jnp.float32
+    state = (jnp.full((S + W, H), NEG, f32), jnp.zeros((S + W, H), f32), jnp.zeros((S + W, H, D), f32))
+    _, total, acc = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, state)
+    at_S = jnp.maximum(rank_S, 0)
+    o_SHD = acc[at_S] / jnp.maximum(total[at_S], 1e-30)[:, :, None]
+    return jnp.where((tiles_S > 0)[:, None, None], o_SHD, 0.0).astype(q_SHD.dtype)
+
+
+def _decode_scores(q_WHD: jax.Array, kv_WCK2D: jax.Array) -> jax.Array:
+    """q . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
+    W, C, K, _, D = kv_WCK2D.shape
+    H = q_WHD.shape[1]
+    lanes = 16
+    while D % lanes:
+        lanes //= 2
+    q = q_WHD.astype(jnp.float32).reshape(W, 1, K, H // K, D)
+    k = kv_WCK2D[:, :, :, :1].astype(jnp.float32)
+    x = q[..., :lanes] * k[..., :lanes]
+    for i in range(lanes, D, lanes):
+        x = x + q[..., i : i + lanes] * k[..., i : i + lanes]
+    while lanes > 1:
+        lanes //= 2
+        x = x[..., :lanes] + x[..., lanes:]
+    return x.reshape(W, C, H)
+
+
+def _decode_values(p_WCH: jax.Array, seen_WC: jax.Array, kv_WCK2D: jax.Array) -> jax.Array:
+    """p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero whatever they hold."""
+    W, C, K, _, D = kv_WCK2D.shape
+    G = p_WCH.shape[2] // K
+    unroll = next(u for u in (4, 3, 2, 1) if C % u == 0)
+
+    def body(i, acc_WKGD):
+        p, seen, kv = (lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, kv_WCK2D))
+        p = p.reshape(W, unroll, K, G, 1)
+        for u in range(unroll):
+            v = jnp.where(seen[:, u, None, None, None], kv[:, u, :, 1:].astype(jnp.float32), 0.0)
+            acc_WKGD = acc_WKGD + p[:, u] * v
+        return acc_WKGD
+
+    return lax.fori_loop(0, C // unroll, body, jnp.zeros((W, K, G, D), jnp.float32))
+
+
+@_jit
+def paged_attention(
+    q_THD: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    block_table_SM: jax.Array,
+    context_lens_S: jax.Array,
+    query_starts_S1: jax.Array,
+    *,
+    num_layers: int = 1,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Causal attention of packed queries, any number a row; see `reference.paged_attention`."""
+    T, H, D = q_THD.shape
+    K, dtype = pool.shape[2] // 2, pool.dtype
+    tiles = _tiles(pool, layer, num_layers)
+    B, C = _clamp_pow2(T // context_lens_S.shape[0], 8, QUERY_TILE), tiles.size
+    W = _clamp_pow2(PREFILL_BYTES // (H * B * C * 4), 1, 16)
+    queries, at_T = _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window)
+    q_TE, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, 2, D)
+
+    def group(g, out):
+        mine = _QueryTiles(*(lax.dynamic_slice_in_dim(x, g * W, W) for x in queries))
+        slot_B, slot_C = jnp.arange(B), jnp.arange(C)
+        valid_WB = slot_B[None, :] < mine.size[:, None]
+        token_WB = jnp.where(valid_WB, mine.token[:, None] + slot_B[None, :], 0)
+        q = _barrier(_take(q_TE, token_WB.reshape(-1))).reshape(W, B, K, H // K * D)
+        q = _barrier(q.transpose(0, 2, 1, 3).reshape(W * K, -1, D)).astype(dtype)
+        pos_WB = jnp.where(valid_WB, mine.position[:, None] + slot_B[None, :], -1)
+        pos_WQ = jnp.repeat(pos_WB, H // K, axis=1)
+
+        def body(i, state):
+            m0, total0, acc0 = state
+            tile_W = mine.begin // C + i
+            ids, start_W = _barrier((_pool_rows(tiles, block_table_SM, mine.row, tile_W), tile_W * C))
+            pos_WC = start_W[:, None] + slot_C[None, :]
+            kv = _take(kv_pool, ids).reshape(W, C, K, 2, D).transpose(3, 0, 2, 1, 4)  # [2, W, K, C, D]
+            seen_WC = (pos_WC >= mine.begin[:, None]) & (pos_WC < (mine.position + mine.size)[:, None])
+            v = jnp.where(seen_WC[:, None, :, None], kv[1], jnp.zeros((), dtype))
+            k, v = _barrier(kv[0].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, D))
+            s = _einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C)
+            mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
+            if sliding_window is not None:
+                mask &= pos_WC[:, None, :] > pos_WQ[:, :, None] - sliding_window
+            s = jnp.where(mask[:, None], _capped(s * scale, soft_cap), NEG)
+            m, s = _barrier((jnp.maximum(m0, jnp.max(s, axis=-1)), s))
+            p = jnp.exp(s - m[..., None]).astype(dtype)
+            alpha = jnp.exp(m0 - m)
+            pv = _einsum("wqc,wcd->wqd", p.reshape(W * K, -1, C), v).reshape(acc0.shape)
+            return m, total0 * alpha + jnp.sum(p.astype(jnp.float32), axis=-1), acc0 * alpha[..., None] + pv
+
+        zeros = jnp.zeros((W, K, H // K * B), jnp.float32)
+        state = (zeros + NEG, zeros, jnp.zeros((*zeros.shape, D), jnp.float32))
+        _, total, acc = lax.fori_loop(0, mine.need[0], body, state)
+        o = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q_THD.dtype).reshape(W, K, B, H // K * D)
+        o = _barrier(o.transpose(0, 2, 1, 3).reshape(W * B, H * D))
+        return lax.dynamic_update_slice_in_dim(out, o, g * W * B, 0)
+
+    groups = (jnp.sum((queries.need > 0).astype(jnp.int32)) + W - 1) // W
+    A = queries.need.shape[0]
+    out = lax.fori_loop(0, groups, group, jnp.zeros((A * B + 1, H * D), q_THD.dtype))
+    return _take(out, _barrier(at_T)).reshape(T, H, D)
+
+
+class _QueryTiles(NamedTuple):
+    """B packed queries of one row each, [A]; most KV tiles first."""
+
+    row: jax.Array
+    size: jax.Array  # queries; 0 for none
+    token: jax.Array  # the first one's place among the packed tokens
+    position: jax.Array  # and its position in the row
+    begin: jax.Array  # first position that any query sees
+    need: jax.Array  # KV tiles
+
+
+def _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window) -> tuple[_QueryTiles, jax.Array]:
+    """All query tiles, and each packed token's place [T] among the tiles' tokens (A*B, a row of zeros, for padding)."""
+    S = context_lens_S.shape[0]
+    A = -(-(T // B + S) // W) * W
+    starts_S, lens_S = query_starts_S1[:-1], query_starts_S1[1:] - query_starts_S1[:-1]
+    tiles_S = (lens_S + B - 1) // B
+    end_S = jnp.cumsum(tiles_S)
+    tile_A, token_T = jnp.arange(A), jnp.arange(T)
+    row_A = jnp.minimum(jnp.sum(end_S[None, :] <= tile_A[:, None], axis=1, dtype=jnp.int32), S - 1)
+    skip_A = (tile_A - (end_S - tiles_S)[row_A]) * B  # queries of the row before the tile
+    count_A = jnp.where(tile_A < end_S[-1], jnp.clip(lens_S[row_A] - skip_A, 0, B), 0)
+    position_A = (context_lens_S - lens_S)[row_A] + skip_A
+    begin_A = jnp.zeros_like(position_A)
+    if sliding_window is not None:
+        begin_A = jnp.maximum(position_A - (sliding_window - 1), 0)
+    need_A = jnp.where(count_A > 0, (position_A + count_A + C - 1) // C - begin_A // C, 0)
+    order_A = jnp.argsort(need_A, descending=True)
+    tiles = _QueryTiles(row_A, count_A, starts_S[row_A] + skip_A, position_A, begin_A, need_A)
+
+    row_T = jnp.minimum(jnp.sum(query_starts_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1)
+    skip_T = token_T - starts_S[row_T]
+    tile_T = jnp.minimum((end_S - tiles_S)[row_T] + skip_T // B, A - 1)
+    at_T = jnp.argsort(order_A)[tile_T] * B + skip_T % B
+    return _QueryTiles(*(x[order_A] for x in tiles)), jnp.where(token_T < query_starts_S1[-1], at_T, A * B)
+
+
+def _einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(form, x, y, preferred_element_type=jnp.float32, precision="highest")
+
+
+def _tiles(pool: jax.Array, layer: jax.Array | int, num_layers: int) -> _Tiles:
+    rows, P = pool.shape[:2]
+    parts = P // KV_TILE if P % KV_TILE == 0 else 1
+    units = max(1, KV_TILE // P)
+    first_block = layer * (rows // num_layers)
+    return _Tiles(pool.reshape(rows * parts, -1), units * P // parts, units, parts, first_block)
+
+
+def _pool_rows(tiles: _Tiles, block_table_SM: jax.Array, row_W: jax.Array, tile_W: jax.Array) -> jax.Array:
+    """[W*U] rows of the pool that hold KV tile `tile_W` of `row_W`; any valid row past the table's end."""
+    unit_WU = tile_W[:, None] * tiles.units + jnp.arange(tiles.units)[None, :]
+    block_WU = jnp.minimum(unit_WU // tiles.parts, block_table_SM.shape[1] - 1)
+    id_WU = tiles.first_block + block_table_SM[row_W[:, None], block_WU]
+    return (id_WU * tiles.parts + unit_WU % tiles.parts).reshape(-1)
+
+
+def _take(x: jax.Array, ids: jax.Array) -> jax.Array:
+    return x.at[ids].get(mode="promise_in_bounds")
+
+
+def _capped(s: jax.Array, soft_cap: float | None) -> jax.Array:
+    return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
+
+
+def _clamp_pow2(n: int, low: int, high: int) -> int:
+    """The largest power of two that is at most n, within [low, high] (both powers of two)."""
+    return min(max(1 << max(n, 1).bit_length() - 1, low), high)

@@ -1,0 +1,36 @@
+# make demo: generate with the embedded model. make test: lint, types and the quick tests. Both make .venv first.
+# Another Python: make demo PYTHON=/path/to/python3.12
+
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.PHONY: env demo lint test test-all clean
+
+env: $(VENV)/stamp
+	@:
+
+$(VENV)/stamp: pyproject.toml constraints.txt
+	@$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	    python=$$(PYTHON='$(PYTHON)' sh scripts/find_python.sh) || exit 1; \
+	    echo "making $(VENV) with $$python (a minute or two, 1.2 GB)"; \
+	    "$$python" -m venv --clear $(VENV); }
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: env
+	@$(PY) scripts/serve_batch.py examples/prompts.jsonl
+
+lint: env
+	@$(PY) -m ruff check --quiet
+	@$(PY) -m ruff format --check --quiet
+	@$(PY) -m pyright --pythonpath $(PY)
+
+test: lint
+	@$(PY) -m pytest -m "not slow"
+
+test-all: lint
+	@$(PY) -m pytest
+
+clean:
+	rm -rf $(VENV) .venv-golden .pytest_cache .ruff_cache .hypothesis *.egg-info build
+	find jpaged kernels_pallas scripts tests examples -name __pycache__ -type d -exec rm -rf {} +

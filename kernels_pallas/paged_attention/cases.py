@@ -1,0 +1,171 @@
+"""Named cases of paged attention, for tests and benches alike, and the inputs that they stand for.
+
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
+D head dim.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call. Rows have `contexts[r]` tokens, of which the last `queries[r]` are queries; `queries` None is decode.
+
+    A context of 0 is a padding row. extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
+    """
+
+    name: str
+    contexts: tuple[int, ...]
+    queries: tuple[int, ...] | None = None
+    H: int = 4
+    K: int = 2
+    D: int = 32
+    P: int = 8
+    dtype: str = "float32"
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    num_layers: int = 2
+    layer: int = 1
+    extra_tokens: int = 0
+    extra_blocks: int = 3
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return tuple(min(n, 1) for n in self.contexts) if self.queries is None else self.queries
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        names = ("num_layers", "sliding_window", "soft_cap")
+        return {"scale": self.D**-0.5} | {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The arrays of one call, in numpy; query_starts is None for decode."""
+
+    q: np.ndarray
+    pool: np.ndarray
+    layer: int
+    block_table: np.ndarray
+    context_lens: np.ndarray
+    query_starts: np.ndarray | None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments of the call."""
+        args = (self.q, self.pool, self.layer, self.block_table, self.context_lens)
+        return args if self.query_starts is None else (*args, self.query_starts)
+
+
+def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: bool = True, seed: int = 0) -> Inputs:
+    """Inputs of a case: block ids permuted, block 0 used by nobody, NaN (if `poison`) in every slot that no query sees.
+
+    values: "random" is standard normal. "coded" has q = 0, so that a query weighs all that it sees equally, and for the
+    token at position t the value vector that is one at t % D and zero elsewhere: what comes out is a histogram of the
+    positions seen, in which a single dropped, doubled or added token shows.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    P, K, D = case.P, case.K, case.D
+    blocks = [-(-n // P) for n in case.contexts]
+    N = sum(blocks) + 2
+    ids = rng.permutation(np.arange(1, N))
+    table = np.zeros((len(blocks), max(1, *blocks) + case.extra_blocks), np.int32)
+    pool = np.full((case.num_layers * N, P, 2 * K, D), np.nan if poison else 0.0, np.float32)
+    for row, (context, queries, used) in enumerate(zip(case.contexts, case.query_lens, blocks, strict=True)):
+        table[row, :used], ids = ids[:used], ids[used:]
+        first = 0 if case.sliding_window is None else max(0, context - queries + 1 - case.sliding_window)
+        seen = np.arange(first if queries else context, context)
+        kv = rng.standard_normal((len(seen), 2 * K, D), np.float32)
+        if values == "coded":
+            kv[:, 1::2] = (np.arange(D) == seen[:, None] % D)[:, None]
+        pool[case.layer * N + table[row, seen // P], seen % P] = kv
+    if case.queries is None:
+        starts, tokens = None, len(case.contexts)
+    else:
+        starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
+        tokens = int(starts[-1]) + case.extra_tokens
+    q = rng.standard_normal((tokens, case.H, D), np.float32)
+    return Inputs(
+        q=(q if values == "random" else 0 * q).astype(dtype),
+        pool=pool.astype(dtype),
+        layer=case.layer,
+        block_table=table,
+        context_lens=np.asarray(case.contexts, np.int32),
+        query_starts=starts,
+    )
+
+
+# Lengths at which paging goes wrong for P = 8, a padding row among them.
+_EDGES = (1, 7, 8, 9, 0, 28, 72)
+
+DECODE = (
+    Case(name="decode", contexts=_EDGES),
+    Case(name="decode_bf16", contexts=_EDGES, dtype="bfloat16"),
+    Case(name="decode_block1_g1", contexts=(1, 2, 70, 0, 130, 3), P=1, K=4),
+    Case(name="decode_block4_g4_window", contexts=(3, 4, 5, 97, 0, 60), P=4, K=1, D=80, sliding_window=9),
+    Case(name="decode_block64_g7_bf16", contexts=(1, 63, 64, 65, 200), P=64, H=7, K=1, D=64, dtype="bfloat16"),
+    Case(name="decode_block256_g8_cap", contexts=(255, 256, 257, 0, 700), P=256, H=8, K=1, soft_cap=3.0),
+    Case(
+        name="decode_block20_window_bf16", contexts=(19, 20, 21, 99), P=20, D=128, sliding_window=25, dtype="bfloat16"
+    ),
+    Case(name="decode_many_rows", contexts=tuple(37 * i % 90 for i in range(40)), P=16, H=2, D=24, extra_blocks=0),
+)
+
+PREFILL = (
+    Case(name="prefill", contexts=_EDGES, queries=_EDGES, extra_tokens=3),
+    Case(name="prefill_bf16", contexts=_EDGES, queries=_EDGES, extra_tokens=3, dtype="bfloat16"),
+    Case(name="prefill_cached", contexts=(9, 16, 0, 28, 72, 135), queries=(1, 8, 0, 5, 71, 130), extra_blocks=0),
+    Case(name="prefill_block1_g1", contexts=(1, 70, 2), queries=(1, 64, 2), P=1, K=4),
+    Case(
+        name="prefill_block4_g4_window",
+        contexts=(3, 0, 4, 97, 60),
+        queries=(3, 0, 4, 97, 1),
+        P=4,
+        K=1,
+        D=80,
+        sliding_window=9,
+    ),
+    Case(
+        name="prefill_block64_g7_bf16",
+        contexts=(65, 1, 200),
+        queries=(65, 1, 70),
+        P=64,
+        H=7,
+        K=1,
+        D=64,
+        dtype="bfloat16",
+    ),
+    Case(name="prefill_block256_g8_cap", contexts=(257, 300), queries=(257, 40), P=256, H=8, K=1, soft_cap=3.0),
+    Case(
+        name="prefill_block20_window_bf16",
+        contexts=(99, 200),
+        queries=(30, 150),
+        P=20,
+        D=128,
+        sliding_window=70,
+        dtype="bfloat16",
+    ),
+)
+
+_SPREAD = tuple(50 + 11 * i for i in range(32))
+_PROMPTS = tuple(101 + 3 * i for i in range(16))
+_60M = Case(name="", contexts=(), H=8, K=4, D=64, P=64, dtype="bfloat16", num_layers=1, layer=0)
+_06B = dataclasses.replace(_60M, H=16, K=8, D=128)  # Qwen3-0.6B
+
+BENCH = (
+    dataclasses.replace(_60M, name="decode_60m", contexts=_SPREAD),
+    dataclasses.replace(_60M, name="decode_60m_one_long", contexts=(4000, *[100] * 31)),
+    dataclasses.replace(_06B, name="decode_0.6b", contexts=(509,) * 32),
+    dataclasses.replace(_60M, name="prefill_60m", contexts=_PROMPTS, queries=_PROMPTS),
+    dataclasses.replace(_06B, name="prefill_0.6b", contexts=_PROMPTS, queries=_PROMPTS),
+    dataclasses.replace(_60M, name="prefill_60m_long", contexts=(4096,), queries=(4096,)),
+)

@@ -1,0 +1,190 @@
+"""Stores what transformers computes for the tiny models of tests/golden/configs.py: tests/golden/NAME.npz.
+
+    python scripts/make_golden.py [NAME ...]      in an environment of its own, .venv-golden, made on the first run
+    python scripts/make_golden.py --here          in the current interpreter, which has torch and transformers
+
+torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11 first) is tried until one
+can install it; on Linux, where a plain `pip install torch` brings the CUDA build, PIP_EXTRA_INDEX_URL may name a place
+that has torch's CPU wheels. Nothing here is needed to run or to test jpaged: the .npz files are kept in the repository.
+"""
+
+import argparse
+import copy
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "tests" / "golden"
+VENV = ROOT / ".venv-golden"
+REQUIREMENTS = ("torch==2.13.0", "transformers==5.23.0", "numpy", "safetensors")
+PROMPT_LENGTHS = (5, 40, 90)  # past every sliding window and every original_max_position; 40 + 24 ends a 64-token block
+NEW_TOKENS = 24
+ROWS = 10  # positions of a long prompt whose logits are kept
+ENOUGH_GAP = 0.02  # a thousand times float32's error: a right implementation cannot pick the other token
+VARIETY = 8  # distinct tokens in a continuation
+TRIES = 100
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="configs to make; all of them when none is named")
+    parser.add_argument("--here", action="store_true", help="run in this interpreter")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to (default: tests/golden)")
+    args = parser.parse_args()
+    if not args.here:
+        command = [environment(), __file__, "--here", "--out", str(args.out.resolve()), *args.names]
+        return subprocess.run(command, check=False).returncode
+    sys.path.insert(0, str(ROOT))
+    from tests.golden.configs import CONFIGS
+
+    if unknown := set(args.names) - set(CONFIGS):
+        print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 1
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.names or CONFIGS:
+        print(make(name, CONFIGS[name], args.out), flush=True)
+    return 0
+
+
+def make(name: str, config: dict[str, Any], out: Path) -> str:
+    """Computes and stores one reference; gives a line that sums it up."""
+    import numpy as np
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers
+
+    from tests.golden.weights import checksum, state_dict
+
+    torch.set_num_threads(1)
+    tensors = state_dict(name, config)
+    exact, rounded = (build(config, tensors, dtype) for dtype in (torch.float32, torch.bfloat16))
+    prompts, greedy, gaps = zip(*(choose_prompt(exact, name, config, n) for n in PROMPT_LENGTHS), strict=True)
+
+    arrays: dict[str, Any] = {}
+    differences = []
+    for i, ids in enumerate(prompts):
+        positions = np.unique(np.linspace(0, len(ids) - 1, min(ROWS, len(ids))).astype(np.int32))
+        logits = forward(exact, ids)[positions].float().numpy()
+        bf16 = forward(rounded, ids)[positions]
+        differences.append((bf16.float().numpy() - logits).ravel())
+        arrays |= {
+            f"token_ids_{i}": np.asarray(ids, np.int32),
+            f"positions_{i}": positions,
+            f"logits_{i}": logits,
+            f"logits_bf16_{i}": bf16.view(torch.uint16).numpy(),
+            f"greedy_{i}": np.asarray(greedy[i], np.int32),
+        }
+    difference = np.concatenate(differences)
+    meta = {
+        "config": config,
+        "num_prompts": len(prompts),
+        "min_gap": min(gaps),
+        "bf16_max_diff": float(np.abs(difference).max()),
+        "bf16_rms_diff": float(np.sqrt(np.mean(difference**2))),
+        "weights_sha256": checksum(tensors),
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+    }
+    np.savez_compressed(out / f"{name}.npz", allow_pickle=False, meta=np.asarray(json.dumps(meta)), **arrays)
+    spread = np.std(np.concatenate([arrays[f"logits_{i}"].ravel() for i in range(len(prompts))]))
+    distinct = min(len(set(g)) for g in greedy)
+    return (
+        f"{name:28s} logits std {spread:5.2f}  bf16 diff max {meta['bf16_max_diff']:.3f} "
+        f"rms {meta['bf16_rms_diff']:.4f}  greedy: least gap {min(gaps):.3f}, {distinct}+ distinct of {NEW_TOKENS}"
+    )
+
+
+def build(config: dict[str, Any], tensors: dict[str, Any], dtype: Any) -> Any:
+    """transformers' own model of a config dict with these tensors, every one of them used and none missing."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers
+
+    cls = getattr(transformers, config["architectures"][0])  # its config class writes into nested dicts: hence the copy
+    model = cls._from_config(cls.config_class.from_dict(copy.deepcopy(config)), attn_implementation="eager").eval()
+    missing, unexpected = model.load_state_dict({k: torch.from_numpy(v) for k, v in tensors.items()}, strict=False)
+    tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
+    assert list(missing) == tied and not unexpected, (missing, unexpected)
+    model.tie_weights()
+    # Parameters only: the rotary frequencies are buffers, and from_pretrained leaves those in float32 as well.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def forward(model: Any, ids: list[int]) -> Any:
+    """Logits [len(ids), V], without a cache: the definition, nothing to go stale."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def choose_prompt(model: Any, name: str, config: dict[str, Any], length: int) -> tuple[list[int], list[int], float]:
+    """The first prompt whose greedy continuation is decided at every step, varied, and free of the end of sequence.
+
+    Gives the prompt, its continuation and the least gap between the best two logits.
+    """
+    eos = config["eos_token_id"]
+    stop = set(eos) if isinstance(eos, list) else {eos}
+    usable = config["vocab_size"] - len(stop)  # the configs end their vocabulary with them
+    for attempt in range(TRIES):
+        prompt = tokens(f"{name}/prompt/{length}/{attempt}", length, usable)
+        ids, gap = list(prompt), float("inf")
+        while len(ids) < length + NEW_TOKENS and gap >= ENOUGH_GAP and ids[-1] not in stop:
+            best = forward(model, ids)[-1].topk(2)
+            gap = min(gap, float(best.values[0] - best.values[1]))
+            ids.append(int(best.indices[0]))
+        greedy = ids[length:]
+        if len(greedy) == NEW_TOKENS and gap >= ENOUGH_GAP and not stop & set(greedy) and len(set(greedy)) >= VARIETY:
+            return prompt, greedy, gap
+    raise SystemExit(f"{name}: none of {TRIES} prompts of {length} tokens is decided at every greedy step")
+
+
+def tokens(key: str, n: int, limit: int) -> list[int]:
+    """n token ids below `limit`, the same everywhere."""
+    stream = hashlib.shake_128(key.encode()).digest(4 * n)
+    return [int.from_bytes(stream[4 * i : 4 * i + 4], "little") % limit for i in range(n)]
+
+
+def environment() -> str:
+    """The Python of .venv-golden, which is made when it is not there or its requirements have changed."""
+    python, stamp = VENV / "bin" / "python", VENV / "requirements"
+    if stamp.exists() and stamp.read_text() == repr(REQUIREMENTS):
+        return str(python)
+    for candidate in pythons():
+        shutil.rmtree(VENV, ignore_errors=True)
+        print(f"making {VENV.name} with {candidate}", file=sys.stderr)
+        steps = (
+            [candidate, "-m", "venv", str(VENV)],
+            [str(python), "-m", "pip", "install", "-q", "--only-binary", ":all:", *REQUIREMENTS],
+        )
+        if all(subprocess.run(step, check=False, stderr=subprocess.DEVNULL).returncode == 0 for step in steps):
+            stamp.write_text(repr(REQUIREMENTS))
+            return str(python)
+    shutil.rmtree(VENV, ignore_errors=True)
+    raise SystemExit(f"no Python here can install {' '.join(REQUIREMENTS)}: install Python 3.11, or use --here")
+
+
+def pythons() -> Iterator[str]:
+    """Interpreters that really run, from PATH and pyenv, each version once."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for version in ("3.11", "3.12", "3.13", "3.10", "3.14"):
+        own = sorted(map(str, pyenv.glob(f"{version}.*/bin/python")), reverse=True)
+        for path in filter(None, (shutil.which(f"python{version}"), *own)):
+            if subprocess.run([path, "-c", "import venv"], check=False, capture_output=True).returncode == 0:
+                yield path
+                break
+
+
+if __name__ == "__main__":
+    sys.exit(main())

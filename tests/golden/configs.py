@@ -1,0 +1,234 @@
+"""Tiny random models that transformers' answers are stored for: Hugging Face config dicts, nothing but data.
+
+Between them: GQA ratios 1, 2, 4, 7; head_dim 32, 64, 80, 128; tied and untied embeddings; YaRN, llama3 and linear rope
+scaling; sliding windows on all layers, on some by `layer_types` and by `max_window_layers`; every bias there is;
+config.json's old spelling (`rope_theta`, `rope_scaling`, head_dim left out) and its new one (`rope_parameters`).
+Widths are odd on purpose: a swapped pair of dimensions must not fit.
+"""
+
+from typing import Any
+
+
+def _config(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+    base = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    return base | fields
+
+
+def _qwen3(**fields: Any) -> dict[str, Any]:
+    return _config("qwen3", "Qwen3ForCausalLM", **fields)
+
+
+def _qwen2(**fields: Any) -> dict[str, Any]:
+    return _config("qwen2", "Qwen2ForCausalLM", **fields)
+
+
+def _llama(**fields: Any) -> dict[str, Any]:
+    return _config("llama", "LlamaForCausalLM", **fields)
+
+
+def _mistral(**fields: Any) -> dict[str, Any]:
+    return _config("mistral", "MistralForCausalLM", **fields)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_g2_d32_tied": _qwen3(
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        rope_theta=1000000.0,
+        eos_token_id=159,
+    ),
+    "qwen3_g7_d80": _qwen3(
+        vocab_size=151,
+        hidden_size=88,
+        intermediate_size=120,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        head_dim=80,
+        rms_norm_eps=0.01,  # large enough to show
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=[150, 149],
+    ),
+    "qwen3_g4_d128_yarn_tied": _qwen3(
+        vocab_size=160,
+        hidden_size=96,
+        intermediate_size=80,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        rope_theta=10000.0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        eos_token_id=159,
+    ),
+    "qwen3_g1_d64_bias_window": _qwen3(
+        vocab_size=144,
+        hidden_size=56,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=20,
+        max_window_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        eos_token_id=143,
+    ),
+    "qwen2_g7_d32_tied": _qwen2(
+        vocab_size=160,
+        hidden_size=224,
+        intermediate_size=136,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        sliding_window=8,  # off, as in Qwen2.5's files
+        max_window_layers=1,
+        rope_theta=1000000.0,
+        eos_token_id=159,
+    ),
+    "qwen2_g2_d64_window_mix": _qwen2(
+        vocab_size=147,
+        hidden_size=256,
+        intermediate_size=104,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=[146],
+    ),
+    "qwen2_g4_d80_yarn": _qwen2(
+        vocab_size=160,
+        hidden_size=320,
+        intermediate_size=88,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.1,
+            "beta_fast": 3.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+        },
+        eos_token_id=159,
+    ),
+    "llama_g4_d64_llama3": _llama(
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=128,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        eos_token_id=[159, 158, 157],
+    ),
+    "llama_g2_d32_llama3_tied": _llama(
+        vocab_size=155,
+        hidden_size=128,
+        intermediate_size=104,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 6.0,
+            "original_max_position_embeddings": 40,
+        },
+        eos_token_id=154,
+    ),
+    "llama_g1_d128_bias": _llama(
+        vocab_size=160,
+        hidden_size=90,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=128,
+        attention_bias=True,
+        rope_theta=10000.0,
+        eos_token_id=159,
+    ),
+    "llama_g7_d80_linear_tied": _llama(
+        vocab_size=160,
+        hidden_size=84,
+        intermediate_size=112,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        head_dim=80,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
+        rope_scaling={"type": "linear", "factor": 4.0},
+        eos_token_id=159,
+    ),
+    "mistral_g4_d128_window": _mistral(
+        vocab_size=160,
+        hidden_size=88,
+        intermediate_size=120,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        sliding_window=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        eos_token_id=159,
+    ),
+    "mistral_g1_d80_tied": _mistral(
+        vocab_size=149,
+        hidden_size=76,
+        intermediate_size=104,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=80,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        rope_theta=1000000.0,
+        eos_token_id=148,
+    ),
+    "mistral_g7_d32_window_yarn": _mistral(
+        vocab_size=160,
+        hidden_size=224,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        sliding_window=24,
+        rope_theta=10000.0,
+        max_position_embeddings=4096,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},  # beta_fast counts
+        eos_token_id=159,
+    ),
+}

@@ -1,0 +1,84 @@
+"""Reads the stored references and writes the checkpoints that they belong to."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.golden.configs import CONFIGS
+from tests.golden.weights import checksum, state_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What transformers gave for one prompt; lists hold token ids."""
+
+    token_ids: list[int]
+    positions: np.ndarray  # [R] int32: the prompt positions whose logits are stored, the last one among them
+    logits: np.ndarray  # [R, V] float32, from the float32 model
+    logits_bf16: np.ndarray  # [R, V] float32, from the same model in bfloat16
+    greedy: list[int]  # float32 greedy continuation; no end-of-sequence token in it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Golden:
+    """The reference of one tiny model."""
+
+    name: str
+    config: dict[str, Any]  # Hugging Face's
+    prompts: list[Prompt]
+    min_gap: float  # least distance between the best two logits over all greedy steps
+    bf16_max_diff: float  # max |bfloat16 - float32| of transformers itself over all stored logits
+    bf16_rms_diff: float
+    weights_sha256: str
+    versions: dict[str, str]
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The checkpoint's tensors, float32, exact in bfloat16 and float16 too; asserts that they are the same."""
+        tensors = state_dict(self.name, self.config)
+        assert checksum(tensors) == self.weights_sha256, f"{self.name}: run scripts/make_golden.py, its weights changed"
+        return tensors
+
+    def write(self, folder: Path, dtype: str = "float32", shards: int = 1) -> Path:
+        """A Hugging Face folder (config.json, safetensors, an index for several shards); gives `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config | {"torch_dtype": dtype}))
+        kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        tensors = {k: v.astype(kind) for k, v in self.tensors().items()}
+        if shards == 1:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            return folder
+        names = sorted(tensors)
+        weight_map = {}
+        for i in range(shards):
+            file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+            part = names[i::shards]
+            save_file({k: tensors[k] for k in part}, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        total = sum(v.nbytes for v in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder
+
+
+def load(name: str) -> Golden:
+    """The stored reference of one of CONFIGS."""
+    with np.load(Path(__file__).parent / f"{name}.npz", allow_pickle=False) as stored:
+        meta = json.loads(str(stored["meta"]))
+        assert meta.pop("config") == CONFIGS[name], f"{name}: run scripts/make_golden.py, its config changed"
+        prompts = [
+            Prompt(
+                token_ids=stored[f"token_ids_{i}"].tolist(),
+                positions=stored[f"positions_{i}"],
+                logits=stored[f"logits_{i}"],
+                logits_bf16=stored[f"logits_bf16_{i}"].view(ml_dtypes.bfloat16).astype(np.float32),
+                greedy=stored[f"greedy_{i}"].tolist(),
+            )
+            for i in range(meta.pop("num_prompts"))
+        ]
+    return Golden(name=name, config=copy.deepcopy(CONFIGS[name]), prompts=prompts, **meta)

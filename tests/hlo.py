@@ -1,0 +1,54 @@
+"""Reading compiled HLO: is a donated array (the KV pool) updated in place?"""
+
+import math
+import re
+
+# Results that share their operand's buffer, or name a part of it.
+_FREE = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "opt-barrier"}
+_IN_PLACE = {"scatter", "dynamic-update-slice"}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\((.*)$")  # root, result, operation, operands
+
+
+def pool_copies(hlo: str, elements: int) -> list[str]:
+    """Instructions of a compiled module that make a new array with the pool's element count; empty if all is in place.
+
+    A fusion counts as in place where its root is a scatter or a dynamic-update-slice: if its operand had to survive,
+    XLA would have put a copy before it, which is then found. Pick a count that no other array of the module has.
+    """
+    computations: dict[str, list[re.Match[str]]] = {}
+    fused: set[str] = set()
+    lines: list[re.Match[str]] = []
+    for line in hlo.splitlines():
+        if start := _COMPUTATION.match(line):
+            lines = computations.setdefault(start[1], [])
+        elif instruction := _INSTRUCTION.match(line):
+            lines.append(instruction)
+            if instruction[3] == "fusion" and (called := _called(instruction)):
+                fused.add(called)
+    assert computations, "no computation found: has the form of HLO text changed?"
+    found = []
+    for name, instructions in computations.items():
+        for i in instructions if name not in fused else ():
+            counts = [math.prod(int(n) for n in shape.split(",") if n) for shape in re.findall(r"\w\[([\d,]*)\]", i[2])]
+            if elements not in counts or i[3] in _FREE | _IN_PLACE:
+                continue
+            if i[3] == "fusion" and _root(computations[_called(i)]) in _IN_PLACE:
+                continue
+            found.append(i[0].strip())
+    return found
+
+
+def _called(instruction: re.Match[str]) -> str:
+    called = re.search(r"calls=%?([\w.\-]+)", instruction[4])
+    return called[1] if called else ""
+
+
+def _root(instructions: list[re.Match[str]]) -> str:
+    """The operation that makes a fusion's result, bitcasts aside."""
+    root = next(i for i in instructions if i[1])
+    while root[3] == "bitcast":
+        operand = re.match(r"%?([\w.\-]+)", root[4])
+        assert operand is not None
+        root = next(i for i in instructions if re.match(rf"\s*(?:ROOT )?%?{re.escape(operand[1])} = ", i[0]))
+    return root[3]

@@ -1,0 +1,77 @@
+"""Writing to the pool: exact, nothing else touched, padding dropped; and in place in an unrolled layer loop."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.paged_attention import reference, xla
+from kernels_pallas.paged_attention.kv_write import write_kv
+from tests.hlo import pool_copies
+
+L, N, P, K, G, D, S, M = 3, 37, 8, 2, 2, 16, 8, 4
+i32 = jnp.int32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_writes_its_slots_and_nothing_else(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((L * N, P, 2 * K, D)).astype(dtype)
+    kv = rng.standard_normal((11, 2 * K, D)).astype(dtype)
+    slots = rng.permutation(N * P)[:11].astype(np.int32)
+    slots[:2] = 0, N * P - 1
+    slots[[3, 6, 10]] = L * N * P  # padding
+    slots[5], slots[7] = N * P, -1  # neither the next layer's first slot nor a slot counted from the end
+    for layer in (0, 1, L - 1):
+        new = np.asarray(
+            jax.jit(write_kv, static_argnames="num_layers")(pool, jnp.int32(layer), kv, slots, num_layers=L)
+        )
+        assert np.array_equal(new, reference.write_kv(pool, layer, kv, slots, num_layers=L))
+        written = np.unique(np.flatnonzero((new != pool).any((2, 3))))
+        assert set(written) == {layer * N * P + s for s in slots if 0 <= s < N * P}
+        arrays = jnp.asarray(pool), layer, jnp.asarray(kv), jnp.asarray(slots)
+        assert np.array_equal(write_kv(*arrays, num_layers=L), new)
+
+
+def _layers(pool, x_THD, slots_T, table_SM, contexts_S, starts_S1, *, decode: bool):
+    """Write, then attend, in each of several unrolled layers."""
+    for layer in range(L):
+        kv = jnp.concatenate([x_THD[:, ::G], x_THD[:, 1::G]], axis=1)
+        pool = write_kv(pool, layer, kv, slots_T, num_layers=L)
+        args = (x_THD, pool, layer, table_SM, contexts_S)
+        if decode:
+            o = xla.paged_attention_decode(*args, num_layers=L, scale=0.25)
+        else:
+            o = xla.paged_attention(*args, starts_S1, num_layers=L, scale=0.25)
+        x_THD = x_THD + o
+    return pool, x_THD
+
+
+@pytest.mark.parametrize(
+    ("phase", "dtype"), [("decode", jnp.float32), ("decode", jnp.bfloat16), ("prefill", jnp.bfloat16)]
+)
+def test_pool_is_updated_in_place(phase: str, dtype: Any) -> None:
+    T = S if phase == "decode" else 40
+    shape = (L * N, P, 2 * K, D)
+    specs = [(shape, dtype), ((T, K * G, D), dtype), ((T,), i32), ((S, M), i32), ((S,), i32), ((S + 1,), i32)]
+    args = [jax.ShapeDtypeStruct(*spec) for spec in specs]
+
+    def copies(**options: Any) -> list[str]:
+        step = jax.jit(_layers, static_argnames="decode", **options)
+        hlo = step.lower(*args, decode=phase == "decode").compile().as_text()
+        assert hlo is not None
+        return pool_copies(hlo, int(np.prod(shape)))
+
+    assert copies(donate_argnums=0) == []
+    assert len(copies()) == 1  # the control: without donation the pool must be copied, once
+
+
+def test_a_write_by_selection_is_seen_as_a_copy() -> None:
+    def select(pool, x):
+        return jnp.where(jnp.arange(pool.shape[0])[:, None] == 3, x[None], pool)
+
+    args = jax.ShapeDtypeStruct((1000, 7), jnp.float32), jax.ShapeDtypeStruct((7,), jnp.float32)
+    hlo = jax.jit(select, donate_argnums=0).lower(*args).compile().as_text()
+    assert hlo is not None and len(pool_copies(hlo, 7000)) == 1

@@ -1,0 +1,185 @@
+"""ModelConfig and EngineConfig: round trips, and refusals that name what they refuse."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.config import EngineConfig, ModelConfig, RopeScaling
+from jpaged.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0} | {
+    "original_max_position_embeddings": 64
+}
+
+
+def hf(family: str, **change: Any) -> dict[str, Any]:
+    return {**BASE, "model_type": family, **change}
+
+
+@pytest.mark.parametrize(
+    ("raw", "want"),
+    [
+        (hf("qwen3", head_dim=16), {"qk_norm": True, "qkv_bias": False, "head_dim": 16, "rms_norm_eps": 1e-6}),
+        (hf("qwen3", head_dim=16, attention_bias=True), {"qkv_bias": True, "out_bias": True}),
+        (hf("qwen2"), {"qk_norm": False, "qkv_bias": True, "out_bias": False, "head_dim": 8}),
+        (hf("qwen2", head_dim=10, tie_word_embeddings=True), {"head_dim": 10, "tie_word_embeddings": True}),
+        (hf("llama", rope_theta=5e5), {"rope_theta": 5e5, "qkv_bias": False, "rope_scaling": None}),
+        (hf("llama", attention_bias=True, head_dim=6), {"qkv_bias": True, "out_bias": True, "head_dim": 6}),
+        (hf("llama", sliding_window=4), {"sliding_windows": ()}),  # transformers' llama knows no windows
+        (hf("mistral", sliding_window=None), {"sliding_windows": ()}),
+        (hf("mistral", sliding_window=16), {"sliding_windows": (16, 16, 16)}),
+        (hf("mistral", attention_bias=True), {"qkv_bias": False, "out_bias": False}),  # nor its mistral biases
+        (hf("qwen2", sliding_window=16), {"sliding_windows": ()}),
+        (
+            hf("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1),
+            {"sliding_windows": (None, 16, 16)},
+        ),
+        (hf("qwen3", sliding_window=16, use_sliding_window=True, max_window_layers=3), {"sliding_windows": ()}),
+        (
+            hf("qwen3", sliding_window=8, use_sliding_window=True)
+            | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            {"sliding_windows": (None, 8, None)},
+        ),
+        (hf("llama", eos_token_id=7), {"eos_token_ids": (7,)}),
+        (hf("llama", eos_token_id=[7, 9]), {"eos_token_ids": (7, 9)}),
+        (hf("llama"), {"eos_token_ids": ()}),  # its default is not the checkpoint's word
+        (
+            hf("llama", rope_theta=5e5, rope_scaling=LLAMA3),
+            {"rope_scaling": RopeScaling(kind="llama3", factor=8, original_max_position=64, high_freq_factor=2)},
+        ),
+        (
+            hf("qwen2", rope_scaling=YARN),
+            {
+                "rope_scaling": RopeScaling(
+                    kind="yarn", factor=4, original_max_position=32, attention_factor=1.138629436111989
+                )
+            },
+        ),
+        (
+            hf(
+                "qwen3",
+                rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "attention_factor": 1.5},
+            ),
+            {"rope_theta": 1e6}
+            | {"rope_scaling": RopeScaling(kind="yarn", factor=2, original_max_position=128, attention_factor=1.5)},
+        ),
+        (
+            hf("llama", rope_scaling={"type": "linear", "factor": 2.0}),
+            {"rope_scaling": RopeScaling(kind="linear", factor=2, original_max_position=128)},
+        ),
+    ],
+)
+def test_model_config_round_trip(raw: dict[str, Any], want: dict[str, Any]) -> None:
+    before = copy.deepcopy(raw)
+    config = ModelConfig.from_hf(raw)
+    assert raw == before
+    assert {name: getattr(config, name) for name in want} == want
+    back = ModelConfig.from_hf(json.loads(json.dumps(config.to_hf())))
+    assert back == config and back.eos_token_ids == config.eos_token_ids
+
+
+def test_equal_by_value_without_eos() -> None:
+    a, b = (ModelConfig.from_hf(hf("llama", eos_token_id=eos)) for eos in (1, 2))
+    assert a == b and hash(a) == hash(b) and a != ModelConfig.from_hf(hf("llama", rope_theta=3.0))
+
+
+def test_coerce(tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(hf("qwen2"))
+    (tmp_path / "config.json").write_text(json.dumps(hf("qwen2")))
+    assert ModelConfig.coerce(config) is config
+    for form in (hf("qwen2"), tmp_path, str(tmp_path)):
+        assert ModelConfig.coerce(form) == config
+    with pytest.raises(ConfigError, match="config=7"):
+        ModelConfig.coerce(7)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"nowhere/config\.json: no such file"):
+        ModelConfig.coerce(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({}, r"architecture 'None'.*Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM$"),
+        (hf("gpt2"), "architecture 'gpt2'"),
+        (hf("qwen3_moe", architectures=["Qwen3MoeForCausalLM"]), "architecture 'Qwen3MoeForCausalLM'"),
+        (hf("qwen3", architectures=["Qwen3ForSequenceClassification"]), "'Qwen3ForSequenceClassification'"),
+        (hf("qwen3", architectures=5), "architecture 5"),
+        (BASE | {"model_type": ["qwen3"]}, "not supported"),
+        (hf("qwen3", quantization_config={"quant_method": "fp8"}), r"quantization_config \('fp8'\)"),
+        (hf("qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
+        (hf("llama", mlp_bias=True), "mlp_bias=True"),
+        (hf("llama", partial_rotary_factor=0.5), "partial"),
+        (hf("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type='dynamic'"),
+        (hf("llama", rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}), "mscale"),
+        (hf("llama", rope_scaling=YARN | {"factor": "4"}), "'4'"),
+        (hf("llama", rope_scaling="yarn"), "rope_parameters"),
+        (hf("llama", rope_scaling={"rope_type": "linear"}), "factor"),
+        (hf("qwen3", hidden_size="32"), "hidden_size"),
+        (hf("qwen3", hidden_size=0, head_dim=8), "hidden_size=0"),
+        (hf("qwen3", head_dim=15), "even"),
+        (hf("qwen3", num_attention_heads=5), "num_heads=5 is not a multiple of num_kv_heads=2"),
+        (hf("qwen3", num_hidden_layers=2.5), "num_hidden_layers"),
+        (hf("qwen3", eos_token_id=["a"]), "eos_token_id"),
+    ],
+)
+def test_model_config_refusals(raw: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        ModelConfig.from_hf(raw)
+    assert "\n" not in str(caught.value)
+
+
+def test_model_config_checks_itself() -> None:
+    good = vars(ModelConfig.from_hf(hf("qwen2")))
+    for name, value in (("num_layers", 0), ("vocab_size", "x"), ("head_dim", 0), ("sliding_windows", (4,))):
+        with pytest.raises(ConfigError):
+            ModelConfig(**{**good, name: value})
+
+
+def test_engine_config_resolves_once() -> None:
+    model = ModelConfig.from_hf(hf("qwen2"))
+    config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=100, block_size=16).resolve(model)
+    assert config.max_model_len == 128 and config.max_blocks_per_seq == 8 and config.decode_steps == 1
+    assert config.seq_buckets == (8, 16, 32) and config.token_buckets == (16, 32, 64, 96, 128)
+    assert config.resolve(model) == config
+    huge = EngineConfig(max_num_batched_tokens=20_000, max_num_seqs=1).resolve(model)
+    assert huge.token_buckets and huge.token_buckets[-1] == 20_000 and huge.seq_buckets == (8,)
+    assert EngineConfig(max_model_len=17, block_size=16).resolve(model).max_blocks_per_seq == 2
+    assert EngineConfig(seq_buckets=[8, 256]).resolve(model).seq_buckets == (8, 256)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"block_size": 1.5}, "block_size=1.5"),
+        ({"block_size": True}, "block_size=True"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"max_model_len": 129}, "max_model_len=129: the model has max_position_embeddings=128"),
+        ({"num_blocks": -1}, "num_blocks=-1"),
+        ({"max_logprobs": -1}, "max_logprobs=-1"),
+        ({"memory_utilization": 0.0}, "memory_utilization=0.0"),
+        ({"memory_utilization": 1.1}, "memory_utilization=1.1"),
+        ({"token_buckets": ()}, "token_buckets"),
+        ({"token_buckets": (32, 16)}, "token_buckets"),
+        ({"seq_buckets": (8, 8)}, "seq_buckets"),
+        ({"seq_buckets": (8, 16)}, "seq_buckets=.* end below max_num_seqs=256"),
+        ({"token_buckets": (16,)}, "token_buckets=.* end below max_num_batched_tokens=8192"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"attention": "magic"}, "attention='magic'"),
+    ],
+)
+def test_engine_config_refusals(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**change).resolve(ModelConfig.from_hf(hf("qwen2")))
