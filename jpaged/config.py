@@ -264,6 +264,7 @@ class EngineConfig:
             token_buckets=tokens,
             seq_buckets=rows,
             decode_steps=self.decode_steps or 1,
+            max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
 
     @property

@@ -88,6 +88,6 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_int(x: Any) -> bool:
-    return not isinstance(x, bool | np.bool_) and (
-        isinstance(x, int) or (hasattr(x, "__index__") and hasattr(x, "dtype"))
-    )
+    if isinstance(x, int):
+        return not isinstance(x, bool)
+    return hasattr(x, "dtype") and x.ndim == 0 and x.dtype.kind in "iu"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Static controls of a row, one int32 column each: (name, dtype). Packed once a request, then copied row by row.
 CONTROLS = (
     ("temperature", np.float32), ("top_p", np.float32), ("min_p", np.float32), ("top_k", np.int32), ("key_hi", np.uint32),
-    ("key_lo", np.uint32), ("fold", np.int32), ("sample_index", np.int32), ("mode", np.int32), ("presence", np.float32),
+    ("key_lo", np.uint32), ("sample_index", np.int32), ("mode", np.int32), ("presence", np.float32),
     ("frequency", np.float32), ("repetition", np.float32),
 )  # fmt: skip
 PAD_TOKEN = np.int32(2**31 - 1)  # in id lists: past any vocabulary, so a scatter drops it
@@ -209,7 +209,7 @@ def _pack_controls(seq: Sequence) -> np.ndarray:
     """A row of CONTROLS, kept in the sequence."""
     p: SamplingParams = seq.params
     values = (
-        p.temperature, p.top_p, p.min_p, min(max(p.top_k, 0), PAD_TOKEN), seq.key[0], seq.key[1], seq.fold, 0,
+        p.temperature, p.top_p, p.min_p, min(max(p.top_k, 0), PAD_TOKEN), seq.key[0], seq.key[1], 0,
         LOGPROBS_MODES.index(p.logprobs_mode), p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
     )  # fmt: skip
     columns = [np.asarray(v, dtype).view(np.int32) for (_, dtype), v in zip(CONTROLS, values, strict=True)]

@@ -63,8 +63,8 @@ class SamplingParams:
 
     def validate(self, config: EngineConfig, vocab_size: int) -> None:
         """Raise RequestError naming the first value that cannot work."""
+        _whole("n", self.n, 1)
         if self.n != 1:
-            _whole("n", self.n, 1)
             raise RequestError(f"n={self.n}: only n=1 is built yet; repeat the prompt instead")
         _real("temperature", self.temperature, 0.0)
         _real("top_p", self.top_p, 0.0, 1.0)
@@ -125,19 +125,22 @@ class SamplingParams:
 
 
 def _real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        try:
-            value = float(value) if hasattr(value, "dtype") else None  # numpy and jax scalars
-        except (TypeError, ValueError):
-            value = None
-        if value is None:
-            raise RequestError(f"{name}: must be a number")
+    if not _is(value, int | float, "iufV"):  # V: bfloat16
+        raise RequestError(f"{name}={value!r}: must be a number")
+    value = value if isinstance(value, int) else float(value)  # an int may be past a float's range
     if not low <= value <= high:  # false for NaN too
         raise RequestError(f"{name}={value}: must be a finite number between {low} and {high}")
 
 
 def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
+    if not _is(value, int, "iu"):
         raise RequestError(f"{name}={value!r}: must be an integer")
     if value < low or (high is not None and value > high):
         raise RequestError(f"{name}={value}: must be at least {low}" + ("" if high is None else f" and at most {high}"))
+
+
+def _is(value: Any, types: Any, kinds: str) -> bool:
+    """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of these dtype kinds."""
+    if getattr(value, "ndim", None) == 0:
+        return value.dtype.kind in kinds
+    return isinstance(value, types) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
 """Scheduler: which sequences run in the next step. Works on Sequences and block counts; never touches a tensor."""
 
 import dataclasses
-from collections import deque
+from collections import OrderedDict
 from typing import Literal, NamedTuple
 
 from jpaged.engine.batch import StepResult
@@ -53,7 +53,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an ordered set, next to be admitted first
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.finished: list[Sequence] = []  # since the engine last took them
         self.num_preemptions = 0
@@ -61,7 +61,7 @@ class Scheduler:
         self._streak = 0
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -123,7 +123,7 @@ class Scheduler:
     ) -> None:
         """End a sequence from any state; its blocks and slot are free for the next dispatch."""
         if seq.status is Status.WAITING:
-            self.waiting.remove(seq)
+            del self.waiting[seq]
         elif seq.status is Status.RUNNING:
             self._release(seq)
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
@@ -141,7 +141,8 @@ class Scheduler:
         seq.num_dispatched = seq.fill = seq.pending = 0
         seq.epoch += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        self.waiting[seq] = None
+        self.waiting.move_to_end(seq, last=False)
 
     def check_integrity(self) -> None:
         """Assert the block manager's invariants and that slots and queues agree."""
@@ -163,7 +164,7 @@ class Scheduler:
                 entries.append(self._chunk(seq, budget, first=False))
                 budget -= entries[-1].num_tokens
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+            seq = next(iter(self.waiting))
             if seq.in_flight:  # preempted while a step still holds it: its tokens are not all known yet
                 break
             if self.blocks.blocks_for(len(seq)) > self.blocks.num_blocks:
@@ -180,7 +181,7 @@ class Scheduler:
         return Plan(phase="prefill", entries=tuple(entries)) if entries else None
 
     def _admit(self, seq: Sequence, matched: list[int]) -> None:
-        self.waiting.popleft()
+        del self.waiting[seq]
         self.blocks.admit(seq, matched)
         seq.num_dispatched = len(matched) * self.blocks.block_size
         if seq.epoch == 0:

@@ -23,7 +23,7 @@ class Sequence:
     position len(token_ids) and beyond is known to the device alone while `pending` samples are in flight. Between steps a
     decoding row has num_dispatched == len(token_ids) + pending - 1.
 
-    request_id, prompt, token_ids[:prompt_len], params, key, fold, stop_ids, text: set by the caller, once.
+    request_id, prompt, token_ids[:prompt_len], params, key, stop_ids, text: set by the caller, once.
     token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, num_committed, finish_reason, stop_reason, error:
     set by commit.
     status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch: the scheduler's
@@ -39,7 +39,6 @@ class Sequence:
         max_model_len: int,
         prompt: str | None = None,
         key: tuple[int, int] = (0, 0),
-        fold: int = -1,
         eos_ids: frozenset[int] = frozenset(),
         text: "TextStream | None" = None,
         score_only: bool = False,
@@ -50,7 +49,6 @@ class Sequence:
         self.prompt_len = len(token_ids)
         self.params = params
         self.key = key  # threefry key data of the request
-        self.fold = fold  # index folded into the key, or -1
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
         self.stop_ids = frozenset(params.stop_token_ids or ())
         self.text = text

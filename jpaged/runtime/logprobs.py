@@ -120,7 +120,7 @@ def total(sums_SN: jax.Array) -> jax.Array:
 
 def finite_max(tile_max_SN: jax.Array) -> jax.Array:
     """The row's maximum, 0 where it is no number to subtract."""
-    max_S = jnp.max(tile_max_SN, axis=1)
+    max_S = jnp.max(lax.optimization_barrier(tile_max_SN), axis=1)  # else XLA:CPU takes it from the logits again
     return jnp.where(jnp.isfinite(max_S), max_S, jnp.float32(0))
 
 

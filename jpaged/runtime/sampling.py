@@ -47,8 +47,7 @@ class Controls:
     top_p_S: jax.Array  # f32
     min_p_S: jax.Array  # f32
     top_k_S: jax.Array  # i32
-    key_S2: jax.Array  # u32, threefry key data
-    fold_S: jax.Array  # i32; >= 0: the request's key is fold_in(key, fold), -1: it is the key itself
+    key_S2: jax.Array  # u32, threefry key data of the request
     sample_index_S: jax.Array  # i32
     position_S: jax.Array  # i32, index of the new token in its sequence
     logprobs_mode_S: jax.Array  # i32: RAW, TEMPERED or PROCESSED
@@ -165,14 +164,13 @@ def _random_bits(controls: Controls) -> jax.Array:
 
     They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else uses.
     """
-    data_3S = jnp.stack([controls.fold_S, controls.sample_index_S, controls.position_S])
+    data_2S = jnp.stack([controls.sample_index_S, controls.position_S]).astype(jnp.uint32)
 
     def fold(i: jax.Array, key_S2: jax.Array) -> jax.Array:
         keys_S = jax.random.wrap_key_data(key_S2, impl="threefry2x32")
-        folded_S = jax.vmap(jax.random.fold_in)(keys_S, data_3S[i].astype(jnp.uint32))
-        return jnp.where(data_3S[i][:, None] >= 0, jax.random.key_data(folded_S), key_S2)
+        return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys_S, data_2S[i]))
 
-    return lax.fori_loop(0, 3, fold, controls.key_S2)  # a loop only to compile one threefry instead of three
+    return lax.fori_loop(0, 2, fold, controls.key_S2)  # a loop only to compile one threefry instead of two
 
 
 def _draw(

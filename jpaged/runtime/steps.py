@@ -115,7 +115,6 @@ def _controls(fields: dict[str, Array]) -> Controls:
         min_p_S=columns["min_p"],
         top_k_S=columns["top_k"],
         key_S2=jnp.stack([columns["key_hi"], columns["key_lo"]], axis=1),
-        fold_S=columns["fold"],
         sample_index_S=columns["sample_index"],
         position_S=fields["context_lens"],  # the token drawn now comes right after the context
         logprobs_mode_S=columns["mode"],

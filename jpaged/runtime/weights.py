@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,13 @@ def as_params(params: Any, config: Any = None) -> Params:
     """Params over the caller's own leaves, from any accepted form; nothing is copied.
 
     params: what load_params returns, an nnx Module or State, a linen {"params": ...} dict or a plain dict in the
-    canonical names. config: ModelConfig, Hugging Face dict or folder; needed for raw trees. Raises ConfigError naming the
-    first parameter that does not fit.
+    canonical names. config: ModelConfig, Hugging Face dict or folder; needed for raw trees.
+    Raises ConfigError naming the first parameter that does not fit.
     """
     source = params.source if isinstance(params, Params) else None
     if config is not None:
         model = ModelConfig.coerce(config)
-    elif isinstance(params, Params):
-        model = params.config
-    elif isinstance(getattr(params, "config", None), ModelConfig):
+    elif isinstance(getattr(params, "config", None), ModelConfig):  # Params, and our own nnx module
         model = params.config
     else:
         raise ConfigError(
@@ -93,7 +91,7 @@ class ServingWeights:
         self.where = where
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
-        self._served: str | None = None  # dtype of the linear weights that the steps are compiled for
+        self._dtypes: list[Any] | None = None  # of every leaf as served: the steps are compiled for them
         self._refs: list[weakref.ref[jax.Array] | None] = []
         self._derived: list[jax.Array | None] = []  # leaves that are copies of ours; None where the caller's own serves
 
@@ -104,8 +102,10 @@ class ServingWeights:
             ref is not None and ref() is leaf for ref, leaf in zip(self._refs, leaves, strict=True)
         )
         if not same:
-            self.version += 1
+            self._check_dtypes(params)
+            self.release()  # the last version's copies go before the next ones are made
             self._derived = self._prepare(params, leaves)
+            self.version += 1
             self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in leaves]
         return not same
 
@@ -119,13 +119,23 @@ class ServingWeights:
         """Free the derived copies; the next update makes them again."""
         self._refs, self._derived = [], []
 
+    def _check_dtypes(self, params: Params) -> None:
+        """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take neither."""
+        leaves = jax.tree.leaves_with_path(params)
+        dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
+        linear = {
+            d for d, (path, leaf) in zip(dtypes, leaves, strict=True) if leaf.ndim > 1 and "bias" not in str(path[-1])
+        }
+        if len(linear) > 1:
+            raise ConfigError(f"linear weights in {_names(linear)}: pass dtype= to serve them in one")
+        if self._dtypes not in (None, dtypes):
+            raise ConfigError(
+                f"params in {_names(dtypes)}; this engine was built for {_names(self._dtypes or [])}: pass dtype= to it"
+            )
+        self._dtypes = dtypes
+
     def _prepare(self, params: Params, leaves: list[Any]) -> list[jax.Array | None]:
         """Cast and place what needs it; whatever already fits is served as it is."""
-        served = {str(self.dtype or leaf.dtype) for leaf in leaves if len(leaf.shape) > 1}  # the linear weights
-        if len(served) > 1 or self._served not in (None, *served):
-            kept = f"; this engine was built for {self._served}" if self._served else ""
-            raise ConfigError(f"linear weights in {' and '.join(sorted(served))}{kept}: pass dtype= to serve them in one")
-        (self._served,) = served
         specs = param_specs(params.config, self.where.axis, self.where.axis_size)
         targets = [
             self.where.sharding(s) for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -145,6 +155,10 @@ class ServingWeights:
         if moved:
             log.info("gathered %.1f MB of sharded weights for serving", moved / 1e6)
         return derived
+
+
+def _names(dtypes: Iterable[Any]) -> str:
+    return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
 @jax.jit(static_argnums=1)

@@ -1,0 +1,328 @@
+"""Trains the small model that ships in jpaged/demo/model, from nothing: `python examples/train_tiny.py --out DIR`.
+
+The text is what every machine with Python has: the sources of its own standard library in a fixed order, plus chats
+made of their docstrings and functions. A byte-level BPE tokenizer is trained first, then jpaged's own Decoder with
+optax, then both are written as a Hugging Face folder. `--check` runs the same path in miniature.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import json
+import random
+import sysconfig
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import safetensors.numpy
+from flax import nnx
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jpaged.checkpoint.hf import stored_names
+from jpaged.checkpoint.tensors import flat
+from jpaged.config import ModelConfig, read_json
+from jpaged.models.decoder import Decoder, bind, to_tree
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0 (padding, and between documents), 1, 2 (EOS)
+# Like Qwen's, but every newline is a piece of its own, so that a prompt may end just before one or just after it.
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+PROMPTS = ("def read_file(path):\n", "class Stack:\n    def __init__(self):\n", "import os\n")
+QUESTIONS = ("Return the size of a file.", "Write a function `add_item` that adds an item to the list.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained and on what; the defaults make the shipped model."""
+
+    vocab: int = 4096
+    hidden: int = 192
+    ffn: int = 640
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    seq: int = 256  # tokens a row; every `long_every`-th step has rows of `long_seq`, the max_position_embeddings
+    long_seq: int = 1024
+    long_every: int = 16
+    batch_tokens: int = 1024
+    steps: int = 3300
+    peak_lr: float = 3e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    chat_share: float = 0.2  # of the training tokens
+    max_files: int | None = None
+    seed: int = 0
+    compute: str = "bfloat16"  # of the forward and backward pass; the weights that the optimizer sees are f32
+
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return ModelConfig(
+            family="qwen3",
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.long_seq,
+            tie_word_embeddings=True,
+            qk_norm=True,
+            eos_token_ids=(2,),
+        )
+
+
+CHECK = Settings(
+    vocab=512, hidden=32, ffn=64, layers=2, heads=4, head_dim=16, seq=64, long_seq=128, batch_tokens=512, steps=60,
+    warmup=5, peak_lr=1e-2, max_files=12,
+)  # fmt: skip
+
+
+def source_files() -> list[str]:
+    """The text of every prose-like module of this Python's standard library, in order of path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [p.relative_to(root) for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts)]
+    paths = [p for p in paths if not p.name.startswith("_sysconfigdata") and p.as_posix() != "html/entities.py"]
+    texts = ((root / p).read_bytes().decode("utf-8", "ignore") for p in sorted(paths))
+    return [text.expandtabs().strip() + "\n" for text in texts if text.strip()]
+
+
+def split(files: list[str]) -> tuple[list[str], list[str]]:
+    """Training and held-out files: every fortieth is held out (at least one)."""
+    step = min(40, len(files))
+    held = set(range(step - 1, len(files), step))
+    return [f for i, f in enumerate(files) if i not in held], [files[i] for i in sorted(held)]
+
+
+def chats(files: list[str], rng: random.Random) -> list[str]:
+    """One exchange for every short documented function: its docstring's first line asks, its source answers."""
+    found = []
+    for text in files:
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            doc = (ast.get_docstring(node) or "").split("\n")[0].strip()
+            source = ast.get_source_segment(text, node, padded=True)
+            if not source or not 12 <= len(doc) <= 120 or len(source) > 1200:
+                continue
+            clause = doc[0].lower() + doc[1:] if doc[1].islower() else doc
+            ask = rng.choice((doc, doc, f"Write a function `{node.name}`: {clause}", f"Write `{node.name}`.\n{doc}"))
+            answer = textwrap.dedent(source).strip()
+            found.append(f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n")
+    rng.shuffle(found)
+    return found
+
+
+def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any text round-trips exactly, whatever it was trained on."""
+    core = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"), byte_level])  # type: ignore
+    core.decoder = decoders.ByteLevel()  # type: ignore
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+        ),  # type: ignore
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        additional_special_tokens=[SPECIAL[1]],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def encode(tokenizer: Any, documents: list[str]) -> np.ndarray:
+    """uint16 [tokens]: the documents one after another, each ended by EOS (a chat ends itself) and <|endoftext|>."""
+    ids: list[int] = []
+    for text, row in zip(documents, tokenizer(documents)["input_ids"], strict=True):
+        ids += row + ([0] if text.startswith(SPECIAL[1]) else [2, 0])
+    return np.array(ids, np.uint16)
+
+
+def batches(tokens: np.ndarray, rows: int, seq: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """int32 [rows, seq + 1] for ever: every epoch cuts the stream at another offset and shuffles the pieces."""
+    while True:
+        start = int(rng.integers(seq))
+        count = (len(tokens) - 1 - start) // seq
+        order = rng.permutation(count)
+        for i in range(0, count - rows + 1, rows):
+            starts = start + order[i : i + rows, None] * seq
+            yield tokens[starts + np.arange(seq + 1)].astype(np.int32)
+
+
+def loss_fn(tree: Any, tokens: jax.Array, *, config: ModelConfig, compute: str) -> jax.Array:
+    """Mean cross-entropy in nats a token of int32 [rows, seq + 1]."""
+    model = bind(config, jax.tree.map(lambda x: x.astype(compute), tree))
+    hidden, _ = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:]).mean()
+
+
+def evaluate(tree: Any, tokens: np.ndarray, s: Settings) -> float:
+    """Mean loss in nats a token over all of `tokens`, in rows of s.seq (what is left over is dropped)."""
+    step = jax.jit(functools.partial(loss_fn, config=s.model(), compute=s.compute))
+    rows = min(16, (len(tokens) - 1) // s.seq)
+    starts = np.arange((len(tokens) - 1) // s.seq // rows * rows) * s.seq
+    pieces = tokens[starts[:, None] + np.arange(s.seq + 1)].astype(np.int32).reshape(-1, rows, s.seq + 1)
+    return float(np.mean([step(tree, piece) for piece in pieces]))
+
+
+def train(tokens: np.ndarray, s: Settings) -> Any:
+    """The trained canonical tree, f32. AdamW, warm-up then cosine to a hundredth, gradients clipped at norm 1."""
+    config = s.model()
+    tree = to_tree(Decoder(config, rngs=nnx.Rngs(s.seed)))
+    rate = optax.warmup_cosine_decay_schedule(0.0, s.peak_lr, s.warmup, s.steps, s.peak_lr / 100)
+    matrices = jax.tree.map(lambda x: x.ndim > 1, tree)
+    adamw = optax.adamw(rate, b1=0.9, b2=0.98, weight_decay=s.weight_decay, mask=matrices)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    opt_state = tx.init(tree)
+    loss = functools.partial(loss_fn, config=config, compute=s.compute)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(tree: Any, opt_state: Any, batch: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(tree, batch)
+        updates, opt_state = tx.update(grads, opt_state, tree)
+        return optax.apply_updates(tree, updates), opt_state, value
+
+    rng = np.random.default_rng(s.seed)
+    short = batches(tokens, max(1, s.batch_tokens // s.seq), s.seq, rng)
+    long = batches(tokens, max(1, s.batch_tokens // s.long_seq), s.long_seq, rng)
+    seen, recent, mark = 0, [], time.perf_counter()
+    every = max(1, min(100, s.steps // 6))
+    for i in range(s.steps):
+        batch = next(short if i % s.long_every else long)
+        tree, opt_state, value = step(tree, opt_state, batch)
+        recent.append(value)
+        seen += batch[:, 1:].size
+        if (i + 1) % every == 0 or i + 1 == s.steps:
+            mean = float(np.mean([float(v) for v in recent]))
+            pace, mark = len(recent) * s.batch_tokens / (time.perf_counter() - mark), time.perf_counter()
+            print(f"step {i + 1:5d}  train loss {mean:.4f}  {pace:7.0f} tok/s  {seen / 1e6:.2f}M tokens", flush=True)
+            recent = []
+    return tree
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def next_logits(tree: Any, ids: jax.Array, last: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """f32 [V]: the logits after ids[last]; what lies behind it does not matter."""
+    model = bind(config, tree)
+    return model.logits(model(ids)[0][last])
+
+
+def generate(
+    tree: Any, config: ModelConfig, prompt: list[int], *, temperature: float, seed: int, count: int
+) -> list[int]:
+    """Up to `count` tokens by the dense forward, all of it again for every token: a check, not an engine."""
+    ids, rng = np.zeros(-(-(len(prompt) + count) // 64) * 64, np.int32), np.random.default_rng(seed)
+    ids[: len(prompt)] = prompt
+    end = len(prompt)
+    while end < len(prompt) + count and (end == len(prompt) or ids[end - 1] != 2):
+        logits = np.asarray(next_logits(tree, ids, np.int32(end - 1), config=config))
+        noise = rng.gumbel(size=logits.shape) if temperature else 0.0
+        ids[end] = np.argmax(logits / (temperature or 1.0) + noise)
+        end += 1
+    return ids[len(prompt) : end].tolist()
+
+
+def show(tree: Any, config: ModelConfig, tokenizer: Any, count: int = 96) -> None:
+    """Prints greedy and sampled continuations of a few prompts."""
+    chat = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in QUESTIONS]
+    for prompt in (*PROMPTS, *chat):
+        for temperature in (0.0, 0.6):
+            ids = tokenizer(prompt)["input_ids"]
+            new = generate(tree, config, ids, temperature=temperature, seed=1, count=count)
+            print(f"--- temperature {temperature}\n{prompt}{tokenizer.decode(new)}", flush=True)
+
+
+def to_hf_names(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors in bf16: the loader's own table of names, read backwards."""
+    arrays = {ours: np.asarray(x).astype(ml_dtypes.bfloat16) for ours, x in flat(tree).items()}
+    return {
+        name: np.ascontiguousarray(arrays[ours][index]).reshape(shape)
+        for ours, parts in stored_names(config).items()
+        for name, shape, index in parts
+    }
+
+
+def save(folder: Path, tree: Any, config: ModelConfig, tokenizer: Any) -> None:
+    """The Hugging Face folder: config, weights, tokenizer with chat template, generation defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+    ids = {"eos_token_id": 2, "pad_token_id": 0}
+    settings = {
+        "config.json": config.to_hf() | ids | {"dtype": "bfloat16"},
+        "generation_config.json": ids | {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        # transformers 5 writes a class name that 4 does not know; this one both read.
+        "tokenizer_config.json": read_json(folder / "tokenizer_config.json")
+        | {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }
+    for name, value in settings.items():
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    weights = safetensors.numpy.save(to_hf_names(tree, config), metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(weights)
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Returns the held-out loss in nats a token."""
+    default = Path(__file__).parent.parent / "jpaged" / "demo" / "model"
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=default, help="folder to write (default: the shipped model's)")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--compute", choices=("float32", "bfloat16"), help="dtype of the forward and backward pass")
+    parser.add_argument("--check", action="store_true", help="a miniature of the same run, well under a minute")
+    args = parser.parse_args(argv)
+    given = {k: getattr(args, k) for k in ("steps", "seed", "compute") if getattr(args, k) is not None}
+    s = dataclasses.replace(CHECK if args.check else Settings(), **given)
+
+    began = time.perf_counter()
+    files = source_files()[: s.max_files]
+    training, held = split(files)
+    tokenizer = train_tokenizer(training, s.vocab)
+    text = encode(tokenizer, training)
+    talk = encode(tokenizer, chats(training, random.Random(s.seed)))
+    talk = talk[: int(len(text) * s.chat_share / (1 - s.chat_share))]
+    held_ids = encode(tokenizer, held)
+    held_bytes = sum(len(t.encode()) for t in held)
+    config = s.model()
+    weights = sum(x.size for x in jax.tree.leaves(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
+    print(f"{len(files)} files, {sum(map(len, training)) / 1e6:.1f} MB to train on, {held_bytes / 1e6:.2f} MB held out")
+    print(
+        f"{len(text) / 1e6:.2f}M tokens of source, {len(talk) / 1e6:.2f}M of chat; {weights / 1e6:.2f}M parameters",
+        flush=True,
+    )
+
+    tree = train(np.concatenate([text, talk]), s)
+    save(args.out, tree, config, tokenizer)
+    tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tree)  # as it ships
+    held_loss = evaluate(tree, held_ids, s)
+    size = sum(p.stat().st_size for p in args.out.iterdir())
+    per_byte = held_loss * len(held_ids) / held_bytes
+    print(f"held-out loss {held_loss:.4f} nats a token, {per_byte:.4f} a byte ({per_byte / np.log(2):.3f} bits a byte)")
+    print(f"{args.out}: {size / 2**20:.2f} MiB, {time.perf_counter() - began:.0f} s in all")
+    show(tree, config, tokenizer, 16 if args.check else 96)
+    return held_loss
+
+
+if __name__ == "__main__":
+    main()

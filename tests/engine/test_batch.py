@@ -1,0 +1,280 @@
+"""Batch: a plan laid out in its bucket and taken apart again."""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jpaged.config import EngineConfig
+from jpaged.engine.batch import (
+    CONTROLS,
+    PAD_TOKEN,
+    Batch,
+    Bucket,
+    Features,
+    bucket_table,
+    choose_bucket,
+    input_sections,
+    output_sections,
+    pack,
+    unpack_result,
+)
+from jpaged.engine.sampling_params import LOGPROBS_MODES, SamplingParams
+from jpaged.engine.scheduler import Plan, PlanEntry
+from jpaged.engine.sequence import Sequence
+from tests.engine.mock import MODEL
+
+CONFIG = EngineConfig(
+    max_model_len=40,
+    block_size=4,
+    num_blocks=20,
+    max_num_seqs=5,
+    max_num_batched_tokens=16,
+    seq_buckets=(2, 5),
+    token_buckets=(4, 8, 16),
+    max_logprobs=3,
+    max_logit_bias=2,
+    max_stop_ids=4,
+).resolve(MODEL)
+
+
+def entry(
+    start: int = 0,
+    num_tokens: int = 1,
+    *,
+    prompt: int = 6,
+    generated: int = 0,
+    slot: int = 3,
+    samples: bool = True,
+    first: bool = False,
+    eos: frozenset[int] = frozenset(),
+    **params: Any,
+) -> PlanEntry:
+    """A row whose sequence has tokens 10, 11, ... and blocks 5, 6, ..."""
+    tokens = range(10, 10 + prompt)
+    seq = Sequence("r", list(tokens), SamplingParams(**params), max_model_len=40, key=(2**32 - 1, 7), eos_ids=eos)
+    seq.token_ids += range(60, 60 + generated)
+    seq.slot = slot
+    seq.block_table.extend(range(5, 5 + -(-(start + num_tokens) // 4)))
+    return PlanEntry(seq=seq, start=start, num_tokens=num_tokens, samples=samples, first=first, epoch=0)
+
+
+def plan(*entries: PlanEntry, phase: Literal["prefill", "decode"] = "prefill") -> Plan:
+    return Plan(phase=phase, entries=entries)
+
+
+def fields(batch: Batch) -> dict[str, np.ndarray]:
+    sections, size = input_sections(batch.bucket, CONFIG)
+    assert batch.packed.dtype == np.int32 and batch.packed.shape == (size,)
+    return {k: batch.packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+
+
+def test_prefill():
+    batch = pack(plan(entry(4, 2, prompt=8, samples=False), entry(0, 3, prompt=3, slot=1), entry(5, 1, slot=0)), CONFIG)
+    assert batch.bucket == Bucket(phase="prefill", tokens=8, rows=5, blocks=10)
+    view = fields(batch)
+    assert view["tokens"].tolist() == [14, 15, 10, 11, 12, 15, 0, 0]
+    assert view["query_starts"].tolist() == [0, 2, 5, 6, 6, 6]  # rows without tokens end the list
+    assert view["context_lens"].tolist() == [6, 3, 6, 0, 0]
+    assert view["slots"].tolist() == [3, 1, 0, 5, 5]  # 5 is past the last slot: dropped
+    assert view["samples"].tolist() == [0, 1, 1, 0, 0]
+    assert view["block_table"].tolist() == [[5, 6] + [0] * 8, [5] + [0] * 9, [5, 6] + [0] * 8, [0] * 10, [0] * 10]
+    assert not view["controls"][3:].any() and batch.count_rows == ()
+    assert set(view) == {"tokens", "query_starts", "context_lens", "slots", "samples", "controls", "block_table"}
+
+
+def test_decode():
+    rows = entry(6, 1, generated=1, slot=4), entry(9, 1, generated=4, slot=0)
+    batch = pack(plan(*rows, phase="decode"), CONFIG)
+    assert batch.bucket == Bucket(phase="decode", tokens=2, rows=2, blocks=10)
+    view = fields(batch)
+    assert "tokens" not in view and "query_starts" not in view  # the device has the last tokens
+    assert view["context_lens"].tolist() == [7, 10] and view["slots"].tolist() == [4, 0]
+    assert view["samples"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [[5, 6, 0, 0], [5, 6, 7, 0]]
+
+
+def test_controls_travel_as_their_bits():
+    row = entry(
+        0, 6, temperature=0.7, top_p=0.9, min_p=0.05, top_k=-1, logprobs_mode="processed", presence_penalty=-1.5,
+        frequency_penalty=0.25, repetition_penalty=1.1,
+    )  # fmt: skip
+    columns = fields(pack(plan(row), CONFIG))["controls"][0]
+    values = {name: columns[i : i + 1].view(dtype)[0] for i, (name, dtype) in enumerate(CONTROLS)}
+    want = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "presence": -1.5, "frequency": 0.25, "repetition": 1.1}
+    assert {name: values[name] for name in want} == {name: np.float32(v) for name, v in want.items()}
+    assert (values["key_hi"], values["key_lo"], values["top_k"]) == (2**32 - 1, 7, 0)
+    assert LOGPROBS_MODES[values["mode"]] == "processed" and values["sample_index"] == 0
+
+
+def test_controls_are_packed_once_a_request():
+    row = entry(0, 6, temperature=0.5)
+    first = fields(pack(plan(row), CONFIG))["controls"][0]
+    kept = row.seq.controls
+    assert fields(pack(plan(row), CONFIG))["controls"][0].tolist() == first.tolist() and row.seq.controls is kept
+
+
+@pytest.mark.parametrize(
+    ("params", "features"),
+    [
+        ({}, "plain"),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "plain"),
+        ({"logprobs": 0}, "full"),
+        ({"logit_bias": {1: 1.0}}, "full"),
+        ({"min_tokens": 2}, "full"),
+        ({"presence_penalty": 0.5}, "full"),
+        ({"prompt_logprobs": 0}, "prompt"),
+        ({"prompt_logprobs": 2, "logprobs": 1}, "prompt"),
+    ],
+    ids=str,
+)
+def test_one_row_decides_the_features(params: dict[str, Any], features: Features):
+    rows = entry(0, 3, prompt=3), entry(0, 4, prompt=4, slot=0, **params)
+    assert choose_bucket(plan(*rows), CONFIG).features == features
+    decode = "full" if features == "full" or "logprobs" in params else "plain"
+    assert choose_bucket(plan(*rows, phase="decode"), CONFIG).features == decode
+
+
+def test_full_fields():
+    rows = (
+        entry(0, 6, logit_bias={30: 1.5, 7: -2.0}),
+        entry(0, 3, prompt=3, slot=1, min_tokens=2, eos=frozenset({9, 4}), stop_token_ids=[6, 4]),
+        entry(0, 2, prompt=2, slot=2),
+    )
+    view = fields(pack(plan(*rows), CONFIG))
+    pad = int(PAD_TOKEN)
+    assert view["bias_ids"].tolist() == [[30, 7], *[[pad, pad]] * 4]
+    assert view["bias"].view(np.float32).tolist() == [[1.5, -2.0], *[[0.0, 0.0]] * 4]
+    assert view["ban_ids"].tolist() == [[pad] * 4, [4, 6, 9, pad], *[[pad] * 4] * 3]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+def test_bans_end_after_min_tokens(min_tokens: int):
+    """The token drawn after a context of 6 + g is number g + 1 of the output: banned while g < min_tokens."""
+    for g in range(5):
+        row = entry(5 + g, 1, generated=g, min_tokens=min_tokens, logprobs=0, eos=frozenset({9}))
+        view = fields(pack(plan(row, phase="decode"), CONFIG))
+        assert (view["ban_ids"][0, 0] == 9) is np.bool_(g < min_tokens)
+    chunk = entry(0, 4, prompt=6, samples=False, min_tokens=1, eos=frozenset({9}))
+    assert fields(pack(plan(chunk), CONFIG))["ban_ids"][0, 0] == 9  # it draws nothing
+
+
+def test_targets_are_the_tokens_that_follow():
+    rows = entry(2, 3, prompt=6, prompt_logprobs=1, samples=False), entry(0, 4, prompt=4, slot=0)
+    view = fields(pack(plan(*rows), CONFIG))
+    assert view["tokens"].tolist()[:7] == [12, 13, 14, 10, 11, 12, 13]
+    assert view["targets"].tolist() == [13, 14, 15, 11, 12, 13, 0, 0]
+
+
+def test_counts_of_rows_just_admitted():
+    rows = (
+        entry(0, 6, first=True, presence_penalty=1.0),
+        entry(2, 2, prompt=6, slot=1, first=False, presence_penalty=1.0),
+        entry(0, 2, prompt=2, slot=2, first=True),
+        entry(4, 4, prompt=5, generated=3, slot=4, first=True, repetition_penalty=1.5),
+    )
+    assert pack(plan(*rows), CONFIG).count_rows == (
+        (3, list(range(10, 16)), 6),
+        (4, [10, 11, 12, 13, 14, 60, 61, 62], 5),
+    )
+
+
+def test_plans_fill_their_bucket():
+    rows = [entry(0, n, prompt=n, slot=i) for i, n in enumerate((4, 4, 4, 3, 1))]
+    batch = pack(plan(*rows), CONFIG)
+    view = fields(batch)
+    assert batch.bucket.tokens == 16 and batch.bucket.rows == 5
+    assert view["query_starts"].tolist() == [0, 4, 8, 12, 15, 16] and (view["tokens"] > 0).all()
+
+
+@pytest.mark.parametrize(("tokens", "rows", "want"), [(1, 1, (4, 2)), (4, 2, (4, 2)), (5, 1, (8, 2)), (9, 3, (16, 5))])
+def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[int, int]):
+    lengths = [tokens - rows + 1, *[1] * (rows - 1)]
+    bucket = choose_bucket(plan(*(entry(0, n, prompt=n, slot=i) for i, n in enumerate(lengths))), CONFIG)
+    assert (bucket.tokens, bucket.rows) == want
+
+
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(lambda x: tuple(sorted(x)))
+
+
+@given(seq_buckets=sizes, token_buckets=sizes, data=st.data())
+def test_the_table_holds_every_choice(seq_buckets: tuple[int, ...], token_buckets: tuple[int, ...], data: st.DataObject):
+    config = EngineConfig(
+        max_model_len=40,
+        max_num_seqs=data.draw(st.integers(1, seq_buckets[-1])),
+        max_num_batched_tokens=data.draw(st.integers(1, token_buckets[-1])),
+        seq_buckets=seq_buckets,
+        token_buckets=token_buckets,
+    ).resolve(MODEL)
+    table = list(bucket_table(config))
+    assert len(set(table)) == len(table)
+    phase = data.draw(st.sampled_from(["prefill", "decode"]))
+    limit = config.max_num_seqs if phase == "decode" else min(config.max_num_seqs, config.max_num_batched_tokens)
+    rows = data.draw(st.integers(1, limit))
+    extra = 0 if phase == "decode" else data.draw(st.integers(0, config.max_num_batched_tokens - rows))
+    params: dict[str, Any] = data.draw(st.sampled_from([{}, {"logprobs": 1}, {"prompt_logprobs": 0}]))
+    entries = [entry(0, 1 + extra * (i == 0), prompt=41, **params) for i in range(rows)]
+    bucket = choose_bucket(plan(*entries, phase=phase), config)
+    assert bucket in table and bucket.rows >= rows and bucket.tokens >= rows + extra
+
+
+def test_the_table_of_the_defaults_is_small():
+    """Every shape of it is compiled at the start in strict mode."""
+    table = list(bucket_table(EngineConfig(max_num_seqs=32, max_num_batched_tokens=2048).resolve(MODEL)))
+    assert len(table) <= 150
+    # No prefill of few tokens over many rows: such a plan has a smaller bucket.
+    assert all(b.tokens > 16 for b in table if b.rows == 32) and all(b.tokens > 8 for b in table if b.rows == 16)
+
+
+@pytest.mark.parametrize("features", ["plain", "full", "prompt"])
+def test_results_round_trip(features: Features):
+    bucket = Bucket(phase="prefill", tokens=4, rows=2, blocks=3, features=features)
+    sections, size = output_sections(bucket, CONFIG)
+    rng = np.random.default_rng(0)
+    packed = np.zeros(size, np.int32)
+    want: dict[str, np.ndarray] = {}
+    for name, section in sections.items():
+        values = rng.integers(0, 99, section.shape, np.int32)
+        if name.endswith("logprobs"):
+            values = -rng.random(section.shape, np.float32)
+        want[name] = values
+        packed[section.offset : section.offset + values.size] = values.view(np.int32).ravel()
+    result = unpack_result(packed, bucket, CONFIG, rows=1)
+    assert result.tokens == want["tokens"][:1].tolist() and result.logprobs == want["logprobs"][:1].tolist()
+    for name in ("ranks", "top_ids", "top_logprobs"):
+        value = getattr(result, name)
+        assert (value is None) == (features == "plain")
+        if value is not None:
+            np.testing.assert_array_equal(value, want[name])
+    assert (result.prompt_logprobs is None) == (features != "prompt")
+    if features == "plain":
+        return
+    top = [(int(i), float(p), rank) for i, p, rank in zip(want["top_ids"][0], want["top_logprobs"][0], (1, 2, 3))]
+    own = (result.tokens[0], result.logprobs[0], int(want["ranks"][0]))
+    assert [result.top(0, k) for k in (0, 1, 3)] == [[own], [own, top[0]], [own, *top]]
+
+
+def test_prompt_rows():
+    """Position p scores the prompt token at p + 1; the last token of the prompt scores nothing."""
+    bucket = Bucket(phase="prefill", tokens=8, rows=5, blocks=3, features="prompt")
+    sections, size = output_sections(bucket, CONFIG)
+    packed = np.zeros(size, np.int32)
+    for name, unit in (("prompt_logprobs", 1.0), ("prompt_top_logprobs", 10.0)):
+        offset, shape = sections[name]
+        values = unit * np.arange(8, dtype=np.float32)
+        packed[offset : offset + math.prod(shape)] = np.repeat(values, math.prod(shape) // 8).view(np.int32)
+    offset, _ = sections["prompt_ranks"]
+    packed[offset : offset + 8] = np.arange(8) + 100
+    rows = (
+        entry(0, 3, prompt=3),
+        entry(2, 2, prompt=6, slot=1, prompt_logprobs=1, samples=False),
+        entry(3, 3, prompt=5, generated=1, slot=2, prompt_logprobs=0),
+    )
+    result = unpack_result(packed, bucket, CONFIG, rows=3)
+    of = plan(*rows)
+    assert result.prompt_rows(of, 1) == [[(13, 3.0, 103), (0, 30.0, 1)], [(14, 4.0, 104), (0, 40.0, 1)]]
+    assert result.prompt_rows(of, 2) == [[(14, 5.0, 105)]]  # 3 tokens were computed, one has a prompt token after it
+    past = plan(entry(5, 1, prompt=5, generated=1, prompt_logprobs=0))
+    assert result.prompt_rows(past, 0) == []

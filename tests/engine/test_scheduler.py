@@ -1,0 +1,267 @@
+"""Scheduler: what is in a plan, who is admitted, who is preempted, and that nobody starves."""
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from jpaged.engine.batch import StepResult
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Plan, Scheduler
+from jpaged.engine.sequence import Sequence, Status
+from tests.engine.mock import Host, expected, generated
+
+
+def scheduler(num_blocks: int = 32, block_size: int = 4, *, rows: int = 4, tokens: int = 16) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, block_size), max_num_seqs=rows, max_num_batched_tokens=tokens)
+
+
+def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Sequence:
+    seq = Sequence(
+        f"{first}", list(range(first, first + length)), SamplingParams(max_tokens=max_tokens), max_model_len=4096
+    )
+    s.add(seq)
+    return seq
+
+
+def step(s: Scheduler) -> Plan | None:
+    plan = s.schedule()
+    if plan is not None:
+        s.commit(plan, StepResult(tokens=[7] * len(plan.entries), logprobs=[-0.5] * len(plan.entries)))
+    s.check_integrity()
+    return plan
+
+
+def spans(plan: Plan | None) -> list[tuple[str, int, int, bool, bool]]:
+    """(request, start, end, samples, first) of each row."""
+    assert plan is not None
+    return [(e.seq.request_id, e.start, e.end, e.samples, e.first) for e in plan.entries]
+
+
+def test_idle():
+    s = scheduler()
+    assert s.schedule() is None and not s.has_unfinished() and s.take_finished() == []
+
+
+def test_prefill_fills_its_budget_and_no_more():
+    s = scheduler(tokens=10)
+    for i, length in enumerate((4, 9, 5)):
+        add(s, length, first=100 * i)
+    assert spans(step(s)) == [("0", 0, 4, True, True), ("100", 0, 6, False, True)]
+    assert spans(step(s)) == [("100", 6, 9, True, False), ("200", 0, 5, True, True)]
+    plan = step(s)
+    assert plan is not None and plan.phase == "decode" and plan.num_tokens == 3
+
+
+def test_decode_has_every_row():
+    s = scheduler(tokens=64)
+    for i, length in enumerate((5, 11, 8)):
+        add(s, length, first=100 * i)
+    step(s)
+    assert spans(step(s)) == [("0", 5, 6, True, False), ("100", 11, 12, True, False), ("200", 8, 9, True, False)]
+
+
+def test_nothing_is_planned_past_the_end():
+    """With dispatches in flight, no more tokens are dispatched than a sequence may have."""
+    s = scheduler()
+    seq = add(s, 4, max_tokens=3)
+    plans = [s.schedule() for _ in range(5)]
+    assert [plan and plan.phase for plan in plans] == ["prefill", "decode", "decode", None, None]
+    assert (seq.pending, seq.in_flight, seq.num_dispatched) == (3, 3, 6)
+    for token, plan in enumerate(plans[:3]):
+        assert plan is not None and seq.status is Status.RUNNING
+        s.commit(plan, StepResult(tokens=[token], logprobs=[0.0]))
+    assert seq.finish_reason == "length" and generated(seq) == [0, 1, 2] and seq.in_flight == 0
+
+
+def test_admission_is_first_come_first_served():
+    s = scheduler(num_blocks=8, tokens=64)
+    first, large, small = add(s, 16), add(s, 20, first=100), add(s, 3, first=200)
+    step(s)
+    assert list(s.running) == [first] and list(s.waiting) == [large, small]  # the small one does not overtake
+    while first.status is not Status.FINISHED:
+        step(s)
+    assert spans(step(s))[:2] == [("100", 0, 20, True, True), ("200", 0, 3, True, True)]
+
+
+def test_admission_leaves_a_block_for_every_row_that_runs():
+    s = scheduler(num_blocks=6, tokens=64)
+    add(s, 8), add(s, 12, first=100), add(s, 5, first=200)
+    step(s)
+    assert [seq.prompt_len for seq in s.running] == [8, 12] and s.blocks.num_free == 1
+
+
+def test_hits_within_a_plan_follow_the_order_of_its_entries():
+    s = scheduler(tokens=64)
+    one, two = add(s, 9), Sequence("b", [*range(8), 50], SamplingParams(), max_model_len=64)
+    s.add(two)
+    assert spans(step(s)) == [("0", 0, 9, True, True), ("b", 8, 9, True, True)]
+    assert one.block_table[:2] == two.block_table[:2] and (one.num_cached, two.num_cached) == (0, 8)
+
+
+def test_preempts_the_youngest_and_readmits_in_order():
+    s = scheduler(num_blocks=9, tokens=64)
+    seqs = [add(s, 4, max_tokens=16, first=100 * i) for i in range(4)]
+    step(s)
+    assert len(s.running) == 4
+    preempted = []
+    while s.has_unfinished():
+        before = list(s.running)
+        step(s)
+        gone = [seq for seq in before if seq not in s.running and seq.status is Status.WAITING]
+        assert gone == before[len(before) - len(gone) :]  # always from the young end
+        preempted += gone
+        assert [*s.running, *s.waiting] == [seq for seq in seqs if seq.status is not Status.FINISHED]  # by arrival
+    assert preempted and seqs[0] not in preempted and s.num_preemptions >= len(preempted)
+    assert [seq.finish_reason for seq in s.take_finished()] == ["length"] * 4
+
+
+def test_the_oldest_is_never_preempted():
+    host = Host(num_blocks=6, block_size=2, max_num_seqs=6)
+    seqs = [host.add([i, i, i], max_tokens=8) for i in range(8)]
+    while host.engine.has_unfinished():
+        oldest = next(iter(host.engine.sequences.values()))
+        was_running, epoch = oldest.status is Status.RUNNING, oldest.epoch
+        host.step()
+        assert not was_running or oldest.epoch == epoch
+    assert host.engine.scheduler.num_preemptions and all(seq.error is None for seq in seqs)
+
+
+def test_work_is_not_thrown_away_again_and_again(depth: int):
+    """Under a pool of a third of the need each request is computed few times over, and the steps stay near the ideal."""
+    host = Host(depth, num_blocks=40, max_num_seqs=16, max_num_batched_tokens=64)
+    rng = random.Random(0)
+    seqs = [host.add(rng.choices(range(90), k=rng.randrange(4, 12)), rng.randrange(10, 40)) for _ in range(40)]
+    host.run()
+    tokens = sum(len(seq) for seq in seqs)
+    assert host.engine.scheduler.num_preemptions <= 2 * len(seqs)
+    assert host.runner.computed("prefill") <= 2 * tokens
+
+
+def test_a_preempted_row_waits_for_its_step_in_flight():
+    s = scheduler()
+    seq = add(s, 5)
+    step(s)
+    plan = s.schedule()
+    assert plan is not None and seq.in_flight == 1
+    s.preempt(seq)
+    s.check_integrity()
+    assert s.schedule() is None  # its last token is on its way
+    s.commit(plan, StepResult(tokens=[3], logprobs=[0.0]))
+    assert generated(seq) == [7, 3] and seq.pending == 0 and s.blocks.num_used == 0
+    assert spans(step(s)) == [("0", 4, 7, True, True)]  # one block was still there
+
+
+def test_a_preempted_row_may_end_while_it_waits():
+    s = scheduler()
+    seq, other = add(s, 5, max_tokens=2), add(s, 5, first=50)
+    step(s)
+    plan = s.schedule()
+    assert plan is not None
+    s.preempt(seq)
+    s.commit(plan, StepResult(tokens=[3, 3], logprobs=[0.0, 0.0]))
+    assert seq.finish_reason == "length" and not s.waiting and list(s.running) == [other]
+    s.check_integrity()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_slots_are_distinct_and_come_back(depth: int, rows: int):
+    host = Host(depth, max_num_seqs=rows, num_blocks=8)
+    for i in range(9):
+        host.add([i, i + 1, i + 2], max_tokens=5)
+    host.run()
+    assert sorted(host.engine.scheduler._slots) == list(range(rows))
+
+
+def test_decode_comes_at_least_every_so_many_steps():
+    s = scheduler(num_blocks=256, rows=64, tokens=4)
+    add(s, 4, max_tokens=30)
+    step(s)
+    for i in range(20):
+        add(s, 8, max_tokens=1, first=100 * i)
+    phases = []
+    while s.waiting:
+        plan = step(s)
+        phases.append(plan.phase if plan is not None else None)
+    streaks = "".join(phase[0] for phase in phases if phase is not None).split("d")
+    assert max(map(len, streaks)) == MAX_PREFILL_STREAK and len(streaks) > 5
+
+
+def test_prefill_alone_has_no_limit():
+    s = scheduler(tokens=4)
+    add(s, 40, max_tokens=2)
+    plans = [step(s) for _ in range(11)]
+    assert [plan and plan.phase for plan in plans] == ["prefill"] * 10 + ["decode"]
+
+
+def test_prompt_logprobs_take_no_hits(depth: int):
+    host = Host(depth)
+    plain = host.generate(range(10))[0]
+    scored = host.generate(range(10), prompt_logprobs=2)[0]
+    assert plain.num_cached == scored.num_cached == 0 and generated(scored) == generated(plain)
+    assert len(scored.prompt_logprobs) == 10 and scored.prompt_logprobs[0] is None
+    assert [len(top) for top in scored.prompt_logprobs[1:] if top is not None] == [3] * 9
+    assert host.generate(range(10))[0].num_cached == 8
+
+
+def test_scoring_samples_nothing(depth: int):
+    host = Host(depth)
+    seq = host.add(range(21), 5, prompt_logprobs=0, score_only=True)
+    other = host.add(range(21), 5)
+    host.run()
+    assert generated(seq) == [] and len(seq.prompt_logprobs) == 21 and seq.finish_reason == "length"
+    assert generated(other) == expected(other)
+    assert all(phase == "prefill" or len(rows) == 1 for phase, rows in host.runner.dispatched)
+
+
+def test_a_waiting_crowd_costs_nothing():
+    """A step, and giving up one request, look at the head of the queue only."""
+
+    class Crowd(OrderedDict):
+        seen = 0
+
+        def __iter__(self):
+            for seq in super().__iter__():
+                self.seen += 1
+                yield seq
+
+    s = scheduler(num_blocks=4, rows=2)
+    s.waiting = crowd = Crowd()
+    seqs = [add(s, 6, max_tokens=9, first=10 * i) for i in range(100)]
+    for i in range(40):
+        crowd.seen = 0
+        s.finish(seqs[99 - i], "abort")
+        plan = s.schedule()
+        assert plan is not None
+        s.commit(plan, StepResult(tokens=[7] * len(plan.entries), logprobs=[0.0] * len(plan.entries)))
+        assert crowd.seen <= 3
+    assert len(s.finished) > 42
+
+
+def test_stops(depth: int):
+    host = Host(depth)
+    free = expected(host.sequence(range(6), 12))
+    at = next(i for i in range(3, 12) if free[i] not in free[:i])
+    cases = {
+        "eos": ({"eos_ids": frozenset({free[at]})}, ("stop", None, at + 1)),
+        "id": ({"stop_token_ids": [free[at]]}, ("stop", free[at], at + 1)),
+        "ignored": ({"eos_ids": frozenset({free[at]}), "ignore_eos": True}, ("length", None, 12)),
+        "both": ({"eos_ids": frozenset({free[at]}), "stop_token_ids": [free[at]]}, ("stop", None, at + 1)),
+    }
+    for options, want in cases.values():
+        seq = host.add(range(6), 12, **options)
+        host.run()
+        assert (seq.finish_reason, seq.stop_reason, seq.num_generated) == want
+        assert generated(seq) == free[: seq.num_generated] and len(seq.logprobs) == seq.num_generated
+
+
+def test_min_tokens_bans_until_then(depth: int):
+    host = Host(depth)
+    free = expected(host.sequence(range(6), 12))
+    for minimum in range(5):
+        seq = host.add(range(6), 12, eos_ids=frozenset(free[:3]), min_tokens=minimum)
+        host.run()
+        assert not set(generated(seq)[:minimum]) & set(free[:3])
+        assert seq.num_generated > minimum
+    assert seq.num_generated >= 5

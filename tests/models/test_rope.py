@@ -1,0 +1,131 @@
+"""Rotary embeddings against their equations, written apart: complex numbers, one pair of dimensions at a time."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.config import RopeScaling
+from jpaged.models.rope import inverse_frequencies, rotate, rotation
+from tests.tiny import CONFIG
+from tests.tiny import config as tiny_config
+
+
+def config(dim: int = 64, base: float = 10000.0, **scaling: Any) -> Any:
+    rope = RopeScaling(**scaling) if scaling else None
+    return tiny_config(head_dim=dim, rope_theta=base, rope_scaling=rope)
+
+
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"kind": "yarn", "factor": 4.0, "original_max_position": 1024, "attention_factor": 1.25}
+
+
+def test_plain_frequencies() -> None:
+    inv, factor = inverse_frequencies(config(dim=8, base=100.0))
+    assert inv.dtype == np.float32 and factor == 1.0
+    np.testing.assert_allclose(inv, [1.0, 100**-0.25, 0.1, 100**-0.75], rtol=1e-7)
+
+
+def test_linear_divides_every_frequency() -> None:
+    plain, _ = inverse_frequencies(config())
+    scaled, factor = inverse_frequencies(config(kind="linear", factor=4.0, original_max_position=64))
+    np.testing.assert_allclose(scaled, plain / 4, rtol=1e-7)
+    assert factor == 1.0
+
+
+def test_llama3_slows_long_wavelengths_only() -> None:
+    plain, _ = inverse_frequencies(config())
+    scaled, factor = inverse_frequencies(config(**LLAMA3, original_max_position=512))
+    assert factor == 1.0
+    kinds = set()
+    for w, found in zip(plain.astype(float), scaled.astype(float), strict=True):
+        wavelength = 2 * math.pi / w
+        if wavelength < 512 / 4:
+            kinds.add("kept")
+            expected = w
+        elif wavelength > 512 / 1:
+            kinds.add("slowed")
+            expected = w / 8
+        else:
+            kinds.add("between")
+            smooth = (512 / wavelength - 1) / (4 - 1)
+            expected = (1 - smooth) * w / 8 + smooth * w
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert kinds == {"kept", "slowed", "between"}
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_interpolates_by_rotations(truncate: bool) -> None:
+    dim, base, length = 64, 10000.0, 1024
+    plain, _ = inverse_frequencies(config(dim, base))
+    scaled, factor = inverse_frequencies(config(dim, base, **YARN, truncate=truncate))
+    assert factor == 1.25
+
+    def at(turns: float) -> float:  # the dimension that turns so often within the original context
+        return dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low, high = (math.floor(at(32)), math.ceil(at(1))) if truncate else (at(32), at(1))
+    assert 0 < low < high < dim // 2, "the ramp lies inside: all three cases are seen"
+    for i, w in enumerate(plain.astype(float)):
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        assert scaled[i] == pytest.approx(w / 4 * ramp + w * (1 - ramp), rel=1e-6)
+    assert scaled[0] == plain[0] and scaled[-1] == pytest.approx(plain[-1] / 4, rel=1e-6)
+
+
+def test_yarn_ramp_stays_inside_the_head() -> None:
+    """A tiny original context puts both ends of the ramp outside: clamped, never negative or inverted."""
+    scaled, _ = inverse_frequencies(config(**YARN | {"original_max_position": 8}))
+    plain, _ = inverse_frequencies(config())
+    ratio = scaled.astype(float) / plain
+    assert (ratio <= 1.0 + 1e-6).all() and (ratio >= 0.25 - 1e-6).all() and (np.diff(ratio) <= 1e-6).all()
+
+
+def test_rotation_is_a_complex_product() -> None:
+    c = config(dim=8, kind="yarn", factor=2.0, original_max_position=64, attention_factor=1.5)
+    positions = np.array([0, 1, 7, 40], np.int32)
+    x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
+    inv, _ = inverse_frequencies(c)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None, None] * inv.astype(float))
+    expected = 1.5 * np.concatenate([turned.real, turned.imag], -1)
+    cos, sin = rotation(c, jnp.asarray(positions))
+    assert cos.shape == sin.shape == (4, 4) and cos.dtype == sin.dtype == jnp.float32
+    np.testing.assert_allclose(rotate(jnp.asarray(x), cos, sin), expected, atol=2e-5)
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    rng = np.random.default_rng(1)
+    q, k = (jnp.asarray(rng.standard_normal((1, 1, 16)), jnp.float32) for _ in range(2))
+
+    def score(m: int, n: int) -> float:
+        at_m, at_n = (rotation(CONFIG, jnp.asarray([p], jnp.int32)) for p in (m, n))
+        return float(jnp.sum(rotate(q, *at_m) * rotate(k, *at_n)))
+
+    assert score(9, 4) == pytest.approx(score(35, 30), abs=1e-4)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-2
+
+
+def test_any_head_axes_and_batches() -> None:
+    """[B, T, K, G, D] and [B, T, K, D] turn as each head alone does; the dtype is the input's, the arithmetic f32."""
+    rng = np.random.default_rng(2)
+    positions = jnp.asarray(rng.integers(0, 60, (2, 5)), jnp.int32)
+    cos, sin = rotation(CONFIG, positions)
+    x = jnp.asarray(rng.standard_normal((2, 5, 3, 2, 16)), jnp.float32)
+    whole = rotate(x, cos, sin)
+    for b in range(2):
+        for head in range(3):
+            np.testing.assert_array_equal(whole[b, :, head], rotate(x[b, :, head], cos[b], sin[b]))
+    half = rotate(x.astype(jnp.bfloat16), cos, sin)
+    assert half.dtype == jnp.bfloat16
+    exact = rotate(x.astype(jnp.bfloat16).astype(jnp.float32), cos, sin)
+    np.testing.assert_array_equal(half, exact.astype(jnp.bfloat16))
+
+
+def test_large_positions() -> None:
+    """Angles are f32: at 100,000 tokens they are right to a few thousandths of a radian."""
+    positions = np.array([100_000], np.int32)
+    cos, _ = jax.jit(lambda p: rotation(CONFIG, p))(positions)
+    inv, _ = inverse_frequencies(CONFIG)
+    np.testing.assert_allclose(cos[0], np.cos(100_000 * inv.astype(np.float64)), atol=8e-3)

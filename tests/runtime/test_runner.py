@@ -1,0 +1,188 @@
+"""The Runner: what a steady engine compiles (nothing), transfers (one up, one down) and keeps."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, ConfigError, SamplingParams
+from jpaged.engine.batch import Bucket, bucket_table
+from jpaged.runtime.runner import Runner
+from tests.tiny import ENGINE, compiles, engine, make_params, make_prompts, tokens_of
+
+PROMPTS = make_prompts(5, 21, 40)
+PLAIN = SamplingParams(temperature=0.8, top_k=5, max_tokens=6, ignore_eos=True)
+FULL = SamplingParams(temperature=0, max_tokens=6, logprobs=2, logit_bias={3: 1.0}, ignore_eos=True)
+PENALISED = SamplingParams(temperature=0.8, presence_penalty=0.5, max_tokens=6, ignore_eos=True)
+SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
+
+# Not steps: a fresh pool (and fresh counts) are zeros that the device makes itself; sending them up would be the one
+# large transfer of a run. One trivial computation for each shape of them.
+ZEROS = {"jit(broadcast_in_dim)", "jit(convert_element_type)"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM(make_params(), **vars(ENGINE))
+    yield llm
+    llm.close()
+
+
+def runner_of(llm: LLM) -> Runner:
+    assert llm._runner is not None
+    return llm._runner
+
+
+def run(llm: LLM, sampling: SamplingParams, prompts: Any = PROMPTS) -> list[list[int]]:
+    llm.reset_prefix_cache()  # or the second run would take other chunks
+    return tokens_of(llm.generate(prompts, sampling, use_tqdm=False))
+
+
+def test_compiles_equal_the_buckets_used() -> None:
+    """Each bucket once, when it is first met; no helper beside them; the same counts in stats()."""
+    llm = LLM(make_params(), **vars(ENGINE))
+    assert llm.stats()["num_compiles"] == 0, "nothing is compiled before it is needed"
+    expected = 0
+    for sampling, new in ((PLAIN, 2), (PLAIN, 0), (FULL, 2), (SCORED, 1), (FULL, 0), (PLAIN, 0)):
+        with compiles() as names:
+            run(llm, sampling)
+        assert [name for name in names if name not in ZEROS] == ["jit(step)"] * new
+        expected += new
+        stats = llm.stats()
+        assert stats["num_compiles"] == expected == len(stats["buckets"]) and stats["compile_time_s"] > 0
+    with compiles() as names:
+        run(llm, PENALISED)
+        run(llm, PENALISED)
+    assert names == ["jit(set_counts)"], "the counts of rows with penalties are entered by one small step more"
+    used = set(runner_of(llm)._steps)
+    assert used == set(bucket_table(runner_of(llm).config)), (
+        "one prefill and one decode shape: the whole table is these"
+    )
+    llm.close()
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, FULL, SCORED, PENALISED], ids=["plain", "full", "prompt", "penalised"])
+def test_steady_state(llm: LLM, sampling: SamplingParams) -> None:
+    """After a first call, the same again traces nothing and moves nothing but through put and get."""
+    seeded = SamplingParams(**{**vars(sampling), "seed": 1})
+    first = run(llm, seeded)
+    with jax.no_tracing(), jax.transfer_guard("disallow"), compiles() as names:
+        assert run(llm, seeded) == first
+    assert names == []
+
+
+def test_the_guards_can_fail() -> None:
+    x = jnp.ones(3)
+    with jax.no_tracing(), pytest.raises(RuntimeError):
+        jax.jit(lambda x: x + 1)(x)
+    double = jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device"):
+        double(np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, FULL, SCORED], ids=["plain", "full", "prompt"])
+def test_one_transfer_each_way_a_step(llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(llm, sampling)
+    put, get = [], []
+    device_put, device_get = jax.device_put, jax.device_get
+    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: (put.append(np.shape(x)), device_put(x, *a, **k))[1])
+    monkeypatch.setattr(jax, "device_get", lambda x: (get.append(np.shape(x)), device_get(x))[1])
+    before = llm.stats()
+    run(llm, sampling)
+    after = llm.stats()
+    steps, up, down = (after[key] - before[key] for key in ("steps", "uploads", "downloads"))
+    assert steps > 5 and up == down == steps == len(put) == len(get)
+
+
+def test_penalties_upload_their_counts_once_a_request(llm: LLM) -> None:
+    run(llm, PENALISED)
+    before = llm.stats()
+    run(llm, PENALISED)
+    after = llm.stats()
+    steps = after["steps"] - before["steps"]
+    assert after["downloads"] - before["downloads"] == steps
+    assert after["uploads"] - before["uploads"] == steps + 4 * len(PROMPTS)
+
+
+def test_the_pool_keeps_its_place(llm: LLM) -> None:
+    """Donated and rebound: one buffer for the whole run."""
+    run(llm, PLAIN)
+    place = runner_of(llm)._pool.unsafe_buffer_pointer()  # pyright: ignore[reportOptionalMemberAccess]
+    old = runner_of(llm)._pool
+    run(llm, PLAIN)
+    assert old is not None and old.is_deleted()
+    assert runner_of(llm)._pool.unsafe_buffer_pointer() == place  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
+    expected = run(llm, FULL)
+    runner = runner_of(llm)
+    pool, last, counts = runner._pool, runner._last_R, runner._counts_RV
+    runner.recover()
+    assert (runner._pool, runner._last_R, runner._counts_RV) == (pool, last, counts) and runner.holds_pool
+    assert pool is not None and counts is not None
+    pool.delete()
+    counts.delete()
+    runner.recover()
+    assert runner._pool is None is runner._counts_RV and runner._last_R is last
+    assert run(llm, FULL) == expected
+    runner.release()
+    assert not runner.holds_pool and run(llm, FULL) == expected
+
+
+def test_compiles_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(make_params(), **vars(engine(num_blocks=16)))
+    with caplog.at_level(logging.INFO, "jpaged"):
+        llm.generate([1, 2], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert "compiled Bucket(phase='prefill', tokens=16, rows=8" in caplog.text
+    llm.close()
+
+
+def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(llm)
+    run(llm, PLAIN)
+    monkeypatch.setattr(runner, "_sealed", True)
+    assert run(llm, PLAIN)
+    with pytest.raises(ConfigError, match=r"strict=True: Bucket\(phase='decode', tokens=64.*not in the table"):
+        runner.executable(Bucket(phase="decode", tokens=64, rows=64, blocks=16))
+
+
+def test_put_and_get_are_counted(llm: LLM) -> None:
+    runner = runner_of(llm)
+    up, down = runner.uploads, runner.downloads
+    array = runner.put(np.arange(3, dtype=np.int32))
+    assert isinstance(array, jax.Array) and runner.get(array).tolist() == [0, 1, 2]
+    assert isinstance(runner.get(array), np.ndarray)
+    assert (runner.uploads - up, runner.downloads - down) == (1, 2)
+
+
+def test_two_engines_of_different_block_size(llm: LLM) -> None:
+    """Scenario 12: in one process, stepping in turn."""
+    other = LLM(make_params(), **vars(engine(block_size=8, num_blocks=24)))
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = run(llm, greedy)
+    llm.reset_prefix_cache()
+    ids = [[engine.add_request(prompt, greedy) for prompt in PROMPTS] for engine in (llm, other)]
+    found: dict[tuple[int, str], list[int]] = {}
+    while llm.has_unfinished() or other.has_unfinished():
+        for i, engine_ in enumerate((llm, other)):
+            found |= {(i, out.request_id): out.outputs[0].token_ids for out in engine_.step()}
+    assert [[found[i, request] for request in requests] for i, requests in enumerate(ids)] == [expected] * 2
+    other.close()
+
+
+def test_attention_blocks_of_one_token() -> None:
+    """Scenario 14."""
+    params = make_params()
+    settings = engine(block_size=1, num_blocks=160, max_model_len=48)
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    one, four = (
+        tokens_of(jpaged.generate(params, PROMPTS, greedy, engine_config=config)) for config in (settings, ENGINE)
+    )
+    assert one == four
+    jpaged.release(compiled=True)

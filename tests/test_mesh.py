@@ -1,0 +1,155 @@
+"""Params sharded in the caller's ways over virtual devices give the tokens of one device."""
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jpaged
+from jpaged import ConfigError, EngineConfig, Params, SamplingParams, api
+from jpaged.models.layout import param_specs
+from tests.tiny import compiles, config, dense_greedy, dense_logprobs, engine, make_params, make_prompts, tokens_of
+
+PROMPTS = make_prompts(3, 17, 33)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+SETTINGS = engine(num_blocks=64)
+ONE_LAYER = config(num_layers=1)
+# Every parameter that a split must handle.
+BIASED = config(family="llama", qk_norm=False, qkv_bias=True, out_bias=True, num_layers=1)
+
+
+def mesh(*shape: int, names: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
+
+
+def with_fsdp(spec: PartitionSpec, shape: tuple[int, ...], size: int, axis: str | None) -> PartitionSpec:
+    """The spec with `axis` on the largest dimension that is free and divides, as FSDP would have it."""
+    names = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [i for i, name in enumerate(names) if name is None and shape[i] % size == 0]
+    if axis is not None and free:
+        names[max(free, key=lambda i: shape[i])] = axis
+    return PartitionSpec(*names)
+
+
+def shard(params: Params, grid: Mesh, tensor: str | None, fsdp: str | None) -> Params:
+    specs = param_specs(params.config, tensor, grid.shape[tensor] if tensor else 1)
+    flat = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    leaves, treedef = jax.tree.flatten(params)
+    size = grid.shape[fsdp] if fsdp else 1
+    placed = [
+        jax.device_put(x, NamedSharding(grid, with_fsdp(spec, x.shape, size, fsdp)))
+        for x, spec in zip(leaves, flat, strict=True)
+    ]
+    return treedef.unflatten(placed)
+
+
+def expected(params: Params) -> list[list[int]]:
+    return [dense_greedy(params, prompt, 8) for prompt in PROMPTS]
+
+
+def check(params: Params, reference: Params, grid: Mesh | None, axis: str | None, **options: Any) -> Any:
+    """Tokens and logprobs equal the dense model's on one device, and the pool is split as said."""
+    settings = options.pop("settings", SETTINGS)
+    outputs = jpaged.generate(params, PROMPTS, GREEDY, mesh=grid, engine_config=settings, **options)
+    assert tokens_of(outputs) == expected(reference)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        dense = dense_logprobs(reference, prompt + tokens)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4)
+    runner = next(reversed(api._engines.values()))._runner
+    assert runner is not None and runner._pool is not None
+    spec = runner._pool.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    assert tuple(spec)[2:3] == (axis,) or (axis is None and not any(spec))
+    return runner
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return make_params(0, ONE_LAYER)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_our_engines() -> Any:
+    yield
+    jpaged.release(compiled=True)
+
+
+def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
+    """(2, 2), KV heads over tp and a free dimension over fsdp; with the mesh left to the params."""
+    params = make_params()
+    sharded = shard(params, mesh(2, 2), "tp", "fsdp")
+    used = {name for leaf in jax.tree.leaves(sharded) for name in leaf.sharding.spec if name}
+    assert used == {"fsdp", "tp"}
+    with caplog.at_level(logging.INFO, "jpaged"):
+        runner = check(sharded, params, None, "tp")
+    assert "MB of sharded weights for serving" in caplog.text
+    assert runner._pool.addressable_shards[0].data.shape[2] == 2, "one KV head a device"
+    assert runner.placement.mesh == mesh(2, 2)
+    scored: Any = jpaged.score(sharded, PROMPTS[1], engine_config=SETTINGS)
+    np.testing.assert_allclose(scored[0], dense_logprobs(params, PROMPTS[1])[range(16), PROMPTS[1][1:]], atol=1e-4)
+
+
+def test_new_params_on_a_mesh_compile_nothing() -> None:
+    grid = mesh(2, 2)
+    first, other = (shard(make_params(seed), grid, "tp", "fsdp") for seed in (0, 1))
+    jpaged.generate(first, PROMPTS, GREEDY, engine_config=SETTINGS)
+    jpaged.generate(other, PROMPTS, GREEDY, engine_config=SETTINGS)
+    with compiles() as names:
+        outputs = [jpaged.generate(p, PROMPTS, GREEDY, engine_config=SETTINGS) for p in (first, other)]
+    assert names == []
+    assert [tokens_of(out) for out in outputs] == [expected(make_params(seed)) for seed in (0, 1)]
+
+
+def test_one_row_of_devices(params: Params) -> None:
+    """(1, 2): the mesh given, the params on one device; then the params split already and served as they are."""
+    runner = check(params, params, mesh(1, 2), "tp")
+    split = shard(params, mesh(1, 2), "tp", None)
+    llm = jpaged.LLM(split, **vars(SETTINGS))
+    assert all(ours is None for ours in llm._weights._derived), "nothing to copy"
+    assert runner.placement.axis_size == 2
+
+
+def test_replicated_params(params: Params) -> None:
+    """(2, 2) without any split: the usual name of the axis decides."""
+    whole = jax.device_put(params, NamedSharding(mesh(2, 2), PartitionSpec()))
+    check(whole, params, None, "tp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("fsdp", "tp"), ("data", "model")])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("given", [True, False])
+def test_more_meshes(params: Params, shape: tuple[int, int], names: tuple[str, str], given: bool) -> None:
+    grid = mesh(*shape, names=names)
+    check(shard(params, grid, names[1], names[0]), params, grid if given else None, names[1])
+
+
+def test_fsdp_alone(params: Params) -> None:
+    """One axis, and not a tensor's: every device serves the whole model, the weights gathered."""
+    grid = mesh(4, names=("fsdp",))
+    check(shard(params, grid, None, "fsdp"), params, None, None)
+
+
+def test_every_parameter_splits() -> None:
+    """Biases, and an axis named by the caller."""
+    params = make_params(0, BIASED)
+    grid = mesh(2, 2, names=("x", "y"))
+    settings = EngineConfig(**{**vars(SETTINGS), "tensor_axis": "x"})
+    check(params, params, grid, "x", settings=settings)
+
+
+def test_an_ffn_that_does_not_divide() -> None:
+    odd = config(intermediate_size=45, num_layers=1)
+    params = make_params(0, odd)
+    check(params, params, mesh(1, 2), "tp")
+
+
+def test_kv_heads_that_do_not_divide(params: Params) -> None:
+    with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"):
+        jpaged.generate(params, PROMPTS, mesh=mesh(1, 4), engine_config=SETTINGS)
+    whole = jax.device_put(params, NamedSharding(mesh(2, 4), PartitionSpec()))
+    with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices"):
+        jpaged.LLM(whole, **vars(SETTINGS))

@@ -1,0 +1,150 @@
+"""The forms of a prompt, and what is refused."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.errors import RequestError
+from jpaged.prompts import as_list, match_params, tokenize
+
+VOCAB = 30
+A, B = SamplingParams(temperature=0.5), SamplingParams(temperature=0.7)
+
+
+class Words:
+    def encode(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+def have(what: str) -> Words:
+    return Words()
+
+
+def none(what: str) -> Words:
+    raise RequestError(f"{what} needs a tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [
+        ([], 0),
+        ("one text", 1),
+        ([1, 2, 3], 1),
+        ([np.int64(1), 2], 1),
+        (np.array([1, 2]), 1),
+        (jnp.array([1, 2]), 1),
+        ({"prompt": "x"}, 1),
+        ({"prompt_token_ids": [1]}, 1),
+        (["a", "b"], 2),
+        (("a", "b"), 2),
+        ([[1, 2], [3]], 2),
+        ([[1], "a", np.array([2]), jnp.array([3]), {"prompt": "x"}, {"prompt_token_ids": [4]}], 6),
+        ([[]], 1),
+        ([1, "a"], 2),  # its first prompt is refused later, by itself
+    ],
+    ids=str,
+)
+def test_as_list(prompts: Any, count: int):
+    assert len(as_list(prompts)) == count
+
+
+@pytest.mark.parametrize(
+    "prompts", [np.zeros((2, 3), np.int32), jnp.zeros((2, 3), jnp.int32), np.zeros(3), 3, None, object(), 1.5], ids=repr
+)
+def test_as_list_refuses(prompts: Any):
+    with pytest.raises(RequestError, match="unpadded|pass a str"):
+        as_list(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "want"),
+    [
+        ("a bb ccc", ("a bb ccc", [1, 2, 3])),
+        ([4, 5], (None, [4, 5])),
+        ((4, 5), (None, [4, 5])),
+        ([np.int32(4), np.uint8(5)], (None, [4, 5])),
+        (np.array([6], np.uint16), (None, [6])),
+        (jnp.array([6, 7]), (None, [6, 7])),
+        (list(jnp.array([6, 7])), (None, [6, 7])),
+        ({"prompt": "a"}, ("a", [1])),
+        ({"prompt_token_ids": [8]}, (None, [8])),
+        ({"prompt_token_ids": np.array([8])}, (None, [8])),
+        ({"prompt": "zz", "prompt_token_ids": [9]}, ("zz", [9])),
+        ([0, VOCAB - 1], (None, [0, VOCAB - 1])),
+    ],
+    ids=str,
+)
+def test_tokenize(prompt: Any, want: tuple[str | None, list[int]]):
+    text, ids = tokenize(prompt, have, VOCAB)
+    assert (text, ids) == want and all(type(i) is int for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "is empty"),
+        ("   ", "is empty"),
+        ([], "is empty"),
+        (np.zeros(0, np.int32), "is empty"),
+        ([VOCAB], f"token id {VOCAB} is outside the vocabulary of {VOCAB}"),
+        ([3, -1, 99], "token id -1 is outside"),
+        (np.array([3, 99]), "token id 99 is outside"),
+        ([2**70], "is outside"),
+        ([1, 2.0], "2.0: must be an integer"),
+        ([True, 1], "True: must be an integer"),
+        ([np.bool_(True)], "must be an integer"),
+        ([1, None], "None: must be an integer"),
+        (["a"], "'a': must be an integer"),
+        ([[1, 2]], "must be an integer"),
+        ([np.array([1, 2])], "must be an integer"),
+        ([np.array([1.5])], "must be an integer"),
+        (np.zeros((2, 2), np.int32), "unpadded"),
+        (np.zeros(2), "unpadded"),
+        (np.array([True]), "unpadded"),
+        (jnp.zeros((1, 2), jnp.int32), "unpadded"),
+        (7, "prompt of type int"),
+        (None, "prompt of type NoneType"),
+        (b"ab", "bytes"),
+        ({}, "with keys"),
+        ({"text": "a"}, r"keys \['text'\]"),
+        ({"prompt": 3}, "with keys"),
+        ({"prompt": "a", "seed": 1}, "with keys"),
+        ({"prompt_token_ids": [99]}, "is outside"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids"),
+        ({"prompt_token_ids": {"prompt": "a"}}, "prompt_token_ids"),
+        ({"prompt": 5, "prompt_token_ids": [1]}, "'prompt'"),
+        ({1: 2}, "with keys"),
+    ],
+    ids=str,
+)
+def test_tokenize_refuses(prompt: Any, message: str):
+    with pytest.raises(RequestError, match=message):
+        tokenize(prompt, have, VOCAB)
+
+
+def test_only_text_needs_a_tokenizer():
+    assert tokenize([1], none, VOCAB) == (None, [1])
+    for prompt in ("a", {"prompt": "a"}):
+        with pytest.raises(RequestError, match="a str prompt needs a tokenizer"):
+            tokenize(prompt, none, VOCAB)
+
+
+def test_match_params():
+    assert match_params(None, 2) == [SamplingParams(), SamplingParams()]
+    assert match_params(A, 2) == [A, A] and match_params([A, B], 2) == [A, B] and match_params((A,), 1) == [A]
+    assert match_params([], 0) == match_params(A, 0) == []
+
+
+@pytest.mark.parametrize("given", [[A], [A, B, A], []], ids=len)
+def test_match_params_refuses_another_length(given: list[SamplingParams]):
+    with pytest.raises(RequestError, match=f"{len(given)} sampling_params for 2 prompts"):
+        match_params(given, 2)
+
+
+@pytest.mark.parametrize("given", [{"temperature": 1}, "x", 3, [A, None], [{}, {}]], ids=str)
+def test_match_params_refuses_other_types(given: Any):
+    with pytest.raises(RequestError, match="sampling_params of type"):
+        match_params(given, 2)

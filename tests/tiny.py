@@ -1,0 +1,128 @@
+"""A random model of a few kilobytes, engine settings that compile quickly, and a count of what XLA compiles."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jpaged
+from jpaged import EngineConfig, ModelConfig, Params
+from jpaged.models.decoder import bind
+from jpaged.models.layout import param_shapes
+
+EOS = 96
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    qk_norm=True,
+    eos_token_ids=(EOS,),
+)
+# One prefill and one decode shape; small blocks, so that every prompt crosses some, and chunks of 16 tokens.
+ENGINE = EngineConfig(
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=16,
+    token_buckets=(16,),
+    seq_buckets=(8,),
+    num_blocks=128,
+    max_logprobs=5,
+    max_logit_bias=4,
+    max_stop_ids=4,
+)
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def config(**changes: Any) -> ModelConfig:
+    return dataclasses.replace(CONFIG, **changes)
+
+
+def make_params(seed: int = 0, config: ModelConfig = CONFIG, dtype: Any = np.float32) -> Params:
+    """Params of random numbers, scaled so that attention is sharp and greedy streams vary."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        x = rng.standard_normal(shape)
+        if "norm" in name:
+            x = 1 + 0.25 * x
+        elif "bias" in name:
+            x *= 0.3
+        elif "embed" not in name or config.tie_word_embeddings:
+            fan_in = shape[-1] if "'out'" not in name else int(np.prod(shape[1:]))
+            x *= (3.0 if "lm_head" in name or "embed" in name else 1.4) / np.sqrt(fan_in)
+        return jnp.asarray(x, dtype)
+
+    tree = jax.tree_util.tree_map_with_path(leaf, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
+    return Params(tree, config)
+
+
+def make_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts without EOS."""
+    rng = np.random.default_rng([seed, *lengths])
+    return [rng.integers(0, EOS, n).tolist() for n in lengths]
+
+
+def engine(**changes: Any) -> EngineConfig:
+    return dataclasses.replace(ENGINE, **changes)
+
+
+_forward = jax.jit(lambda params, tokens: _logits(params, tokens))
+
+
+def _logits(params: Params, tokens: jax.Array) -> jax.Array:
+    model = bind(params.config, dict(params))
+    hidden, _ = model(tokens)
+    return model.logits(hidden)
+
+
+def dense_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:
+    """f32 logits [len(tokens), V] of the dense forward, padded to the longest context so that it compiles once."""
+    padded = np.zeros((1, params.config.max_position_embeddings), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_forward(params, padded))[0, : len(tokens)]
+
+
+def dense_logprobs(params: Params, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """float64 log_softmax(logits / temperature) [len(tokens), V]."""
+    z = dense_logits(params, tokens).astype(np.float64) / temperature
+    z -= z.max(axis=1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+
+
+def dense_greedy(params: Params, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens by running the whole sequence again for each; EOS ends them."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and (len(tokens) == len(prompt) or tokens[-1] != EOS):
+        tokens.append(int(dense_logits(params, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def tokens_of(outputs: Sequence[jpaged.RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@contextlib.contextmanager
+def compiles() -> Iterator[list[str]]:
+    """Names of the functions that XLA compiles inside the block."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event == COMPILE_EVENT:
+            names.append(str(kwargs.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
