@@ -1,7 +1,8 @@
 """jpaged: LLM generation for JAX with a paged KV cache.
 
-Shape suffixes in names, everywhere: T packed tokens, S rows (sequences), M blocks a row, L layers, N pool blocks, P block
-size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V vocab, R device slots: `q_THD`, `block_table_SM`.
+Shape suffixes in names, everywhere: T packed tokens, S rows (sequences), M blocks a row, L layers, N pool blocks, P
+block size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V vocab, R device slots: `q_THD`,
+`block_table_SM`.
 """
 
 from jpaged.api import generate, release, score

@@ -40,10 +40,10 @@ def generate(
 
     params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw trees need config=).
     prompts: str, list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list of them, mixed.
-    sampling_params: one for all or one each; None is SamplingParams(). seed: int or jax key; the same call repeats itself.
-    on_error: "raise" checks everything first, then raises GenerationError (with `.outputs`) once the others have finished;
-    "return" puts each error into its own output.
-    New params are new by the identity of their leaves: they are served at once, without a compile, and drop the prefix cache.
+    sampling_params: one for all or one each; None is SamplingParams(). seed: int or jax key; the same call repeats
+    itself. on_error: "raise" checks everything first, then raises GenerationError (with `.outputs`) once the others
+    have finished; "return" puts each error into its own output. New params are new by the identity of their leaves:
+    they are served at once, without a compile, and drop the prefix cache.
     """
     own = as_params(params, config)
     llm = _engine_for(own, tokenizer, mesh, engine_config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -36,10 +37,10 @@ OnError = Literal["raise", "return"]
 class LLM:
     """A model ready to generate.
 
-    model: a checkpoint folder; or, with `params`, what describes them (ModelConfig, Hugging Face config dict, folder); or
-    Params themselves. tokenizer: a transformers tokenizer; None takes the source folder's, loaded when first needed.
-    mesh: where to serve; None is the mesh of the params' own shardings. seed: int or jax key. The rest are EngineConfig's
-    fields. Raises CheckpointError or ConfigError.
+    model: a checkpoint folder; or, with `params`, what describes them (ModelConfig, Hugging Face config dict,
+    folder); or Params themselves. tokenizer: a transformers tokenizer; None takes the source folder's, loaded when
+    first needed. mesh: where to serve; None is the mesh of the params' own shardings. seed: int or jax key. The rest
+    are EngineConfig's fields. Raises CheckpointError or ConfigError.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class LLM:
         return self._generate(chats, sampling_params, self._call_key(), on_error, use_tqdm)
 
     def stream(self, prompts: Any, sampling_params: SamplingParamsLike = None) -> Iterator[CompletionChunk]:
-        """Yield each completion in pieces as it is made; text deltas add up to generate's text. Closing it aborts the rest."""
+        """Yield each completion in pieces; text deltas add up to generate's text. Closing it aborts the rest."""
         jobs = self._admit(as_list(prompts), sampling_params, self._call_key(), "raise", streaming=True)
         return self._stream([seq for seq in jobs if isinstance(seq, Sequence)])
 
@@ -166,7 +167,7 @@ class LLM:
     def render_chat(
         self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool
     ) -> list[int]:
-        """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message. RequestError if it cannot."""
+        """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message."""
         return self._frontend.render(Chat(messages=messages, template_kwargs=chat_template_kwargs or {}, **how))
 
     # Weights, cache, settings
@@ -271,7 +272,7 @@ class LLM:
             self._runner.compile_table()
 
     def _reserve(self, seqs: list[Sequence]) -> None:
-        """Start with, or grow to, a pool that these sequences fit in at their full length: a power of two, or num_blocks."""
+        """Start with, or grow to, a pool that holds these sequences at full length: a power of two, or num_blocks."""
         sizes = sorted((-(-seq.end // self.engine_config.block_size) for seq in seqs), reverse=True)
         needed = max(sum(sizes[: self.engine_config.max_num_seqs]), 8)
         held = 0 if self._engine is None else self._engine.scheduler.blocks.num_blocks
@@ -310,9 +311,10 @@ class LLM:
         if grow:
             self._reserve([job for job in jobs if isinstance(job, Sequence)])
         for i, job in enumerate(jobs):
+            if not isinstance(job, Sequence):
+                continue
             try:
-                if isinstance(job, Sequence):
-                    self._check_fits(job)
+                self._check_fits(job)
             except CapacityError as e:
                 if on_error == "raise":
                     raise
@@ -443,7 +445,7 @@ class LLM:
 
 def as_key(seed: Any) -> Key:
     """Key data of a seed: an int, or a jax key of any implementation."""
-    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
         words = [int(w) for w in np.asarray(seed)]

@@ -22,7 +22,8 @@ class CompletionOutput:
     """One completion. token_ids includes the stop token, text does not (None without a tokenizer).
 
     token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode. logprobs: for each
-    token {token id: Logprob} of the sampled and the top ones, if asked for. stop_reason: the stop id or string, None for EOS.
+    token {token id: Logprob} of the sampled and the top ones, if asked for. stop_reason: the stop id or string, None
+    for EOS.
     """
 
     index: int
@@ -75,12 +76,12 @@ def to_arrays(
 ) -> dict[str, np.ndarray]:
     """Completions as padded arrays, one row each (B), for a jitted training step.
 
-    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id; prompt_mask, completion_mask
-    bool, made from lengths, never by comparing with pad_id; prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C],
-    0 where masked; group_ids int32 [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the
-    completion ended by itself ("stop") and was not cut here.
-    max_prompt_len, max_completion_len: P and C; None is the longest there is. overflow: what to do with a row that does not
-    fit: raise RequestError, cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
+    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id; prompt_mask,
+    completion_mask bool, made from lengths, never by comparing with pad_id; prompt_lens, completion_lens int32 [B];
+    logprobs float32 [B, C], 0 where masked; group_ids int32 [B], the index in `outs`; sample_index int32 [B];
+    finished bool [B], True where the completion ended by itself ("stop") and was not cut here. max_prompt_len,
+    max_completion_len: P and C; None is the longest there is. overflow: what to do with a row that does not fit:
+    raise RequestError, cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
     request raises under "error" and is left out otherwise.
     """
     if overflow not in ("error", "truncate", "drop"):
@@ -96,8 +97,8 @@ def to_arrays(
     if overflow == "error" and not all(fits):
         group, prompt, c = rows[fits.index(False)]
         raise RequestError(
-            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, over max_prompt_len={width_p} "
-            f"or max_completion_len={width_c}: raise them, or pass overflow='truncate' or 'drop'"
+            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, over "
+            f"max_prompt_len={width_p} or max_completion_len={width_c}: raise them or pass another overflow"
         )
     if overflow == "drop":
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]

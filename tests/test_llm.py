@@ -1,69 +1,30 @@
 """LLM: a checkpoint folder with its tokenizer, one object, every method of the contract."""
 
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import jpaged
-from jpaged import LLM, CapacityError, ConfigError, Params, RequestError, SamplingParams
-from jpaged.config import import_transformers
+from jpaged import LLM, CapacityError, Params, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
-from tests.golden.weights import state_dict
+from tests.text_model import CONFIG_EOS, TILDE, TOKENIZER_EOS, write_folder
 from tests.tiny import (
-    CONFIG,
     ENGINE,
     compiles,
-    config,
     dense_greedy,
     dense_logits,
     engine,
-    make_params,
     make_prompts,
     tokens_of,
 )
 
-TILDE, TOKENIZER_EOS, CONFIG_EOS = 94, 95, 96  # three sources of EOS: generation_config, tokenizer, config.json
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if tone %}({{ tone }}){% endif %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 USER = [{"role": "user", "content": "2+2?"}]
-
-
-def make_tokenizer(template: str | None = TEMPLATE) -> Any:
-    """One token a printable ASCII character, then two special ones."""
-    vocabulary = {chr(32 + i): i for i in range(95)} | {"<eos>": TOKENIZER_EOS, "<end>": CONFIG_EOS}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    backend.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    fast = import_transformers().PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", additional_special_tokens=["<end>"], unk_token="?"
-    )
-    fast.chat_template = template
-    return fast
-
-
-def write_folder(folder: Path) -> Path:
-    raw = CONFIG.to_hf()
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    save_file(state_dict("llm", raw), folder / "model.safetensors")
-    make_tokenizer().save_pretrained(folder)
-    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [TILDE, CONFIG_EOS], "do_sample": True}
-    (folder / "generation_config.json").write_text(json.dumps(defaults))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +185,16 @@ def test_the_context_is_a_limit(llm: LLM) -> None:
     assert len(output.outputs[0].token_ids) == 14 and output.outputs[0].finish_reason == "length"
     with pytest.raises(CapacityError, match=r"prompt of 64 tokens leaves no room in max_model_len=64"):
         generate(llm, "x" * 64)
+
+
+def test_no_sampling_params_are_the_plain_ones(llm: LLM) -> None:
+    """Not the file's defaults: with the same seed and key the same tokens as SamplingParams()."""
+    llm._calls = 0
+    none = generate(llm, "abc", None)
+    llm._calls = 0
+    assert tokens_of(none) == tokens_of(generate(llm, "abc", SamplingParams()))
+    llm._calls = 0
+    assert tokens_of(none) != tokens_of(generate(llm, "abc", SamplingParams(temperature=0.1)))
 
 
 # Logprobs
@@ -431,9 +402,6 @@ def test_an_interrupted_call_leaves_added_requests_alone(llm: LLM, monkeypatch: 
         generate(llm, "hello", ENDLESS)
     assert finish(llm)[mine].outputs[0].token_ids == expected[0]
     assert tokens_of(generate(llm, "hello", ENDLESS)) == expected[1:]
-
-
-# Seeds
 
 
 # Weights and cache

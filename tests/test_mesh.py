@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
-from jpaged import ConfigError, EngineConfig, Params, SamplingParams, api
+from jpaged import ConfigError, Params, SamplingParams, api
 from jpaged.models.layout import param_specs
 from tests.tiny import compiles, config, dense_greedy, dense_logprobs, engine, make_params, make_prompts, tokens_of
 
@@ -17,8 +17,8 @@ PROMPTS = make_prompts(3, 17, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SETTINGS = engine(num_blocks=64)
 ONE_LAYER = config(num_layers=1)
-# Every parameter that a split must handle.
-BIASED = config(family="llama", qk_norm=False, qkv_bias=True, out_bias=True, num_layers=1)
+# Every parameter that a split must handle, and an FFN that does not divide.
+BIASED = config(family="llama", qk_norm=False, qkv_bias=True, out_bias=True, num_layers=1, intermediate_size=45)
 
 
 def mesh(*shape: int, names: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
@@ -134,17 +134,11 @@ def test_fsdp_alone(params: Params) -> None:
 
 
 def test_every_parameter_splits() -> None:
-    """Biases, and an axis named by the caller."""
+    """Biases too; the FFN stays whole; the axis is named by the caller."""
     params = make_params(0, BIASED)
     grid = mesh(2, 2, names=("x", "y"))
-    settings = EngineConfig(**{**vars(SETTINGS), "tensor_axis": "x"})
+    settings = engine(num_blocks=64, tensor_axis="x")
     check(params, params, grid, "x", settings=settings)
-
-
-def test_an_ffn_that_does_not_divide() -> None:
-    odd = config(intermediate_size=45, num_layers=1)
-    params = make_params(0, odd)
-    check(params, params, mesh(1, 2), "tp")
 
 
 def test_kv_heads_that_do_not_divide(params: Params) -> None:

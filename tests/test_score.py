@@ -9,7 +9,7 @@ import pytest
 
 import jpaged
 from jpaged import CapacityError, Params, RequestError
-from tests.tiny import CONFIG, ENGINE, compiles, dense_logprobs, engine, make_params, make_prompts
+from tests.tiny import CONFIG, ENGINE, compiles, dense_greedy, dense_logprobs, engine, make_params, make_prompts
 
 LISTS = make_prompts(2, 9, 41, 16, 64)
 
@@ -38,10 +38,7 @@ def test_equals_the_dense_model(params: Params, temperature: float) -> None:
 
 def test_greedy_flags(params: Params) -> None:
     """True exactly where the next token is the most likely one; both kinds occur."""
-    (output,) = jpaged.generate(
-        params, LISTS[1], jpaged.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), engine_config=ENGINE
-    )
-    tokens = LISTS[1] + output.outputs[0].token_ids
+    tokens = LISTS[1] + dense_greedy(params, LISTS[1], 6)
     logprobs, greedy = score(params, [tokens, LISTS[2]], return_greedy=True)
     for row, flags, given in zip(logprobs, greedy, [tokens, LISTS[2]], strict=True):
         assert flags.dtype == bool and flags.shape == row.shape
@@ -67,7 +64,7 @@ def test_forms(params: Params) -> None:
 
 def test_takes_no_prefix_hits_and_leaves_none_wrong(params: Params) -> None:
     """Scored after a generation that cached its prefix, and generated after it was scored."""
-    sampling = jpaged.SamplingParams(temperature=0, max_tokens=4)
+    sampling = jpaged.SamplingParams(temperature=0, max_tokens=1)
     fresh = score(params, [LISTS[2]])[0]
     first = jpaged.generate(params, [LISTS[2]], sampling, engine_config=ENGINE)
     np.testing.assert_allclose(score(params, [LISTS[2]])[0], fresh, atol=1e-5)

@@ -1,7 +1,7 @@
 """Plan -> Batch: one int32 buffer padded to a Bucket, and back: the step's one int32 buffer -> StepResult.
 
-The layout of both buffers is defined here once (`input_sections`, `output_sections`); the runner slices by it on the device.
-Floats and uint32 travel as their bits. numpy ends here; jax begins at the runner.
+The layout of both buffers is defined here once (`input_sections`, `output_sections`); the runner slices by it on the
+device. Floats and uint32 travel as their bits. numpy ends here; jax begins at the runner.
 """
 
 import bisect
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # Static controls of a row, one int32 column each: (name, dtype). Packed once a request, then copied row by row.
 CONTROLS = (
-    ("temperature", np.float32), ("top_p", np.float32), ("min_p", np.float32), ("top_k", np.int32), ("key_hi", np.uint32),
-    ("key_lo", np.uint32), ("sample_index", np.int32), ("mode", np.int32), ("presence", np.float32),
-    ("frequency", np.float32), ("repetition", np.float32),
+    ("temperature", np.float32), ("top_p", np.float32), ("min_p", np.float32), ("top_k", np.int32),
+    ("key_hi", np.uint32), ("key_lo", np.uint32), ("sample_index", np.int32), ("mode", np.int32),
+    ("presence", np.float32), ("frequency", np.float32), ("repetition", np.float32),
 )  # fmt: skip
 PAD_TOKEN = np.int32(2**31 - 1)  # in id lists: past any vocabulary, so a scatter drops it
 
@@ -34,7 +34,8 @@ Features = Literal["plain", "full", "prompt"]  # prompt is full and scores the p
 class Bucket:
     """The static shape of a step: all that can make it compile again.
 
-    tokens: T, packed tokens (prefill), equal to rows in decode. rows: S. blocks: M, block table width. steps: decode steps.
+    tokens: T, packed tokens (prefill), equal to rows in decode. rows: S. blocks: M, width of the block table. steps: of
+    decode, a dispatch.
     """
 
     phase: Literal["prefill", "decode"]
@@ -81,7 +82,7 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one dispatch uploads: `packed` (int32 [n], laid out by input_sections), and the slots whose counts must be set.
+    """What one dispatch uploads: `packed` (int32 [n], laid out by input_sections), and slots whose counts must be set.
 
     count_rows: (slot, token ids, prompt length) of rows with penalties that were just admitted.
     """
@@ -112,7 +113,7 @@ class StepResult:
         return [own, *_ranked(self.top_ids[row], self.top_logprobs[row], count)]
 
     def prompt_rows(self, plan: "Plan", row: int) -> list[list[tuple[int, float, int]]]:
-        """(token, logprob, rank) of the next prompt token, then of the most likely ones, for each token of a row's chunk."""
+        """For each token of a row's chunk, (token, logprob, rank) of the next prompt token, then of the most likely."""
         assert self.prompt_logprobs is not None and self.prompt_ranks is not None
         assert self.prompt_top_ids is not None and self.prompt_top_logprobs is not None
         entry = plan.entries[row]
@@ -148,7 +149,7 @@ def bucket_table(config: EngineConfig) -> Iterable[Bucket]:
         for features in ("plain", "full"):
             yield Bucket(phase="decode", tokens=rows, rows=rows, blocks=blocks, features=features)
         for tokens in config.token_buckets:
-            # A row has at least one token, so a plan of fewer tokens than the next smaller row bucket never takes this one.
+            # A row has at least one token: a plan of no more tokens than the next smaller row bucket takes that one.
             if rows == config.seq_buckets[0] or tokens > config.seq_buckets[config.seq_buckets.index(rows) - 1]:
                 for features in ("plain", "full", "prompt"):
                     yield Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=blocks, features=features)

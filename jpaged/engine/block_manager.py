@@ -1,7 +1,7 @@
 """BlockManager: which KV block holds which tokens, and who owns it. Every operation is O(1) a block.
 
-A block's life: open (being written, not findable) -> closed (full, hashed, immutable, shareable) -> free but still hashed
-(its content may be revived) -> reallocated (its hash entry goes first).
+A block's life: open (being written, not findable) -> closed (full, hashed, immutable, shareable) -> free but still
+hashed (its content may be revived) -> reallocated (its hash entry goes first).
 """
 
 from array import array
@@ -13,6 +13,7 @@ import xxhash
 from jpaged.engine.sequence import Sequence
 
 STALE = -1  # uid of a block in use whose KV is from before a reset: neither it nor what follows it is ever hashed
+
 
 class Block:
     """One KV block. uid and parent are never reused, so a chain is compared by content, not by a 64-bit hash alone."""
@@ -76,7 +77,7 @@ class BlockManager:
         return found
 
     def cost(self, seq: Sequence, matched: list[int]) -> int:
-        """Free blocks that admitting a sequence takes: those it must be given and those it revives from the free list."""
+        """Free blocks that admitting a sequence takes: those it must be given and those it revives."""
         revived = sum(self.blocks[b].ref_count == 0 for b in matched)
         return self.blocks_for(len(seq)) - len(matched) + revived
 
@@ -195,5 +196,5 @@ class BlockManager:
 
 
 def _digest(previous: int | None, token_ids: bytes) -> int:
-    """xxh64 of the previous block's hash (8 bytes, little-endian; the first block has none), then the tokens as int32."""
+    """xxh64 of the previous block's hash (8 bytes, little-endian; the first has none), then the tokens as int32."""
     return xxhash.xxh64_intdigest((b"" if previous is None else previous.to_bytes(8, "little")) + token_ids)

@@ -13,17 +13,17 @@ LOGPROBS_MODES = ("raw", "tempered", "processed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Controls of one request; checked by `validate` when the request is admitted, so that a bad one harms no neighbour.
+    """Controls of one request; checked by `validate` when it is admitted, so that a bad one harms no neighbour.
 
     n: completions a prompt. temperature: 0 is greedy. top_p: 1 is off. top_k: 0 or -1 is off. min_p: 0 is off.
     seed: equal prompts with equal seeds give equal samples; None draws from the call's seed.
     max_tokens: None means up to max_model_len. min_tokens: EOS, stop ids and stop strings wait this long.
     stop: strings that end the text (left out of it). stop_token_ids: ids that end it. ignore_eos: EOS does not.
     logprobs, prompt_logprobs: how many top alternatives to return a token (0: the token's own only).
-    logprobs_mode: "raw" is the model's distribution before any control, "tempered" log_softmax(logits / temperature) and
-    nothing else, "processed" after all controls.
-    presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty: divides positive logits
-    of tokens seen in prompt or output (arXiv:1909.05858). logit_bias: added to the logits of these ids.
+    logprobs_mode: "raw" is the model's distribution before any control, "tempered" log_softmax(logits / temperature)
+    and nothing else, "processed" after all controls.
+    presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty: divides positive
+    logits of tokens seen in prompt or output (arXiv:1909.05858). logit_bias: added to the logits of these ids.
     """
 
     n: int = 1
@@ -117,7 +117,8 @@ class SamplingParams:
             raise RequestError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")
         if len(self.logit_bias) > config.max_logit_bias:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries, above max_logit_bias={config.max_logit_bias} of EngineConfig"
+                f"logit_bias has {len(self.logit_bias)} entries, above max_logit_bias={config.max_logit_bias} of "
+                "EngineConfig"
             )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias key", token, 0, vocab_size - 1)

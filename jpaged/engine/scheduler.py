@@ -217,7 +217,7 @@ class Scheduler:
         return Plan(phase="decode", entries=entries) if entries else None
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give a row the block that its next token needs, preempting the youngest rows; False when it must wait or end."""
+        """Give a row the block that its next token needs, preempting the youngest rows; False: it must wait or end."""
         while seq.num_dispatched == len(seq.block_table) * self.blocks.block_size:
             if self.blocks.num_free:
                 self.blocks.extend(seq, seq.num_dispatched + 1)

@@ -20,14 +20,14 @@ class Sequence:
     """One prompt and what has been generated for it.
 
     Positions count from 0. Tokens [0, num_dispatched) have their KV written by dispatches that went out; the token at
-    position len(token_ids) and beyond is known to the device alone while `pending` samples are in flight. Between steps a
-    decoding row has num_dispatched == len(token_ids) + pending - 1.
+    position len(token_ids) and beyond is known to the device alone while `pending` samples are in flight. Between steps
+    a decoding row has num_dispatched == len(token_ids) + pending - 1.
 
     request_id, prompt, token_ids[:prompt_len], params, key, stop_ids, text: set by the caller, once.
-    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, num_committed, finish_reason, stop_reason, error:
-    set by commit.
-    status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch: the scheduler's
-    and block manager's.
+    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, num_committed, finish_reason, stop_reason,
+    error: set by commit.
+    status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch: the
+    scheduler's and block manager's.
     """
 
     def __init__(
@@ -93,12 +93,16 @@ class Sequence:
 
     @property
     def can_decode(self) -> bool:
-        """Whether one more token may be dispatched: prefill is out, and the length limit is not reached by those in flight."""
+        """Whether one more token may be dispatched: prefill is out, and those in flight do not reach the end."""
         return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
 
     def restart(self) -> None:
         """Back to waiting with nothing computed, after a failed step; tokens that were fully committed are kept."""
-        del self.token_ids[self.num_committed :], self.logprobs[self.num_generated :], self.top_logprobs[self.num_generated :]
+        del (
+            self.token_ids[self.num_committed :],
+            self.logprobs[self.num_generated :],
+            self.top_logprobs[self.num_generated :],
+        )
         if self.text is not None:
             self.text.rewind(self.token_ids[self.prompt_len :], self.params.min_tokens)
         self.finish_reason = self.stop_reason = self.error = None

@@ -7,8 +7,8 @@ from typing import Any
 class TextStream:
     """The text of one completion as its tokens arrive, watched for stop strings.
 
-    tokenizer: a transformers tokenizer, or anything with decode(ids, skip_special_tokens). stop: strings that end the text
-    at their first occurrence. Once `push` has returned a stop string the text is final.
+    tokenizer: a transformers tokenizer, or anything with decode(ids, skip_special_tokens). stop: strings that end the
+    text at their first occurrence. Once `push` has returned a stop string the text is final.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TextStream:
         return stop
 
     def finish(self) -> str:
-        """The final text: what was held back for want of a complete character is flushed, as plain decoding shows it."""
+        """The final text: what was held back for want of a complete character comes as plain decoding shows it."""
         if not self.is_final:
             self.text += self._show(is_last=True)
             self.is_final = True
@@ -73,7 +73,7 @@ class TextStream:
         return delta
 
     def rewind(self, token_ids: Sequence[int], min_tokens: int) -> None:
-        """Back to having seen exactly these tokens of its own, none of which ended it; deltas already taken stay taken."""
+        """Back to having seen exactly these of its tokens, none of which ended it; deltas already taken stay taken."""
         self._clear()
         for i, token in enumerate(token_ids):
             self.push(token, may_stop=i >= min_tokens)

@@ -1,8 +1,8 @@
 """One dense decoder for Qwen3, Qwen2, Llama 3 and Mistral: it trains (dense, causal) and serves (paged).
 
-Without a cache, `Decoder` takes tokens [..., T] and attends causally within them: differentiable, for training and tests.
-With a PagedCache it takes one packed row of tokens [T]; each layer first writes its keys and values into the pool, then
-attends through the block table. Everything else is the same code.
+Without a cache, `Decoder` takes tokens [..., T] and attends causally within them: differentiable, for training and
+tests. With a PagedCache it takes one packed row of tokens [T]; each layer first writes its keys and values into the
+pool, then attends through the block table. Everything else is the same code.
 """
 
 from typing import Any
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         q = q.reshape(*x.shape[:-1], heads * group, dim)
         scale, window = dim**-0.5, self.config.sliding_window(layer)
         if cache is None:
-            # jax's reference attention: f32 logits and softmax, causal by index, differentiable. It mixes bf16 with f32.
+            # jax's reference attention: f32 softmax, causal by index, differentiable. It mixes bf16 with f32.
             local = None if window is None else (window - 1, 0)
             with jax.numpy_dtype_promotion("standard"):
                 o = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local)

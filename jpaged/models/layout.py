@@ -1,8 +1,8 @@
 """The canonical parameter tree: its names, its shapes and how a mesh axis splits it.
 
-Linear weights keep Hugging Face's [out, in] order, so loading transposes nothing and bf16 decode on CPU reads them along
-their rows. Query, key and value of one KV head lie together ([K, G+2, D, E]): a split over KV heads is contiguous, and
-the fused projection already yields the pool's K, V pairs.
+Linear weights keep Hugging Face's [out, in] order, so loading transposes nothing and bf16 decode on CPU reads them
+along their rows. Query, key and value of one KV head lie together ([K, G+2, D, E]): a split over KV heads is
+contiguous, and the fused projection already yields the pool's K, V pairs.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 def param_specs(config: ModelConfig, axis: str | None, size: int = 1) -> dict[str, Any]:
-    """Nested dict of PartitionSpecs: KV heads (and the FFN, where it divides) over `axis` of `size` devices, the rest whole."""
+    """Nested dict of PartitionSpecs: KV heads, and the FFN where it divides, over `axis` of `size` devices."""
     if axis is not None and config.num_kv_heads % size:
         raise ConfigError(
             f"num_kv_heads={config.num_kv_heads} does not split over {size} devices of mesh axis {axis!r}"

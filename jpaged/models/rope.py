@@ -10,7 +10,7 @@ from jpaged.config import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Angular frequency of each of the D/2 rotated pairs (float32 [D/2], radians a token), and the factor on cos and sin.
+    """Angular frequency of each rotated pair (float32 [D/2], radians a token), and the factor on cos and sin.
 
     Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says. Computed in float64 on the host.
     """

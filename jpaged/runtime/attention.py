@@ -15,10 +15,10 @@ from kernels_pallas.paged_attention.xla import paged_attention, paged_attention_
 class PagedCache:
     """The pool and one step's view of it; threaded through the layers and returned with the pool updated in place.
 
-    pool: [L*N, P, 2*K, D]. block_table_SM: int32, padded with 0. context_lens_S: tokens of each row once this step is written.
-    query_starts_S1: int32 [S+1], where each row's tokens begin in the packed T. slot_mapping_T: block * P + slot of each
-    token, past the pool's end for padding. decode: one token a row. tensor_axis: the mesh axis that holds shares of the
-    heads inside shard_map, or None.
+    pool: [L*N, P, 2*K, D]. block_table_SM: int32, padded with 0. context_lens_S: tokens of each row once this step is
+    written. query_starts_S1: int32 [S+1], where each row's tokens begin in the packed T. slot_mapping_T: block * P +
+    slot of each token, past the pool's end for padding. decode: one token a row. tensor_axis: the mesh axis that
+    holds shares of the heads inside shard_map, or None.
     """
 
     pool: Array

@@ -2,8 +2,7 @@
 
 import os
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
@@ -11,11 +10,11 @@ from jpaged.errors import ConfigError
 CPU_POOL_BYTES = 4 << 30
 
 
-def default_num_blocks(config: EngineConfig, block_bytes: int, device: jax.Device, *, mesh_axis: int = 1) -> int:
+def default_num_blocks(config: EngineConfig, block_bytes: int, device: Any, *, mesh_axis: int = 1) -> int:
     """Blocks of the default pool of a resolved config.
 
-    block_bytes: of one block in all layers and on all devices; mesh_axis: devices that share them. On CPU the least of 4 GiB,
-    max_num_seqs * max_model_len tokens, and half of what the machine or its cgroup has free; elsewhere what
+    block_bytes: of one block in all layers and on all devices; mesh_axis: devices that share them. On CPU the least
+    of 4 GiB, max_num_seqs * max_model_len tokens, and half of what the machine or its cgroup has free; elsewhere what
     memory_utilization leaves of the device's memory, and no more than max_num_seqs * max_model_len tokens.
     """
     assert config.max_model_len is not None

@@ -1,4 +1,4 @@
-"""Runner: the one object that owns arrays: params, pool, device slots and compiled steps. All transfers pass through it."""
+"""Runner: the one object that owns arrays: params, pool, device slots, compiled steps. It makes every transfer."""
 
 import dataclasses
 import logging
@@ -28,7 +28,7 @@ class Placement:
 
     mesh: Mesh | None
     axis: str | None
-    device: jax.Device
+    device: Any  # jax.Device
 
     @property
     def axis_size(self) -> int:
@@ -54,8 +54,8 @@ class Handle:
 class Runner:
     """Compiles one executable a Bucket and runs it over the donated pool.
 
-    model, config: resolved, with num_blocks. dtype: of the pool (and of the params). `params` is set by the owner before a
-    dispatch: the serving tree, an ordinary argument of every step.
+    model, config: resolved, with num_blocks. dtype: of the pool (and of the params). `params` is set by the owner
+    before a dispatch: the serving tree, an ordinary argument of every step.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, dtype: Any):

@@ -1,4 +1,4 @@
-"""The two compiled steps, prefill and decode: packed inputs -> model -> sampling -> packed outputs, pure functions all."""
+"""The two compiled steps, prefill and decode: packed inputs -> model -> sampling -> packed outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +20,9 @@ COUNTS_CHUNK = 2048  # tokens a call of set_counts: one shape, so one compile
 def make_step(bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_axis: str | None) -> Callable[..., Any]:
     """The step of one bucket.
 
-    step(params, pool, last_R, counts_RV, packed) -> (pool, last_R, counts_RV, out): pool [L*N, P, 2K, D]; last_R int32, the
-    last token of each device slot; counts_RV int32 (see FullControls) or None for plain buckets; packed and out int32,
-    laid out by engine/batch.py. The first three are donated and updated in place.
+    step(params, pool, last_R, counts_RV, packed) -> (pool, last_R, counts_RV, out): pool [L*N, P, 2K, D]; last_R
+    int32, the last token of each device slot; counts_RV int32 (see FullControls) or None for plain buckets; packed
+    and out int32, laid out by engine/batch.py. The first three are donated and updated in place.
     """
     full = bucket.features != "plain"
 
@@ -47,7 +47,8 @@ def make_step(bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_a
             tensor_axis=tensor_axis,
         )
         decoder = bind(model, params)
-        x_TE, cache = decoder(tokens_T, jnp.maximum(positions_T, 0), cache)
+        x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), cache)
+        assert written is not None
         x_SE = x_TE
         if bucket.phase == "prefill":
             x_SE = jnp.take(x_TE, query_starts_S1[1:] - 1, axis=0, mode="clip")  # each row's last token of this chunk
@@ -66,7 +67,7 @@ def make_step(bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_a
         outputs = _outputs(sampled)
         if bucket.features == "prompt":
             outputs |= _score_prompt(decoder, x_TE, fields, controls, row_T, config)
-        return cache.pool, last_R, counts_RV, _pack_outputs(outputs, bucket, config)
+        return written.pool, last_R, counts_RV, _pack_outputs(outputs, bucket, config)
 
     return step
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.config import EngineConfig, ModelConfig
@@ -201,7 +202,7 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
         leaf, where = tree[name], f"{path}[{name!r}]"
         if isinstance(shape, dict):
             _check(leaf, shape, where)
-        elif isinstance(leaf, jax.core.Tracer):
+        elif isinstance(leaf, Tracer):
             raise ConfigError("params are tracers: generate is host Python and cannot run under jit, grad or vmap")
         elif not isinstance(leaf, jax.Array | np.ndarray):
             raise ConfigError(f"params{where} is a {type(leaf).__name__}, not an array")

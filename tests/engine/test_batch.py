@@ -200,7 +200,9 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(la
 
 
 @given(seq_buckets=sizes, token_buckets=sizes, data=st.data())
-def test_the_table_holds_every_choice(seq_buckets: tuple[int, ...], token_buckets: tuple[int, ...], data: st.DataObject):
+def test_the_table_holds_every_choice(
+    seq_buckets: tuple[int, ...], token_buckets: tuple[int, ...], data: st.DataObject
+):
     config = EngineConfig(
         max_model_len=40,
         max_num_seqs=data.draw(st.integers(1, seq_buckets[-1])),
@@ -210,7 +212,7 @@ def test_the_table_holds_every_choice(seq_buckets: tuple[int, ...], token_bucket
     ).resolve(MODEL)
     table = list(bucket_table(config))
     assert len(set(table)) == len(table)
-    phase = data.draw(st.sampled_from(["prefill", "decode"]))
+    phase: Literal["prefill", "decode"] = data.draw(st.sampled_from(["prefill", "decode"]))
     limit = config.max_num_seqs if phase == "decode" else min(config.max_num_seqs, config.max_num_batched_tokens)
     rows = data.draw(st.integers(1, limit))
     extra = 0 if phase == "decode" else data.draw(st.integers(0, config.max_num_batched_tokens - rows))
@@ -251,7 +253,10 @@ def test_results_round_trip(features: Features):
     assert (result.prompt_logprobs is None) == (features != "prompt")
     if features == "plain":
         return
-    top = [(int(i), float(p), rank) for i, p, rank in zip(want["top_ids"][0], want["top_logprobs"][0], (1, 2, 3))]
+    top = [
+        (int(i), float(p), rank)
+        for i, p, rank in zip(want["top_ids"][0], want["top_logprobs"][0], (1, 2, 3), strict=True)
+    ]
     own = (result.tokens[0], result.logprobs[0], int(want["ranks"][0]))
     assert [result.top(0, k) for k in (0, 1, 3)] == [[own], [own, top[0]], [own, *top]]
 

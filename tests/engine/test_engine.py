@@ -7,7 +7,14 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jpaged.engine import block_manager
 from jpaged.engine.block_manager import BlockManager
@@ -126,7 +133,7 @@ class HostMachine(RuleBasedStateMachine):
         if hasattr(self, "host"):
             host = self.host
             host.engine.scheduler.check_integrity()
-            assert [seq for seq in host.engine.sequences.values()] == self.live
+            assert list(host.engine.sequences.values()) == self.live
             assert len(host.engine._in_flight) <= host.engine.depth
             for _, spans in host.runner.dispatched[-6:]:
                 assert len(spans) <= host.config.max_num_seqs
@@ -141,7 +148,7 @@ class HostMachine(RuleBasedStateMachine):
 
 
 EXAMPLES = [
-    pytest.param(200, 50, id="some"),
+    pytest.param(120, 50, id="some"),
     pytest.param(1000, 80, id="many", marks=pytest.mark.slow),
 ]
 
@@ -152,7 +159,7 @@ def test_any_history(depth: int, examples: int, steps: int):
     settings = hypothesis.settings(
         max_examples=examples,
         stateful_step_count=steps,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
     )
     run_state_machine_as_test(machine, settings=settings)
 

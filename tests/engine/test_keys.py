@@ -1,6 +1,7 @@
 """Keys on the host equal jax.random's."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ def test_seeds_of_64_bits(seed: int):
 @settings(max_examples=30)
 @given(st.tuples(words, words), words)
 def test_fold_in(key: tuple[int, int], value: int):
-    wrapped = jax.random.wrap_key_data(np.array(key, np.uint32))
+    wrapped = jax.random.wrap_key_data(jnp.array(key, jnp.uint32))
     assert fold_in(key, value) == data(jax.random.fold_in(wrapped, np.uint32(value)))
 
 

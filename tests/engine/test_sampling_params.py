@@ -80,7 +80,20 @@ def test_min_tokens_above_max_tokens():
     refused("min_tokens", 5, max_tokens=4)
 
 
-NO_NUMBERS = ["1", "abc", None, [1.0], (), {}, object(), 1j, b"1", np.array([1, 2]), np.array([0.5, 0.5]), np.bool_(True)]
+NO_NUMBERS = [
+    "1",
+    "abc",
+    None,
+    [1.0],
+    (),
+    {},
+    object(),
+    1j,
+    b"1",
+    np.array([1, 2]),
+    np.array([0.5, 0.5]),
+    np.bool_(True),
+]
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, True, False], ids=repr)
@@ -104,7 +117,10 @@ def test_a_flag_is_a_bool(name: str, value: Any):
     refused(name, value)
 
 
-@given(name=st.sampled_from(REALS), value=st.sampled_from([math.nan, math.inf, -math.inf, 1e39, -1e39, 10**400, -(10**400)]))
+@given(
+    name=st.sampled_from(REALS),
+    value=st.sampled_from([math.nan, math.inf, -math.inf, 1e39, -1e39, 10**400, -(10**400)]),
+)
 def test_no_real_is_beyond_float32(name: str, value: Any):
     refused(name, value)
 

@@ -10,7 +10,8 @@ from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Plan, Scheduler
 from jpaged.engine.sequence import Sequence, Status
-from tests.engine.mock import Host, expected, generated
+from jpaged.engine.text import TextStream
+from tests.engine.mock import Host, Letters, expected, generated
 
 
 def scheduler(num_blocks: int = 32, block_size: int = 4, *, rows: int = 4, tokens: int = 16) -> Scheduler:
@@ -87,7 +88,8 @@ def test_admission_is_first_come_first_served():
 
 def test_admission_leaves_a_block_for_every_row_that_runs():
     s = scheduler(num_blocks=6, tokens=64)
-    add(s, 8), add(s, 12, first=100), add(s, 5, first=200)
+    for i, length in enumerate((8, 12, 3)):  # 2, 3 and 1 blocks
+        add(s, length, first=100 * i)
     step(s)
     assert [seq.prompt_len for seq in s.running] == [8, 12] and s.blocks.num_free == 1
 
@@ -129,7 +131,7 @@ def test_the_oldest_is_never_preempted():
 
 
 def test_work_is_not_thrown_away_again_and_again(depth: int):
-    """Under a pool of a third of the need each request is computed few times over, and the steps stay near the ideal."""
+    """Under a pool of a third of the need each request is computed few times over."""
     host = Host(depth, num_blocks=40, max_num_seqs=16, max_num_batched_tokens=64)
     rng = random.Random(0)
     seqs = [host.add(rng.choices(range(90), k=rng.randrange(4, 12)), rng.randrange(10, 40)) for _ in range(40)]
@@ -264,4 +266,16 @@ def test_min_tokens_bans_until_then(depth: int):
         host.run()
         assert not set(generated(seq)[:minimum]) & set(free[:3])
         assert seq.num_generated > minimum
-    assert seq.num_generated >= 5
+
+
+def test_min_tokens_and_stop_strings(depth: int):
+    """A stop string may end with the first token after min_tokens, not with an earlier one."""
+    host = Host(depth)
+    letters = Letters().decode(expected(host.sequence(range(6), 12)))
+    at = next(i for i in range(2, 12) if letters[i] not in letters[:i])
+    for minimum in range(at + 3):
+        seq = host.add(range(6), 12, min_tokens=minimum, text=TextStream(Letters(), stop=[letters[at]]))
+        host.run()
+        again = letters.find(letters[at], max(minimum, at))
+        assert seq.num_generated == (again + 1 if again >= 0 else 12)
+        assert (seq.stop_reason, seq.finish_reason) == ((letters[at], "stop") if again >= 0 else (None, "length"))

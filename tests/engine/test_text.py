@@ -47,7 +47,7 @@ class Fast:
 
 
 BYTES, FALLBACK = byte_level(), byte_fallback()
-EOS_ID = BYTES.token_to_id(EOS)
+EOS_ID = BYTES.get_vocab()[EOS]
 texts = st.text(st.characters(codec="utf-8"), max_size=40) | st.text("ab🙂é日 \n", max_size=40)
 byte_tokens = st.lists(st.integers(0, BYTES.get_vocab_size() - 1), max_size=40)
 
@@ -60,7 +60,9 @@ def byte_id(byte: int) -> int:
     """The token of one byte; GPT-2 writes those that cannot be printed as the characters from 256 on, in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    return BYTES.token_to_id(chr(byte if byte in printable else 256 + others.index(byte)))
+    token = BYTES.token_to_id(chr(byte if byte in printable else 256 + others.index(byte)))
+    assert token is not None
+    return token
 
 
 def push(stream: TextStream, tokens: Iterable[int]) -> str | None:
@@ -170,7 +172,9 @@ def test_stop_strings(tokens: list[int], stops: list[str], include: bool):
 
 @pytest.mark.parametrize(("include", "text"), [(False, "say "), (True, "say stop")])
 def test_a_stop_string_split_over_tokens(include: bool, text: str):
-    stream = TextStream(Letters({i: c.encode() for i, c in enumerate("say stopped")}), stop=["stop"], include_stop=include)
+    stream = TextStream(
+        Letters({i: c.encode() for i, c in enumerate("say stopped")}), stop=["stop"], include_stop=include
+    )
     assert push(stream, range(11)) == "stop" and stream.finish() == text
 
 

@@ -17,8 +17,7 @@ from jpaged.runtime.attention import PagedCache
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
 VARIANTS = {
-    "qwen3": CONFIG,
-    "tied_window_mix": config(tie_word_embeddings=True, sliding_windows=(5, None)),
+    "qwen3_tied_window_mix": config(tie_word_embeddings=True, sliding_windows=(5, None)),
     "biases_yarn": config(
         family="llama",
         qk_norm=False,

@@ -29,6 +29,17 @@ ENGINE = EngineConfig(
 )
 
 
+# Two compiled steps each: these six go through every family, GQA ratio, head_dim and kind of attention and rope.
+QUICK = {
+    "qwen3_g2_d32_tied",
+    "qwen3_g7_d80",
+    "qwen2_g2_d64_window_mix",
+    "llama_g4_d64_llama3",
+    "llama_g1_d128_bias",
+    "mistral_g7_d32_window_yarn",
+}
+
+
 @pytest.fixture(scope="module")
 def table() -> Iterator[dict[str, dict[str, object]]]:
     rows: dict[str, dict[str, object]] = {}
@@ -87,13 +98,24 @@ def test_logits_f32(name: str, params: Params, table: dict[str, dict[str, object
     assert np.array_equal(ours.argmax(1), theirs.argmax(1))
 
 
-def test_greedy_tokens(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
+def check_greedy(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
     prompts = golden(name).prompts
     sampling = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy))
     outputs = jpaged.generate(params, [prompt.token_ids for prompt in prompts], sampling, engine_config=ENGINE)
     equal = [out.outputs[0].token_ids == prompt.greedy for out, prompt in zip(outputs, prompts, strict=True)]
     table.setdefault(name, {})["tokens"] = "yes" if all(equal) else equal
     assert all(equal)
+
+
+@pytest.mark.parametrize("name", sorted(QUICK), indirect=True)
+def test_greedy_tokens(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
+    check_greedy(name, params, table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - QUICK), indirect=True)
+def test_more_greedy_tokens(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
+    check_greedy(name, params, table)
 
 
 def test_logits_bf16(name: str, tmp_path: Path, table: dict[str, dict[str, object]]) -> None:

@@ -19,7 +19,8 @@ CPU: Any = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
 
 
 def engine(**changes: Any) -> EngineConfig:
-    return EngineConfig(**{"block_size": 16, "max_num_seqs": 4} | changes).resolve(CONFIG)
+    changes = {"block_size": 16, "max_num_seqs": 4} | changes
+    return EngineConfig(**changes).resolve(CONFIG)
 
 
 def blocks(device: Any = CPU, block_bytes: int = 1 << 20, mesh_axis: int = 1, **changes: Any) -> int:

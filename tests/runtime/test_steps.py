@@ -13,10 +13,9 @@ from jpaged.engine.batch import Bucket, input_sections, output_sections, unpack_
 from jpaged.runtime import steps
 from jpaged.runtime.runner import Placement, Runner
 from tests.hlo import pool_copies
-from tests.tiny import CONFIG, config, engine, make_params
+from tests.tiny import CONFIG, engine, make_params
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
-THREE_LAYERS = config(num_layers=3)
 BUCKETS = {
     "prefill": Bucket(phase="prefill", tokens=16, rows=8, blocks=16),
     "decode": Bucket(phase="decode", tokens=8, rows=8, blocks=16),
@@ -26,8 +25,8 @@ BUCKETS = {
 
 
 def make_runner(num_blocks: int) -> Runner:
-    runner = Runner(THREE_LAYERS, engine(num_blocks=num_blocks).resolve(THREE_LAYERS), ONE_DEVICE, jnp.float32)
-    runner.params = dict(make_params(0, THREE_LAYERS))
+    runner = Runner(CONFIG, engine(num_blocks=num_blocks).resolve(CONFIG), ONE_DEVICE, jnp.float32)
+    runner.params = dict(make_params())
     return runner
 
 

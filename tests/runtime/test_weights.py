@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
-from jpaged import ConfigError, EngineConfig, Params, SamplingParams
+from jpaged import ConfigError, Params, SamplingParams
 from jpaged.models.decoder import bind
 from jpaged.runtime.runner import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
-from tests.tiny import CONFIG, ENGINE, config, make_params, make_prompts
+from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 
@@ -268,8 +268,8 @@ def test_the_last_copies_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_callers_arrays_are_not_kept_alive(dtype: str | None) -> None:
     params = make_params()
-    settings = EngineConfig(**{**vars(ENGINE), "dtype": dtype})
-    sampling = SamplingParams(temperature=0, max_tokens=3)
+    settings = engine(dtype=dtype)
+    sampling = SamplingParams(temperature=0, max_tokens=1)  # one step to compile
     first = jpaged.generate(params, make_prompts(6), sampling, engine_config=settings)
     alive = [weakref.ref(leaf) for leaf in leaves(params)]
     assert all(ref() is not None for ref in alive)
@@ -313,15 +313,16 @@ def test_the_axis_is_the_one_that_kv_heads_use() -> None:
     attention = tree["layers"]["0"]["attention"]
     attention["qkv"] = shard(attention["qkv"], PartitionSpec("b"))
     assert placement(Params(tree, CONFIG), ENGINE, None).axis == "b"
-    named = EngineConfig(**{**vars(ENGINE), "tensor_axis": "a"})
+    named = engine(tensor_axis="a")
     assert placement(Params(tree, CONFIG), named, None).axis == "a"
-    none = EngineConfig(**{**vars(ENGINE), "tensor_axis": None})
+    none = engine(tensor_axis=None)
     assert placement(Params(tree, CONFIG), none, None).axis is None
     with pytest.raises(ConfigError, match=r"tensor_axis='c' is not an axis of the mesh \('a', 'b'\)"):
-        placement(params, EngineConfig(**{**vars(ENGINE), "tensor_axis": "c"}), grid)
+        placement(params, engine(tensor_axis="c"), grid)
     with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"):
         placement(params, ENGINE, mesh(1, 4))
-    both = NamedSharding(mesh(1, 2), PartitionSpec(("fsdp", "tp")))
+    row = mesh(1, 2)
+    both = NamedSharding(row, PartitionSpec(("fsdp", "tp")))
     attention["qkv"] = jax.device_put(params["layers"]["0"]["attention"]["qkv"], both)
     with pytest.raises(ConfigError, match=r"only one tensor axis is supported"):
-        placement(Params(tree, CONFIG), ENGINE, both.mesh)
+        placement(Params(tree, CONFIG), ENGINE, row)

@@ -1,0 +1,117 @@
+"""What jpaged.generate keeps from one call to the next, and Params that went through jax in between."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jpaged
+from jpaged import LLM, Params, SamplingParams, api
+from jpaged.engine.engine import Engine
+from jpaged.runtime.runner import Runner
+from tests.text_model import write_folder
+from tests.tiny import ENGINE, compiles, config, dense_greedy, engine, make_params, make_prompts, tokens_of
+
+ONE_LAYER = config(num_layers=1)  # half the time to compile, for tests that need engines of their own
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+PROMPTS = make_prompts(1, 4, 17, 40, 16)
+
+
+@pytest.fixture(scope="module")
+def params() -> Iterator[Params]:
+    jpaged.release(compiled=True)
+    yield make_params(0, ONE_LAYER)
+    jpaged.release(compiled=True)
+
+
+def generate(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> list[jpaged.RequestOutput]:
+    options.setdefault("engine_config", ENGINE)
+    return jpaged.generate(params, prompts, sampling, **options)
+
+
+def kept() -> tuple[LLM, Engine, Runner]:
+    """The engine that the last call used."""
+    llm = next(reversed(api._engines.values()))
+    assert llm._engine is not None and llm._runner is not None
+    return llm, llm._engine, llm._runner
+
+
+@pytest.mark.train
+def test_scenario_25_params_are_a_pytree(tmp_path: Path) -> None:
+    a, b = (jpaged.load_params(write_folder(tmp_path / name, name, ONE_LAYER)) for name in ("a", "b"))
+    assert a.source == tmp_path / "a" and a.config == ONE_LAYER
+
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(a)  # pyright: ignore[reportArgumentType]
+    updates, state = optimizer.update(jax.tree.map(jnp.ones_like, a), state, a)  # pyright: ignore[reportArgumentType]
+    trained = optax.apply_updates(a, updates)  # pyright: ignore[reportArgumentType]
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, a, b)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", mean)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda p: p, mean))
+    jpaged.save_params(mean, tmp_path / "orbax")
+    loaded = jpaged.load_params(tmp_path / "orbax")
+
+    assert all(isinstance(p, Params) for p in (trained, mean, restored))
+    streams = [tokens_of(generate(p, PROMPTS)) for p in (a, b, trained, mean)]
+    assert len({str(s) for s in streams}) == 4
+    assert all((x == y).all() for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(mean), strict=True))
+    for p in (restored, jax.device_get(mean)):
+        assert tokens_of(generate(p, PROMPTS)) == streams[3]
+
+
+def test_release(params: Params) -> None:
+    expected = tokens_of(generate(params, PROMPTS[:2]))
+    _, running, runner = kept()
+    assert runner.holds_pool
+    jpaged.release()
+    assert not runner.holds_pool and running.scheduler.blocks.num_used == 0
+    with compiles() as names:
+        outputs = generate(params, PROMPTS[:2])
+    assert kept()[2] is runner and "jit(step)" not in names, "executables stay"
+    assert tokens_of(outputs) == expected and [output.num_cached_tokens for output in outputs] == [0, 0]
+    jpaged.release(compiled=True)
+    assert not api._engines
+
+
+def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    params = make_params(0, ONE_LAYER)
+    settings = engine(num_blocks=None, block_size=8)
+    with caplog.at_level(logging.INFO, "jpaged"):
+        generate(params, PROMPTS[:1], engine_config=settings)
+        assert kept()[1].scheduler.blocks.num_blocks == 8, "a power of two, 8 at least"
+        assert "compiled Bucket(phase='prefill', tokens=16, rows=8" in caplog.text and "grows" not in caplog.text
+        with compiles() as names:
+            generate(params, PROMPTS[1:2], engine_config=settings)
+        assert names == [], "what fits compiles nothing"
+        long = SamplingParams(temperature=0, max_tokens=20)
+        outputs = generate(params, PROMPTS, long, engine_config=settings)
+    assert "the KV pool grows from 8 to 32 blocks: steps compile again" in caplog.text
+    assert kept()[1].scheduler.blocks.num_blocks == 32
+    assert tokens_of(outputs) == [dense_greedy(params, prompt, 20) for prompt in PROMPTS]
+    generate(params, PROMPTS[:1], engine_config=settings)
+    assert kept()[1].scheduler.blocks.num_blocks == 32, "and never shrinks"
+
+
+def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    setup = LLM._setup
+    monkeypatch.setattr(LLM, "_setup", lambda self, *args: (made.append(args), setup(self, *args))[1])
+    monkeypatch.setattr(LLM, "_generate", lambda self, *args, **how: [])
+    jpaged.release(compiled=True)
+    a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)
+    for settings, count in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5)):
+        generate(params, PROMPTS, engine_config=settings)
+        assert len(made) == count and len(api._engines) <= 2
+    generate(make_params(1, ONE_LAYER), PROMPTS, engine_config=c)
+    assert len(made) == 5, "other weights of the same form: the same engine"
+    generate(make_params(0, ONE_LAYER, jnp.bfloat16), PROMPTS, engine_config=c)
+    assert len(made) == 6, "another dtype: another engine"
+    jpaged.release(compiled=True)
