@@ -82,6 +82,7 @@ class LLM:
         self._calls = 0
         self._ready: list[RequestOutput] = []  # ended while another caller was stepping the engine
         self._params: Params | None = None
+        self._cached_version = 0  # weight version that the prefix cache is of
         self._engine: Engine | None = None
         self._runner: Runner | None = None
 
@@ -240,12 +241,13 @@ class LLM:
 
     def _bind(self, params: Params) -> None:
         """Serve these params from the next step on."""
-        is_new = self._weights.update(params)
+        self._weights.update(params)
         self._params = params
         if self._engine is not None and self._runner is not None:
             self._runner.params = self._weights.tree(params)
-            if is_new:
+            if self._cached_version != self._weights.version:
                 self._engine.reset_prefix_cache()
+                self._cached_version = self._weights.version
 
     def _unbind(self) -> None:
         """Let go of the caller's arrays; copies that were made for serving stay."""
@@ -265,11 +267,12 @@ class LLM:
         assert self._params is not None
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
         tree = self._weights.tree(self._params)
-        self._runner = Runner(self.model_config, config, self._placement, tree["embed"]["weight"].dtype)
-        self._runner.params = tree
-        self._engine = Engine(config, self._runner)
+        runner = Runner(self.model_config, config, self._placement, tree["embed"]["weight"].dtype)
+        runner.params = tree
         if config.strict:
-            self._runner.compile_table()
+            runner.compile_table()
+        self._runner, self._engine = runner, Engine(config, runner)
+        self._cached_version = self._weights.version
 
     def _reserve(self, seqs: list[Sequence]) -> None:
         """Start with, or grow to, a pool that holds these sequences at full length: a power of two, or num_blocks."""
@@ -448,7 +451,7 @@ def as_key(seed: Any) -> Key:
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
-        words = [int(w) for w in np.asarray(seed)]
+        words = [int(w) for w in jax.device_get(seed)]
         key = (words[0], words[1])
         for word in words[2:]:  # other implementations have wider keys
             key = fold_in(key, word)

@@ -91,8 +91,8 @@ def to_arrays(
         if out.error is not None and overflow == "error":
             raise RequestError(f"request {group} failed: {out.error}; overflow='drop' leaves it out")
         rows += [] if out.error is not None else [(group, out.prompt_token_ids, c) for c in out.outputs]
-    width_p = _width(max_prompt_len, [len(prompt) for _, prompt, _ in rows])
-    width_c = _width(max_completion_len, [len(c.token_ids) for _, _, c in rows])
+    width_p = _width("max_prompt_len", max_prompt_len, [len(prompt) for _, prompt, _ in rows])
+    width_c = _width("max_completion_len", max_completion_len, [len(c.token_ids) for _, _, c in rows])
     fits = [len(prompt) <= width_p and len(c.token_ids) <= width_c for _, prompt, c in rows]
     if overflow == "error" and not all(fits):
         group, prompt, c = rows[fits.index(False)]
@@ -128,5 +128,9 @@ def to_arrays(
     }
 
 
-def _width(asked: int | None, lengths: list[int]) -> int:
-    return max(lengths, default=0) if asked is None else asked
+def _width(name: str, asked: int | None, lengths: list[int]) -> int:
+    if asked is None:
+        return max(lengths, default=0)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+        raise RequestError(f"{name}={asked!r}: must be an integer of at least 0")
+    return asked

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import jax
 
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import RequestError
@@ -36,20 +36,25 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             prompt = prompt["prompt"]
         elif "prompt_token_ids" in keys and keys <= {"prompt", "prompt_token_ids"}:
-            text = prompt.get("prompt")
-            return text, tokenize(prompt["prompt_token_ids"], tokenizer, vocab_size)[1]
+            text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+            if not isinstance(text, str | None) or isinstance(ids, str | Mapping):
+                raise RequestError("prompt: 'prompt' must be a str and 'prompt_token_ids' token ids")
+            return text, tokenize(ids, tokenizer, vocab_size)[1]
         else:
             raise RequestError(f"prompt with keys {sorted(map(str, keys))}: pass 'prompt' (str) or 'prompt_token_ids'")
     if isinstance(prompt, str):
-        ids = [int(t) for t in tokenizer("a str prompt").encode(prompt)]
+        try:
+            ids = [int(t) for t in tokenizer("a str prompt").encode(prompt)]
+        except (TypeError, UnicodeError) as e:  # half of a surrogate pair, as JSON may hold
+            raise RequestError(f"prompt {prompt!r} cannot be tokenized: {e}") from e
         if not ids:
             raise RequestError(f"prompt {prompt!r} is empty: at least one token is needed")
         return prompt, _in_vocabulary(ids, vocab_size)
     if _is_array(prompt):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             raise RequestError(f"prompt is a {prompt.ndim}-D array of {prompt.dtype}: pass unpadded 1-D token ids")
-        return None, _in_vocabulary(np.asarray(prompt).tolist(), vocab_size)
-    if not isinstance(prompt, Sequence):
+        return None, _in_vocabulary(jax.device_get(prompt).tolist(), vocab_size)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise RequestError(
             f"prompt of type {type(prompt).__name__}: pass a str, a list of token ids, a 1-D array or a dict"
         )

@@ -25,6 +25,7 @@ from tests.tiny import (
     ENGINE,
     EOS,
     compiles,
+    config,
     dense_greedy,
     dense_logprobs,
     engine,
@@ -249,6 +250,31 @@ def test_scenario_15(params: Params, where: str, at: int, error: type[BaseExcept
     if where == "between dispatch and rebinding":
         assert [output.num_cached_tokens for output in again] == [0, 0, 0], "the prefix cache went with the pool"
     assert_nothing_left()
+
+
+def test_scenario_15_while_new_weights_are_taken(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted after the new weights were noted, before the old prefix cache was dropped."""
+    other, prompts = make_params(1), PROMPTS[2:3]
+    expected = tokens_of(cold(other, prompts))
+    cold(params, prompts)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "reset_prefix_cache", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        generate(other, prompts)
+    again = generate(other, prompts)
+    assert again[0].num_cached_tokens == 0 and tokens_of(again) == expected
+
+
+def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted between the new pool's runner and its engine: the old ones stay, and work."""
+    params = make_params(0, config(num_layers=1))
+    settings = engine(num_blocks=None)
+    expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("jpaged.llm.Engine", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        generate(params, PROMPTS, engine_config=settings)
+    with compiles() as names:
+        again = generate(params, PROMPTS[:1], engine_config=settings)
+    assert tokens_of(again) == expected and names == []
 
 
 def test_scenario_15_a_failing_callback(params: Params) -> None:

@@ -119,6 +119,15 @@ def test_replicated_params(params: Params) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_within_a_mesh_of_the_callers(params: Params, kind: Any) -> None:
+    """Called where the caller's training runs: inside jax.set_mesh, with automatic or explicit axes."""
+    grid = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(kind, kind))
+    with jax.set_mesh(grid):
+        check(shard(params, grid, "tp", "fsdp"), params, None, "tp")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("fsdp", "tp"), ("data", "model")])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (4, 2)])
 @pytest.mark.parametrize("given", [True, False])

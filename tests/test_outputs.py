@@ -157,3 +157,11 @@ def test_failed_requests():
 def test_an_unknown_overflow(overflow: Any):
     with pytest.raises(RequestError, match="overflow="):
         to_arrays(TWO, overflow=overflow)
+
+
+@pytest.mark.parametrize("name", ["max_prompt_len", "max_completion_len"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3"], ids=repr)
+def test_bad_widths(name: str, value: Any):
+    for overflow in ("error", "truncate", "drop"):
+        with pytest.raises(RequestError, match=name):
+            to_arrays(TWO, **{name: value}, overflow=overflow)

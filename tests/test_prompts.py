@@ -19,6 +19,22 @@ class Words:
         return [len(word) for word in text.split()]
 
 
+class Strict:
+    """As tokenizers does."""
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeError:
+            raise TypeError("TextInputSequence must be str") from None
+        return [1]
+
+
+def test_half_a_surrogate_pair():
+    with pytest.raises(RequestError, match="cannot be tokenized"):
+        tokenize("a\ud800", lambda what: Strict(), VOCAB)
+
+
 def have(what: str) -> Words:
     return Words()
 
@@ -107,11 +123,15 @@ def test_tokenize(prompt: Any, want: tuple[str | None, list[int]]):
         (jnp.zeros((1, 2), jnp.int32), "unpadded"),
         (7, "prompt of type int"),
         (None, "prompt of type NoneType"),
+        (b"ab", "bytes"),
         ({}, "with keys"),
         ({"text": "a"}, r"keys \['text'\]"),
         ({"prompt": 3}, "with keys"),
         ({"prompt": "a", "seed": 1}, "with keys"),
         ({"prompt_token_ids": [99]}, "is outside"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids"),
+        ({"prompt_token_ids": {"prompt": "a"}}, "prompt_token_ids"),
+        ({"prompt": 5, "prompt_token_ids": [1]}, "'prompt'"),
         ({1: 2}, "with keys"),
     ],
     ids=str,

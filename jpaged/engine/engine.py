@@ -43,6 +43,7 @@ class Engine:
         self.depth = depth
         self.sequences: dict[str, Sequence] = {}  # every unfinished request, in order of arrival
         self._in_flight: deque[tuple[Plan, Any, float]] = deque()
+        self._is_broken = False
         self.scheduler = self._new_scheduler()
         self.stats = Stats()
 
@@ -91,6 +92,7 @@ class Engine:
 
     def recover(self) -> None:
         """Start over from the unfinished sequences: a fresh block manager, nothing cached, nothing in flight."""
+        self._is_broken = True
         self._in_flight.clear()
         self.runner.recover()
         preemptions = self.scheduler.num_preemptions
@@ -102,10 +104,13 @@ class Engine:
             else:
                 seq.restart()
                 self.scheduler.add(seq)
+        self._is_broken = False
 
     @contextlib.contextmanager
     def _consistent(self) -> Iterator[None]:
         """Recover from whatever is raised inside, wherever it fell, and let it pass."""
+        if self._is_broken:  # by an interrupt that fell into recover itself
+            self.recover()
         try:
             yield
         except BaseException:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
+# Not tokenizers' DecodeStream: it raises "Invalid prefix" on valid output of byte-fallback (sentencepiece) tokenizers.
 class TextStream:
     """The text of one completion as its tokens arrive, watched for stop strings.
 

@@ -1,7 +1,10 @@
 """The KV pool: its shape, its bytes, and how it lies on a mesh."""
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec, Sharding
@@ -47,6 +50,17 @@ def spec(axis: str | None) -> PartitionSpec:
     return PartitionSpec(None, None, axis, None)
 
 
-def zeros(pool: Layout, where: Sharding) -> Array:
-    """A fresh pool. Zeros, not garbage: whole pages are read and 0 * NaN would poison a row."""
-    return jnp.zeros(pool.shape, pool.dtype, device=where)
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding) -> Any:
+    def zeros() -> Array:
+        return jnp.zeros(shape, dtype)
+
+    return jax.jit(zeros, out_shardings=where).lower().compile()
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, where: Sharding) -> Array:
+    """A fresh pool, made on the device: nothing is sent up, no share is copied from another's.
+
+    Zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
+    """
+    return _zeros(shape, jnp.dtype(dtype), where)()

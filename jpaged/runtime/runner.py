@@ -164,11 +164,12 @@ class Runner:
     def _allocate(self, *, full: bool) -> None:
         where, slots = self.placement.replicated, self.config.max_num_seqs
         if self._pool is None:
-            self._pool = kv_cache.zeros(self.layout, self.placement.sharding(kv_cache.spec(self.placement.axis)))
+            pool_where = self.placement.sharding(kv_cache.spec(self.placement.axis))
+            self._pool = kv_cache.zeros(self.layout.shape, self.layout.dtype, pool_where)
         if self._last_R is None:
             self._last_R = jax.device_put(np.zeros(slots, np.int32), where)
         if full and self._counts_RV is None:
-            self._counts_RV = jnp.zeros((slots, self.model.vocab_size), jnp.int32, device=where)
+            self._counts_RV = kv_cache.zeros((slots, self.model.vocab_size), jnp.int32, where)
 
     def _counts_step(self) -> Any:
         if self._set_counts is None:

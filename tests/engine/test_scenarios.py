@@ -347,6 +347,32 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
             break
 
 
+@pytest.mark.parametrize("owner", ["runner", "engine", "third sequence"])
+def test_scenario_15_interrupted_again_while_recovering(depth: int, owner: str, monkeypatch: pytest.MonkeyPatch):
+    host = Host(depth)
+    seqs = [host.add(prompt(6, seed=i), max_tokens=7) for i in range(4)]
+    for _ in range(3):
+        host.step()
+    target, method = {
+        "runner": (host.runner, "recover"),
+        "engine": (host.engine, "_new_scheduler"),
+        "third sequence": (seqs[2], "restart"),
+    }[owner]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host.runner, "dispatch", _interrupt)
+        patch.setattr(target, method, _interrupt)
+        host.step()
+    for seq in seqs[1:]:
+        assert host.engine.abort(seq.request_id) is seq
+        host.engine.scheduler.check_integrity()
+    assert host.run() == [seqs[0]] and generated(seqs[0]) == expected(seqs[0])
+    host.generate(prompt(6), prompt(6, seed=1))
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_scenario_16_steady_arrivals(depth: int):
     host = Host(depth, max_num_seqs=8, num_blocks=64)
     runs = host.add(prompt(5), max_tokens=40)

@@ -102,13 +102,13 @@ def test_block_bytes() -> None:
 
 def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
     pool = kv_cache.layout(CONFIG, num_blocks=3, block_size=4, dtype=jnp.dtype(jnp.bfloat16))
-    one = kv_cache.zeros(pool, SingleDeviceSharding(jax.devices()[2]))
+    one = kv_cache.zeros(pool.shape, pool.dtype, SingleDeviceSharding(jax.devices()[2]))
     assert one.devices() == {jax.devices()[2]} and one.shape == pool.shape and one.dtype == jnp.bfloat16
     assert not np.asarray(one).any()
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
-    shared = kv_cache.zeros(pool, NamedSharding(mesh, kv_cache.spec("tp")))
+    shared = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec("tp")))
     assert shared.sharding.spec == PartitionSpec(None, None, "tp", None)  # pyright: ignore[reportAttributeAccessIssue]
     assert {shard.data.shape for shard in shared.addressable_shards} == {(6, 4, 2, 16)}, "K and V of one head"
     assert not np.asarray(shared).any()
-    whole = kv_cache.zeros(pool, NamedSharding(mesh, kv_cache.spec(None)))
+    whole = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec(None)))
     assert whole.sharding.is_fully_replicated

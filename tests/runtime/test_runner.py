@@ -11,7 +11,7 @@ import pytest
 from jpaged import LLM, ConfigError, SamplingParams
 from jpaged.engine.batch import Bucket, bucket_table
 from jpaged.runtime.runner import Runner
-from tests.tiny import ENGINE, compiles, engine, make_params, make_prompts, tokens_of
+from tests.tiny import ENGINE, compiles, config, engine, make_params, make_prompts, tokens_of
 
 PROMPTS = make_prompts(5, 21, 40)
 PLAIN = SamplingParams(temperature=0.8, top_k=5, max_tokens=6, ignore_eos=True)
@@ -21,7 +21,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_e
 
 # Not steps: a fresh pool (and fresh counts) are zeros that the device makes itself; sending them up would be the one
 # large transfer of a run. One trivial computation for each shape of them.
-ZEROS = {"jit(broadcast_in_dim)", "jit(convert_element_type)"}
+ZEROS = {"jit(zeros)"}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,16 @@ def test_steady_state(llm: LLM, sampling: SamplingParams) -> None:
     with jax.no_tracing(), jax.transfer_guard("disallow"), compiles() as names:
         assert run(llm, seeded) == first
     assert names == []
+
+
+def test_a_callers_transfer_guard_is_no_hindrance() -> None:
+    """From the first call on: fresh pool and counts, casts, numpy weights, keys and arrays as prompts."""
+    params = jax.device_get(make_params(0, config(num_layers=1)))
+    key, prompt = jax.random.key(1), jnp.arange(3)
+    with jax.transfer_guard("disallow"):
+        llm = LLM(params, seed=key, **vars(engine(dtype="bfloat16")))
+        assert llm.generate([prompt], PENALISED, use_tqdm=False)
+    llm.close()
 
 
 def test_the_guards_can_fail() -> None:
