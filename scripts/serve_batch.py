@@ -5,8 +5,8 @@
     cat prompts.txt | python scripts/serve_batch.py - --format text --output -
 
 The input is read as a stream, a bounded window at a time. A bad line is an error line, never the end of the run. The
-forms of a line: jpaged/batch_io.py. Exit status: 0 all answered, 2 some lines failed, 1 nothing could run or the engine
-stopped, 130 interrupted, 141 the reader of stdout went away.
+forms of a line: jpaged/integrations/batch_io.py. Exit status: 0 all answered, 2 some lines failed, 1 nothing could run
+or the engine stopped, 130 interrupted, 141 the reader of stdout went away.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from jpaged import batch_io
-from jpaged.batch_io import BatchRequest, LineError, Settings
 from jpaged.config import EngineConfig
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import JpagedError, RequestError
+from jpaged.integrations import batch_io
+from jpaged.integrations.batch_io import BatchRequest, LineError, Settings
 
 LINES_EVERY_S, BAR_EVERY_S, PIPE_WAIT_S = 5.0, 0.5, 0.05
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from jpaged.batch_io import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import CapacityError, GenerationError, RequestError
+from jpaged.integrations.batch_io import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 
 SETTINGS = Settings(defaults=SamplingParams(temperature=0.6, top_p=0.95), model="m")

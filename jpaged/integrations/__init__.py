@@ -1,0 +1,1 @@
+"""jpaged in the forms that others use: batch files."""
