@@ -18,7 +18,7 @@ $(VENV)/stamp: pyproject.toml constraints.txt
 	@touch $@
 
 demo: env
-	@$(PY) scripts/serve_batch.py examples/prompts.jsonl
+	@$(PY) scripts/serve_batch.py examples/prompts.jsonl --ordered
 
 lint: env
 	@$(PY) -m ruff check --quiet

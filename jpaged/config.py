@@ -12,8 +12,11 @@ from typing import Any, Literal, Self
 
 from jpaged.errors import ConfigError
 
-SUPPORTED = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"} | {
-    "mistral": "MistralForCausalLM"
+SUPPORTED = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 
 
