@@ -5,12 +5,12 @@ block size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V vo
 `block_table_SM`.
 """
 
-from jpaged.api import generate, release, score
+from jpaged.api import beam_search, generate, release, score
 from jpaged.checkpoint import load_params, save_params
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import CapacityError, CheckpointError, ConfigError, GenerationError, JpagedError, RequestError
-from jpaged.llm import LLM
+from jpaged.llm import LLM, Snapshot
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput, to_arrays
 
@@ -30,6 +30,8 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Snapshot",
+    "beam_search",
     "generate",
     "load_params",
     "release",

@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
+from jpaged.engine.beam import EarlyStopping
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.llm import LLM, as_key
+from jpaged.llm import LLM
 from jpaged.models.params import Params
 from jpaged.outputs import RequestOutput
-from jpaged.prompts import as_list
+from jpaged.prompts import as_key, as_list
 from jpaged.runtime.weights import as_params
 
 log = logging.getLogger("jpaged")
@@ -50,6 +51,38 @@ def generate(
     try:
         llm._bind(own)
         return llm._generate(as_list(prompts), sampling_params, as_key(seed), on_error, use_tqdm, grow=True)
+    finally:
+        llm._unbind()
+
+
+def beam_search(
+    params: Any,
+    prompts: Any,
+    beam_width: int = 4,
+    max_tokens: int | None = 16,
+    length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False,
+    *,
+    config: Any = None,
+    tokenizer: Any = None,
+    mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    use_tqdm: bool = False,
+) -> list[RequestOutput]:
+    """The beam_width likeliest completions of each prompt that a beam search finds, best first.
+
+    Each has a `score`, its cumulative_logprob / len(token_ids) ** length_penalty: above 0 favours long ones.
+    early_stopping: True stops at beam_width finished completions; False when no beam's score as of now beats the worst
+    of them; "never" when none can. Candidates, order and scores are those of transformers' beam search. Beams share
+    their blocks. Rows of beam_width a prompt; 2 * beam_width (more with several EOS ids) is at most max_logprobs.
+    """
+    own = as_params(params, config)
+    llm = _engine_for(own, tokenizer, mesh, engine_config)
+    try:
+        llm._bind(own)
+        how = (beam_width, max_tokens, length_penalty, early_stopping)
+        return llm._beam_search(prompts, how, on_error, use_tqdm, grow=True)
     finally:
         llm._unbind()
 

@@ -199,6 +199,8 @@ class EngineConfig:
     memory_utilization: share of an accelerator's memory that weights, temporaries and pool may take together.
     dtype: serve in this dtype (one cast a weight version); None keeps the params' own.
     token_buckets, seq_buckets: the padded sizes that steps are compiled for, ascending.
+    max_n: samples that one request may ask for. swap_space_gib: host memory for the KV of preempted sequences, in GiB;
+    0 computes it again instead. swap_min_tokens: sequences shorter than this are computed again anyway.
     decode_steps: decode steps a dispatch. max_logprobs, max_logit_bias, max_stop_ids: widths of the "full" step.
     strict: compile the whole bucket table at start; a shape outside it is then an error.
     tensor_axis: mesh axis over which KV heads are split; "auto" takes the one that the params use.
@@ -212,6 +214,9 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    max_n: int = 256
+    swap_space_gib: float = 0.0
+    swap_min_tokens: int = 64
     dtype: str | None = None
     attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = "auto"
     token_buckets: tuple[int, ...] | None = None
@@ -226,14 +231,17 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_logit_bias", "max_stop_ids"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_logit_bias", "max_stop_ids", "max_n"):
             _at_least(self, name, 1)
-        _at_least(self, "max_logprobs", 0)
+        for name in ("max_logprobs", "swap_min_tokens"):
+            _at_least(self, name, 0)
         for name in ("max_model_len", "num_blocks", "decode_steps"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
         if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization={self.memory_utilization!r}: must be in (0, 1]")
+        if not isinstance(self.swap_space_gib, int | float) or not 0.0 <= self.swap_space_gib < math.inf:
+            raise ConfigError(f"swap_space_gib={self.swap_space_gib!r}: must be a number of GiB of at least 0")
         for name in ("token_buckets", "seq_buckets"):
             sizes = getattr(self, name)
             if sizes is not None:

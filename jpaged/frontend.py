@@ -1,4 +1,4 @@
-"""Frontend: a caller's prompts in, Sequences out; ended Sequences in, RequestOutputs out. Owns the tokenizer."""
+"""Frontend: a caller's prompts in, Requests out; ended Requests in, RequestOutputs out. Owns the tokenizer."""
 
 import dataclasses
 import itertools
@@ -11,13 +11,14 @@ import numpy as np
 
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.engine.sequence import Sequence
+from jpaged.engine.sequence import Request, Sequence
 from jpaged.engine.text import TextStream, decode
 from jpaged.errors import CapacityError, RequestError
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
-from jpaged.prompts import tokenize
+from jpaged.prompts import cache_salt, tokenize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,9 +103,9 @@ class Frontend:
         return [int(t) for t in rendered]
 
     def request(
-        self, prompt: Any, params: SamplingParams, key: Key, request_id: str | None, *, streaming: bool = False
-    ) -> Sequence:
-        """Check one request in full and make its Sequence."""
+        self, prompt: Any, params: SamplingParams, key: Key, request_id: str | None = None, *, streaming: bool = False
+    ) -> Request:
+        """Check one request in full and make its Sequences, one a sample."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__}: pass SamplingParams")
         params.validate(self.config, self.model.vocab_size)
@@ -113,28 +114,81 @@ class Frontend:
             raise RequestError(
                 f"min_tokens with {stops} EOS and stop ids is above max_stop_ids={limit} of EngineConfig"
             )
+        text, ids = self._prompt(prompt)
+        if params.stop_strings:
+            self.need_tokenizer("stop strings")
+        if not params.ignore_eos:
+            self._warn_of_eos()
+        key = key if params.seed is None else key_from_seed(int(params.seed))
+        request_id = self.new_id() if request_id is None else request_id
+        watched = bool(params.stop_strings) or (streaming and self.tokenizer is not None)
+        samples = [
+            self.sequence(
+                ids,
+                # One sample scores the prompt for all.
+                params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+                request_id=request_id,
+                key=key,
+                index=index,
+                salt=cache_salt(prompt),
+                text=self._text_stream(params) if watched else None,
+            )
+            for index in range(params.n)
+        ]
+        return Request(samples, prompt=text)
+
+    def beam_search(
+        self,
+        prompt: Any,
+        beam_width: int,
+        max_tokens: int | None,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+    ) -> BeamSearch:
+        """Check one beam search in full and make its request."""
+        if isinstance(beam_width, bool) or not isinstance(beam_width, int) or beam_width < 1:
+            raise RequestError(f"beam_width={beam_width!r}: must be an integer of at least 1")
+        if beam_width > self.config.max_num_seqs:
+            raise RequestError(f"beam_width={beam_width} is above max_num_seqs={self.config.max_num_seqs}")
+        wanted = num_candidates(beam_width, len(self.eos_ids))
+        if wanted > self.config.max_logprobs:
+            raise RequestError(
+                f"beam_width={beam_width} with {len(self.eos_ids)} EOS ids looks at {wanted} candidates a beam: "
+                f"raise max_logprobs={self.config.max_logprobs} of EngineConfig (at most the vocabulary)"
+            )
+        if not isinstance(length_penalty, int | float) or not -100.0 <= length_penalty <= 100.0:
+            raise RequestError(f"length_penalty={length_penalty!r}: must be a number between -100 and 100")
+        if early_stopping not in (True, False, "never"):
+            raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=wanted)
+        params.validate(self.config, self.model.vocab_size)
+        text, ids = self._prompt(prompt)
+        self._warn_of_eos()
+        root = self.sequence(ids, params, salt=cache_salt(prompt))
+        return BeamSearch(root, beam_width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=text)
+
+    def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt in any form, which leaves room for a token."""
         text, ids = self.tokens(self.render(prompt) if isinstance(prompt, Chat) else prompt)
         if len(ids) >= self.max_model_len:
             limit = f"max_model_len={self.max_model_len}"
             raise CapacityError(
                 f"prompt of {len(ids)} tokens leaves no room in {limit}: shorten it or raise max_model_len"
             )
-        if params.stop_strings:
-            self.need_tokenizer("stop strings")
-        if not self.eos_ids and not params.ignore_eos and not self._warned_of_eos:
+        return text, ids
+
+    def _warn_of_eos(self) -> None:
+        if not self.eos_ids and not self._warned_of_eos:
             self._warned_of_eos = True
-            warnings.warn("no EOS token is known: generation ends at max_tokens only", stacklevel=4)
-        if params.seed is not None:
-            key = key_from_seed(int(params.seed))
-        text_stream = None
-        if params.stop_strings or (streaming and self.tokenizer is not None):
-            text_stream = TextStream(
-                self.tokenizer,
-                stop=params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        return self.sequence(ids, params, prompt=text, key=key, request_id=request_id, text=text_stream)
+            warnings.warn("no EOS token is known: generation ends at max_tokens only", stacklevel=5)
+
+    def _text_stream(self, params: SamplingParams) -> TextStream:
+        return TextStream(
+            self.tokenizer,
+            stop=params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
 
     def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form but Chat, checked against the vocabulary."""
@@ -153,32 +207,54 @@ class Frontend:
             **fields,
         )
 
-    def output(self, seq: Sequence) -> RequestOutput:
-        """What became of a sequence that has ended."""
-        params, tokens = seq.params, seq.token_ids[seq.prompt_len :]
-        completion = CompletionOutput(
-            index=0,
+    def output(self, request: Request) -> RequestOutput:
+        """What became of a request that has ended."""
+        first = request.sequences[0]
+        if isinstance(request, BeamSearch):
+            completions = self._beams(request)
+        else:
+            completions = [self._completion(seq) for seq in request.sequences]
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None:
+            prompt_logprobs = [None if top is None else self._logprobs(top) for top in first.prompt_logprobs]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=first.token_ids[: first.prompt_len],
+            outputs=completions,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached,
+            error=request.error,
+            weight_version=request.weight_version,
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        tokens = seq.token_ids[seq.prompt_len :]
+        return CompletionOutput(
+            index=seq.index,
             text=self._text(seq, tokens),
             token_ids=tokens,
             token_logprobs=np.array(seq.logprobs, np.float32),
             cumulative_logprob=float(np.sum(seq.logprobs)) if seq.logprobs else 0.0,
-            logprobs=None if params.logprobs is None else [self._logprobs(top) for top in seq.top_logprobs],
+            logprobs=None if seq.params.logprobs is None else [self._logprobs(top) for top in seq.top_logprobs],
             finish_reason=seq.finish_reason,  # pyright: ignore[reportArgumentType]
             stop_reason=seq.stop_reason,
         )
-        prompt_logprobs = None
-        if params.prompt_logprobs is not None:
-            prompt_logprobs = [None if top is None else self._logprobs(top) for top in seq.prompt_logprobs]
-        return RequestOutput(
-            request_id=seq.request_id,
-            prompt=seq.prompt,
-            prompt_token_ids=seq.token_ids[: seq.prompt_len],
-            outputs=[completion],
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=seq.num_cached,
-            error=seq.error,
-            weight_version=seq.weight_version,
-        )
+
+    def _beams(self, search: BeamSearch) -> list[CompletionOutput]:
+        """The hypotheses of a search, best first."""
+        return [
+            CompletionOutput(
+                index=i,
+                text=self._decode(h.token_ids[:-1] if h.finish_reason == "stop" else h.token_ids),
+                token_ids=h.token_ids,
+                token_logprobs=np.array(h.logprobs, np.float32),
+                cumulative_logprob=float(np.sum(h.logprobs)),
+                finish_reason=h.finish_reason,
+                score=h.score,
+            )
+            for i, h in enumerate(search.results())
+        ]
 
     def failed(self, error: RequestError, prompt: Any, token_ids: list[int]) -> RequestOutput:
         """The output of a request that never ran."""
@@ -204,11 +280,12 @@ class Frontend:
     def _text(self, seq: Sequence, tokens: list[int]) -> str | None:
         if seq.text is not None:
             return seq.text.finish()
-        if self.tokenizer is None:
-            return None
         if seq.finish_reason == "stop":  # by an id: a stop string would have had a TextStream
             tokens = tokens[:-1]
-        return decode(self.tokenizer, tokens, seq.params.skip_special_tokens)
+        return self._decode(tokens, seq.params.skip_special_tokens)
+
+    def _decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str | None:
+        return None if self.tokenizer is None else decode(self.tokenizer, tokens, skip_special_tokens)
 
     def _logprobs(self, top: list[tuple[int, float, int]]) -> dict[int, Logprob]:
         """{token: Logprob} of the actual token, then of the top ones in order."""

@@ -1,6 +1,7 @@
 """LLM: one model with its frontend, engine and runner."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
@@ -8,22 +9,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine
-from jpaged.engine.keys import Key, fold_in, key_from_seed
+from jpaged.engine.beam import EarlyStopping
+from jpaged.engine.engine import Engine, EngineState
+from jpaged.engine.keys import Key, fold_in
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.engine.sequence import Sequence
+from jpaged.engine.sequence import Request
 from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
 from jpaged.frontend import Chat, Frontend
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, RequestOutput
-from jpaged.prompts import as_list, match_params
+from jpaged.prompts import as_key, as_list, match_params
 from jpaged.runtime import kv_cache, memory
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
@@ -32,6 +33,16 @@ log = logging.getLogger("jpaged")
 
 SamplingParamsLike = SamplingParams | List[SamplingParams] | None
 OnError = Literal["raise", "return"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """An LLM's requests at one moment, for `restore`. Opaque."""
+
+    engine: EngineState
+    ready: tuple[RequestOutput, ...]
+    calls: int
+    weight_version: int
 
 
 class LLM:
@@ -99,6 +110,21 @@ class LLM:
         """Complete each prompt; outputs in the order of the prompts. See jpaged.generate for the forms and errors."""
         return self._generate(as_list(prompts), sampling_params, self._call_key(), on_error, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Any,
+        beam_width: int = 4,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        *,
+        on_error: OnError = "raise",
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The beam_width likeliest completions of each prompt, best first: see jpaged.beam_search."""
+        how = (beam_width, max_tokens, length_penalty, early_stopping)
+        return self._beam_search(prompts, how, on_error, use_tqdm)
+
     def chat(
         self,
         messages: List[Any],
@@ -130,7 +156,7 @@ class LLM:
     def stream(self, prompts: Any, sampling_params: SamplingParamsLike = None) -> Iterator[CompletionChunk]:
         """Yield each completion in pieces; text deltas add up to generate's text. Closing it aborts the rest."""
         jobs = self._admit(as_list(prompts), sampling_params, self._call_key(), "raise", streaming=True)
-        return self._stream([seq for seq in jobs if isinstance(seq, Sequence)])
+        return self._stream([job for job in jobs if isinstance(job, Request)])
 
     def score(
         self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False
@@ -145,10 +171,10 @@ class LLM:
     ) -> str:
         """Queue one prompt and return its id; `step` runs it. Raises RequestError at once if it can never run."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        seq = self._frontend.request(prompt, params, fold_in(self._call_key(), 0), request_id)
-        self._check_fits(seq)
-        self._add(seq)
-        return seq.request_id
+        request = self._frontend.request(prompt, params, fold_in(self._call_key(), 0), request_id)
+        self._check_fits(request)
+        self._add(request)
+        return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; the requests that finished. [] when idle."""
@@ -158,8 +184,8 @@ class LLM:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it had generated, or None when no unfinished request has this id."""
-        seq = self._running_engine().abort(request_id)
-        return None if seq is None else self._frontend.output(seq)
+        request = self._running_engine().abort(request_id)
+        return None if request is None else self._frontend.output(request)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to return."""
@@ -185,11 +211,38 @@ class LLM:
         if fresh.config != self.model_config:
             raise ConfigError(f"params of another architecture: {fresh.config} is not {self.model_config}")
         if engine.has_unfinished() and mode == "refuse":
-            raise RequestError(f"{len(engine.sequences)} requests are unfinished: finish them, or pass mode='abort'")
-        for request_id in list(engine.sequences):
+            raise RequestError(f"{len(engine.requests)} requests are unfinished: finish them, or pass mode='abort'")
+        for request_id in list(engine.requests):
             output = self.abort(request_id)
             self._ready += [output] if output is not None else []
         self._bind(fresh)
+
+    def snapshot(self) -> Snapshot:
+        """The unfinished requests, their KV and their randomness, as a value that `restore` takes any number of times.
+
+        Costs a copy of the blocks in use, on the host. Cached prefixes that no request holds are not in it.
+        """
+        state = self._running_engine().snapshot()
+        return Snapshot(engine=state, ready=tuple(self._ready), calls=self._calls, weight_version=self.weight_version)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this LLM: what was added since is gone, and stepping gives the same tokens again.
+
+        Raises RequestError for one of another pool or of other weights.
+        """
+        engine, blocks = self._running_engine(), snapshot.engine.scheduler.blocks
+        here = (engine.scheduler.blocks.num_blocks, engine.scheduler.blocks.block_size)
+        if here != (blocks.num_blocks, blocks.block_size):
+            raise RequestError(
+                f"snapshot of a pool of {blocks.num_blocks} blocks of {blocks.block_size}; this one has {here[0]} of "
+                f"{here[1]}"
+            )
+        if snapshot.weight_version != self.weight_version:
+            raise RequestError(
+                f"snapshot of weight version {snapshot.weight_version}: its KV is not that of {self.weight_version}"
+            )
+        engine.restore(snapshot.engine)
+        self._ready, self._calls = list(snapshot.ready), snapshot.calls
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -211,25 +264,9 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: tokens, steps, seconds, compiles and the buckets compiled, transfers, blocks."""
-        engine, runner = self._running_engine(), self._runner
-        assert runner is not None
-        stats, blocks = engine.stats, engine.scheduler.blocks
-        computed = stats.prefill_tokens + stats.decode_tokens
-        return {
-            **vars(stats),
-            "steps": stats.prefill_steps + stats.decode_steps,
-            "padding_waste": 1 - computed / stats.padded_tokens if stats.padded_tokens else 0.0,
-            "preemptions": engine.scheduler.num_preemptions,
-            "num_compiles": len(runner.compile_seconds),
-            "compile_time_s": sum(runner.compile_seconds.values()),
-            "buckets": [str(bucket) for bucket in runner.compile_seconds],
-            "uploads": runner.uploads,
-            "downloads": runner.downloads,
-            "blocks_in_use": blocks.num_used,
-            "num_blocks": blocks.num_blocks,
-            "block_bytes": runner.layout.block_bytes,
-            "weight_version": self.weight_version,
-        }
+        engine = self._running_engine()
+        assert self._runner is not None
+        return {**engine.report(), **self._runner.report(), "weight_version": self.weight_version}
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; the object is of no use afterwards."""
@@ -274,10 +311,10 @@ class LLM:
         self._runner, self._engine = runner, Engine(config, runner)
         self._cached_version = self._weights.version
 
-    def _reserve(self, seqs: list[Sequence]) -> None:
-        """Start with, or grow to, a pool that holds these sequences at full length: a power of two, or num_blocks."""
-        sizes = sorted((-(-seq.end // self.engine_config.block_size) for seq in seqs), reverse=True)
-        needed = max(sum(sizes[: self.engine_config.max_num_seqs]), 8)
+    def _reserve(self, requests: list[Request]) -> None:
+        """Start with, or grow to, a pool that holds these requests at full length: a power of two, or num_blocks."""
+        sizes = [n for request in requests for n in request.blocks_needed(self.engine_config.block_size)]
+        needed = max(sum(sorted(sizes, reverse=True)[: self.engine_config.max_num_seqs]), 8)
         held = 0 if self._engine is None else self._engine.scheduler.blocks.num_blocks
         if held and (needed <= held or self.engine_config.num_blocks is not None):
             return
@@ -309,21 +346,31 @@ class LLM:
     def _generate(
         self, prompts: list[Any], sampling_params: Any, key: Key, on_error: str, use_tqdm: bool, *, grow: bool = False
     ) -> list[RequestOutput]:
-        """Admit, run, collect. grow: size the pool by these prompts (what the function `generate` does)."""
-        jobs = self._admit(prompts, sampling_params, key, on_error)
+        return self._complete(self._admit(prompts, sampling_params, key, on_error), on_error, use_tqdm, grow=grow)
+
+    def _beam_search(
+        self, prompts: Any, how: tuple[Any, ...], on_error: str, use_tqdm: bool, *, grow: bool = False
+    ) -> list[RequestOutput]:
+        makes = [functools.partial(self._frontend.beam_search, prompt, *how) for prompt in as_list(prompts)]
+        return self._complete(self._made(makes, on_error), on_error, use_tqdm, grow=grow)
+
+    def _complete(
+        self, jobs: list[Request | RequestOutput], on_error: str, use_tqdm: bool, *, grow: bool
+    ) -> list[RequestOutput]:
+        """Run what was admitted and collect. grow: size the pool by it (what the function `generate` does)."""
         if grow:
-            self._reserve([job for job in jobs if isinstance(job, Sequence)])
+            self._reserve([job for job in jobs if isinstance(job, Request)])
         for i, job in enumerate(jobs):
-            if not isinstance(job, Sequence):
+            if not isinstance(job, Request):
                 continue
             try:
                 self._check_fits(job)
             except CapacityError as e:
                 if on_error == "raise":
                     raise
-                jobs[i] = self._frontend.failed(e, job.prompt, job.token_ids)
-        self._run([job for job in jobs if isinstance(job, Sequence)], use_tqdm)
-        outputs = [self._frontend.output(job) if isinstance(job, Sequence) else job for job in jobs]
+                jobs[i] = self._frontend.failed(e, job.prompt, job.sequences[0].token_ids)
+        self._run([job for job in jobs if isinstance(job, Request)], use_tqdm)
+        outputs = [self._frontend.output(job) if isinstance(job, Request) else job for job in jobs]
         failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
         if failures and on_error == "raise":
             i, error = failures[0]
@@ -334,40 +381,46 @@ class LLM:
 
     def _admit(
         self, prompts: list[Any], sampling_params: Any, key: Key, on_error: str, *, streaming: bool = False
-    ) -> list[Sequence | RequestOutput]:
-        """A Sequence for each prompt that can run, the failed output (or its error, raised) for each that cannot."""
+    ) -> list[Request | RequestOutput]:
+        params = match_params(sampling_params, len(prompts))
+        make = functools.partial(self._frontend.request, streaming=streaming)
+        makes = [functools.partial(make, prompts[i], params[i], fold_in(key, i)) for i in range(len(prompts))]
+        return self._made(makes, on_error)
+
+    def _made(self, makes: list[functools.partial[Any]], on_error: str) -> list[Request | RequestOutput]:
+        """The Request of each prompt that can run, the failed output (or its error, raised) of each that cannot."""
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
-        jobs: list[Sequence | RequestOutput] = []
-        for i, (prompt, params) in enumerate(zip(prompts, match_params(sampling_params, len(prompts)), strict=True)):
+        jobs: list[Request | RequestOutput] = []
+        for i, make in enumerate(makes):
             try:
-                jobs.append(self._frontend.request(prompt, params, fold_in(key, i), None, streaming=streaming))
+                jobs.append(make())
             except RequestError as e:
                 if on_error == "raise":
                     raise type(e)(f"request {i}: {e}") from e
-                jobs.append(self._frontend.failed(e, prompt, []))
+                jobs.append(self._frontend.failed(e, make.args[0], []))
         return jobs
 
-    def _check_fits(self, seq: Sequence) -> None:
+    def _check_fits(self, request: Request) -> None:
         """Refuse a prompt that the whole pool cannot hold."""
-        blocks = self._running_engine().scheduler.blocks
-        if blocks.blocks_for(seq.prompt_len) > blocks.num_blocks:
+        blocks, length = self._running_engine().scheduler.blocks, request.sequences[0].prompt_len
+        if blocks.blocks_for(length) > blocks.num_blocks:
             raise CapacityError(
-                f"prompt of {seq.prompt_len} tokens does not fit the KV pool of {blocks.num_blocks} blocks of "
+                f"prompt of {length} tokens does not fit the KV pool of {blocks.num_blocks} blocks of "
                 f"{blocks.block_size}: shorten it or raise num_blocks"
             )
 
-    def _add(self, seq: Sequence) -> None:
-        seq.weight_version = self.weight_version
-        self._running_engine().add(seq)
+    def _add(self, request: Request) -> None:
+        request.weight_version = self.weight_version
+        self._running_engine().add(request)
 
-    def _run(self, seqs: list[Sequence], use_tqdm: bool) -> None:
-        """Step until these sequences have ended; on any exception none of them is left behind."""
-        pending = {seq.request_id for seq in seqs}
-        with tqdm(total=len(seqs), unit="req", disable=not use_tqdm) as progress:
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Step until these requests have ended; on any exception none of them is left behind."""
+        pending = {request.request_id for request in requests}
+        with tqdm(total=len(requests), unit="req", disable=not use_tqdm) as progress:
             try:
-                for seq in seqs:
-                    self._add(seq)
+                for request in requests:
+                    self._add(request)
                 while pending:
                     ended = self._step_for(pending)
                     pending -= ended
@@ -385,38 +438,42 @@ class LLM:
             if any(is_deleted(leaf) for leaf in jax.tree.leaves(self._params)):
                 raise ConfigError(f"params hold a deleted array: {DONATED} Pass new ones to update_params") from e
             raise
-        self._ready += [self._frontend.output(seq) for seq in ended if seq.request_id not in mine]
-        return {seq.request_id for seq in ended} & mine
+        self._ready += [self._frontend.output(request) for request in ended if request.request_id not in mine]
+        return {request.request_id for request in ended} & mine
 
-    def _stream(self, seqs: list[Sequence]) -> Iterator[CompletionChunk]:
-        live = dict(enumerate(seqs))
-        sent = [seq.prompt_len for seq in seqs]
+    def _stream(self, requests: list[Request]) -> Iterator[CompletionChunk]:
+        live = [(i, seq) for i, request in enumerate(requests) for seq in request.sequences]
+        sent = {seq: seq.prompt_len for _, seq in live}
+        engine = self._running_engine()
         try:
-            for seq in seqs:
-                self._check_fits(seq)
-            for seq in seqs:
-                self._add(seq)
+            for request in requests:
+                self._check_fits(request)
+            for request in requests:
+                self._add(request)
             while live:
-                self._step_for({seq.request_id for seq in live.values()})
-                for i, seq in list(live.items()):
+                self._step_for({seq.request_id for _, seq in live})
+                for i, seq in list(live):
                     if seq.finish_reason is not None:
-                        del live[i]
+                        live.remove((i, seq))
                         if seq.text is not None:
                             seq.text.finish()
+                    elif engine.requests.get(seq.request_id) is not seq.request:
+                        raise RequestError("the stream's requests are gone: the LLM was restored to a snapshot")
                     if seq.error is not None:
                         raise seq.error
-                    if len(seq) > sent[i] or seq.finish_reason is not None:
+                    if len(seq) > sent[seq] or seq.finish_reason is not None:
                         yield CompletionChunk(
                             request_index=i,
-                            index=0,
+                            index=seq.index,
                             text_delta=None if seq.text is None else seq.text.take_delta(),
-                            token_ids_delta=seq.token_ids[sent[i] :],
+                            token_ids_delta=seq.token_ids[sent[seq] :],
                             finish_reason=seq.finish_reason,
                         )
-                        sent[i] = len(seq)
+                        sent[seq] = len(seq)
         finally:
-            for seq in live.values():
-                self._running_engine().abort(seq.request_id)
+            for _, seq in live:
+                if engine.requests.get(seq.request_id) is seq.request:
+                    engine.abort(seq.request_id)
 
     def _score(self, token_lists: Any, temperature: float, return_greedy: bool, *, grow: bool = False) -> Any:
         if temperature == 0:
@@ -430,11 +487,13 @@ class LLM:
                 limit = self._frontend.max_model_len
                 raise CapacityError(f"sequence {i} of {len(ids)} tokens is longer than max_model_len={limit}")
             seqs.append(self._frontend.sequence(ids, params, score_only=True))
+        requests = [Request([seq]) for seq in seqs]
         if grow:
-            self._reserve(seqs)
-        for seq in seqs:
-            self._check_fits(seq)
-        self._run([seq for seq in seqs if seq.prompt_len > 1], use_tqdm=False)  # one token alone predicts nothing
+            self._reserve(requests)
+        for request in requests:
+            self._check_fits(request)
+        # One token alone predicts nothing.
+        self._run([r for r in requests if r.sequences[0].prompt_len > 1], use_tqdm=False)
         rows = [[top[0] for top in seq.prompt_logprobs[1:] if top is not None] for seq in seqs]
         logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
         return (
@@ -444,18 +503,3 @@ class LLM:
     def _call_key(self) -> Key:
         self._calls += 1
         return fold_in(self._key, self._calls)
-
-
-def as_key(seed: Any) -> Key:
-    """Key data of a seed: an int, or a jax key of any implementation."""
-    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        seed = jax.random.key_data(seed)
-    if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
-        words = [int(w) for w in jax.device_get(seed)]
-        key = (words[0], words[1])
-        for word in words[2:]:  # other implementations have wider keys
-            key = fold_in(key, word)
-        return key
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise RequestError(f"seed={seed!r}: pass an int or a jax key")
-    return key_from_seed(int(seed))

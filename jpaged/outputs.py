@@ -23,7 +23,7 @@ class CompletionOutput:
 
     token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode. logprobs: for each
     token {token id: Logprob} of the sampled and the top ones, if asked for. stop_reason: the stop id or string, None
-    for EOS.
+    for EOS. score: of a beam search, cumulative_logprob / len(token_ids) ** length_penalty.
     """
 
     index: int
@@ -34,6 +34,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
 
 @dataclasses.dataclass(kw_only=True)

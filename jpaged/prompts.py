@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import RequestError
 
@@ -12,7 +14,8 @@ from jpaged.errors import RequestError
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them -> a list of prompts, each still in its own form.
 
-    A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or {"prompt_token_ids": ids}.
+    A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or {"prompt_token_ids": ids}; a dict
+    may have a "cache_salt" (str) too.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -32,7 +35,7 @@ def as_list(prompts: Any) -> list[Any]:
 def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
     """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises RequestError."""
     if isinstance(prompt, Mapping):
-        keys = set(prompt)
+        keys = set(prompt) - {"cache_salt"}
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             prompt = prompt["prompt"]
         elif "prompt_token_ids" in keys and keys <= {"prompt", "prompt_token_ids"}:
@@ -64,6 +67,14 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
     return None, _in_vocabulary([int(t) for t in prompt], vocab_size)
 
 
+def cache_salt(prompt: Any) -> str | None:
+    """The salt of a prompt: its cached prefix is shared with prompts of the same salt only."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt={salt!r}: must be a non-empty str")
+    return salt
+
+
 def match_params(sampling_params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams a prompt, from None (the defaults), one for all, or a list as long as the prompts."""
     if sampling_params is None:
@@ -77,6 +88,21 @@ def match_params(sampling_params: Any, count: int) -> list[SamplingParams]:
     if len(sampling_params) != count:
         raise RequestError(f"{len(sampling_params)} sampling_params for {count} prompts: pass one for all or one each")
     return list(sampling_params)
+
+
+def as_key(seed: Any) -> Key:
+    """Key data of a seed: an int, or a jax key of any implementation."""
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
+        words = [int(w) for w in jax.device_get(seed)]
+        key = (words[0], words[1])
+        for word in words[2:]:  # other implementations have wider keys
+            key = fold_in(key, word)
+        return key
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise RequestError(f"seed={seed!r}: pass an int or a jax key")
+    return key_from_seed(int(seed))
 
 
 def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:

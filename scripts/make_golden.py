@@ -1,7 +1,8 @@
-"""Stores what transformers computes for the tiny models of tests/golden/configs.py: tests/golden/NAME.npz.
+"""Stores what transformers computes for the tiny models of tests/golden/configs.py: tests/golden/NAME.npz, beams.json.
 
     python scripts/make_golden.py [NAME ...]      in an environment of its own, .venv-golden, made on the first run
     python scripts/make_golden.py --here          in the current interpreter, which has torch and transformers
+    python scripts/make_golden.py beams           beam search alone, from the prompts that are stored
 
 torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11 first) is tried until one
 can install it; on Linux, where a plain `pip install torch` brings the CUDA build, PIP_EXTRA_INDEX_URL may name a place
@@ -30,11 +31,12 @@ ROWS = 10  # positions of a long prompt whose logits are kept
 ENOUGH_GAP = 0.02  # a thousand times float32's error: a right implementation cannot pick the other token
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
+BEAMS = "beams"  # what make_golden_beams.py makes, as a name on the command line
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="configs to make; all of them when none is named")
+    parser.add_argument("names", nargs="*", help="configs to make, or beams; all of them when none is named")
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to (default: tests/golden)")
     args = parser.parse_args()
@@ -42,14 +44,15 @@ def main() -> int:
         command = [environment(), __file__, "--here", "--out", str(args.out.resolve()), *args.names]
         return subprocess.run(command, check=False).returncode
     sys.path.insert(0, str(ROOT))
+    from scripts.make_golden_beams import make_beams
     from tests.golden.configs import CONFIGS
 
-    if unknown := set(args.names) - set(CONFIGS):
+    if unknown := set(args.names) - {*CONFIGS, BEAMS}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.names or CONFIGS:
-        print(make(name, CONFIGS[name], args.out), flush=True)
+    for name in args.names or (*CONFIGS, BEAMS):
+        print(make_beams(args.out) if name == BEAMS else make(name, CONFIGS[name], args.out), flush=True)
     return 0
 
 

@@ -31,7 +31,7 @@ def generate(params: Params, prompts: Any, sampling: Any = GREEDY, **options: An
 def assert_nothing_left() -> None:
     (llm,) = api._engines.values()
     if llm._engine is not None:  # it is made when something can run
-        assert llm._engine.sequences == {} and llm._engine.scheduler.blocks.num_used == 0
+        assert llm._engine.requests == {} and llm._engine.scheduler.blocks.num_used == 0
 
 
 BAD = {  # scenario 13: (prompt, sampling params, what the error says)
@@ -62,7 +62,7 @@ BAD = {  # scenario 13: (prompt, sampling params, what the error says)
     "too many stops": ([1], SamplingParams(stop_token_ids=[1, 2, 3, 4], min_tokens=1), "max_stop_ids=4"),
     "stop without tokenizer": ([1], SamplingParams(stop="a"), "stop strings needs a tokenizer"),
     "min above max": ([1], SamplingParams(min_tokens=17), "min_tokens=17"),
-    "two samples": ([1], SamplingParams(n=2), "n=2: only n=1 is built yet"),
+    "too many samples": ([1], SamplingParams(n=257), "n=257 is above max_n=256"),
     "unknown mode": ([1], SamplingParams(logprobs_mode="log"), "logprobs_mode='log'"),  # pyright: ignore
     "seed a string": ([1], SamplingParams(seed="a"), "seed='a'"),  # pyright: ignore[reportArgumentType]
 }

@@ -64,7 +64,7 @@ def kept() -> tuple[LLM, Engine, Runner]:
 
 def assert_nothing_left() -> None:
     llm, running, runner = kept()
-    assert running.sequences == {} and not llm._ready
+    assert running.requests == {} and not llm._ready
     assert running.scheduler.blocks.num_used == 0
     running.scheduler.check_integrity()
     assert runner.params is None and llm._params is None
@@ -354,7 +354,7 @@ def test_scenario_18_another_engine(params: Params, mixed: list[jpaged.RequestOu
         max_num_batched_tokens=7, token_buckets=(8, 16), block_size=3, max_num_seqs=5, num_blocks=14, max_model_len=40
     )
     outputs = generate(params, MIX_PROMPTS, MIX, seed=3, engine_config=other)
-    assert kept()[1].scheduler.num_preemptions > 0
+    assert kept()[1].scheduler.preemptions.total() > 0
     same(outputs, mixed)
     assert_nothing_left()
 

@@ -25,6 +25,7 @@ CONTROLS = (
     ("key_hi", np.uint32), ("key_lo", np.uint32), ("sample_index", np.int32), ("mode", np.int32),
     ("presence", np.float32), ("frequency", np.float32), ("repetition", np.float32),
 )  # fmt: skip
+ON_DEVICE = -1  # in a decode step's tokens: the last one that the row's slot drew
 PAD_TOKEN = np.int32(2**31 - 1)  # in id lists: past any vocabulary, so a scatter drops it
 
 Features = Literal["plain", "full", "prompt"]  # prompt is full and scores the prompt's tokens too
@@ -54,9 +55,11 @@ class Section(NamedTuple):
 def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Section], int]:
     """Where each input lies in the packed int32 buffer of a bucket, and the buffer's length."""
     rows, full = bucket.rows, bucket.features != "plain"
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {"tokens": (bucket.tokens,)}
     if bucket.phase == "prefill":
-        shapes |= {"tokens": (bucket.tokens,), "query_starts": (rows + 1,)}
+        shapes["query_starts"] = (rows + 1,)
+    else:
+        shapes["copies"] = (rows, 2)  # a row writes one block, so it needs one copy at most
     if bucket.features == "prompt":
         shapes["targets"] = (bucket.tokens,)
     shapes |= {"context_lens": (rows,), "slots": (rows,), "samples": (rows,), "controls": (rows, len(CONTROLS))}
@@ -137,7 +140,8 @@ def choose_bucket(plan: "Plan", config: EngineConfig) -> Bucket:
         return Bucket(phase="decode", tokens=rows, rows=rows, blocks=config.max_blocks_per_seq, features=features)
     if any(p.prompt_logprobs is not None for p in params):
         features = "prompt"
-    tokens = _ceil(config.token_buckets, plan.num_tokens)
+    # Forks are rows without a token: as many tokens as rows keep the table of buckets small.
+    tokens = _ceil(config.token_buckets, min(max(plan.num_tokens, len(plan.entries)), config.token_buckets[-1]))
     return Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=config.max_blocks_per_seq, features=features)
 
 
@@ -149,14 +153,23 @@ def bucket_table(config: EngineConfig) -> Iterable[Bucket]:
         for features in ("plain", "full"):
             yield Bucket(phase="decode", tokens=rows, rows=rows, blocks=blocks, features=features)
         for tokens in config.token_buckets:
-            # A row has at least one token: a plan of no more tokens than the next smaller row bucket takes that one.
-            if rows == config.seq_buckets[0] or tokens > config.seq_buckets[config.seq_buckets.index(rows) - 1]:
+            # A plan of no more rows than the next smaller bucket takes that one; one of more has as many tokens.
+            smaller = max((r for r in config.seq_buckets if r < rows), default=0)
+            if tokens > smaller or tokens == config.token_buckets[-1]:
                 for features in ("plain", "full", "prompt"):
                     yield Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=blocks, features=features)
 
 
+def padded_blocks(count: int) -> int:
+    """How many blocks a move between pool and host is compiled for, and takes on the host."""
+    return 1 << (count - 1).bit_length()
+
+
 def pack(plan: "Plan", config: EngineConfig) -> Batch:
-    """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and no slot."""
+    """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and no slot.
+
+    A pair of `copies` whose blocks are the same ends the list.
+    """
     bucket = choose_bucket(plan, config)
     sections, size = input_sections(bucket, config)
     packed = np.zeros(size, np.int32)
@@ -174,6 +187,10 @@ def pack(plan: "Plan", config: EngineConfig) -> Batch:
     view["samples"][:rows] = [e.samples for e in plan.entries]
     if plan.phase == "prefill":
         _pack_tokens(view, plan)
+    else:  # a token that is still in flight is known to the device alone
+        known = (e.seq.token_ids[e.start] if e.start < len(e.seq.token_ids) else ON_DEVICE for e in plan.entries)
+        view["tokens"][:rows] = list(known)
+        view["copies"][: len(plan.copies)] = plan.copies or np.zeros((0, 2), np.int32)
     if bucket.features != "plain":
         view["bias_ids"][:] = view["ban_ids"][:] = PAD_TOKEN
         for row, entry in enumerate(plan.entries):
@@ -210,7 +227,7 @@ def _pack_controls(seq: Sequence) -> np.ndarray:
     """A row of CONTROLS, kept in the sequence."""
     p: SamplingParams = seq.params
     values = (
-        p.temperature, p.top_p, p.min_p, min(max(p.top_k, 0), PAD_TOKEN), seq.key[0], seq.key[1], 0,
+        p.temperature, p.top_p, p.min_p, min(max(p.top_k, 0), PAD_TOKEN), seq.key[0], seq.key[1], seq.index,
         LOGPROBS_MODES.index(p.logprobs_mode), p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
     )  # fmt: skip
     columns = [np.asarray(v, dtype).view(np.int32) for (_, dtype), v in zip(CONTROLS, values, strict=True)]

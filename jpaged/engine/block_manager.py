@@ -1,7 +1,8 @@
 """BlockManager: which KV block holds which tokens, and who owns it. Every operation is O(1) a block.
 
 A block's life: open (being written, not findable) -> closed (full, hashed, immutable, shareable) -> free but still
-hashed (its content may be revived) -> reallocated (its hash entry goes first).
+hashed (its content may be revived) -> reallocated (its hash entry goes first). A fork shares open blocks too: whoever
+writes one that has other owners copies it first.
 """
 
 from array import array
@@ -40,7 +41,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # least recently freed first
+        # Next to be reused first: blocks that nothing can find, then cached ones, the least recently freed first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._copies: list[tuple[int, int]] = []  # (source, target) blocks, to be copied before the next step writes
         self._by_hash: dict[int, int] = {}  # chain hash -> block that holds it
         self._next_uid = 1
 
@@ -98,6 +101,40 @@ class BlockManager:
         while len(seq.block_table) * self.block_size < num_tokens:
             seq.block_table.append(self._take())
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Share all of a sequence's blocks, the open one too, with one that holds the same tokens and no blocks."""
+        assert not child.block_table, f"{child!r} already holds blocks"
+        for block_id in parent.block_table:
+            self.blocks[block_id].ref_count += 1
+        child.block_table = parent.block_table[:]
+        child.num_closed = parent.num_closed
+        child.hashes = list(parent.hashes)
+
+    def is_writable(self, seq: Sequence, position: int) -> bool:
+        """Whether the block of a position is there and no other sequence's too."""
+        i = position // self.block_size
+        return i < len(seq.block_table) and self.blocks[seq.block_table[i]].ref_count == 1
+
+    def make_writable(self, seq: Sequence, position: int) -> None:
+        """Give a sequence the block that it writes next: a fresh one, or its own copy of a shared one.
+
+        Takes one free block; the caller has checked num_free. Closed blocks are never copied: they are never written.
+        """
+        i, target = position // self.block_size, self._take()
+        if i == len(seq.block_table):
+            seq.block_table.append(target)
+            return
+        source = self.blocks[seq.block_table[i]]
+        assert source.ref_count > 1 and source.hash is None, f"block {source.id} of {seq!r} needs no copy"
+        source.ref_count -= 1
+        seq.block_table[i] = target
+        self._copies.append((source.id, target))
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """The (source, target) pairs since the last call, in the order in which they must be copied."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
     def close(self, seq: Sequence, num_written: int) -> None:
         """Hash the blocks that lie whole within the first `num_written` tokens, whose KV a dispatch has written."""
         full = num_written // self.block_size
@@ -127,6 +164,8 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free[block_id] = None
+                if block.hash is None or self._by_hash.get(block.hash) != block_id:  # of no use to anybody
+                    self._free.move_to_end(block_id, last=False)
         seq.block_table = array("i")
         seq.num_closed = 0
 
@@ -136,16 +175,30 @@ class BlockManager:
         for block in self.blocks:
             block.open(STALE if block.ref_count else 0)
 
+    def in_use(self) -> list[int]:
+        """Ids of the blocks that somebody owns."""
+        return [block.id for block in self.blocks if block.ref_count]
+
+    def forget_free(self) -> None:
+        """Forget the hashes of blocks that nobody owns."""
+        for block_id in self._free:
+            self._forget(self.blocks[block_id])
+
     def check_integrity(self, owners: Iterable[Sequence]) -> None:
-        """Assert that reference counts equal the tables, free and used make all, and every hash entry is true."""
+        """Assert that reference counts equal the tables, free and used make all, and every hash entry is true.
+
+        Owners of one block have it at the same place of their tables, over the same tokens.
+        """
         counts = [0] * len(self.blocks)
+        contents: dict[int, tuple[int, bytes]] = {}
         for seq in owners:
             assert len(set(seq.block_table)) == len(seq.block_table), f"{seq!r} holds a block twice"
             parent = 0
             for i, block_id in enumerate(seq.block_table):
                 counts[block_id] += 1
                 block = self.blocks[block_id]
-                assert block.ref_count == 1 or i < seq.num_closed, f"open block {block_id} has {block.ref_count} owners"
+                written = self._token_bytes(seq, i, seq.num_dispatched)
+                assert contents.setdefault(block_id, (i, written)) == (i, written), f"block {block_id} holds two things"
                 is_closed = block.hash is not None or block.uid == STALE
                 assert is_closed or i >= seq.num_closed, f"block {block_id} of {seq!r} should be closed"
                 if block.hash is not None:
@@ -170,11 +223,15 @@ class BlockManager:
     def _take(self) -> int:
         block_id, _ = self._free.popitem(last=False)
         block = self.blocks[block_id]
-        if block.hash is not None and self._by_hash.get(block.hash) == block_id:
-            del self._by_hash[block.hash]
-        block.open(0)
+        self._forget(block)
         block.ref_count = 1
         return block_id
+
+    def _forget(self, block: Block) -> None:
+        """Let no search find a block again."""
+        if block.hash is not None and self._by_hash.get(block.hash) == block.id:
+            del self._by_hash[block.hash]
+        block.open(0)
 
     def _lookup(self, key: int, token_ids: bytes, parent: int) -> Block | None:
         block_id = self._by_hash.get(key)
@@ -183,9 +240,12 @@ class BlockManager:
         block = self.blocks[block_id]
         return block if block.token_ids == token_ids and block.parent == parent else None
 
-    def _token_bytes(self, seq: Sequence, i: int) -> bytes:
+    def _token_bytes(self, seq: Sequence, i: int, end: int | None = None) -> bytes:
+        """The tokens of a sequence's block, up to position `end`; the first block's come after its salt."""
         start = i * self.block_size
-        return array("i", seq.token_ids[start : start + self.block_size]).tobytes()
+        past = start + self.block_size if end is None else min(start + self.block_size, end)
+        tokens = array("i", seq.token_ids[start:past]).tobytes()
+        return tokens if i else seq.salt + tokens
 
     def _chain_hash(self, seq: Sequence, i: int) -> int:
         """The hash of a sequence's first i + 1 blocks; kept in the sequence."""

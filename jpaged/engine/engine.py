@@ -1,21 +1,28 @@
 """The loop: schedule, dispatch, commit. The runner is handed in, so a mock model can stand in for the device."""
 
 import contextlib
+import copy
+import dataclasses
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.batch import Batch, StepResult, pack
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.scheduler import Plan, Scheduler
-from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.sequence import Request, Status, Swapped
 from jpaged.errors import RequestError
 
 
 class Runner(Protocol):
     """What the engine needs of the device."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the pool in all layers."""
+        ...
 
     def dispatch(self, batch: Batch, num_rows: int) -> Any:
         """Start a step and return a handle at once."""
@@ -25,9 +32,27 @@ class Runner(Protocol):
         """Wait for a step and read its results."""
         ...
 
+    def read_blocks(self, block_ids: list[int]) -> Any:
+        """Copy blocks of the pool to the host, as they are after the steps dispatched so far."""
+        ...
+
+    def write_blocks(self, data: Any, block_ids: list[int]) -> None:
+        """Put what read_blocks gave into these blocks, before the next step; -1 leaves a block out."""
+        ...
+
     def recover(self) -> None:
         """Make the device state usable again after an exception, wherever it fell."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """An engine's requests, queues and tables, and the content of the blocks in use."""
+
+    requests: dict[str, Request]
+    scheduler: Scheduler
+    block_ids: list[int]
+    blocks: Any
 
 
 class Engine:
@@ -41,37 +66,39 @@ class Engine:
         self.config = config
         self.runner = runner
         self.depth = depth
-        self.sequences: dict[str, Sequence] = {}  # every unfinished request, in order of arrival
+        self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._in_flight: deque[tuple[Plan, Any, float]] = deque()
         self._is_broken = False
-        self.scheduler = self._new_scheduler()
         self.stats = Stats()
+        self.scheduler = self._new_scheduler()
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; its request_id must not be in use."""
-        if seq.request_id in self.sequences:
-            raise RequestError(f"request_id {seq.request_id!r} is in use by an unfinished request")
+    def add(self, request: Request) -> None:
+        """Queue a request; its request_id must not be in use."""
+        if request.request_id in self.requests:
+            raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
         with self._consistent():
-            self.sequences[seq.request_id] = seq
-            self.scheduler.add(seq)
-        self.stats.prompt_tokens += seq.prompt_len
+            self.requests[request.request_id] = request
+            for seq in request.sequences:
+                self.scheduler.add(seq)
+        self.stats.prompt_tokens += request.sequences[0].prompt_len
 
-    def abort(self, request_id: str) -> Sequence | None:
+    def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, or None when there is none of that id."""
-        seq = self.sequences.get(request_id)
-        if seq is not None:
+        request = self.requests.get(request_id)
+        if request is not None:
             with self._consistent():
-                if seq.status is not Status.FINISHED:  # as one that ended in a step which then failed
-                    self.scheduler.finish(seq, "abort")
-                self.scheduler.finished.remove(seq)
-                self._forget(seq)
-        return seq
+                for seq in request.sequences:
+                    if seq.status is not Status.FINISHED:  # as one that ended in a step which then failed
+                        self.scheduler.finish(seq, "abort")
+                self.scheduler.finished = [seq for seq in self.scheduler.finished if seq.request is not request]
+                self._forget(request)
+        return request
 
     def has_unfinished(self) -> bool:
-        return bool(self.sequences)
+        return bool(self.requests)
 
-    def step(self) -> list[Sequence]:
-        """Dispatch the next step, commit the oldest in flight, return the sequences that ended. Idle: [] at once.
+    def step(self) -> list[Request]:
+        """Dispatch the next step, commit the oldest in flight, return the requests that ended. Idle: [] at once.
 
         Any exception leaves the engine consistent: what was running is queued again and recomputed.
         """
@@ -80,30 +107,32 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan is not None:
                 batch = pack(plan, self.config)
-                self.stats.count(plan, batch)
+                self.stats.count(plan, batch, self.scheduler.blocks.num_used)
+                self._move_out(plan.swap_outs)
+                for swapped, block_ids in plan.swap_ins:
+                    self.runner.write_blocks(swapped.data, block_ids)
+                    self.stats.swap_in_bytes += len(block_ids) * self.runner.block_bytes
                 handle = self.runner.dispatch(batch, len(plan.entries))
                 self._in_flight.append((plan, handle, started))
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-            finished = self.scheduler.take_finished()
-            for seq in finished:
-                self._forget(seq)
-        return finished
+            ended = {seq.request: None for seq in self.scheduler.take_finished() if seq.request.is_finished}
+            for request in ended:
+                self._forget(request)
+        return list(ended)
 
     def recover(self) -> None:
         """Start over from the unfinished sequences: a fresh block manager, nothing cached, nothing in flight."""
         self._is_broken = True
         self._in_flight.clear()
         self.runner.recover()
-        preemptions = self.scheduler.num_preemptions
         self.scheduler = self._new_scheduler()
-        self.scheduler.num_preemptions = preemptions
-        for seq in self.sequences.values():
-            if seq.status is Status.FINISHED:
-                self.scheduler.finished.append(seq)
+        for request in self.requests.values():
+            if request.is_finished:
+                self.scheduler.finished.append(request.sequences[0])
             else:
-                seq.restart()
-                self.scheduler.add(seq)
+                for seq in request.restart():
+                    self.scheduler.add(seq)
         self._is_broken = False
 
     @contextlib.contextmanager
@@ -117,8 +146,57 @@ class Engine:
             self.recover()
             raise
 
+    def snapshot(self) -> EngineState:
+        """What is queued and running, as a value; steps in flight are waited for first."""
+        with self._consistent():
+            while self._in_flight:
+                self._commit_oldest(time.perf_counter())
+            self._move_out(self.scheduler.take_swap_outs())
+            block_ids = self.scheduler.blocks.in_use()
+            blocks = self.runner.read_blocks(block_ids)
+            requests, scheduler = copy.deepcopy((self.requests, self.scheduler))
+        scheduler.blocks.forget_free()  # their content is not kept
+        return EngineState(requests=requests, scheduler=scheduler, block_ids=block_ids, blocks=blocks)
+
+    def restore(self, state: EngineState) -> None:
+        """Go back to a snapshot of this engine; whatever was added since is gone. A snapshot can be restored again."""
+        with self._consistent():
+            self._in_flight.clear()
+            self.requests, self.scheduler = copy.deepcopy((state.requests, state.scheduler))
+            self.scheduler.preemptions = self.stats.preemptions
+            for seq in self.scheduler.running:
+                seq.is_new = True
+            self.runner.write_blocks(state.blocks, state.block_ids)
+
     def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, and what the host keeps of preempted sequences."""
+        for request in self.requests.values():
+            for seq in request.sequences:
+                self.scheduler.drop_swapped(seq)
         self.scheduler.blocks.reset()
+
+    def report(self) -> dict[str, Any]:
+        """The totals of Stats, what follows from them, and the blocks in use now."""
+        stats, blocks, preemptions = self.stats, self.scheduler.blocks, self.stats.preemptions
+        computed = stats.prefill_tokens + stats.decode_tokens
+        return {
+            **vars(stats),
+            "steps": stats.prefill_steps + stats.decode_steps,
+            "padding_waste": 1 - computed / stats.padded_tokens if stats.padded_tokens else 0.0,
+            "prefix_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+            "preemptions": preemptions.total(),
+            "preemptions_swapped": preemptions["swapped"],
+            "preemptions_recomputed": preemptions["recomputed"],
+            "blocks_in_use": blocks.num_used,
+            "num_blocks": blocks.num_blocks,
+            "host_blocks_in_use": self.scheduler.host_blocks - self.scheduler.free_host_blocks,
+            "host_blocks": self.scheduler.host_blocks,
+        }
+
+    def _move_out(self, swap_outs: Iterable[tuple[Swapped, list[int]]]) -> None:
+        for swapped, block_ids in swap_outs:
+            swapped.data = self.runner.read_blocks(block_ids)
+            self.stats.swap_out_bytes += len(block_ids) * self.runner.block_bytes
 
     def _commit_oldest(self, started: float) -> None:
         plan, handle, dispatched = self._in_flight.popleft()
@@ -134,37 +212,42 @@ class Engine:
         else:
             self.stats.decode_time_s += done - dispatched
 
-    def _forget(self, seq: Sequence) -> None:
-        del self.sequences[seq.request_id]
-        self.stats.cached_tokens += seq.num_cached
-        self.stats.generated_tokens += seq.num_generated
+    def _forget(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self.stats.cached_tokens += request.sequences[0].num_cached
+        self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
     def _new_scheduler(self) -> Scheduler:
-        assert self.config.num_blocks is not None, "the engine's config is not resolved"
-        blocks = BlockManager(
-            self.config.num_blocks, self.config.block_size, enable_prefix_caching=self.config.enable_prefix_caching
-        )
+        config = self.config
+        assert config.num_blocks is not None, "the engine's config is not resolved"
         return Scheduler(
-            blocks,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            host_blocks=int(config.swap_space_gib * 2**30) // self.runner.block_bytes,
+            swap_min_tokens=config.swap_min_tokens,
+            preemptions=self.stats.preemptions,
         )
 
 
 class Stats:
-    """Running totals of one engine. Times in seconds; tokens and steps are counts.
+    """Running totals of one engine. Times in seconds; tokens, steps and preemptions are counts.
 
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for results.
-    padded_tokens: rows of tokens computed, padding included.
+    padded_tokens: rows of tokens computed, padding included. preemptions: by kind, "swapped" or "recomputed".
     """
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
         self.prefill_steps = self.decode_steps = self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
+        self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
+        self.preemptions: Counter[str] = Counter()
 
-    def count(self, plan: Plan, batch: Batch) -> None:
+    def count(self, plan: Plan, batch: Batch, blocks_in_use: int) -> None:
+        self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
         self.padded_tokens += batch.bucket.tokens
+        self.copied_blocks += len(plan.copies)
         if plan.phase == "prefill":
             self.prefill_steps += 1
             self.prefill_tokens += plan.num_tokens

@@ -64,8 +64,8 @@ class SamplingParams:
     def validate(self, config: EngineConfig, vocab_size: int) -> None:
         """Raise RequestError naming the first value that cannot work."""
         _whole("n", self.n, 1)
-        if self.n != 1:
-            raise RequestError(f"n={self.n}: only n=1 is built yet; repeat the prompt instead")
+        if self.n > config.max_n:
+            raise RequestError(f"n={self.n} is above max_n={config.max_n} of EngineConfig")
         _real("temperature", self.temperature, 0.0)
         _real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:

@@ -1,12 +1,13 @@
 """Scheduler: which sequences run in the next step. Works on Sequences and block counts; never touches a tensor."""
 
 import dataclasses
-from collections import OrderedDict
-from typing import Literal, NamedTuple
+from collections import Counter, OrderedDict
+from typing import Any, Literal, NamedTuple
 
-from jpaged.engine.batch import StepResult
+from jpaged.engine.batch import StepResult, padded_blocks
+from jpaged.engine.beam import BeamSearch
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.sequence import Sequence, Status, Swapped
 from jpaged.errors import CapacityError
 
 MAX_PREFILL_STREAK = 4  # prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens
@@ -15,7 +16,8 @@ MAX_PREFILL_STREAK = 4  # prefill steps in a row while rows wait to decode: boun
 class PlanEntry(NamedTuple):
     """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
 
-    samples: the step draws the token after them. first: the row's slot was just taken (its device state is another's).
+    No tokens at all make a fork: it draws from what the row before it has computed. samples: the step draws the token
+    after them. first: the row's slot was just taken (its device state is another's).
     epoch: the sequence's epoch when planned; a later one means that it was preempted meanwhile.
     """
 
@@ -33,10 +35,17 @@ class PlanEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One dispatch: chunks of prompts (prefill) or one token for each row (decode)."""
+    """One dispatch: chunks of prompts (prefill) or one token for each row (decode).
+
+    Before it, in this order: `swap_outs` are copied from the pool to the host, `swap_ins` come back into other blocks
+    (-1: not needed, the cache has it), and `copies` (source, target) are made within the pool.
+    """
 
     phase: Literal["prefill", "decode"]
     entries: tuple[PlanEntry, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    swap_outs: tuple[tuple[Swapped, list[int]], ...] = ()
+    swap_ins: tuple[tuple[Swapped, list[int]], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -46,19 +55,34 @@ class Plan:
 class Scheduler:
     """Two queues, waiting and running, over one BlockManager.
 
-    max_num_seqs: device slots, so rows that run at once. max_num_batched_tokens: prefill tokens a step.
+    max_num_seqs: device slots, so rows that run at once. max_num_batched_tokens: prefill tokens a step. host_blocks:
+    how many blocks of preempted sequences the host may keep; swap_min_tokens: fewer tokens are computed again instead.
+    preemptions: counts them as "swapped" and "recomputed".
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        host_blocks: int = 0,
+        swap_min_tokens: int = 0,
+        preemptions: Counter[str] | None = None,
+    ):
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.host_blocks = self.free_host_blocks = host_blocks
+        self.swap_min_tokens = swap_min_tokens
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an ordered set, next to be admitted first
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.finished: list[Sequence] = []  # since the engine last took them
-        self.num_preemptions = 0
+        self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._streak = 0
+        self._swap_outs: list[tuple[Swapped, list[int]]] = []  # since the last plan, as are the next
+        self._swap_ins: list[tuple[Swapped, list[int]]] = []
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -69,21 +93,35 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, with its blocks allocated, or None when nothing can be dispatched before the next commit."""
         decodable = any(seq.can_decode for seq in self.running)
-        plan = None
+        entries, phase = [], "prefill"
         if not decodable or self._streak < MAX_PREFILL_STREAK:
-            plan = self._plan_prefill()
-        if plan is None and decodable:
-            plan = self._plan_decode()
-        if plan is None and self._streak >= MAX_PREFILL_STREAK:
-            plan = self._plan_prefill()
-        self._streak = self._streak + 1 if plan is not None and plan.phase == "prefill" else 0
-        return plan
+            entries = self._plan_prefill()
+        if not entries and decodable:
+            entries, phase = self._plan_decode(), "decode"
+        if not entries and self._streak >= MAX_PREFILL_STREAK:
+            entries, phase = self._plan_prefill(), "prefill"
+        while not entries and self.running and not any(seq.in_flight for seq in self.running):
+            # Only beams are left, which wait for others of their search, which wait for blocks.
+            self.preempt(next(reversed(self.running)))
+            entries, phase = self._plan_prefill(), "prefill"
+        if not entries:
+            return None
+        self._streak = self._streak + 1 if phase == "prefill" else 0
+        ins, self._swap_ins = tuple(self._swap_ins), []
+        return Plan(
+            phase="prefill" if phase == "prefill" else "decode",
+            entries=tuple(entries),
+            copies=self.blocks.take_copies(),
+            swap_outs=self.take_swap_outs(),
+            swap_ins=ins,
+        )
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a dispatch computed: append tokens, hash full blocks, end the sequences that stop.
 
         Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted nor hashed.
         """
+        searches: dict[BeamSearch, None] = {}
         for row, entry in enumerate(plan.entries):
             seq = entry.seq
             seq.in_flight -= 1
@@ -95,10 +133,19 @@ class Scheduler:
                     self.blocks.close(seq, entry.end)
             if plan.phase == "prefill" and seq.params.prompt_logprobs is not None:
                 _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
-            if entry.samples:
+            if not entry.samples:
+                if seq.score_only and entry.end == seq.prompt_len:
+                    self.finish(seq, "length")
+            elif seq.is_beam:
+                search = seq.request
+                assert isinstance(search, BeamSearch)
+                seq.candidates = result.top(row, search.num_candidates)[1:]
+                searches[search] = None
+            else:
                 self._append(seq, row, result)
-            elif seq.score_only and entry.end == seq.prompt_len:
-                self.finish(seq, "length")
+        for search in searches:
+            if all(seq.candidates is not None for seq in search.sequences):
+                self._advance(search)
 
     def _append(self, seq: Sequence, row: int, result: StepResult) -> None:
         """Append one sampled token and decide whether the sequence ends with it."""
@@ -118,14 +165,41 @@ class Scheduler:
             self.finish(seq, "length")
         seq.num_committed = len(seq)
 
+    def _advance(self, search: BeamSearch) -> None:
+        """One token further: beams that are left behind go, those that go on in several ways are forked."""
+        step = search.choose()
+        parents = {parent for parent, *_ in step.continued}
+        for seq in search.sequences:
+            if seq not in parents and not step.is_last:
+                self._leave(seq)
+                seq.status = Status.FINISHED
+        beams: list[Sequence] = []  # all forks before any of them gets its token
+        for parent, *_ in step.continued:
+            beams.append(self.fork(parent) if parent in beams else parent)
+        for beam, (_, token, logprob) in zip(beams, step.continued, strict=True):
+            beam.extend(token, logprob)
+            beam.candidates = None
+        search.settle(step, beams)  # from here on a failed step goes back to this
+        for seq in search.sequences:
+            if step.is_last:
+                self.finish(seq, "length")
+            elif seq.status is Status.WAITING:
+                self.waiting[seq] = None
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """A second sequence of the same tokens: running on shared blocks where there is a slot, else waiting."""
+        child = parent.copy()
+        if parent.status is Status.RUNNING and self._slots:
+            self.blocks.fork(parent, child)
+            child.num_dispatched, child.fill = parent.num_dispatched, parent.fill
+            self._run(child)
+        return child
+
     def finish(
         self, seq: Sequence, reason: str, *, stop: int | str | None = None, error: Exception | None = None
     ) -> None:
         """End a sequence from any state; its blocks and slot are free for the next dispatch."""
-        if seq.status is Status.WAITING:
-            del self.waiting[seq]
-        elif seq.status is Status.RUNNING:
-            self._release(seq)
+        self._leave(seq)
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
         seq.status = Status.FINISHED  # last: an interrupt before it undoes the end, one after it does not
         self.finished.append(seq)
@@ -135,92 +209,162 @@ class Scheduler:
         return finished
 
     def preempt(self, seq: Sequence) -> None:
-        """Give up a running sequence's blocks; its tokens are prefilled again when it is next admitted."""
+        """Give up a running sequence's blocks; when next admitted its KV comes back from the host or is recomputed."""
+        written = seq.block_table[: self.blocks.blocks_for(seq.num_dispatched)].tolist()
+        num_blocks = padded_blocks(len(written)) if written else 0
+        if 0 < num_blocks <= self.free_host_blocks and seq.num_dispatched >= self.swap_min_tokens:
+            self.free_host_blocks -= num_blocks
+            seq.swapped = Swapped(seq.num_dispatched, num_blocks)
+            self._swap_outs.append((seq.swapped, written))
+        self.preemptions["recomputed" if seq.swapped is None else "swapped"] += 1
         self._release(seq)
         seq.status = Status.WAITING
         seq.num_dispatched = seq.fill = seq.pending = 0
         seq.epoch += 1
-        self.num_preemptions += 1
-        self.waiting[seq] = None
-        self.waiting.move_to_end(seq, last=False)
+        if seq.candidates is None:  # a beam that has them waits for its search, not for blocks
+            self.waiting[seq] = None
+            self.waiting.move_to_end(seq, last=False)
 
-    def check_integrity(self) -> None:
-        """Assert the block manager's invariants and that slots and queues agree."""
+    def take_swap_outs(self) -> tuple[tuple[Swapped, list[int]], ...]:
+        """What must leave the pool before the next step."""
+        outs, self._swap_outs = tuple(self._swap_outs), []
+        return outs
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Forget what the host keeps of a sequence."""
+        if seq.swapped is not None:
+            self.free_host_blocks += seq.swapped.num_blocks
+            seq.swapped = None
+
+    def check_integrity(self, plan: Plan | None = None) -> None:
+        """Assert the block manager's invariants, that slots and queues agree, and that a plan writes its own blocks."""
         self.blocks.check_integrity(self.running)
         slots = [seq.slot for seq in self.running]
         assert sorted(slots + self._slots) == list(range(self.max_num_seqs)), "slots leaked or doubled"
         for seq in self.running:
             assert seq.status is Status.RUNNING and seq.num_dispatched <= len(seq.block_table) * self.blocks.block_size
+            assert seq.swapped is None, f"{seq!r} runs and is on the host too"
             if not seq.is_prefilling and not seq.score_only:
-                assert seq.num_dispatched == len(seq) + seq.pending - 1, f"{seq!r}: {seq.num_dispatched} dispatched"
+                drawn = seq.candidates is not None
+                assert seq.num_dispatched == len(seq) + seq.pending - 1 + drawn, f"{seq!r}: {seq.num_dispatched}"
+        held = 0
         for seq in self.waiting:
-            assert seq.status is Status.WAITING and not seq.block_table and seq.slot == -1
+            assert seq.status is Status.WAITING and not seq.block_table and seq.slot == -1 and seq.candidates is None
+            held += seq.swapped.num_blocks if seq.swapped is not None else 0
+        assert held <= self.host_blocks - self.free_host_blocks <= self.host_blocks, "host blocks leaked"
+        entries = plan.entries if plan is not None else ()
+        admitted = {entry.seq: row for row, entry in enumerate(entries) if entry.first}
+        for row, entry in enumerate(entries):
+            # Only rows admitted further down in the plan may read along: they attend after this one has written.
+            others = [seq for seq in self.running if seq is not entry.seq and admitted.get(seq, -1) < row]
+            held = {block_id for seq in others for block_id in seq.block_table}
+            for position in range(entry.start, entry.end):
+                block_id = entry.seq.block_table[position // self.blocks.block_size]
+                assert block_id not in held, f"{entry.seq!r} writes block {block_id}, which is another's too"
 
-    def _plan_prefill(self) -> Plan | None:
+    def _plan_prefill(self) -> list[PlanEntry]:
         budget = self.max_num_batched_tokens
-        entries: list[PlanEntry] = []
+        chunks: list[list[PlanEntry]] = []  # a chunk of a prompt, then the forks that draw after it
+        same: dict[Any, list[PlanEntry]] = {}  # those that end a prompt, by its content
         for seq in self.running:  # at most one is in the middle of its prompt, unless a budget cut two plans
             if budget and seq.is_prefilling:
-                entries.append(self._chunk(seq, budget, first=False))
-                budget -= entries[-1].num_tokens
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
+                chunks.append(self._chunk(seq, budget, same))
+                budget -= chunks[-1][0].num_tokens
+        while self.waiting and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
             if seq.in_flight:  # preempted while a step still holds it: its tokens are not all known yet
                 break
             if self.blocks.blocks_for(len(seq)) > self.blocks.num_blocks:
-                self.finish(seq, "error", error=self._outgrown(seq))
+                self._fail(seq)
                 continue
             # Prompt logprobs need every prompt token computed, so such a request takes no hits.
             matched = [] if seq.params.prompt_logprobs is not None else self.blocks.match(seq)
-            # A block in hand for every row that runs: an admission that forces a preemption at once is wasted work.
-            if self.blocks.cost(seq, matched) + len(self.running) > self.blocks.num_free and self.running:
+            leader = self._leader(seq, len(matched), same)
+            if leader is None and not budget:
                 break
+            # A block in hand for every row that runs: an admission that forces a preemption at once is wasted work.
+            cost = self.blocks.cost(seq, matched) if leader is None else 0
+            if cost + len(self.running) > self.blocks.num_free and self.running:
+                break
+            if leader is not None:
+                leader.append(self._join(seq, leader[0].seq))
+                continue
             self._admit(seq, matched)
-            entries.append(self._chunk(seq, budget, first=True))
-            budget -= entries[-1].num_tokens
-        return Plan(phase="prefill", entries=tuple(entries)) if entries else None
+            chunks.append(self._chunk(seq, budget, same))
+            budget -= chunks[-1][0].num_tokens
+        return [entry for chunk in chunks for entry in chunk]
+
+    def _leader(self, seq: Sequence, num_matched: int, same: dict[Any, list[PlanEntry]]) -> list[PlanEntry] | None:
+        """The chunk of this plan that ends the very same tokens, if a fork of its sequence is what to run.
+
+        A fork computes nothing. It shares the open block too, which is copied when written: samples of one request are
+        always forks; other requests are where the cached blocks leave more than the one token to compute.
+        """
+        leader = same.get(_content(seq)) if same and seq.params.prompt_logprobs is None else None
+        if leader is None or leader[0].seq.request is seq.request:
+            return leader
+        rest = len(seq) - num_matched * self.blocks.block_size
+        return leader if self.blocks.enable_prefix_caching and rest > 1 else None
+
+    def _join(self, seq: Sequence, leader: Sequence) -> PlanEntry:
+        """Admit a fork of a sequence whose last chunk is in this plan."""
+        self.blocks.fork(leader, seq)
+        self.drop_swapped(seq)
+        seq.num_dispatched = seq.fill = len(seq)
+        self._run(seq)
+        return self._dispatched(seq, len(seq), 0, samples=True)
 
     def _admit(self, seq: Sequence, matched: list[int]) -> None:
-        del self.waiting[seq]
         self.blocks.admit(seq, matched)
         seq.num_dispatched = len(matched) * self.blocks.block_size
-        if seq.epoch == 0:
-            seq.num_cached = seq.num_dispatched
+        self._run(seq)
         seq.fill = len(seq)
-        seq.slot = self._slots.pop()
+        if seq.swapped is not None and seq.swapped.num_tokens > seq.num_dispatched:
+            blocks = seq.block_table[len(matched) : self.blocks.blocks_for(seq.swapped.num_tokens)].tolist()
+            self._swap_ins.append((seq.swapped, [-1] * len(matched) + blocks))
+            seq.num_dispatched = seq.swapped.num_tokens
+        self.drop_swapped(seq)
+
+    def _run(self, seq: Sequence) -> None:
+        self.waiting.pop(seq, None)
+        if seq.epoch == 0:
+            seq.num_cached = min(seq.num_dispatched, seq.prompt_len)
+        seq.slot, seq.is_new = self._slots.pop(), True
         seq.status = Status.RUNNING
         self.running[seq] = None
 
-    def _chunk(self, seq: Sequence, budget: int, *, first: bool) -> PlanEntry:
+    def _chunk(self, seq: Sequence, budget: int, same: dict[Any, list[PlanEntry]]) -> list[PlanEntry]:
+        """The next chunk of a prompt, entered in `same` if it is the last."""
         start = seq.num_dispatched
         num_tokens = min(budget, seq.fill - start)
         assert num_tokens > 0 and start + num_tokens <= len(seq), f"{seq!r}: nothing to compute from {start}"
         samples = start + num_tokens == seq.fill and not seq.score_only
         # Hashed now, not at commit: a later dispatch, or a later entry of this plan, may read what this one writes.
         self.blocks.close(seq, start + num_tokens)
-        return self._dispatched(seq, start, num_tokens, samples=samples, first=first)
+        chunk = [self._dispatched(seq, start, num_tokens, samples=samples)]
+        if samples:
+            same[_content(seq)] = chunk
+        return chunk
 
-    def _dispatched(
-        self, seq: Sequence, start: int, num_tokens: int, *, samples: bool, first: bool = False
-    ) -> PlanEntry:
+    def _dispatched(self, seq: Sequence, start: int, num_tokens: int, *, samples: bool) -> PlanEntry:
+        first, seq.is_new = seq.is_new, False
         seq.num_dispatched = start + num_tokens
         seq.pending += samples
         seq.in_flight += 1
         return PlanEntry(seq, start, num_tokens, samples, first, seq.epoch)
 
-    def _plan_decode(self) -> Plan | None:
+    def _plan_decode(self) -> list[PlanEntry]:
         rows: list[Sequence] = []
         for seq in list(self.running):
             if seq.status is Status.RUNNING and seq.can_decode and self._make_room(seq):
                 rows.append(seq)
-        entries = tuple(self._dispatched(seq, seq.num_dispatched, 1, samples=True) for seq in rows)
-        return Plan(phase="decode", entries=entries) if entries else None
+        return [self._dispatched(seq, seq.num_dispatched, 1, samples=True) for seq in rows]
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give a row the block that its next token needs, preempting the youngest rows; False: it must wait or end."""
-        while seq.num_dispatched == len(seq.block_table) * self.blocks.block_size:
+        """Give a row the block that its next token is written to, preempting the youngest rows; False: it must wait."""
+        while not self.blocks.is_writable(seq, seq.num_dispatched):
             if self.blocks.num_free:
-                self.blocks.extend(seq, seq.num_dispatched + 1)
+                self.blocks.make_writable(seq, seq.num_dispatched)
                 break
             victim = next(reversed(self.running))
             if victim is not seq:
@@ -230,9 +374,14 @@ class Scheduler:
                 return False
             else:
                 if not seq.in_flight:  # a step in flight may yet end it
-                    self.finish(seq, "error", error=self._outgrown(seq))
+                    self._fail(seq)
                 return False
         return True
+
+    def _fail(self, seq: Sequence) -> None:
+        error = self._outgrown(seq)
+        for member in seq.request.doomed_with(seq):
+            self.finish(member, "error", error=error)
 
     def _outgrown(self, seq: Sequence) -> CapacityError:
         size = self.blocks.num_blocks * self.blocks.block_size
@@ -241,11 +390,22 @@ class Scheduler:
             f"{self.blocks.block_size} ({size} tokens): raise num_blocks, or lower max_tokens or max_model_len"
         )
 
+    def _leave(self, seq: Sequence) -> None:
+        """Take a sequence out of its queue and whatever it holds from it."""
+        self.waiting.pop(seq, None)
+        self.drop_swapped(seq)
+        if seq.status is Status.RUNNING:
+            self._release(seq)
+
     def _release(self, seq: Sequence) -> None:
         del self.running[seq]
         self.blocks.free(seq)
         self._slots.append(seq.slot)
         seq.slot = -1
+
+
+def _content(seq: Sequence) -> tuple[bytes, tuple[int, ...]]:
+    return seq.salt, tuple(seq.token_ids)
 
 
 def _append_prompt_logprobs(seq: Sequence, entry: PlanEntry, rows: list[list[tuple[int, float, int]]]) -> None:

@@ -1,7 +1,10 @@
-"""Sequence: the one mutable record of a request, from admission to its last token."""
+"""Sequence: the one mutable record of a completion, from admission to its last token; Request: those of one prompt."""
 
+import copy
+import dataclasses
 import enum
 from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jpaged.engine.sampling_params import SamplingParams
@@ -16,19 +19,34 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclasses.dataclass(eq=False)
+class Swapped:
+    """The KV of a preempted sequence's first `num_tokens` tokens, on the host. data: the runner's; None until moved."""
+
+    num_tokens: int
+    num_blocks: int
+    data: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Swapped":
+        return self  # never written again: a snapshot shares it
+
+
 class Sequence:
-    """One prompt and what has been generated for it.
+    """One prompt and one completion of it.
 
     Positions count from 0. Tokens [0, num_dispatched) have their KV written by dispatches that went out; the token at
     position len(token_ids) and beyond is known to the device alone while `pending` samples are in flight. Between steps
     a decoding row has num_dispatched == len(token_ids) + pending - 1.
 
-    request_id, prompt, token_ids[:prompt_len], params, key, stop_ids, text: set by the caller, once.
-    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, num_committed, finish_reason, stop_reason,
-    error: set by commit.
-    status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch: the
-    scheduler's and block manager's.
+    request_id, token_ids[:prompt_len], params, key, index, salt, stop_ids, text: set by the caller, once.
+    request: by Request.
+    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, candidates, num_committed, finish_reason,
+    stop_reason, error: set by commit.
+    status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch, is_new,
+    swapped: the scheduler's and block manager's.
     """
+
+    request: "Request"
 
     def __init__(
         self,
@@ -37,18 +55,20 @@ class Sequence:
         params: SamplingParams,
         *,
         max_model_len: int,
-        prompt: str | None = None,
         key: tuple[int, int] = (0, 0),
+        index: int = 0,
+        salt: str | None = None,
         eos_ids: frozenset[int] = frozenset(),
         text: "TextStream | None" = None,
         score_only: bool = False,
     ):
         self.request_id = request_id
-        self.prompt = prompt
         self.token_ids = list(token_ids)  # prompt, then every committed token
         self.prompt_len = len(token_ids)
         self.params = params
         self.key = key  # threefry key data of the request
+        self.index = index  # which of the request's samples
+        self.salt = b"" if salt is None else salt.encode()  # cached blocks are shared under one salt only
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
         self.stop_ids = frozenset(params.stop_token_ids or ())
         self.text = text
@@ -66,6 +86,10 @@ class Sequence:
         self.pending = 0  # samples dispatched and not committed
         self.in_flight = 0  # dispatches that hold this sequence
         self.epoch = 0  # bumped at preemption: results of an older epoch say nothing of the current blocks
+        self.is_new = False  # took its slot after the last dispatch: the slot's device state is another's
+        self.swapped: Swapped | None = None  # KV kept on the host while it waits
+        self.is_beam = False
+        self.candidates: list[tuple[int, float, int]] | None = None  # of a beam: what it may go on with
         self.logprobs: list[float] = []  # of each generated token
         self.top_logprobs: list[list[tuple[int, float, int]]] = []  # (token, logprob, rank), asked by params.logprobs
         self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]  # position 0 has none
@@ -73,14 +97,14 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
-        self.weight_version = 0
         self.controls: Any = None  # engine.batch's packed row of static controls
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def __repr__(self) -> str:
-        return f"Sequence({self.request_id!r}, {self.status.value}, {self.prompt_len}+{self.num_generated} tokens)"
+        name = f"{self.request_id!r}[{self.index}]"
+        return f"Sequence({name}, {self.status.value}, {self.prompt_len}+{self.num_generated} tokens)"
 
     @property
     def num_generated(self) -> int:
@@ -94,7 +118,25 @@ class Sequence:
     @property
     def can_decode(self) -> bool:
         """Whether one more token may be dispatched: prefill is out, and those in flight do not reach the end."""
+        if self.is_beam and (self.pending or self.candidates is not None):  # it waits for the others
+            return False
         return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
+
+    def extend(self, token: int, logprob: float) -> "Sequence":
+        """Append one token."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.num_committed = len(self.token_ids)
+        return self
+
+    def copy(self) -> "Sequence":
+        """A waiting sequence of the same tokens."""
+        twin = copy.copy(self)
+        for name in ("token_ids", "logprobs", "top_logprobs", "prompt_logprobs"):
+            setattr(twin, name, list(getattr(self, name)))
+        twin.text = copy.deepcopy(self.text)
+        twin.restart()
+        return twin
 
     def restart(self) -> None:
         """Back to waiting with nothing computed, after a failed step; tokens that were fully committed are kept."""
@@ -111,4 +153,48 @@ class Sequence:
         self.block_table = array("i")
         self.hashes = []
         self.num_closed = self.num_dispatched = self.fill = self.pending = self.in_flight = 0
+        self.swapped = self.candidates = None
         self.epoch += 1
+
+
+class Request:
+    """What one caller asked for: the samples of one prompt, in order. weight_version: set when the engine takes it."""
+
+    def __init__(self, sequences: Iterable[Sequence], *, prompt: str | None = None):
+        self.sequences = list(sequences)
+        self.request_id = self.sequences[0].request_id
+        self.prompt = prompt
+        self.weight_version = 0
+        for seq in self.sequences:
+            seq.request = self
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.status is Status.FINISHED for seq in self.sequences)
+
+    @property
+    def max_sequences(self) -> int:
+        """How many there may be at once."""
+        return len(self.sequences)
+
+    def blocks_needed(self, block_size: int) -> list[int]:
+        """Blocks of each sequence at full length; those of the prompt count once."""
+        first = self.sequences[0]
+        whole, shared = -(-first.end // block_size), first.prompt_len // block_size
+        return [whole, *[whole - shared] * (self.max_sequences - 1)]
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong first, None if nothing did."""
+        return next((seq.error for seq in self.sequences if seq.error is not None), None)
+
+    def doomed_with(self, seq: Sequence) -> list[Sequence]:
+        """The sequences that cannot go on when this one fails."""
+        return [seq]
+
+    def restart(self) -> list[Sequence]:
+        """What is to be computed again after a failed step, as if it had just been added."""
+        unfinished = [seq for seq in self.sequences if seq.status is not Status.FINISHED]
+        for seq in unfinished:
+            seq.restart()
+        return unfinished

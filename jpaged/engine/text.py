@@ -1,5 +1,6 @@
 """Incremental detokenizing and stop strings."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,11 @@ class TextStream:
         self._reach = max(map(len, self._stop), default=1) - 1
         self._sent = 0
         self._clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TextStream":
+        twin = memo[id(self)] = copy.copy(self)  # the tokenizer is shared
+        twin._token_ids = list(self._token_ids)
+        return twin
 
     def _clear(self) -> None:
         self._token_ids: list[int] = []

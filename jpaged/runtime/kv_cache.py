@@ -64,3 +64,40 @@ def zeros(shape: tuple[int, ...], dtype: Any, where: Sharding) -> Array:
     Zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
     """
     return _zeros(shape, jnp.dtype(dtype), where)()
+
+
+def copy_blocks(pool: Array, copies_C2: Array, *, num_layers: int) -> Array:
+    """The pool after each (source, target) pair of blocks in turn, all layers of a block at once, in place.
+
+    A pair whose blocks are the same ends the list: no copies cost nothing.
+    """
+    layers = pool.reshape(num_layers, pool.shape[0] // num_layers, -1)
+
+    def copy(i: Array, layers: Array) -> Array:
+        block = jax.lax.dynamic_slice_in_dim(layers, copies_C2[i, 0], 1, axis=1)
+        # Apart from its write: fused, it would read the pool that it writes, and XLA would copy the whole of it first.
+        block = jax.lax.optimization_barrier(block)
+        return jax.lax.dynamic_update_slice_in_dim(layers, block, copies_C2[i, 1], axis=1)
+
+    count = jnp.sum(jnp.cumprod((copies_C2[:, 0] != copies_C2[:, 1]).astype(jnp.int32)), dtype=jnp.int32)
+    with jax.named_scope("copy_blocks"):
+        return jax.lax.fori_loop(0, count, copy, layers).reshape(pool.shape)
+
+
+def _rows(block_ids_B: Array, num_layers: int, rows: int) -> Array:
+    """Rows of the pool, a block's layers together; past the end, each at its own place, for ids of -1."""
+    step = rows // num_layers
+    row_BL = block_ids_B[:, None] + step * jnp.arange(num_layers, dtype=jnp.int32)[None, :]
+    past_BL = rows + jnp.arange(row_BL.size, dtype=jnp.int32).reshape(row_BL.shape)
+    return jnp.where(block_ids_B[:, None] < 0, past_BL, row_BL).reshape(-1)
+
+
+def read_blocks(pool: Array, block_ids_B: Array, *, num_layers: int) -> Array:
+    """Blocks of the pool, [B*L, P, 2K, D]; whatever is in reach for ids of -1."""
+    return jnp.take(pool, _rows(block_ids_B, num_layers, pool.shape[0]), axis=0, mode="clip")
+
+
+def write_blocks(pool: Array, block_ids_B: Array, blocks: Array, *, num_layers: int) -> Array:
+    """The pool with blocks from read_blocks in these places; none is written for ids of -1."""
+    rows = _rows(block_ids_B, num_layers, pool.shape[0])
+    return pool.at[rows].set(blocks, mode="drop", unique_indices=True)

@@ -1,10 +1,11 @@
 """Runner: the one object that owns arrays: params, pool, device slots, compiled steps. It makes every transfer."""
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,15 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import Batch, Bucket, StepResult, bucket_table, input_sections, unpack_result
+from jpaged.engine.batch import (
+    Batch,
+    Bucket,
+    StepResult,
+    bucket_table,
+    input_sections,
+    padded_blocks,
+    unpack_result,
+)
 from jpaged.errors import ConfigError
 from jpaged.models.layout import param_specs
 from jpaged.runtime import kv_cache
@@ -69,10 +78,18 @@ class Runner:
         self.compile_seconds: dict[Bucket | str, float] = {}
         self._steps: dict[Bucket, Any] = {}
         self._set_counts: Any = None
+        self._moves: dict[tuple[str, int], Any] = {}  # compiled read_blocks and write_blocks, by number of blocks
         self._pool: Array | None = None
         self._last_R: Array | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
         self._sealed = False
+        kinds = {memory.kind for memory in placement.device.addressable_memories()}
+        self._host = self._pool_sharding("pinned_host") if "pinned_host" in kinds else None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the pool in all layers, on all devices together."""
+        return self.layout.block_bytes
 
     def dispatch(self, batch: Batch, num_rows: int) -> Handle:
         """Start a step; the pool is rebound to its result before this returns."""
@@ -91,6 +108,28 @@ class Runner:
         """Wait for a step and read its one output buffer."""
         return unpack_result(self.get(handle.out), handle.bucket, self.config, handle.num_rows)
 
+    def read_blocks(self, block_ids: list[int]) -> Any:
+        """Copy blocks to the host in one transfer, padded to a power of two: into pinned memory where there is any."""
+        if not block_ids:
+            return None
+        self._allocate(full=False)
+        size = padded_blocks(len(block_ids))
+        blocks = self._move("read_blocks", size)(self._pool, self.put(_padded(block_ids, size)))
+        if self._host is None:
+            return self.get(blocks)
+        self.downloads += 1
+        return jax.device_put(blocks, self._host)
+
+    def write_blocks(self, data: Any, block_ids: list[int]) -> None:
+        """Put what read_blocks gave into these blocks, in one transfer; ids of -1 are left out."""
+        if data is None:
+            return
+        self._allocate(full=False)
+        size = padded_blocks(len(block_ids))
+        self.uploads += 1
+        blocks = jax.device_put(data, self._pool_sharding())
+        self._pool = self._move("write_blocks", size)(self._pool, self.put(_padded(block_ids, size)), blocks)
+
     def recover(self) -> None:
         """After an exception: state whose buffers went into a step that never came back is made anew (zeros)."""
         for name in ("_pool", "_last_R", "_counts_RV"):
@@ -101,6 +140,17 @@ class Runner:
     def release(self) -> None:
         """Free the pool and the device slots; executables stay. The next dispatch allocates again."""
         self._pool = self._last_R = self._counts_RV = None
+
+    def report(self) -> dict[str, Any]:
+        """What was compiled and moved so far."""
+        return {
+            "num_compiles": len(self.compile_seconds),
+            "compile_time_s": sum(self.compile_seconds.values()),
+            "buckets": [str(bucket) for bucket in self.compile_seconds],
+            "uploads": self.uploads,
+            "downloads": self.downloads,
+            "block_bytes": self.block_bytes,
+        }
 
     @property
     def holds_pool(self) -> bool:
@@ -132,8 +182,7 @@ class Runner:
         """The lowered (not yet compiled) step of a bucket."""
         axis = self.placement.axis if self.placement.axis_size > 1 else None
         step = make_step(bucket, self.model, self.config, axis)
-        where, pool_spec = self.placement.replicated, kv_cache.spec(axis)
-        pool_where = self.placement.sharding(pool_spec)
+        where, pool_spec, pool_where = self.placement.replicated, kv_cache.spec(axis), self._pool_sharding()
         if axis is not None:  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
             step = jax.shard_map(
                 step,
@@ -159,17 +208,43 @@ class Runner:
         for bucket in bucket_table(self.config) if buckets is None else buckets:
             self.executable(bucket)
         self._counts_step()
+        sizes = {padded_blocks(n) for n in range(1, self.config.max_blocks_per_seq + 1)}
+        for size in sizes if self.config.swap_space_gib else ():
+            self._move("read_blocks", size)
+            self._move("write_blocks", size)
         self._sealed = True
 
     def _allocate(self, *, full: bool) -> None:
         where, slots = self.placement.replicated, self.config.max_num_seqs
         if self._pool is None:
-            pool_where = self.placement.sharding(kv_cache.spec(self.placement.axis))
-            self._pool = kv_cache.zeros(self.layout.shape, self.layout.dtype, pool_where)
+            self._pool = kv_cache.zeros(self.layout.shape, self.layout.dtype, self._pool_sharding())
         if self._last_R is None:
             self._last_R = jax.device_put(np.zeros(slots, np.int32), where)
         if full and self._counts_RV is None:
             self._counts_RV = kv_cache.zeros((slots, self.model.vocab_size), jnp.int32, where)
+
+    def _pool_sharding(self, memory_kind: str | None = None) -> Any:
+        sharding = self.placement.sharding(kv_cache.spec(self.placement.axis))
+        return sharding if memory_kind is None else sharding.with_memory_kind(memory_kind)
+
+    def _move(self, name: Literal["read_blocks", "write_blocks"], size: int) -> Any:
+        """The compiled move of `size` blocks out of the pool or into it."""
+        move = self._moves.get((name, size))
+        if move is None:
+            started = time.perf_counter()
+            where, shape = self._pool_sharding(), self.layout.shape
+            pool = jax.ShapeDtypeStruct(shape, self.layout.dtype, sharding=where)
+            ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self.placement.replicated)
+            blocks = (self.layout.num_layers * size, *shape[1:])
+            arguments = [pool, ids]
+            if name == "write_blocks":
+                arguments.append(jax.ShapeDtypeStruct(blocks, self.layout.dtype, sharding=where))
+            function = functools.partial(getattr(kv_cache, name), num_layers=self.layout.num_layers)
+            donated = 0 if name == "write_blocks" else ()
+            move = jax.jit(function, donate_argnums=donated, out_shardings=where).lower(*arguments).compile()
+            self._moves[name, size] = move
+            self.compile_seconds[f"{name} {size}"] = time.perf_counter() - started
+        return move
 
     def _counts_step(self) -> Any:
         if self._set_counts is None:
@@ -201,3 +276,9 @@ class Runner:
             scalars = [np.int32(v) for v in (slot, max(prompt_len - start, 0), start == 0)]
             where, num_prompt, clear = (self.put(np.asarray(v)) for v in scalars)
             self._counts_RV = step(self._counts_RV, where, self.put(chunk), num_prompt, clear)
+
+
+def _padded(block_ids: list[int], size: int) -> np.ndarray:
+    padded = np.full(size, -1, np.int32)
+    padded[: len(block_ids)] = block_ids
+    return padded

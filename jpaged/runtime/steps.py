@@ -12,6 +12,7 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.batch import CONTROLS, Bucket, input_sections, output_sections
 from jpaged.models.decoder import Decoder, bind
 from jpaged.runtime.attention import PagedCache
+from jpaged.runtime.kv_cache import copy_blocks
 from jpaged.runtime.sampling import Controls, FullControls, Sampled, sample, token_logprobs
 
 COUNTS_CHUNK = 2048  # tokens a call of set_counts: one shape, so one compile
@@ -30,7 +31,8 @@ def make_step(bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_a
         fields = _unpack(packed, bucket, config)
         context_lens_S, slots_S = fields["context_lens"], fields["slots"]
         if bucket.phase == "decode":
-            tokens_T = jnp.take(last_R, slots_S, mode="clip")
+            pool = copy_blocks(pool, fields["copies"], num_layers=model.num_layers)
+            tokens_T = jnp.where(fields["tokens"] < 0, jnp.take(last_R, slots_S, mode="clip"), fields["tokens"])
             row_T, positions_T = jnp.arange(bucket.rows, dtype=jnp.int32), context_lens_S - 1
             query_starts_S1 = jnp.arange(bucket.rows + 1, dtype=jnp.int32)
         else:

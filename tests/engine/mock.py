@@ -13,13 +13,26 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import Batch, Section, StepResult, input_sections, output_sections, unpack_result
+from jpaged.engine.batch import (
+    CONTROLS,
+    ON_DEVICE,
+    Batch,
+    Section,
+    StepResult,
+    input_sections,
+    output_sections,
+    unpack_result,
+)
+from jpaged.engine.beam import BeamSearch, EarlyStopping
 from jpaged.engine.engine import Engine
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.engine.sequence import Sequence
+from jpaged.engine.scheduler import Plan, Scheduler
+from jpaged.engine.sequence import Request, Sequence
 
+SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
 VOCAB = 101
 POISON = -1
 MODEL = ModelConfig(
@@ -39,11 +52,18 @@ def next_kv(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 
 
-def next_token(kv: list[int], banned: Iterable[int] = ()) -> int:
-    token = zlib.crc32(np.array(kv, np.int64).tobytes()) % VOCAB
+def next_token(kv: list[int], banned: Iterable[int] = (), index: int = 0) -> int:
+    """Of sample `index`: each has its own stream."""
+    token = zlib.crc32(np.array([*kv, *[index] * bool(index)], np.int64).tobytes()) % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token
+
+
+def top(kv: list[int], count: int) -> list[tuple[int, float]]:
+    """The likeliest next tokens with their logprobs, in falling order: what a beam may go on with."""
+    digest = zlib.crc32(np.array(kv, np.int64).tobytes())
+    return [((digest + 37 * i) % VOCAB, -((digest >> 8) % 61 + 16 * i * (1 + digest % 3)) / 64) for i in range(count)]
 
 
 def prompt_score(kv: int, target: int) -> float:
@@ -56,7 +76,8 @@ class MockRunner:
     def __init__(self, config: EngineConfig):
         self.config = config
         self.fail: set[tuple[str, int]] = set()
-        self.calls = {"dispatch": 0, "fetch": 0}
+        self.calls: dict[str, int] = dict.fromkeys(("dispatch", "fetch", "read_blocks", "write_blocks"), 0)
+        self.block_bytes = 2**20
         self.dispatched: list[tuple[str, list[tuple[int, int]]]] = []  # (phase, [(start, end) of each row])
         self.recover()
 
@@ -77,20 +98,27 @@ class MockRunner:
         packed = np.full(size, POISON, np.int32)
         out = _views(packed, sections)
         is_decode = batch.bucket.phase == "decode"
+        for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], view.get("copies", ())):
+            P = self.config.block_size
+            self.pool[target * P : (target + 1) * P] = self.pool[source * P : (source + 1) * P]
         spans, drawn = [], {}
         for row, (slot, end) in enumerate(zip(view["slots"][:num_rows], view["context_lens"], strict=False)):
-            first, past = (0, 1) if is_decode else view["query_starts"][row : row + 2]
-            tokens = [self.last[slot]] if is_decode else view["tokens"][first:past].tolist()
-            assert tokens and POISON not in tokens, f"row {row} decodes from a slot without a token"
+            first, past = (row, row + 1) if is_decode else view["query_starts"][row : row + 2]
+            tokens = view["tokens"][first:past].tolist()
+            if is_decode and tokens == [ON_DEVICE]:
+                tokens = [self.last[slot]]
+            assert POISON not in tokens, f"row {row} decodes from a slot without a token"
+            assert tokens or end == view["context_lens"][row - 1], "a fork draws after another prompt"
             kv = self._attend(view["block_table"][row], int(end), tokens)
-            out["tokens"][row] = next_token(kv, view["ban_ids"][row].tolist() if "ban_ids" in view else ())
+            banned = view["ban_ids"][row].tolist() if "ban_ids" in view else ()
+            out["tokens"][row] = next_token(kv, banned, int(view["controls"][row, SAMPLE_INDEX]))
             out["logprobs"].view(np.float32)[row] = -out["tokens"][row] / 8
             if view["samples"][row]:
                 drawn[slot] = int(out["tokens"][row])
             if "ranks" in out:
                 out["ranks"][row] = 1
-                out["top_ids"][row] = np.arange(self.config.max_logprobs)
-                out["top_logprobs"].view(np.float32)[row] = 0.5
+                ids, logprobs = zip(*top(kv, self.config.max_logprobs), strict=True)
+                out["top_ids"][row], out["top_logprobs"].view(np.float32)[row] = ids, logprobs
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, kv[-len(tokens) :], view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
@@ -114,6 +142,18 @@ class MockRunner:
             self.pool[place] = kv[-1]
         return kv
 
+    def read_blocks(self, block_ids: list[int]) -> list[list[int]]:
+        self._may_fail("read_blocks")
+        size = self.config.block_size
+        return [self.pool[b * size : (b + 1) * size] for b in block_ids]
+
+    def write_blocks(self, data: list[list[int]], block_ids: list[int]) -> None:
+        self._may_fail("write_blocks")
+        size = self.config.block_size
+        for block, block_id in zip(data, block_ids, strict=True):
+            if block_id >= 0:
+                self.pool[block_id * size : (block_id + 1) * size] = block
+
     def fetch(self, handle: tuple[Batch, np.ndarray, int]) -> StepResult:
         self._may_fail("fetch")
         batch, packed, num_rows = handle
@@ -135,11 +175,11 @@ def _views(packed: np.ndarray, sections: dict[str, Section]) -> dict[str, np.nda
 
 
 @functools.lru_cache(maxsize=4096)
-def _stream(prompt: tuple[int, ...], count: int, eos: frozenset[int], min_tokens: int) -> list[int]:
+def _stream(prompt: tuple[int, ...], count: int, eos: frozenset[int], min_tokens: int, index: int) -> list[int]:
     kv = list(itertools.accumulate(prompt, next_kv, initial=0))[1:]
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens.append(next_token(kv, eos if len(tokens) < min_tokens else ()))
+        tokens.append(next_token(kv, eos if len(tokens) < min_tokens else (), index))
         if tokens[-1] in eos:
             break
         kv.append(next_kv(kv[-1], tokens[-1]))
@@ -150,7 +190,32 @@ def expected(seq: Sequence) -> list[int]:
     """The tokens that a sequence gets when it is alone with an endless pool."""
     prompt = tuple(seq.token_ids[: seq.prompt_len])
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
-    return _stream(prompt, count, seq.eos_ids | seq.stop_ids, seq.params.min_tokens)
+    return _stream(prompt, count, seq.eos_ids | seq.stop_ids, seq.params.min_tokens, seq.index)
+
+
+def expected_beams(search: BeamSearch) -> list[tuple[list[int], float]]:
+    """The token ids and scores of a search whose beams are lists, each copied in full at every step."""
+    first = search.sequences[0]
+    prompt, eos = first.token_ids[: first.prompt_len], first.eos_ids
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    done: list[tuple[list[int], float]] = []
+    for generated in range(1, search.end - search.prompt_len + 1):
+        at_end, options = generated == search.end - search.prompt_len, []
+        for total, tokens in beams:
+            kv = list(itertools.accumulate([*prompt, *tokens], next_kv, initial=0))[1:]
+            options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in top(kv, search.num_candidates)]
+        options = sorted(options, key=lambda option: -option[0])[: search.num_candidates]
+        ended = [
+            (t, p / generated**search.length_penalty) for p, t in options[: search.width] if at_end or t[-1] in eos
+        ]
+        done = sorted(done + ended, key=lambda d: -d[1])[: search.width]
+        beams = [(p, t) for p, t in options if not at_end and t[-1] not in eos][: search.width]
+        if beams and len(done) == search.width:
+            grows = search.early_stopping == "never" and search.length_penalty > 0
+            reach = search.end - search.prompt_len if grows else generated
+            if search.early_stopping is True or beams[0][0] / reach**search.length_penalty <= done[-1][1]:
+                break
+    return done
 
 
 def generated(seq: Sequence) -> list[int]:
@@ -164,6 +229,22 @@ class Letters:
         return "".join(chr(ord("a") + t % 26) for t in ids)
 
 
+class CheckedScheduler(Scheduler):
+    """Asserts the invariants of every plan as it is made."""
+
+    def schedule(self) -> Plan | None:
+        plan = super().schedule()
+        self.check_integrity(plan)
+        return plan
+
+
+class CheckedEngine(Engine):
+    def _new_scheduler(self) -> Scheduler:
+        scheduler = super()._new_scheduler()
+        scheduler.__class__ = CheckedScheduler
+        return scheduler
+
+
 class Host:
     """An engine over a mock device: small blocks, every step checked, and no more steps than any test needs."""
 
@@ -172,7 +253,7 @@ class Host:
         config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
         self.config = config.resolve(MODEL)
         self.runner = MockRunner(self.config)
-        self.engine = Engine(self.config, self.runner, depth=depth)
+        self.engine = CheckedEngine(self.config, self.runner, depth=depth)
         self._ids = itertools.count()
         self._steps_left = 5000
 
@@ -181,7 +262,9 @@ class Host:
         return self.engine.scheduler.blocks
 
     def sequence(self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any) -> Sequence:
-        own = {k: options.pop(k) for k in ("eos_ids", "text", "score_only", "request_id") if k in options}
+        own = {
+            k: options.pop(k) for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt") if k in options
+        }
         request_id = own.pop("request_id", None) or str(next(self._ids))
         params = SamplingParams(max_tokens=max_tokens, **options)
         assert self.config.max_model_len is not None
@@ -189,14 +272,35 @@ class Host:
 
     def add(self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any) -> Sequence:
         seq = self.sequence(prompt, max_tokens, **options)
-        self.engine.add(seq)
+        self.engine.add(Request([seq]))
         return seq
+
+    def add_samples(self, prompt: Iterable[int], n: int, max_tokens: int | None = 8, **options: Any) -> list[Sequence]:
+        """One request of n samples."""
+        request_id, prompt = str(next(self._ids)), list(prompt)
+        seqs = [self.sequence(prompt, max_tokens, request_id=request_id, index=i, **options) for i in range(n)]
+        self.engine.add(Request(seqs))
+        return seqs
+
+    def add_beams(
+        self, prompt: Iterable[int], width: int, max_tokens: int = 8, length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False, **options: Any,
+    ) -> BeamSearch:  # fmt: skip
+        root = self.sequence(prompt, max_tokens, temperature=0.0, logprobs=1, **options)
+        search = BeamSearch(root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None)
+        self.engine.add(search)
+        return search
 
     def step(self) -> list[Sequence]:
         self._steps_left -= 1
         assert self._steps_left, "the engine hangs"
         ended = self.engine.step()
         self.engine.scheduler.check_integrity()
+        for search in (r for r in ended if isinstance(r, BeamSearch)):
+            if search.error is None and search.sequences[0].finish_reason != "abort":
+                found = [(h.token_ids, h.score) for h in search.results()]
+                assert found == pytest.approx(expected_beams(search)), f"{search!r} has other beams"
+        ended = [seq for request in ended if not isinstance(request, BeamSearch) for seq in request.sequences]
         for seq in ended:
             if seq.error is None and seq.finish_reason != "abort":
                 want = expected(seq)

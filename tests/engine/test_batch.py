@@ -91,7 +91,7 @@ def test_decode():
     batch = pack(plan(*rows, phase="decode"), CONFIG)
     assert batch.bucket == Bucket(phase="decode", tokens=2, rows=2, blocks=10)
     view = fields(batch)
-    assert "tokens" not in view and "query_starts" not in view  # the device has the last tokens
+    assert "query_starts" not in view and view["tokens"].tolist() == [60, 63] and not view["copies"].any()
     assert view["context_lens"].tolist() == [7, 10] and view["slots"].tolist() == [4, 0]
     assert view["samples"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [[5, 6, 0, 0], [5, 6, 7, 0]]
 

@@ -258,6 +258,7 @@ def damage(change: Callable[[BlockManager, Sequence, Sequence], object]) -> tupl
     blocks = BlockManager(8, 2)
     blocks.free(admit(blocks, [50, 51]))
     one, two = admit(blocks, [0, 1, 2, 3, 4]), admit(blocks, [0, 1, 2, 3, 9])
+    one.num_dispatched = two.num_dispatched = 5
     blocks.check_integrity([one, two])
     change(blocks, one, two)
     return blocks, [one, two]
@@ -273,8 +274,9 @@ DAMAGE: dict[str, tuple[Callable[[BlockManager, Sequence, Sequence], object], st
     "used block in the free list": (lambda b, one, _: b._free.update({one.block_table[0]: None}), "both free and used"),
     "free block not in the list": (lambda b, *_: b._free.popitem(), "or neither"),
     "block twice in a table": (lambda b, one, _: one.block_table.__setitem__(1, one.block_table[0]), "a block twice"),
-    "block of another": (lambda b, one, two: two.block_table.__setitem__(2, one.block_table[2]), "1 != 2 owners"),
-    "open block of two": (_set("ref_count", 2, place=2), "open block 3 has 2 owners"),
+    "block of another": (lambda b, one, two: two.block_table.__setitem__(2, one.block_table[2]), "holds two things"),
+    "block in two places": (lambda b, one, two: two.block_table.append(one.block_table[2]), "holds two things"),
+    "owner too many": (_set("ref_count", 2, place=2), "2 != 1 owners"),
     "unowned used block": (lambda b, one, two: b.blocks[7].__setattr__("ref_count", 1), "1 != 0 owners"),
     "entry of an open block": (lambda b, one, _: b._by_hash.update({5: one.block_table[2]}), "stale hash entry 0x5"),
     "entry under a wrong hash": (lambda b, one, _: b._by_hash.update({5: one.block_table[0]}), "stale hash entry 0x5"),

@@ -109,7 +109,7 @@ class HostMachine(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         seq = self.live.pop(which % len(self.live))
         had_ended = seq.status is Status.FINISHED  # in a step that then failed
-        assert self.host.engine.abort(seq.request_id) is seq and (had_ended or seq.finish_reason == "abort")
+        assert self.host.engine.abort(seq.request_id) is seq.request and (had_ended or seq.finish_reason == "abort")
         self.ended.append(seq)
         check_ended(self.host, seq)
 
@@ -133,7 +133,7 @@ class HostMachine(RuleBasedStateMachine):
         if hasattr(self, "host"):
             host = self.host
             host.engine.scheduler.check_integrity()
-            assert list(host.engine.sequences.values()) == self.live
+            assert [r.sequences[0] for r in host.engine.requests.values()] == self.live
             assert len(host.engine._in_flight) <= host.engine.depth
             for _, spans in host.runner.dispatched[-6:]:
                 assert len(spans) <= host.config.max_num_seqs
@@ -319,10 +319,10 @@ def generated_tokens_lost(patch: pytest.MonkeyPatch) -> None:
     """A re-admission prefills the prompt alone."""
     chunk = Scheduler._chunk
 
-    def mutated(self: Scheduler, seq: Sequence, budget: int, *, first: bool) -> PlanEntry:
-        if first:
+    def mutated(self: Scheduler, seq: Sequence, *rest) -> list[PlanEntry]:
+        if seq.is_new:
             seq.fill = max(seq.prompt_len, seq.num_dispatched + 1)
-        return chunk(self, seq, budget, first=first)
+        return chunk(self, seq, *rest)
 
     patch.setattr(Scheduler, "_chunk", mutated)
 

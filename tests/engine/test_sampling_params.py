@@ -59,7 +59,7 @@ def test_good_values(fields: dict[str, Any]):
 BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.01), ("top_p", -1), ("min_p", -0.01), ("min_p", 1.5),
     ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", -1.0),
-    ("n", 0), ("n", 2), ("n", -1), ("top_k", -2), ("seed", 2**64), ("seed", -(2**63) - 1), ("max_tokens", 0),
+    ("n", 0), ("n", 257), ("n", -1), ("top_k", -2), ("seed", 2**64), ("seed", -(2**63) - 1), ("max_tokens", 0),
     ("max_tokens", -5), ("min_tokens", -1), ("logprobs", -1), ("logprobs", 6), ("prompt_logprobs", 6),
     ("logprobs_mode", "cooked"), ("logprobs_mode", None), ("logprobs_mode", ["raw"]),
     ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 3), ("stop", {"a"}), ("stop", [None]), ("stop", b"ab"),

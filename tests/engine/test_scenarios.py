@@ -12,7 +12,7 @@ import pytest
 
 from jpaged.engine import engine
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
-from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.text import TextStream
 from jpaged.errors import CapacityError, RequestError
 from tests.engine.mock import Host, Letters, expected, generated, next_kv, prompt_score
@@ -74,7 +74,7 @@ def test_scenario_04_preempted_while_its_blocks_are_cached(depth: int):
     old, young = host.add(prompt(10), max_tokens=14), host.add(prompt(10, seed=1), max_tokens=20)
     seen = watch_admissions(host.engine.scheduler)
     host.run()
-    assert host.engine.scheduler.num_preemptions > 0
+    assert host.engine.scheduler.preemptions.total() > 0
     readmitted = [entry for entry in seen if entry[0] is young and entry[3] > 0]
     assert readmitted and any(cached > 0 for _, cached, _, _ in readmitted)
     for _, cached, scheduled, generated_before in seen:
@@ -86,11 +86,11 @@ def watch_admissions(scheduler: Scheduler) -> list[tuple[Sequence, int, int, int
     """(sequence, tokens cached, tokens scheduled, tokens generated before) of each admission from now on."""
     seen, plan_chunk = [], scheduler._chunk
 
-    def chunk(seq: Sequence, budget: int, *, first: bool):
-        entry = plan_chunk(seq, budget, first=first)
-        if first:
-            seen.append((seq, entry.start, entry.num_tokens, seq.num_generated))
-        return entry
+    def chunk(seq: Sequence, *rest):
+        planned = plan_chunk(seq, *rest)
+        if planned[0].first:
+            seen.append((seq, planned[0].start, planned[0].num_tokens, seq.num_generated))
+        return planned
 
     scheduler._chunk = chunk  # pyright: ignore[reportAttributeAccessIssue]
     return seen
@@ -208,7 +208,7 @@ def test_scenario_14_block_size_one(depth: int):
     host = Host(depth, block_size=1, num_blocks=24)
     shared = prompt(5)
     seqs = host.generate(*([*shared, i] for i in range(6)), max_tokens=9)
-    assert host.engine.scheduler.num_preemptions > 0 and [seq.num_cached for seq in seqs] == [0, 5, 5, 5, 5, 5]
+    assert host.engine.scheduler.preemptions.total() > 0 and [seq.num_cached for seq in seqs] == [0, 5, 5, 5, 5, 5]
     assert host.generate([*shared, 0])[0].num_cached == 5
 
 
@@ -290,14 +290,14 @@ def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
     try:
         with interrupt_at(line):
             for seq in seqs:
-                host.engine.add(seq)
+                host.engine.add(Request([seq]))
             for _ in range(500):
-                if host.engine.sequences:
+                if host.engine.requests:
                     host.engine.step()
     except KeyboardInterrupt:
         return host, seqs, True
     assert not host.engine.has_unfinished()
-    assert host.engine.scheduler.num_preemptions
+    assert host.engine.scheduler.preemptions.total()
     return host, seqs, False
 
 
@@ -320,7 +320,7 @@ def test_scenario_15_interrupted_on_any_line(depth: int, stride: int):
         host.engine.scheduler.check_integrity()
         assert host.blocks.num_used == 0
         for seq in (again := requests(host)):
-            host.engine.add(seq)
+            host.engine.add(Request([seq]))
         assert len(host.run()) == len(again)
 
 
@@ -331,8 +331,8 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
         host, seqs, hit = interrupted(depth, line)
         host.engine.scheduler.check_integrity()
         for seq in seqs:
-            if seq.request_id not in host.engine.sequences and seq.status is not Status.FINISHED:
-                host.engine.add(seq)
+            if seq.request_id not in host.engine.requests and seq.status is not Status.FINISHED:
+                host.engine.add(Request([seq]))
         host.run()
         for seq in seqs:
             assert seq.status is Status.FINISHED and generated(seq) == expected(seq), line
@@ -363,7 +363,7 @@ def test_scenario_15_interrupted_again_while_recovering(depth: int, owner: str, 
         patch.setattr(target, method, _interrupt)
         host.step()
     for seq in seqs[1:]:
-        assert host.engine.abort(seq.request_id) is seq
+        assert host.engine.abort(seq.request_id) is seq.request
         host.engine.scheduler.check_integrity()
     assert host.run() == [seqs[0]] and generated(seqs[0]) == expected(seqs[0])
     host.generate(prompt(6), prompt(6, seed=1))
@@ -444,7 +444,7 @@ def test_scenario_22_abort_at_any_time(depth: int, steps: int):
     for _ in range(steps):
         host.step()
     for i in (0, 3):
-        assert host.engine.abort(str(i)) is seqs[i] and host.engine.abort(str(i)) is None
+        assert host.engine.abort(str(i)) is seqs[i].request and host.engine.abort(str(i)) is None
         host.engine.scheduler.check_integrity()
         assert seqs[i].finish_reason == "abort" and generated(seqs[i]) == expected(seqs[i])[: seqs[i].num_generated]
     again = host.add(prompt(7), max_tokens=5, request_id="0")

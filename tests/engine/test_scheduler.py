@@ -9,7 +9,7 @@ from jpaged.engine.batch import StepResult
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Plan, Scheduler
-from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.text import TextStream
 from tests.engine.mock import Host, Letters, expected, generated
 
@@ -22,7 +22,7 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
     seq = Sequence(
         f"{first}", list(range(first, first + length)), SamplingParams(max_tokens=max_tokens), max_model_len=4096
     )
-    s.add(seq)
+    s.add(Request([seq]).sequences[0])
     return seq
 
 
@@ -115,7 +115,7 @@ def test_preempts_the_youngest_and_readmits_in_order():
         assert gone == before[len(before) - len(gone) :]  # always from the young end
         preempted += gone
         assert [*s.running, *s.waiting] == [seq for seq in seqs if seq.status is not Status.FINISHED]  # by arrival
-    assert preempted and seqs[0] not in preempted and s.num_preemptions >= len(preempted)
+    assert preempted and seqs[0] not in preempted and s.preemptions.total() >= len(preempted)
     assert [seq.finish_reason for seq in s.take_finished()] == ["length"] * 4
 
 
@@ -123,11 +123,11 @@ def test_the_oldest_is_never_preempted():
     host = Host(num_blocks=6, block_size=2, max_num_seqs=6)
     seqs = [host.add([i, i, i], max_tokens=8) for i in range(8)]
     while host.engine.has_unfinished():
-        oldest = next(iter(host.engine.sequences.values()))
+        oldest = next(iter(host.engine.requests.values())).sequences[0]
         was_running, epoch = oldest.status is Status.RUNNING, oldest.epoch
         host.step()
         assert not was_running or oldest.epoch == epoch
-    assert host.engine.scheduler.num_preemptions and all(seq.error is None for seq in seqs)
+    assert host.engine.scheduler.preemptions.total() and all(seq.error is None for seq in seqs)
 
 
 def test_work_is_not_thrown_away_again_and_again(depth: int):
@@ -137,7 +137,7 @@ def test_work_is_not_thrown_away_again_and_again(depth: int):
     seqs = [host.add(rng.choices(range(90), k=rng.randrange(4, 12)), rng.randrange(10, 40)) for _ in range(40)]
     host.run()
     tokens = sum(len(seq) for seq in seqs)
-    assert host.engine.scheduler.num_preemptions <= 2 * len(seqs)
+    assert host.engine.scheduler.preemptions.total() <= 2 * len(seqs)
     assert host.runner.computed("prefill") <= 2 * tokens
 
 

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -64,6 +64,30 @@ class Golden:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         return folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamCase:
+    """What transformers' beam search gave for one prompt, float32; lists of int hold token ids."""
+
+    config: str  # one of CONFIGS
+    prompt: list[int]
+    beam_width: int
+    max_tokens: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    eos_token_ids: list[int]  # of this case; the config's own do not count
+    beams: list[list[int]]  # completions, best first, as many as beam_width; one that met an eos ends with it
+    scores: list[float]  # sum of log-probabilities / length ** length_penalty, of each beam
+    gap: float  # least difference of log-probability that any choice on the way hung on
+
+
+def load_beams() -> list[BeamCase]:
+    """Every stored case of beam search; asserts that their models' weights are the same."""
+    stored = json.loads((Path(__file__).parent / "beams.json").read_text())
+    for name, expected in stored["weights_sha256"].items():
+        assert load(name).weights_sha256 == expected, f"run scripts/make_golden.py beams, the weights of {name} changed"
+    return [BeamCase(**case) for case in stored["cases"]]
 
 
 def load(name: str) -> Golden:

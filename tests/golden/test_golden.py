@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from jpaged.config import ModelConfig
 from tests.golden.configs import CONFIGS
-from tests.golden.reference import load
+from tests.golden.reference import BeamCase, load, load_beams
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -39,6 +39,49 @@ def test_configs_cover_the_families() -> None:
     assert any(None in c.sliding_windows and any(c.sliding_windows) for c in configs)
     longest = max(len(prompt.token_ids) for prompt in load("qwen3_g2_d32_tied").prompts)
     assert all(window < longest for c in configs for window in c.sliding_windows if window)
+
+
+def test_beams_are_whole() -> None:
+    for case in load_beams():
+        golden = load(case.config)
+        assert case.prompt in [prompt.token_ids for prompt in golden.prompts]
+        assert case.gap >= 0.003
+        assert len(case.beams) == len(case.scores) == case.beam_width
+        assert case.scores == sorted(case.scores, reverse=True)
+        assert len(set(map(tuple, case.beams))) == case.beam_width
+        for beam, score in zip(case.beams, case.scores, strict=True):
+            ends = [i for i, token in enumerate(beam) if token in case.eos_token_ids]
+            assert ends == [len(beam) - 1] if len(beam) < case.max_tokens else len(beam) == case.max_tokens
+            assert not ends or ends == [len(beam) - 1]
+            assert score < 0 and all(0 <= token < golden.config["vocab_size"] for token in beam)
+
+
+def test_beams_cover_the_settings() -> None:
+    cases = load_beams()
+    assert {case.beam_width for case in cases} == {1, 2, 3, 5}
+    assert {case.length_penalty for case in cases} == {-0.5, 0.0, 1.0, 2.0}
+    assert {str(case.early_stopping) for case in cases} == {"True", "False", "never"}
+    assert {len(case.prompt) for case in cases} == {5, 40}
+    assert {len(case.eos_token_ids) for case in cases} == {1, 2}
+    assert min(case.max_tokens for case in cases) == 8 and max(case.max_tokens for case in cases) == 24
+    assert any(any(ModelConfig.from_hf(CONFIGS[case.config]).sliding_windows) for case in cases)
+    for case in cases:
+        assert len({len(beam) for beam in case.beams}) > 1 or case.beam_width == 1
+    # Beams that the limit ended, next to beams that an eos did.
+    assert any({case.max_tokens} < {len(beam) for beam in case.beams} for case in cases)
+
+
+def test_beams_tell_the_kinds_of_early_stopping_apart() -> None:
+    """In each model there is a search that gives other beams under True, under False and under "never"."""
+    searches: dict[str, list[BeamCase]] = {}
+    for case in load_beams():
+        key = (case.config, case.prompt, case.beam_width, case.max_tokens, case.length_penalty, case.eos_token_ids)
+        searches.setdefault(json.dumps(key), []).append(case)
+    apart = set()
+    for same in searches.values():
+        if len({json.dumps(case.beams) for case in same}) == len({str(case.early_stopping) for case in same}) == 3:
+            apart.add(same[0].config)
+    assert apart == {case.config for case in load_beams()}
 
 
 @pytest.mark.parametrize(("dtype", "shards"), [("float32", 1), ("bfloat16", 3), ("float16", 2)])

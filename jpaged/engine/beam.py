@@ -1,0 +1,123 @@
+"""BeamSearch: the `width` likeliest completions of a prompt, kept by score; the rules are transformers'."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jpaged.engine.sequence import Request, Sequence
+
+EarlyStopping = bool | Literal["never"]
+
+
+class Hypothesis(NamedTuple):
+    """A completion that has ended. score: the sum of its logprobs / len(token_ids) ** length_penalty."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    score: float
+    finish_reason: Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamStep:
+    """What a search does with one more token: beams that go on as (beam, token, logprob), and all hypotheses so far."""
+
+    continued: list[tuple[Sequence, int, float]]
+    hypotheses: list[Hypothesis]
+    is_last: bool
+
+
+class BeamSearch(Request):
+    """A request whose sequences are beams: all of one length, each step's best continuations of any of them.
+
+    root: the prompt's sequence. early_stopping: True stops at `width` hypotheses; False when no beam's score, taken at
+    its length of now, beats the worst of them; "never" when none can, taken at the greatest length that it may reach.
+    """
+
+    def __init__(
+        self, root: Sequence, width: int, *, length_penalty: float, early_stopping: EarlyStopping, prompt: str | None
+    ):
+        super().__init__([root], prompt=prompt)
+        self.width = width
+        self.length_penalty = length_penalty
+        self.early_stopping: EarlyStopping = early_stopping
+        self.num_candidates = num_candidates(width, len(root.eos_ids))
+        self.prompt_len, self.end = root.prompt_len, root.end
+        root.is_beam = True
+        # The beams, their length and the hypotheses, replaced together: an interrupted step leaves the last ones whole.
+        self._state: tuple[list[Sequence], int, list[Hypothesis], bool] = ([root], len(root), [], False)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._state[3] or super().is_finished
+
+    @property
+    def max_sequences(self) -> int:
+        return self.width
+
+    def choose(self) -> BeamStep:
+        """What the beams' candidates come to: the next beams and hypotheses."""
+        _, length, hypotheses, _ = self._state
+        length += 1
+        generated = length - self.prompt_len
+        divisor = float(generated**self.length_penalty)
+        options = [
+            (total + logprob, beam, token, logprob)
+            for beam in self.sequences
+            for total in (sum(beam.logprobs),)
+            for token, logprob, _ in beam.candidates or ()
+        ]
+        options.sort(key=lambda option: -option[0])
+        continued, ended = [], []
+        for place, (total, beam, token, logprob) in enumerate(options[: self.num_candidates]):
+            at_eos = token in beam.eos_ids
+            if not at_eos and length < self.end:
+                continued.append((total, beam, token, logprob))
+            elif place < self.width:  # the others are there to keep the search wide
+                tokens, logprobs = [*beam.token_ids[self.prompt_len :], token], [*beam.logprobs, logprob]
+                ended.append(Hypothesis(tokens, logprobs, total / divisor, "stop" if at_eos else "length"))
+        continued = continued[: self.width]
+        hypotheses = sorted(hypotheses + ended, key=lambda h: -h.score)[: self.width]
+        is_last = not continued or (
+            len(hypotheses) == self.width
+            and (self.early_stopping is True or self._best_possible(continued[0][0], generated) <= hypotheses[-1].score)
+        )
+        goes_on = [] if is_last else [(beam, token, logprob) for _, beam, token, logprob in continued]
+        return BeamStep(continued=goes_on, hypotheses=hypotheses, is_last=is_last)
+
+    def settle(self, step: BeamStep, beams: list[Sequence]) -> None:
+        """Take a step's beams and hypotheses as what the search has come to."""
+        self._state = (beams, self._state[1] + 1, step.hypotheses, step.is_last)
+        if beams:
+            self.sequences = beams
+
+    def results(self) -> list[Hypothesis]:
+        """The hypotheses, best first; of a search that was cut off its beams as well."""
+        beams, length, hypotheses, is_done = self._state
+        divisor = float(max(length - self.prompt_len, 1) ** self.length_penalty)
+        cut = [
+            Hypothesis(beam.token_ids[self.prompt_len :], list(beam.logprobs), sum(beam.logprobs) / divisor, reason)
+            for beam in beams
+            for reason in ("error" if beam.error is not None else "abort",)
+        ]
+        return sorted(hypotheses + ([] if is_done else cut), key=lambda h: -h.score)[: self.width]
+
+    def doomed_with(self, seq: Sequence) -> list[Sequence]:
+        return list(self.sequences)
+
+    def restart(self) -> list[Sequence]:
+        beams, length, _, is_done = self._state
+        self.sequences = beams or self.sequences
+        for beam in beams:
+            beam.num_committed = length
+            beam.restart()
+        return [] if is_done else beams
+
+    def _best_possible(self, total: float, generated: int) -> float:
+        """The best score that a beam of this sum of logprobs can be hoped to end with."""
+        reach = self.end - self.prompt_len if self.early_stopping == "never" and self.length_penalty > 0 else generated
+        return total / float(reach**self.length_penalty)
+
+
+def num_candidates(width: int, num_eos: int) -> int:
+    """Continuations looked at a step: so many that `width` beams go on even where the best ones all end."""
+    return max(2, 1 + num_eos) * width

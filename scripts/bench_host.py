@@ -1,0 +1,91 @@
+"""Time the host side alone: schedule, pack and commit of decode steps, over a device that answers at once.
+
+    python scripts/bench_host.py [--rows 16 64 256 1024 4096] [--steps 200] [--samples N]
+
+One line a number of running sequences: the median over the steps in microseconds, and schedule + commit by sequence.
+The step's time must grow with the rows and not with what the pool or the queues hold.
+"""
+
+import argparse
+import random
+import statistics
+import time
+
+import numpy as np
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.batch import output_sections, pack, unpack_result
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.sequence import Request, Sequence
+
+MODEL = ModelConfig(
+    family="qwen3",
+    vocab_size=32000,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=4096,
+)
+PROMPT = 120
+
+
+def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
+    """Median microseconds of a decode step's parts, `rows` sequences running."""
+    per_seq = -(-(PROMPT + 3 * steps) // block_size)
+    config = EngineConfig(
+        max_model_len=4096,
+        max_num_seqs=rows,
+        max_num_batched_tokens=8192,
+        block_size=block_size,
+        num_blocks=rows * per_seq + 64,
+    ).resolve(MODEL)
+    assert config.num_blocks is not None
+    blocks = BlockManager(config.num_blocks, block_size)
+    scheduler = Scheduler(blocks, max_num_seqs=rows, max_num_batched_tokens=8192)
+    rng = random.Random(0)
+    for i in range(rows):
+        params = SamplingParams(max_tokens=3 * steps, ignore_eos=True)
+        prompt = [rng.randrange(MODEL.vocab_size) for _ in range(PROMPT)]
+        scheduler.add(Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0])
+    times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}
+    while len(times["commit"]) < steps:
+        marks = [time.perf_counter()]
+        plan = scheduler.schedule()
+        marks.append(time.perf_counter())
+        assert plan is not None
+        batch = pack(plan, config)
+        marks.append(time.perf_counter())
+        out = np.full(output_sections(batch.bucket, config)[1], 7, np.int32)
+        result = unpack_result(out, batch.bucket, config, len(plan.entries))
+        started = time.perf_counter()
+        scheduler.commit(plan, result)
+        ended = time.perf_counter()
+        if plan.phase == "decode":
+            for name, seconds in zip(times, (marks[1] - marks[0], marks[2] - marks[1], ended - started), strict=True):
+                times[name].append(seconds * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--steps", type=int, default=200, help="decode steps measured for each number of rows")
+    parser.add_argument("--block-size", type=int, default=16)
+    args = parser.parse_args()
+    print(f"{'rows':>6} {'schedule':>10} {'pack':>10} {'commit':>10}   schedule + commit")
+    for rows in args.rows:
+        us = measure(rows, args.steps, args.block_size)
+        both = us["schedule"] + us["commit"]
+        print(
+            f"{rows:6d} {us['schedule']:7.0f} us {us['pack']:7.0f} us {us['commit']:7.0f} us"
+            f"   {both / 1e3:7.3f} ms a step, {both / rows:5.2f} us a sequence"
+        )
+
+
+if __name__ == "__main__":
+    main()
