@@ -1,8 +1,8 @@
 """generate and score: functions of (params, prompts) whose engines are kept between calls."""
 
-import logging
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,12 +13,9 @@ from jpaged.config import EngineConfig
 from jpaged.engine.beam import EarlyStopping
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.llm import LLM
-from jpaged.models.params import Params
 from jpaged.outputs import RequestOutput
 from jpaged.prompts import as_key, as_list
 from jpaged.runtime.weights import as_params
-
-log = logging.getLogger("jpaged")
 
 MAX_ENGINES = 2
 _engines: OrderedDict[Any, LLM] = OrderedDict()  # least recently used first
@@ -46,13 +43,8 @@ def generate(
     have finished; "return" puts each error into its own output. New params are new by the identity of their leaves:
     they are served at once, without a compile, and drop the prefix cache.
     """
-    own = as_params(params, config)
-    llm = _engine_for(own, tokenizer, mesh, engine_config)
-    try:
-        llm._bind(own)
+    with _serving(params, config, tokenizer, mesh, engine_config) as llm:
         return llm._generate(as_list(prompts), sampling_params, as_key(seed), on_error, use_tqdm, grow=True)
-    finally:
-        llm._unbind()
 
 
 def beam_search(
@@ -77,14 +69,9 @@ def beam_search(
     of them; "never" when none can. Candidates, order and scores are those of transformers' beam search. Beams share
     their blocks. Rows of beam_width a prompt; 2 * beam_width (more with several EOS ids) is at most max_logprobs.
     """
-    own = as_params(params, config)
-    llm = _engine_for(own, tokenizer, mesh, engine_config)
-    try:
-        llm._bind(own)
+    with _serving(params, config, tokenizer, mesh, engine_config) as llm:
         how = (beam_width, max_tokens, length_penalty, early_stopping)
         return llm._beam_search(prompts, how, on_error, use_tqdm, grow=True)
-    finally:
-        llm._unbind()
 
 
 def score(
@@ -101,13 +88,8 @@ def score(
 
     return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
     """
-    own = as_params(params, config)
-    llm = _engine_for(own, None, mesh, engine_config)
-    try:
-        llm._bind(own)
+    with _serving(params, config, None, mesh, engine_config) as llm:
         return llm._score(token_lists, temperature, return_greedy, grow=True)
-    finally:
-        llm._unbind()
 
 
 def release(compiled: bool = False) -> None:
@@ -118,19 +100,26 @@ def release(compiled: bool = False) -> None:
         _engines.clear()
 
 
-def _engine_for(params: Params, tokenizer: Any, mesh: Mesh | None, config: EngineConfig | None) -> LLM:
-    """The engine kept for params of this form, or a new one in place of the least recently used."""
-    config = EngineConfig() if config is None else config
-    leaves = jax.tree.leaves(params)
-    form = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
-    tokens = params.source if tokenizer is None else id(tokenizer)
-    key = (params.config, params.config.eos_token_ids, config, mesh, form, tokens)
+@contextlib.contextmanager
+def _serving(
+    params: Any, config: Any, tokenizer: Any, mesh: Mesh | None, engine_config: EngineConfig | None
+) -> Iterator[LLM]:
+    """The engine kept for params of this form, or a new one in place of the least recently used, with them bound."""
+    own = as_params(params, config)
+    engine_config = EngineConfig() if engine_config is None else engine_config
+    form = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in jax.tree.leaves(own))
+    tokens = own.source if tokenizer is None else id(tokenizer)
+    key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, tokens)
     llm = _engines.get(key)
     if llm is None:
         llm = LLM.__new__(LLM)
-        llm._setup(params, config, tokenizer, mesh, 0)
+        llm._setup(own, engine_config, tokenizer, mesh, 0)
         while len(_engines) >= MAX_ENGINES:
             _engines.popitem(last=False)
         _engines[key] = llm
     _engines.move_to_end(key)
-    return llm
+    try:
+        llm._bind(own)
+        yield llm
+    finally:
+        llm._unbind()

@@ -156,8 +156,8 @@ class Frontend:
                 f"beam_width={beam_width} with {len(self.eos_ids)} EOS ids looks at {wanted} candidates a beam: "
                 f"raise max_logprobs={self.config.max_logprobs} of EngineConfig (at most the vocabulary)"
             )
-        if not isinstance(length_penalty, int | float) or not -100.0 <= length_penalty <= 100.0:
-            raise RequestError(f"length_penalty={length_penalty!r}: must be a number between -100 and 100")
+        if not isinstance(length_penalty, int | float) or not -20.0 <= length_penalty <= 20.0:
+            raise RequestError(f"length_penalty={length_penalty!r}: must be a number between -20 and 20")
         if early_stopping not in (True, False, "never"):
             raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=wanted)

@@ -231,16 +231,11 @@ class LLM:
         Raises RequestError for one of another pool or of other weights.
         """
         engine, blocks = self._running_engine(), snapshot.engine.scheduler.blocks
-        here = (engine.scheduler.blocks.num_blocks, engine.scheduler.blocks.block_size)
-        if here != (blocks.num_blocks, blocks.block_size):
-            raise RequestError(
-                f"snapshot of a pool of {blocks.num_blocks} blocks of {blocks.block_size}; this one has {here[0]} of "
-                f"{here[1]}"
-            )
-        if snapshot.weight_version != self.weight_version:
-            raise RequestError(
-                f"snapshot of weight version {snapshot.weight_version}: its KV is not that of {self.weight_version}"
-            )
+        size = f"{engine.scheduler.blocks.num_blocks} blocks of {engine.scheduler.blocks.block_size}"
+        if size != (taken := f"{blocks.num_blocks} blocks of {blocks.block_size}"):
+            raise RequestError(f"snapshot of a pool of {taken}; this one has {size}")
+        if (taken := snapshot.weight_version) != self.weight_version:
+            raise RequestError(f"snapshot of weight version {taken}: its KV is not that of {self.weight_version}")
         engine.restore(snapshot.engine)
         self._ready, self._calls = list(snapshot.ready), snapshot.calls
 

@@ -1,6 +1,6 @@
 """Time the host side alone: schedule, pack and commit of decode steps, over a device that answers at once.
 
-    python scripts/bench_host.py [--rows 16 64 256 1024 4096] [--steps 200] [--samples N]
+    python scripts/bench_host.py [--rows 16 64 256 1024 4096] [--steps 200]
 
 One line a number of running sequences: the median over the steps in microseconds, and schedule + commit by sequence.
 The step's time must grow with the rows and not with what the pool or the queues hold.
@@ -9,6 +9,7 @@ The step's time must grow with the rows and not with what the pool or the queues
 import argparse
 import random
 import statistics
+import sys
 import time
 
 import numpy as np
@@ -71,12 +72,12 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured for each number of rows")
     parser.add_argument("--block-size", type=int, default=16)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     print(f"{'rows':>6} {'schedule':>10} {'pack':>10} {'commit':>10}   schedule + commit")
     for rows in args.rows:
         us = measure(rows, args.steps, args.block_size)
@@ -85,7 +86,8 @@ def main() -> None:
             f"{rows:6d} {us['schedule']:7.0f} us {us['pack']:7.0f} us {us['commit']:7.0f} us"
             f"   {both / 1e3:7.3f} ms a step, {both / rows:5.2f} us a sequence"
         )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

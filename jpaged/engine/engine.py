@@ -80,7 +80,6 @@ class Engine:
             self.requests[request.request_id] = request
             for seq in request.sequences:
                 self.scheduler.add(seq)
-        self.stats.prompt_tokens += request.sequences[0].prompt_len
 
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, or None when there is none of that id."""
@@ -214,6 +213,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
+        self.stats.prompt_tokens += request.sequences[0].prompt_len
         self.stats.cached_tokens += request.sequences[0].num_cached
         self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
@@ -233,6 +233,7 @@ class Engine:
 class Stats:
     """Running totals of one engine. Times in seconds; tokens, steps and preemptions are counts.
 
+    prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended.
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for results.
     padded_tokens: rows of tokens computed, padding included. preemptions: by kind, "swapped" or "recomputed".
     """

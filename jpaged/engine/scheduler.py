@@ -13,6 +13,9 @@ from jpaged.errors import CapacityError
 MAX_PREFILL_STREAK = 4  # prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens
 
 
+Phase = Literal["prefill", "decode"]
+
+
 class PlanEntry(NamedTuple):
     """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
 
@@ -41,7 +44,7 @@ class Plan:
     (-1: not needed, the cache has it), and `copies` (source, target) are made within the pool.
     """
 
-    phase: Literal["prefill", "decode"]
+    phase: Phase
     entries: tuple[PlanEntry, ...]
     copies: tuple[tuple[int, int], ...] = ()
     swap_outs: tuple[tuple[Swapped, list[int]], ...] = ()
@@ -93,7 +96,8 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, with its blocks allocated, or None when nothing can be dispatched before the next commit."""
         decodable = any(seq.can_decode for seq in self.running)
-        entries, phase = [], "prefill"
+        entries: list[PlanEntry] = []
+        phase: Phase = "prefill"
         if not decodable or self._streak < MAX_PREFILL_STREAK:
             entries = self._plan_prefill()
         if not entries and decodable:
@@ -108,13 +112,8 @@ class Scheduler:
             return None
         self._streak = self._streak + 1 if phase == "prefill" else 0
         ins, self._swap_ins = tuple(self._swap_ins), []
-        return Plan(
-            phase="prefill" if phase == "prefill" else "decode",
-            entries=tuple(entries),
-            copies=self.blocks.take_copies(),
-            swap_outs=self.take_swap_outs(),
-            swap_ins=ins,
-        )
+        moves = {"copies": self.blocks.take_copies(), "swap_outs": self.take_swap_outs(), "swap_ins": ins}
+        return Plan(phase=phase, entries=tuple(entries), **moves)
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a dispatch computed: append tokens, hash full blocks, end the sequences that stop.

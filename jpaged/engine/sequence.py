@@ -46,6 +46,13 @@ class Sequence:
     swapped: the scheduler's and block manager's.
     """
 
+    # Slots, not a dict, for speed: thousands of sequences are walked every step.
+    __slots__ = (
+        "block_table", "candidates", "controls", "end", "eos_ids", "epoch", "error", "fill", "finish_reason", "hashes",
+        "in_flight", "index", "is_beam", "is_new", "key", "logprobs", "num_cached", "num_closed", "num_committed",
+        "num_dispatched", "params", "pending", "prompt_len", "prompt_logprobs", "request", "request_id", "salt",
+        "score_only", "slot", "status", "stop_ids", "stop_reason", "swapped", "text", "token_ids", "top_logprobs",
+    )  # fmt: skip
     request: "Request"
 
     def __init__(

@@ -83,8 +83,6 @@ class Runner:
         self._last_R: Array | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
         self._sealed = False
-        kinds = {memory.kind for memory in placement.device.addressable_memories()}
-        self._host = self._pool_sharding("pinned_host") if "pinned_host" in kinds else None
 
     @property
     def block_bytes(self) -> int:
@@ -115,10 +113,10 @@ class Runner:
         self._allocate(full=False)
         size = padded_blocks(len(block_ids))
         blocks = self._move("read_blocks", size)(self._pool, self.put(_padded(block_ids, size)))
-        if self._host is None:
+        if "pinned_host" not in {memory.kind for memory in self.placement.device.addressable_memories()}:
             return self.get(blocks)
         self.downloads += 1
-        return jax.device_put(blocks, self._host)
+        return jax.device_put(blocks, self._pool_sharding().with_memory_kind("pinned_host"))
 
     def write_blocks(self, data: Any, block_ids: list[int]) -> None:
         """Put what read_blocks gave into these blocks, in one transfer; ids of -1 are left out."""
@@ -223,9 +221,8 @@ class Runner:
         if full and self._counts_RV is None:
             self._counts_RV = kv_cache.zeros((slots, self.model.vocab_size), jnp.int32, where)
 
-    def _pool_sharding(self, memory_kind: str | None = None) -> Any:
-        sharding = self.placement.sharding(kv_cache.spec(self.placement.axis))
-        return sharding if memory_kind is None else sharding.with_memory_kind(memory_kind)
+    def _pool_sharding(self) -> NamedSharding | SingleDeviceSharding:
+        return self.placement.sharding(kv_cache.spec(self.placement.axis))
 
     def _move(self, name: Literal["read_blocks", "write_blocks"], size: int) -> Any:
         """The compiled move of `size` blocks out of the pool or into it."""
