@@ -10,13 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, JpagedError
 
-SUPPORTED = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
+SUPPORTED = {family: f"{family.capitalize()}ForCausalLM" for family in ("qwen3", "qwen2", "llama", "mistral")}
+HF_NAMES = {  # of ModelConfig's sizes in a config.json
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "max_position_embeddings": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps",
+}  # fmt: skip
+ROPE_OPTIONS = {  # what each kind reads beside its factor; anything else in the file changes no number
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 
 
@@ -65,10 +70,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            _at_least(self, name, 1)
-        _at_least(self, "head_dim", 2)
-        _at_least(self, "max_position_embeddings", 1)
+        _at_least(1, self, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        _at_least(2, self, "head_dim")
+        _at_least(1, self, "max_position_embeddings")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -106,10 +110,9 @@ class ModelConfig:
         named = raw.get("architectures") or SUPPORTED.get(family, family)
         architecture = named[0] if isinstance(named, list | tuple) else named
         if architecture != SUPPORTED.get(family):
-            raise ConfigError(
-                f"architecture {architecture!r} (model_type {family!r}) is not supported; supported are "
-                + ", ".join(SUPPORTED.values())
-            )
+            built = ", ".join(SUPPORTED.values())
+            asked = f"architecture {architecture!r} (model_type {family!r})"
+            raise ConfigError(f"{asked} is not supported; supported are {built}")
         if quantization := raw.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ConfigError(f"quantization_config ({method!r}): quantized checkpoints are not supported")
@@ -126,19 +129,13 @@ class ModelConfig:
         eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
         if not all(isinstance(token, int) for token in eos):
             raise ConfigError(f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers")
+        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         # A key that the family's own transformers code does not read is ignored here too.
         bias = family in ("qwen3", "llama") and bool(hf.get("attention_bias", False))
         return cls(
+            **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
             family=family,  # pyright: ignore[reportArgumentType]
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_layers=hf["num_hidden_layers"],
-            num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            max_position_embeddings=hf["max_position_embeddings"],
-            rms_norm_eps=hf["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
             rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
             tie_word_embeddings=bool(hf["tie_word_embeddings"]),
@@ -156,23 +153,11 @@ class ModelConfig:
             rope |= {"rope_type": s.kind, "factor": s.factor}
             if s.kind != "linear" or s.original_max_position != self.max_position_embeddings:
                 rope |= {"original_max_position_embeddings": s.original_max_position}
-            if s.kind == "llama3":
-                rope |= {"low_freq_factor": s.low_freq_factor, "high_freq_factor": s.high_freq_factor}
-            if s.kind == "yarn":
-                rope |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow, "attention_factor": s.attention_factor}
-                rope |= {"truncate": s.truncate}
-        raw = {
+            rope |= {name: getattr(s, name) for name in ROPE_OPTIONS[s.kind]}
+        raw: dict[str, Any] = {
             "architectures": [SUPPORTED[self.family]],
             "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rms_norm_eps": self.rms_norm_eps,
+            **{theirs: getattr(self, ours) for ours, theirs in HF_NAMES.items()},
             "rope_parameters": rope,
             "tie_word_embeddings": self.tie_word_embeddings,
             "hidden_act": "silu",
@@ -231,20 +216,17 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_logit_bias", "max_stop_ids", "max_n"):
-            _at_least(self, name, 1)
-        for name in ("max_logprobs", "swap_min_tokens"):
-            _at_least(self, name, 0)
-        for name in ("max_model_len", "num_blocks", "decode_steps"):
-            if getattr(self, name) is not None:
-                _at_least(self, name, 1)
+        _at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
+        _at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n")
+        _at_least(0, self, "max_logprobs", "swap_min_tokens")
+        chosen = ("max_model_len", "num_blocks", "decode_steps")  # unless they are None
+        _at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
         if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization={self.memory_utilization!r}: must be in (0, 1]")
         if not isinstance(self.swap_space_gib, int | float) or not 0.0 <= self.swap_space_gib < math.inf:
             raise ConfigError(f"swap_space_gib={self.swap_space_gib!r}: must be a number of GiB of at least 0")
         for name in ("token_buckets", "seq_buckets"):
-            sizes = getattr(self, name)
-            if sizes is not None:
+            if (sizes := getattr(self, name)) is not None:
                 if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                     raise ConfigError(f"{name}={sizes}: must be positive and strictly ascending")
                 object.__setattr__(self, name, tuple(sizes))
@@ -270,13 +252,9 @@ class EngineConfig:
         if rows[-1] < self.max_num_seqs:
             raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={self.max_num_seqs}")
         return dataclasses.replace(
-            self,
-            max_model_len=max_model_len,
-            token_buckets=tokens,
-            seq_buckets=rows,
-            decode_steps=self.decode_steps or 1,
-            max_logprobs=min(self.max_logprobs, model.vocab_size),
-        )
+            self, max_model_len=max_model_len, token_buckets=tokens, seq_buckets=rows,
+            decode_steps=self.decode_steps or 1, max_logprobs=min(self.max_logprobs, model.vocab_size),
+        )  # fmt: skip
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -297,10 +275,11 @@ def _sizes(table: tuple[int, ...], largest: int) -> tuple[int, ...]:
     return (*(size for size in table if size < top), top)
 
 
-def _at_least(config: Any, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
+def _at_least(least: int, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
 
 
 def import_transformers() -> Any:
@@ -311,30 +290,22 @@ def import_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     finally:
-        if before is None:
-            del os.environ[quiet]
-        else:
+        del os.environ[quiet]
+        if before is not None:
             os.environ[quiet] = before
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ConfigError names the file when it is missing or damaged."""
+def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:
+    """A JSON object from a file; `error` names the file when it is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        raise error(f"{path}: no such file") from None
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{path}: {e}") from e
+        raise error(f"{path}: {e}") from e
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds a {type(value).__name__}, not a JSON object")
+        raise error(f"{path}: holds a {type(value).__name__}, not a JSON object")
     return value
-
-
-ROPE_OPTIONS = {  # what each kind reads beside its factor; anything else in the file changes no number
-    "linear": (),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
-}
 
 
 def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:

@@ -13,7 +13,7 @@ from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.engine.keys import Key, key_from_seed
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.sampling_params import SamplingParams, check_real, check_whole
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.engine.text import TextStream, decode
 from jpaged.errors import CapacityError, RequestError
@@ -146,26 +146,26 @@ class Frontend:
         early_stopping: EarlyStopping,
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
-        if isinstance(beam_width, bool) or not isinstance(beam_width, int) or beam_width < 1:
-            raise RequestError(f"beam_width={beam_width!r}: must be an integer of at least 1")
+        check_whole("beam_width", beam_width, 1)
+        check_real("length_penalty", length_penalty, -20.0, 20.0)
         if beam_width > self.config.max_num_seqs:
             raise RequestError(f"beam_width={beam_width} is above max_num_seqs={self.config.max_num_seqs}")
-        wanted = num_candidates(beam_width, len(self.eos_ids))
+        wanted = num_candidates(int(beam_width), len(self.eos_ids))
         if wanted > self.config.max_logprobs:
             raise RequestError(
                 f"beam_width={beam_width} with {len(self.eos_ids)} EOS ids looks at {wanted} candidates a beam: "
                 f"raise max_logprobs={self.config.max_logprobs} of EngineConfig (at most the vocabulary)"
             )
-        if not isinstance(length_penalty, int | float) or not -20.0 <= length_penalty <= 20.0:
-            raise RequestError(f"length_penalty={length_penalty!r}: must be a number between -20 and 20")
-        if early_stopping not in (True, False, "never"):
+        if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=wanted)
         params.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
         root = self.sequence(ids, params, salt=cache_salt(prompt))
-        return BeamSearch(root, beam_width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=text)
+        return BeamSearch(
+            root, int(beam_width), length_penalty=float(length_penalty), early_stopping=early_stopping, prompt=text
+        )
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, which leaves room for a token."""

@@ -35,10 +35,11 @@ SamplingParamsLike = SamplingParams | List[SamplingParams] | None
 OnError = Literal["raise", "return"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Snapshot:
     """An LLM's requests at one moment, for `restore`. Opaque."""
 
+    owner: object
     engine: EngineState
     ready: tuple[RequestOutput, ...]
     calls: int
@@ -222,18 +223,17 @@ class LLM:
 
         Costs a copy of the blocks in use, on the host. Cached prefixes that no request holds are not in it.
         """
-        state = self._running_engine().snapshot()
-        return Snapshot(engine=state, ready=tuple(self._ready), calls=self._calls, weight_version=self.weight_version)
+        engine = self._running_engine()
+        return Snapshot(engine.identity, engine.snapshot(), tuple(self._ready), self._calls, self.weight_version)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this LLM: what was added since is gone, and stepping gives the same tokens again.
 
-        Raises RequestError for one of another pool or of other weights.
+        Raises RequestError for one of another LLM or of other weights.
         """
-        engine, blocks = self._running_engine(), snapshot.engine.scheduler.blocks
-        size = f"{engine.scheduler.blocks.num_blocks} blocks of {engine.scheduler.blocks.block_size}"
-        if size != (taken := f"{blocks.num_blocks} blocks of {blocks.block_size}"):
-            raise RequestError(f"snapshot of a pool of {taken}; this one has {size}")
+        engine = self._running_engine()
+        if snapshot.owner is not engine.identity:
+            raise RequestError("snapshot of another LLM, or of a pool that has since been replaced")
         if (taken := snapshot.weight_version) != self.weight_version:
             raise RequestError(f"snapshot of weight version {taken}: its KV is not that of {self.weight_version}")
         engine.restore(snapshot.engine)
@@ -446,14 +446,14 @@ class LLM:
             for request in requests:
                 self._add(request)
             while live:
+                if any(engine.requests.get(seq.request_id) is not seq.request for _, seq in live):
+                    raise RequestError("the stream's requests are gone: the LLM was restored to a snapshot")
                 self._step_for({seq.request_id for _, seq in live})
                 for i, seq in list(live):
                     if seq.finish_reason is not None:
                         live.remove((i, seq))
                         if seq.text is not None:
                             seq.text.finish()
-                    elif engine.requests.get(seq.request_id) is not seq.request:
-                        raise RequestError("the stream's requests are gone: the LLM was restored to a snapshot")
                     if seq.error is not None:
                         raise seq.error
                     if len(seq) > sent[seq] or seq.finish_reason is not None:

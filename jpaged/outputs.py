@@ -68,13 +68,9 @@ class CompletionChunk:
 
 
 def to_arrays(
-    outs: Sequence[RequestOutput],
-    *,
-    max_prompt_len: int | None = None,
-    max_completion_len: int | None = None,
-    pad_id: int = 0,
-    overflow: Literal["error", "truncate", "drop"] = "error",
-) -> dict[str, np.ndarray]:
+    outs: Sequence[RequestOutput], *, max_prompt_len: int | None = None, max_completion_len: int | None = None,
+    pad_id: int = 0, overflow: Literal["error", "truncate", "drop"] = "error",
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Completions as padded arrays, one row each (B), for a jitted training step.
 
     prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id; prompt_mask,
@@ -103,30 +99,25 @@ def to_arrays(
         )
     if overflow == "drop":
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
-    b = len(rows)
-    prompt_ids, completion_ids = np.full((b, width_p), pad_id, np.int32), np.full((b, width_c), pad_id, np.int32)
-    logprobs = np.zeros((b, width_c), np.float32)
-    prompt_lens, completion_lens = np.zeros(b, np.int32), np.zeros(b, np.int32)
-    finished = np.zeros(b, bool)
-    for i, (_, prompt, c) in enumerate(rows):
-        prompt, tokens = prompt[max(len(prompt) - width_p, 0) :], c.token_ids[:width_c]
-        prompt_lens[i], completion_lens[i] = len(prompt), len(tokens)
-        prompt_ids[i, width_p - len(prompt) :] = prompt
-        completion_ids[i, : len(tokens)] = tokens
-        logprobs[i, : len(tokens)] = c.token_logprobs[:width_c]
-        finished[i] = c.finish_reason == "stop" and len(tokens) == len(c.token_ids)
+    prompts = [prompt[max(len(prompt) - width_p, 0) :] for _, prompt, _ in rows]
+    prompt_lens = np.array([len(prompt) for prompt in prompts], np.int32)
+    completion_lens = np.array([min(len(c.token_ids), width_c) for _, _, c in rows], np.int32)
+    prompt_mask = np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None]
+    completion_mask = np.arange(width_c)[None, :] < completion_lens[:, None]
+    prompt_ids, completion_ids = (np.full(mask.shape, pad_id, np.int32) for mask in (prompt_mask, completion_mask))
+    logprobs = np.zeros(completion_mask.shape, np.float32)
+    for i, (_, _, c) in enumerate(rows):
+        prompt_ids[i, prompt_mask[i]] = prompts[i]
+        completion_ids[i, completion_mask[i]] = c.token_ids[:width_c]
+        logprobs[i, completion_mask[i]] = c.token_logprobs[:width_c]
     return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None],
-        "prompt_lens": prompt_lens,
-        "completion_ids": completion_ids,
-        "completion_mask": np.arange(width_c)[None, :] < completion_lens[:, None],
-        "completion_lens": completion_lens,
+        "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "prompt_lens": prompt_lens,
+        "completion_ids": completion_ids, "completion_mask": completion_mask, "completion_lens": completion_lens,
         "logprobs": logprobs,
         "group_ids": np.array([group for group, _, _ in rows], np.int32),
         "sample_index": np.array([c.index for _, _, c in rows], np.int32),
-        "finished": finished,
-    }
+        "finished": np.array([c.finish_reason == "stop" and len(c.token_ids) <= width_c for _, _, c in rows], bool),
+    }  # fmt: skip
 
 
 def _width(name: str, asked: int | None, lengths: list[int]) -> int:

@@ -1,5 +1,6 @@
 """The forms a prompt may take, and the checks that need no engine."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.engine.keys import Key, fold_in, key_from_seed
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.sampling_params import SamplingParams, is_scalar
 from jpaged.errors import RequestError
 
 
@@ -24,10 +25,9 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts of type {type(prompts).__name__}: pass a str, token ids, a dict, or a list of these"
-        )
-    if prompts and all(_is_int(x) for x in prompts):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts of type {kind}: pass a str, token ids, a dict, or a list of these")
+    if prompts and all(is_scalar(x) for x in prompts):
         return [list(prompts)]  # one prompt of token ids
     return list(prompts)
 
@@ -58,33 +58,28 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
             raise RequestError(f"prompt is a {prompt.ndim}-D array of {prompt.dtype}: pass unpadded 1-D token ids")
         return None, _in_vocabulary(jax.device_get(prompt).tolist(), vocab_size)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise RequestError(
-            f"prompt of type {type(prompt).__name__}: pass a str, a list of token ids, a 1-D array or a dict"
-        )
-    if not all(_is_int(t) for t in prompt):
-        bad = next(t for t in prompt if not _is_int(t))
-        raise RequestError(f"prompt token id {bad!r}: must be an integer")
+        kind = type(prompt).__name__
+        raise RequestError(f"prompt of type {kind}: pass a str, a list of token ids, a 1-D array or a dict")
+    if bad := [t for t in prompt if not is_scalar(t)]:
+        raise RequestError(f"prompt token id {bad[0]!r}: must be an integer")
     return None, _in_vocabulary([int(t) for t in prompt], vocab_size)
 
 
 def cache_salt(prompt: Any) -> str | None:
     """The salt of a prompt: its cached prefix is shared with prompts of the same salt only."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt={salt!r}: must be a non-empty str")
+    if salt is not None and (not isinstance(salt, str) or not salt or not salt.isprintable()):
+        raise RequestError(f"cache_salt={salt!r}: must be a non-empty str of printable characters")
     return salt
 
 
 def match_params(sampling_params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams a prompt, from None (the defaults), one for all, or a list as long as the prompts."""
-    if sampling_params is None:
-        return [SamplingParams()] * count
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * count
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
     if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
-        raise RequestError(
-            f"sampling_params of type {type(sampling_params).__name__}: pass SamplingParams or a list of them"
-        )
+        kind = type(sampling_params).__name__
+        raise RequestError(f"sampling_params of type {kind}: pass SamplingParams or a list of them")
     if len(sampling_params) != count:
         raise RequestError(f"{len(sampling_params)} sampling_params for {count} prompts: pass one for all or one each")
     return list(sampling_params)
@@ -95,11 +90,8 @@ def as_key(seed: Any) -> Key:
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
-        words = [int(w) for w in jax.device_get(seed)]
-        key = (words[0], words[1])
-        for word in words[2:]:  # other implementations have wider keys
-            key = fold_in(key, word)
-        return key
+        first, second, *rest = (int(w) for w in jax.device_get(seed))
+        return functools.reduce(fold_in, rest, (first, second))  # other implementations have wider keys
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise RequestError(f"seed={seed!r}: pass an int or a jax key")
     return key_from_seed(int(seed))
@@ -116,9 +108,3 @@ def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "ndim") and hasattr(x, "dtype") and x.ndim > 0
-
-
-def _is_int(x: Any) -> bool:
-    if isinstance(x, int):
-        return not isinstance(x, bool)
-    return hasattr(x, "dtype") and x.ndim == 0 and x.dtype.kind in "iu"

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
@@ -40,6 +42,9 @@ ENGINE = EngineConfig(
     max_logit_bias=4,
     max_stop_ids=4,
 )
+# Rows for many samples of a prompt and candidates for 4 beams; CROWDED is a pool in which they preempt each other.
+ROOMY = dataclasses.replace(ENGINE, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
+CROWDED = dataclasses.replace(ROOMY, num_blocks=20, swap_min_tokens=0)
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -110,6 +115,61 @@ def dense_greedy(params: Params, prompt: Sequence[int], count: int) -> list[int]
 
 def tokens_of(outputs: Sequence[jpaged.RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_same(outputs: Sequence[jpaged.RequestOutput], expected: Sequence[jpaged.RequestOutput]) -> None:
+    """Every completion: tokens, text and what ended it; logprobs and scores to rounding."""
+    assert len(outputs) == len(expected)
+    for out, other in zip(outputs, expected, strict=True):
+        assert out.prompt_token_ids == other.prompt_token_ids and (out.error is None) == (other.error is None)
+        assert [c.index for c in out.outputs] == [c.index for c in other.outputs]
+        for a, b in zip(out.outputs, other.outputs, strict=True):
+            assert_same_completion(a, b)
+
+
+def assert_same_completion(a: jpaged.CompletionOutput, b: jpaged.CompletionOutput) -> None:
+    assert a.token_ids == b.token_ids
+    assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
+    assert len(a.token_logprobs) == len(a.token_ids)
+    np.testing.assert_allclose(a.token_logprobs, b.token_logprobs, atol=1e-4)
+    np.testing.assert_allclose(a.cumulative_logprob, b.cumulative_logprob, atol=1e-3)
+    assert (a.score is None) == (b.score is None)
+    if a.score is not None and b.score is not None:
+        np.testing.assert_allclose(a.score, b.score, atol=1e-4)
+    assert (a.logprobs is None) == (b.logprobs is None)
+    for top, other in zip(a.logprobs or (), b.logprobs or (), strict=True):
+        assert list(top) == list(other) and [x.rank for x in top.values()] == [x.rank for x in other.values()]
+        np.testing.assert_allclose([x.logprob for x in top.values()], [x.logprob for x in other.values()], atol=1e-4)
+
+
+def assert_idle(llm: jpaged.LLM) -> None:
+    """Nothing unfinished, no block or slot or host block held, and the maps are true."""
+    assert llm._engine is not None and not llm.has_unfinished() and llm._engine.requests == {}
+    stats = llm.stats()
+    assert stats["blocks_in_use"] == stats["host_blocks_in_use"] == 0
+    scheduler = llm._engine.scheduler
+    scheduler.check_integrity()
+    assert sorted(scheduler._slots) == list(range(scheduler.max_num_seqs))
+
+
+@contextlib.contextmanager
+def compile_cache(folder: Path) -> Iterator[None]:
+    """Steps whose like was compiled inside such a block before are loaded from `folder`: ten times as fast."""
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

@@ -4,32 +4,30 @@ The safetensors header is parsed here (eight bytes of length, then JSON): its li
 pages that were read through a map stay in the process's share until the file is closed, which would double the peak.
 """
 
-import dataclasses
 import functools
-import io
 import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, store
+from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, flat, store
 from jpaged.config import ModelConfig, read_json
-from jpaged.errors import CheckpointError, ConfigError
+from jpaged.errors import CheckpointError
+from jpaged.models.layout import param_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # computed, not learned; old checkpoints carry it
+# Not wanted but no misfit: old checkpoints carry the first, which is computed, and tied ones the second at times.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of one file: bytes start to start + nbytes."""
 
     file: Path
@@ -39,40 +37,18 @@ class Entry:
     dtype: str  # numpy's name where this project reads it, else the file's code
 
 
-def is_hf(folder: Path) -> bool:
-    """Whether a folder has safetensors weights under Hugging Face's names."""
-    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
-
-
-def pickled_files(folder: Path) -> list[str]:
-    """Names of weight files that only unpickling, which can run code, would read."""
-    return sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
-
-
 def plan_hf(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """The parts of every canonical tensor, after names, shapes, dtypes and file sizes have all been checked."""
     entries = find_entries(folder)
     table = stored_names(config)
     wanted = {name: shape for parts in table.values() for name, shape, _ in parts}
-    found = {
-        name: (entry.shape, entry.dtype)
-        for name, entry in entries.items()
-        if name in wanted
-        or not (BUFFERS.search(name) or name == "lm_head.weight")  # a tied head is carried along at times
-    }
+    found = {name: (e.shape, e.dtype) for name, e in entries.items() if name in wanted or not IGNORED.search(name)}
     check_fit(folder, found, wanted)
-    return {
-        ours: [
-            Part(
-                name=name,
-                dtype=DTYPES[entries[name].dtype],
-                read=functools.partial(read_entry, name, entries[name]),
-                index=index,
-            )
-            for name, _, index in parts
-        ]
-        for ours, parts in table.items()
-    }
+
+    def part(name: str, index: Any) -> Part:
+        return Part(DTYPES[entries[name].dtype], functools.partial(read_entry, name, entries[name]), index)
+
+    return {ours: [part(name, index) for name, _, index in parts] for ours, parts in table.items()}
 
 
 def stored_names(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...], Any]]]:
@@ -82,9 +58,8 @@ def stored_names(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ..
     table: dict[str, list[tuple[str, tuple[int, ...], Any]]] = {
         "embed.weight": [("model.embed_tokens.weight", (c.vocab_size, e), ())],
         "norm.scale": [("model.norm.weight", (e,), ())],
+        "lm_head.weight": [("lm_head.weight", (c.vocab_size, e), ())],
     }
-    if not c.tie_word_embeddings:
-        table["lm_head.weight"] = [("lm_head.weight", (c.vocab_size, e), ())]
     qkv = (("q", h * d, np.s_[:, :g]), ("k", k * d, np.s_[:, g]), ("v", k * d, np.s_[:, g + 1]))
     for i in range(c.num_layers):
         hf, ours = f"model.layers.{i}.", f"layers.{i}."
@@ -96,24 +71,20 @@ def stored_names(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ..
             f"{ours}attention.out": [(f"{at}o_proj.weight", (e, h * d), ())],
             f"{ours}mlp.gate_up": [(f"{mlp}gate_proj.weight", (f, e), 0), (f"{mlp}up_proj.weight", (f, e), 1)],
             f"{ours}mlp.down": [(f"{mlp}down_proj.weight", (e, f), ())],
+            f"{ours}attention.qkv_bias": [(f"{at}{x}_proj.bias", (n,), index) for x, n, index in qkv],
+            f"{ours}attention.out_bias": [(f"{at}o_proj.bias", (e,), ())],
+            f"{ours}attention.q_norm.scale": [(f"{at}q_norm.weight", (d,), ())],
+            f"{ours}attention.k_norm.scale": [(f"{at}k_norm.weight", (d,), ())],
         }
-        if c.qkv_bias:
-            table[f"{ours}attention.qkv_bias"] = [(f"{at}{x}_proj.bias", (n,), index) for x, n, index in qkv]
-        if c.out_bias:
-            table[f"{ours}attention.out_bias"] = [(f"{at}o_proj.bias", (e,), ())]
-        if c.qk_norm:
-            table |= {f"{ours}attention.{x}_norm.scale": [(f"{at}{x}_norm.weight", (d,), ())] for x in "qk"}
-    return table
+    present = flat(param_shapes(config))
+    return {name: parts for name, parts in table.items() if name in present}
 
 
 def find_entries(folder: Path) -> dict[str, Entry]:
     """Every tensor of the files that the index names, or of the single file; nothing else in the folder is opened."""
     if not (folder / INDEX).is_file():
         return read_header(folder / SINGLE)
-    try:
-        weight_map = read_json(folder / INDEX).get("weight_map")
-    except ConfigError as e:
-        raise CheckpointError(str(e)) from e
+    weight_map = read_json(folder / INDEX, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{folder / INDEX}: has no weight_map of tensor names to file names")
     headers = {file: read_header(_inside(folder, file)) for file in sorted(set(weight_map.values()))}
@@ -135,8 +106,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file}: truncated or not safetensors (a header of {length} bytes in {size})")
             header = json.loads(f.read(length))
-        tensors = {name: info for name, info in header.items() if name != "__metadata__"}
-        entries = {name: _entry(file, 8 + length, info) for name, info in tensors.items()}
+        entries = {name: _entry(file, 8 + length, info) for name, info in header.items() if name != "__metadata__"}
     except OSError as e:
         raise CheckpointError(f"{file}: {e.strerror or e}") from e
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
@@ -155,14 +125,13 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
     """Fill a view, contiguous or not, with a tensor of as many elements; no more than a slab is held besides."""
     dtype = DTYPES[entry.dtype]
     try:
-        with entry.file.open("rb", buffering=0) as f:
+        with entry.file.open("rb") as f:
             f.seek(entry.start)
             for block in _blocks(out):
-                if block.dtype == dtype:
-                    _fill(f, block)
-                else:
-                    slab = np.empty(block.shape, dtype)
-                    _fill(f, slab)
+                slab = block if block.dtype == dtype else np.empty(block.shape, dtype)
+                if f.readinto(slab.view(np.uint8)) < slab.nbytes:  # less than asked for means the end
+                    raise EOFError("the file ends early")
+                if slab is not block:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
@@ -195,12 +164,3 @@ def _blocks(out: np.ndarray) -> Iterator[np.ndarray]:
     else:
         for row in out:
             yield from _blocks(row)
-
-
-def _fill(f: io.FileIO, block: np.ndarray) -> None:
-    view = memoryview(block.view(np.uint8))
-    while view:
-        count = f.readinto(view)
-        if not count:
-            raise EOFError("the file ends early")
-        view = view[count:]

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.checkpoint.hf import is_hf, pickled_files, plan_hf
+from jpaged.checkpoint.hf import INDEX, SINGLE, plan_hf
 from jpaged.checkpoint.orbax import find_orbax, plan_orbax
-from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype, nested
+from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
 from jpaged.config import ModelConfig, read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.layout import choose_tensor_axis, param_shapes, param_specs
 from jpaged.models.params import Params
+
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")  # reading these runs code that they hold
 
 
 def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None) -> Params:
@@ -30,11 +32,11 @@ def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh |
     folder = Path(path).expanduser().absolute()
     config = read_config(folder)
     plan = find_plan(folder, config)
-    shapes = flat(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
+    shapes = flat(param_shapes(config))
     shardings: dict[str, Any] = {}
     if mesh is not None:
         axis = choose_tensor_axis(mesh)
-        specs = flat(param_specs(config, axis, mesh.shape[axis]), is_leaf=lambda node: not isinstance(node, dict))
+        specs = flat(param_specs(config, axis, mesh.shape[axis]))
         shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     leaves = {}
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):  # large ones while there is most room
@@ -45,17 +47,15 @@ def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh |
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
         leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
         del buffer
-    return Params(nested({name: leaves[name] for name in shapes}), config, folder)
+    structure = jax.tree.structure(param_specs(config, None))
+    return Params(jax.tree.unflatten(structure, [leaves[name] for name in shapes]), config, folder)
 
 
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a checkpoint folder; the message of any error names the folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder (checkpoints are read from local folders only)")
-    try:
-        raw = read_json(folder / "config.json")
-    except ConfigError as e:
-        raise CheckpointError(str(e)) from e
+    raw = read_json(folder / "config.json", CheckpointError)
     try:
         return ModelConfig.from_hf(raw)
     except ConfigError as e:
@@ -65,15 +65,14 @@ def read_config(folder: Path) -> ModelConfig:
 def find_plan(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """The stored parts of every canonical tensor, checked, from whichever format the folder holds."""
     try:
-        if is_hf(folder):
+        if any((folder / name).is_file() for name in (INDEX, SINGLE)):
             return plan_hf(folder, config)
         if (root := find_orbax(folder)) is not None:
             return plan_orbax(root, config)
-        pickled = pickled_files(folder)
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     except OSError as e:
         raise CheckpointError(f"{folder}: {e}") from e
     if pickled:
-        raise CheckpointError(
-            f"{folder}: {pickled[0]} is a pickle, which can run code when it is read; convert it to safetensors"
-        )
+        unsafe = "is a pickle, which can run code when it is read; convert it to safetensors"
+        raise CheckpointError(f"{folder}: {pickled[0]} {unsafe}")
     raise CheckpointError(f"{folder}: holds neither model.safetensors, nor its index, nor an Orbax checkpoint")

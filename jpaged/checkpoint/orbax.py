@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jpaged.checkpoint.tensors import DTYPES, Part, check_fit, flat, store
+from jpaged.checkpoint.tensors import DTYPES, Part, check_fit, first_line, flat, store
 from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.config import ModelConfig, read_json
 from jpaged.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise CheckpointError(f"{name}: this array was deleted or donated and cannot be saved")
     found = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
-    check_fit("params", found, _wanted(params.config))
+    check_fit("params", found, flat(param_shapes(params.config)))
     config_json = _config_json(params)
 
     import orbax.checkpoint as ocp  # takes a second and a half; loading a Hugging Face folder never needs it
@@ -55,18 +55,17 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
         (folder / "config.json").write_text(config_json, encoding="utf-8")  # last: without it the folder does not load
     except Exception as e:  # Orbax and tensorstore raise many types for a disk that is full or not writable
-        raise CheckpointError(f"{folder}: cannot be written ({_first_line(e)})") from e
+        raise CheckpointError(f"{folder}: cannot be written ({first_line(e)})") from e
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
     """The folder to write, absolute; CheckpointError if something is there already."""
     folder = Path(path).expanduser().absolute()
     try:
-        taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder}: exists and is not an empty folder; nothing was written")
     except OSError as e:
         raise CheckpointError(f"{folder}: {e}") from e
-    if taken:
-        raise CheckpointError(f"{folder}: exists and is not an empty folder; nothing was written")
     return folder
 
 
@@ -77,10 +76,8 @@ def find_orbax(folder: Path) -> Path | None:
     whole = (child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name)  # else: cut short
     roots = sorted(child for child in whole if (child / MARK).is_file())
     if len(roots) > 1:
-        names = ", ".join(root.name for root in roots)
-        raise CheckpointError(
-            f"{folder}: holds several Orbax checkpoints ({names}); keep config.json beside one of them"
-        )
+        several = f"several Orbax checkpoints ({', '.join(root.name for root in roots)})"
+        raise CheckpointError(f"{folder}: holds {several}; keep config.json beside one of them")
     return roots[0] if roots else None
 
 
@@ -92,33 +89,30 @@ def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """
     import tensorstore as ts
 
-    wanted = _wanted(config)
+    wanted = flat(param_shapes(config))
     one = {"limit": 1}  # each thread's allocator keeps the chunks that it freed
     context = ts.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
     try:
         metadata = read_json(root / MARK)
         names = [".".join(key["key"] for key in entry["key_metadata"]) for entry in metadata["tree_metadata"].values()]
-        opening = {
-            name: ts.open(_spec(root, name, metadata), context=context, read=True) for name in names if name in wanted
-        }
+        specs = {name: _spec(root, name, metadata) for name in names if name in wanted}
+        opening = {name: ts.open(spec, context=context, read=True) for name, spec in specs.items()}
         arrays = {name: future.result() for name, future in opening.items()}
     except Exception as e:  # damage shows as anything from KeyError to tensorstore's own
-        raise CheckpointError(f"{root}: damaged Orbax checkpoint ({_first_line(e)})") from e
+        raise CheckpointError(f"{root}: damaged Orbax checkpoint ({first_line(e)})") from e
     found = dict.fromkeys(names, ((), "")) | {n: (a.shape, a.dtype.name) for n, a in arrays.items()}
     check_fit(root, found, wanted)
     return {
-        name: [Part(name=name, dtype=DTYPES[array.dtype.name], read=functools.partial(_read, f"{root}: {name}", array))]
+        name: [Part(DTYPES[array.dtype.name], functools.partial(_read, f"{root}: {name}", array))]
         for name, array in arrays.items()
     }
 
 
 def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """tensorstore's address of one tensor of an Orbax tree."""
-    base = {"driver": "file", "path": f"{root}/"}
+    kvstore = {"driver": "file", "path": f"{root}/{name}/"}
     if (root / "manifest.ocdbt").exists():
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    else:
-        kvstore = base | {"path": f"{root}/{name}/"}
+        kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
     # Where Orbax stored zeros too, a chunk that is not there is lost, and must not read as zeros.
     complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
@@ -133,12 +127,8 @@ def _read(name: str, array: Any, out: np.ndarray) -> None:
         try:
             block = array[index].read().result()
         except Exception as e:
-            raise CheckpointError(f"{name} cannot be read ({_first_line(e)})") from e
+            raise CheckpointError(f"{name} cannot be read ({first_line(e)})") from e
         store(name, block, out[index])
-
-
-def _wanted(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return flat(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
 
 
 def _config_json(params: Params) -> str:
@@ -154,7 +144,3 @@ def _config_json(params: Params) -> str:
     if ModelConfig.from_hf(raw) != params.config:
         raise ConfigError(f"no {params.config.family} config.json can express {params.config}")
     return json.dumps(raw, indent=2) + "\n"
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:300]

@@ -4,20 +4,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jpaged.checkpoint.tensors import first_line
 from jpaged.config import import_transformers, read_json
-from jpaged.errors import CheckpointError, ConfigError
+from jpaged.errors import CheckpointError
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")  # one of these makes a tokenizer
 TOKENIZER_FILES = (
-    *VOCABULARIES,
-    "tokenizer_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-)
+    *VOCABULARIES, "tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+)  # fmt: skip
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -29,8 +24,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         auto = import_transformers().AutoTokenizer
         tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:  # tokenizers and transformers raise many types, plain Exception among them
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
-        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason})") from e
+        raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({first_line(e)})") from e
     tokenizer.model_max_length = 1 << 62  # lengths are the engine's to check; transformers would warn and go on
     return tokenizer
 
@@ -38,10 +32,5 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The generation defaults that a folder ships (temperature, top_p, eos_token_id, ...); {} where it ships none."""
     file = Path(folder) / GENERATION_CONFIG
-    if not file.is_file():
-        return {}
-    try:
-        values = read_json(file)
-    except ConfigError as e:
-        raise CheckpointError(str(e)) from e
+    values = read_json(file, CheckpointError) if file.is_file() else {}
     return {name: value for name, value in values.items() if name not in ("_from_model_config", "transformers_version")}

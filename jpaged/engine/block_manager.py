@@ -133,8 +133,13 @@ class BlockManager:
         source = self.blocks[seq.block_table[i]]
         assert source.ref_count > 1 and source.hash is None, f"block {source.id} of {seq!r} needs no copy"
         source.ref_count -= 1
+        self.blocks[target].uid = source.uid  # a copy of what is from before a reset is so too
         seq.block_table[i] = target
         self._copies.append((source.id, target))
+
+    def is_stale(self, seq: Sequence) -> bool:
+        """Whether a sequence runs on KV from before a reset."""
+        return bool(seq.block_table) and self.blocks[seq.block_table[0]].uid == STALE
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """The (source, target) pairs since the last call, in the order in which they must be copied."""

@@ -66,6 +66,7 @@ class Engine:
         self.config = config
         self.runner = runner
         self.depth = depth
+        self.identity = object()  # what its snapshots are known by
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._in_flight: deque[tuple[Plan, Any, float]] = deque()
         self._is_broken = False

@@ -63,31 +63,30 @@ class SamplingParams:
 
     def validate(self, config: EngineConfig, vocab_size: int) -> None:
         """Raise RequestError naming the first value that cannot work."""
-        _whole("n", self.n, 1)
+        check_whole("n", self.n, 1)
         if self.n > config.max_n:
             raise RequestError(f"n={self.n} is above max_n={config.max_n} of EngineConfig")
-        _real("temperature", self.temperature, 0.0)
-        _real("top_p", self.top_p, 0.0, 1.0)
+        check_real("temperature", self.temperature, 0.0)
+        check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p=0.0: must be above 0 (1.0 is off); use temperature=0 for greedy")
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _whole("top_k", self.top_k, -1)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0)
+        check_real("min_p", self.min_p, 0.0, 1.0)
+        check_whole("top_k", self.top_k, -1)
+        check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_real("repetition_penalty", self.repetition_penalty, 0.0)
         if self.repetition_penalty == 0.0:
             raise RequestError("repetition_penalty=0.0: must be above 0 (1.0 is off)")
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+            check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _whole(name, value, 0)
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, 0)
                 if value > config.max_logprobs:
                     raise RequestError(f"{name}={value} is above max_logprobs={config.max_logprobs} of EngineConfig")
         if self.logprobs_mode not in LOGPROBS_MODES:
@@ -95,53 +94,42 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
-        self._validate_stops(vocab_size)
-        self._validate_bias(config, vocab_size)
-
-    def _validate_stops(self, vocab_size: int) -> None:
         if self.stop is not None and not isinstance(self.stop, str | Sequence):
             raise RequestError(f"stop={self.stop!r}: must be a string or a list of strings")
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise RequestError(f"stop={self.stop!r}: every stop string must be a non-empty string")
-        if self.stop_token_ids is not None and (
-            isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence)
-        ):
-            raise RequestError(f"stop_token_ids={self.stop_token_ids!r}: must be a list of token ids")
-        for token in self.stop_token_ids or ():
-            _whole("stop_token_ids", token, 0, vocab_size - 1)
-
-    def _validate_bias(self, config: EngineConfig, vocab_size: int) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")
-        if len(self.logit_bias) > config.max_logit_bias:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries, above max_logit_bias={config.max_logit_bias} of "
-                "EngineConfig"
-            )
-        for token, bias in self.logit_bias.items():
-            _whole("logit_bias key", token, 0, vocab_size - 1)
-            _real(f"logit_bias[{token}]", bias, -FLOAT32_MAX)
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise RequestError(f"stop_token_ids={ids!r}: must be a list of token ids")
+        for token in ids:
+            check_whole("stop_token_ids", token, 0, vocab_size - 1)
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise RequestError(f"logit_bias={biases!r}: must map token ids to numbers")
+        if (count := len(biases)) > (most := config.max_logit_bias):
+            raise RequestError(f"logit_bias has {count} entries, above max_logit_bias={most} of EngineConfig")
+        for token, bias in biases.items():
+            check_whole("logit_bias key", token, 0, vocab_size - 1)
+            check_real(f"logit_bias[{token}]", bias, -FLOAT32_MAX)
 
 
-def _real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
-    if not _is(value, int | float, "iufV"):  # V: bfloat16
+def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
+    if not is_scalar(value, int | float, "iufV"):  # V: bfloat16
         raise RequestError(f"{name}={value!r}: must be a number")
     value = value if isinstance(value, int) else float(value)  # an int may be past a float's range
     if not low <= value <= high:  # false for NaN too
         raise RequestError(f"{name}={value}: must be a finite number between {low} and {high}")
 
 
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not _is(value, int, "iu"):
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if not is_scalar(value):
         raise RequestError(f"{name}={value!r}: must be an integer")
     if value < low or (high is not None and value > high):
         raise RequestError(f"{name}={value}: must be at least {low}" + ("" if high is None else f" and at most {high}"))
 
 
-def _is(value: Any, types: Any, kinds: str) -> bool:
+def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:
     """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of these dtype kinds."""
-    if getattr(value, "ndim", None) == 0:
-        return value.dtype.kind in kinds
-    return isinstance(value, types) and not isinstance(value, bool)
+    if isinstance(value, types):
+        return not isinstance(value, bool)
+    return getattr(value, "ndim", None) == 0 and value.dtype.kind in kinds

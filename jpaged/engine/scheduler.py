@@ -140,6 +140,7 @@ class Scheduler:
                 assert isinstance(search, BeamSearch)
                 seq.candidates = result.top(row, search.num_candidates)[1:]
                 searches[search] = None
+                self.waiting.pop(seq, None)  # preempted meanwhile: it waits for its search, not for blocks
             else:
                 self._append(seq, row, result)
         for search in searches:
@@ -209,12 +210,12 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running sequence's blocks; when next admitted its KV comes back from the host or is recomputed."""
-        written = seq.block_table[: self.blocks.blocks_for(seq.num_dispatched)].tolist()
+        written = [] if self.blocks.is_stale(seq) else seq.block_table[: self.blocks.blocks_for(seq.num_dispatched)]
         num_blocks = padded_blocks(len(written)) if written else 0
         if 0 < num_blocks <= self.free_host_blocks and seq.num_dispatched >= self.swap_min_tokens:
             self.free_host_blocks -= num_blocks
             seq.swapped = Swapped(seq.num_dispatched, num_blocks)
-            self._swap_outs.append((seq.swapped, written))
+            self._swap_outs.append((seq.swapped, list(written)))
         self.preemptions["recomputed" if seq.swapped is None else "swapped"] += 1
         self._release(seq)
         seq.status = Status.WAITING

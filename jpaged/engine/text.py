@@ -14,12 +14,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
+        self, tokenizer: Any, *, stop: Sequence[str] = (), include_stop: bool = False, skip_special_tokens: bool = True
     ):
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # the fast one beneath, where there is one
         self._skip_special_tokens = skip_special_tokens
@@ -71,11 +66,8 @@ class TextStream:
     def take_delta(self) -> str:
         """Text that has become certain since the last call; a tail that may grow into a stop string is held back."""
         end = len(self.text)
-        if not self.is_final:
-            for length in range(min(self._reach, end - self._sent), 0, -1):
-                if any(stop.startswith(self.text[end - length :]) for stop in self._stop):
-                    end -= length
-                    break
+        tails = () if self.is_final else range(max(end - self._reach, self._sent), end)
+        end = next((at for at in tails if any(stop.startswith(self.text[at:]) for stop in self._stop)), end)
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
         return delta
 

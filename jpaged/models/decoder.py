@@ -5,6 +5,7 @@ tests. With a PagedCache it takes one packed row of tokens [T]; each layer first
 pool, then attends through the block table. Everything else is the same code.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,8 +36,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.float32(self.eps))
-        scale = self.scale[...]
-        return x32.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + scale.shape).astype(x.dtype)
+        return x32.astype(x.dtype) * self.scale[...].reshape((1,) * (x.ndim - 1) + x.shape[-1:]).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -51,23 +51,18 @@ class Attention(nnx.Module):
         if c.out_bias:
             self.out_bias = nnx.Param(jnp.zeros(shapes["out_bias"], dtype))
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype)
+            self.q_norm, self.k_norm = (RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) for _ in "qk")
         self.config = c
 
     def __call__(self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: int):
         weight = self.qkv[...]
         heads, group, dim, embed = weight.shape[0], weight.shape[1] - 2, weight.shape[2], weight.shape[3]
+        lead = (1,) * (x.ndim - 1)
         qkv = linear(x, weight.reshape(-1, embed)).reshape(*x.shape[:-1], heads, group + 2, dim)
         if self.config.qkv_bias:
-            bias = self.qkv_bias[...].astype(jnp.float32)
-            qkv = qkv + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+            qkv = qkv + self.qkv_bias[...].astype(jnp.float32).reshape(lead + weight.shape[:3])
         qkv = qkv.astype(x.dtype)
-        q, k, v = (
-            qkv[..., :group, :],
-            qkv[..., group, :],
-            qkv[..., group + 1, :],
-        )  # heads of shape [K, G, D], [K, D], [K, D]
+        q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]  # [K, G, D], [K, D], [K, D]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
@@ -84,8 +79,7 @@ class Attention(nnx.Module):
         out = linear(o.reshape(*x.shape[:-1], heads * group * dim), self.out[...].reshape(embed, -1))
         out = out if cache is None else cache.sum_over_heads(out)
         if self.config.out_bias:
-            bias = self.out_bias[...].astype(jnp.float32)
-            out = out + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+            out = out + self.out_bias[...].astype(jnp.float32).reshape((*lead, embed))
         return out.astype(x.dtype), cache
 
 
@@ -99,8 +93,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array, cache: PagedCache | None) -> Array:
         weight = self.gate_up[...]
-        both = linear(x, weight.reshape(-1, weight.shape[-1]))
-        gate, up = jnp.split(both, 2, axis=-1)
+        gate, up = jnp.split(linear(x, weight.reshape(-1, weight.shape[-1])), 2, axis=-1)
         out = linear((jax.nn.silu(gate) * up).astype(x.dtype), self.down[...])
         if cache is not None and weight.shape[1] < self.size:  # this device holds a share of the FFN
             out = cache.sum_over_heads(out)
@@ -141,9 +134,7 @@ class Decoder(nnx.Module):
         shapes = param_shapes(config)
         self.config = config
         self.embed = Embedding(shapes["embed"], rngs=rngs, dtype=dtype)
-        self.layers = nnx.List(
-            [Layer(config, shapes["layers"][str(i)], rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
-        )
+        self.layers = nnx.List([Layer(config, s, rngs=rngs, dtype=dtype) for s in shapes["layers"].values()])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Embedding(shapes["lm_head"], rngs=rngs, dtype=dtype)
@@ -167,19 +158,19 @@ class Decoder(nnx.Module):
 def bind(config: ModelConfig, tree: Any) -> Decoder:
     """The Decoder whose parameters are the arrays (or tracers) of a canonical tree; no array is copied."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    layers = {int(i): layer for i, layer in tree["layers"].items()}
-    nnx.update(model, {**tree, "layers": layers})
+    nnx.update(model, {**tree, "layers": {int(i): layer for i, layer in tree["layers"].items()}})
     return model
 
 
-def to_tree(model: Any) -> dict[str, Any]:
-    """The canonical tree (nested dict of arrays, layers keyed by strings) of a Decoder or of its nnx.State."""
-    state = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
-
-    def walk(node: Any) -> Any:
-        return {str(k): walk(v) for k, v in node.items()} if isinstance(node, dict) else node
-
-    return walk(nnx.to_pure_dict(state))
+def to_tree(model: Any) -> Any:
+    """The canonical tree (nested dicts of bare arrays, keyed by strings) of a Decoder, an nnx.State or a mapping."""
+    if isinstance(model, nnx.Module):
+        model = nnx.state(model, nnx.Param)
+    if isinstance(model, list | tuple):
+        model = dict(enumerate(model))
+    if isinstance(model, Mapping):
+        return {str(key): to_tree(value) for key, value in model.items()}
+    return model.get_value() if isinstance(model, nnx.Variable) else model
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, scale: float = 1.0) -> nnx.Param:

@@ -47,17 +47,11 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
 def param_specs(config: ModelConfig, axis: str | None, size: int = 1) -> dict[str, Any]:
     """Nested dict of PartitionSpecs: KV heads, and the FFN where it divides, over `axis` of `size` devices."""
     if axis is not None and config.num_kv_heads % size:
-        raise ConfigError(
-            f"num_kv_heads={config.num_kv_heads} does not split over {size} devices of mesh axis {axis!r}"
-        )
+        heads = config.num_kv_heads
+        raise ConfigError(f"num_kv_heads={heads} does not split over {size} devices of mesh axis {axis!r}")
     ffn = axis if config.intermediate_size % size == 0 else None
-    split = {
-        "qkv": PartitionSpec(axis),
-        "qkv_bias": PartitionSpec(axis),
-        "out": PartitionSpec(None, axis),
-        "gate_up": PartitionSpec(None, ffn),
-        "down": PartitionSpec(None, ffn),
-    }
+    split = {name: PartitionSpec(axis) for name in ("qkv", "qkv_bias")}
+    split |= {"out": PartitionSpec(None, axis)} | {name: PartitionSpec(None, ffn) for name in ("gate_up", "down")}
 
     def walk(tree: dict[str, Any]) -> dict[str, Any]:
         return {k: walk(v) if isinstance(v, dict) else split.get(k, PartitionSpec()) for k, v in tree.items()}

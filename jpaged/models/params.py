@@ -31,8 +31,6 @@ class Params(Mapping[str, Any]):
     """
 
     __slots__ = ("__weakref__", "_static", "_tree")
-    _static: _Static
-    _tree: dict[str, Any]
 
     def __init__(self, tree: Mapping[str, Any], config: ModelConfig, source: Path | None = None):
         self._tree = {key: tree[key] for key in sorted(tree)}
@@ -67,11 +65,7 @@ class Params(Mapping[str, Any]):
         return f"Params({self.config.family}, {count:,} parameters, {dtypes})"
 
 
-def _children(params: Params) -> tuple[tuple[Any, ...], _Static]:
-    return tuple(params._tree.values()), params._static
-
-
-def _children_with_keys(params: Params) -> tuple[list[tuple[Any, Any]], _Static]:
+def _children(params: Params) -> tuple[list[tuple[Any, Any]], _Static]:
     return [(jax.tree_util.DictKey(key), child) for key, child in params._tree.items()], params._static
 
 
@@ -82,4 +76,4 @@ def _rebuild(static: _Static, children: Iterable[Any]) -> Params:
     return params
 
 
-jax.tree_util.register_pytree_with_keys(Params, _children_with_keys, _rebuild, _children)
+jax.tree_util.register_pytree_with_keys(Params, _children, _rebuild)

@@ -14,22 +14,19 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
     Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says. Computed in float64 on the host.
     """
-    dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    dim, base, s = config.head_dim, config.rope_theta, config.rope_scaling
     inv = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if scaling is None:
+    if s is None:
         return inv.astype(np.float32), 1.0
-    if scaling.kind == "linear":
-        return (inv / scaling.factor).astype(np.float32), 1.0
-    if scaling.kind == "llama3":
-        return _llama3(inv, scaling).astype(np.float32), 1.0
-    return _yarn(inv, scaling, dim, base).astype(np.float32), scaling.attention_factor
-
-
-def _llama3(inv: np.ndarray, s: RopeScaling) -> np.ndarray:
-    """Long wavelengths are slowed by the factor, short ones kept, those between interpolated."""
-    turns = s.original_max_position * inv / (2 * math.pi)  # rotations within the original context
-    smooth = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
-    return (1 - smooth) * inv / s.factor + smooth * inv
+    if s.kind == "linear":
+        inv = inv / s.factor
+    elif s.kind == "llama3":  # long wavelengths are slowed by the factor, short ones kept, those between interpolated
+        turns = s.original_max_position * inv / (2 * math.pi)  # rotations within the original context
+        smooth = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+        inv = (1 - smooth) * inv / s.factor + smooth * inv
+    else:
+        inv = _yarn(inv, s, dim, base)
+    return inv.astype(np.float32), s.attention_factor if s.kind == "yarn" else 1.0
 
 
 def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:

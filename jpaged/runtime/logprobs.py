@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
 SUM_TILE = 128  # tokens a tile of the two-level draw
@@ -22,22 +22,16 @@ NEG_INF = float("-inf")
 class TokenLogprobs:
     """Logprobs of given tokens, as `token_logprobs` returns them."""
 
-    logprob_T: jax.Array  # f32
-    rank_T: jax.Array  # i32
-    top_ids_TK: jax.Array  # i32
-    top_logprobs_TK: jax.Array  # f32
+    logprob_T: Array  # f32
+    rank_T: Array  # i32
+    top_ids_TK: Array  # i32
+    top_logprobs_TK: Array  # f32
 
 
 def token_logprobs(
-    logits_fn: Callable[[jax.Array], jax.Array],
-    x_TE: jax.Array,
-    targets_T: jax.Array,
-    temperature_T: jax.Array,
-    mode_T: jax.Array,
-    *,
-    max_logprobs: int = 0,
-    tile: int = 64,
-) -> TokenLogprobs:
+    logits_fn: Callable[[Array], Array], x_TE: Array, targets_T: Array, temperature_T: Array, mode_T: Array,
+    *, max_logprobs: int = 0, tile: int = 64,
+) -> TokenLogprobs:  # fmt: skip
     """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are never whole.
 
     logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by it (0 counts as 1).
@@ -45,7 +39,7 @@ def token_logprobs(
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
-    def one_tile(args: tuple[jax.Array, jax.Array, jax.Array]) -> TokenLogprobs:
+    def one_tile(args: tuple[Array, Array, Array]) -> TokenLogprobs:
         x_tE, targets_t, tau_t = args
         logits_tV = logits_fn(x_tE)
         targets_t = jnp.clip(targets_t, 0, logits_tV.shape[1] - 1)
@@ -53,17 +47,14 @@ def token_logprobs(
         sum_t = total(tile_sums(weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))))
         value_t = pick(logits_tV, targets_t)
         top_tK, top_ids_tK = top_values(logits_tV, max_logprobs)
-        return TokenLogprobs(
-            logprob_T=logprob(value_t, max_t, tau_t, sum_t),
-            rank_T=rank(logits_tV, value_t, targets_t),
-            top_ids_TK=top_ids_tK,
-            top_logprobs_TK=logprob(top_tK, max_t[:, None], tau_t[:, None], sum_t[:, None]),
-        )
+        logprob_t, rank_t = logprob(value_t, max_t, tau_t, sum_t), rank(logits_tV, value_t, targets_t)
+        tops_tK = logprob(top_tK, max_t[:, None], tau_t[:, None], sum_t[:, None])
+        return TokenLogprobs(logprob_T=logprob_t, rank_T=rank_t, top_ids_TK=top_ids_tK, top_logprobs_TK=tops_tK)
 
     tokens = targets_T.shape[0]
     tiles = -(-tokens // tile)
 
-    def tiled(a: jax.Array) -> jax.Array:
+    def tiled(a: Array) -> Array:
         padded = jnp.pad(a, [(0, tiles * tile - tokens)] + [(0, 0)] * (a.ndim - 1))
         return padded.reshape(tiles, tile, *a.shape[1:])
 
@@ -72,31 +63,29 @@ def token_logprobs(
     return jax.tree.map(lambda a: a.reshape(tiles * tile, *a.shape[2:])[:tokens], out)
 
 
-def _tile(reduce: Callable[[jax.Array], jax.Array], a_SV: jax.Array, tile: int, fill: float) -> jax.Array:
+def _tile(reduce: Callable[[Array], Array], a_SV: Array, tile: int, fill: float) -> Array:
     """Reduce each tile of the vocabulary: [S, V] -> [S, N]. A short last tile is filled up."""
     rows, vocab = a_SV.shape
     whole = vocab - vocab % tile
-    parts = []
-    if whole:
-        parts.append(reduce(a_SV[:, :whole].reshape(rows, whole // tile, tile)))
+    parts = [reduce(a_SV[:, :whole].reshape(rows, whole // tile, tile))] if whole else []
     if whole < vocab:
         tail_SC = jnp.pad(a_SV[:, whole:], ((0, 0), (0, tile - (vocab - whole))), constant_values=fill)
         parts.append(reduce(tail_SC[:, None]))
     return jnp.concatenate(parts, axis=1)
 
 
-def tile_max(z_SV: jax.Array, tile: int) -> jax.Array:
+def tile_max(z_SV: Array, tile: int) -> Array:
     return _tile(lambda z: jnp.max(z, axis=2), z_SV, tile, NEG_INF)
 
 
-def tile_sums(a_SV: jax.Array) -> jax.Array:
+def tile_sums(a_SV: Array) -> Array:
     """The sum of each SUM_TILE entries, added by halving: an order that is written down.
 
     For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the entries, so that they are
     never stored, and runs over 16 lanes.
     """
 
-    def add(a_SNC: jax.Array) -> jax.Array:
+    def add(a_SNC: Array) -> Array:
         a = a_SNC.reshape(*a_SNC.shape[:2], SUM_TILE // 16, 16)
         for axis in (2, 3):
             while a.shape[axis] > 1:
@@ -107,35 +96,35 @@ def tile_sums(a_SV: jax.Array) -> jax.Array:
     return _tile(add, a_SV, SUM_TILE, 0.0)
 
 
-def weights(z_SX: jax.Array, max_S: jax.Array, temp_S: jax.Array, floor_S: jax.Array) -> jax.Array:
+def weights(z_SX: Array, max_S: Array, temp_S: Array, floor_S: Array) -> Array:
     """Unnormalised probabilities of the kept logits, exp((z - max) / temperature), 0 elsewhere; the largest is 1."""
     exp_SX = jnp.exp((z_SX - max_S[:, None]) / temp_S[:, None])
     return jnp.where(z_SX >= floor_S[:, None], exp_SX, jnp.float32(0))
 
 
-def total(sums_SN: jax.Array) -> jax.Array:
+def total(sums_SN: Array) -> Array:
     """The sum of all tiles, added as the draw adds them; not by jnp.sum, see `tile_sums`."""
     return jnp.cumsum(sums_SN, axis=1)[:, -1]
 
 
-def finite_max(tile_max_SN: jax.Array) -> jax.Array:
+def finite_max(tile_max_SN: Array) -> Array:
     """The row's maximum, 0 where it is no number to subtract."""
     max_S = jnp.max(lax.optimization_barrier(tile_max_SN), axis=1)  # else XLA:CPU takes it from the logits again
     return jnp.where(jnp.isfinite(max_S), max_S, jnp.float32(0))
 
 
-def logprob(value: jax.Array, max_: jax.Array, tau: jax.Array, total: jax.Array) -> jax.Array:
+def logprob(value: Array, max_: Array, tau: Array, total: Array) -> Array:
     return (value - max_) / tau - jnp.log(total)
 
 
-def rank(z_SV: jax.Array, value_S: jax.Array, token_S: jax.Array) -> jax.Array:
+def rank(z_SV: Array, value_S: Array, token_S: Array) -> Array:
     """1 + how many tokens come before this one: larger ones, and equal ones of a lower id."""
     ids_V = lax.broadcasted_iota(jnp.int32, z_SV.shape, 1)
     before_SV = (z_SV > value_S[:, None]) | ((z_SV == value_S[:, None]) & (ids_V < token_S[:, None]))
     return 1 + total(tile_sums(before_SV.astype(jnp.float32))).astype(jnp.int32)  # exact to 2**24
 
 
-def top_values(z_SV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def top_values(z_SV: Array, k: int) -> tuple[Array, Array]:
     """The k largest of each row and their ids, equal values in order of id.
 
     A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after k others, so only
@@ -150,7 +139,7 @@ def top_values(z_SV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return top_SK, jnp.take_along_axis(ids_SC, at_SK, axis=1)
 
 
-def gather_tiles(z_SV: jax.Array, tiles_SN: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+def gather_tiles(z_SV: Array, tiles_SN: Array, tile: int) -> tuple[Array, Array]:
     """The logits of the named tiles, one after the other, and their ids; past the vocabulary's end -inf."""
     rows, vocab = z_SV.shape
     ids_SC = (tiles_SN[:, :, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]).reshape(rows, -1)
@@ -158,11 +147,11 @@ def gather_tiles(z_SV: jax.Array, tiles_SN: jax.Array, tile: int) -> tuple[jax.A
     return jnp.where(ids_SC < vocab, z_SC, NEG_INF), ids_SC
 
 
-def pick(a_SX: jax.Array, at_S: jax.Array) -> jax.Array:
+def pick(a_SX: Array, at_S: Array) -> Array:
     return jnp.take_along_axis(a_SX, at_S[:, None], axis=1)[:, 0]
 
 
-def first_true(true_SX: jax.Array) -> jax.Array:
+def first_true(true_SX: Array) -> Array:
     """Index of the first true of each row, X where there is none.
 
     In f32, which counts exactly to 2**24, because XLA:CPU reduces floats fast, and argmax and integers slowly.

@@ -17,14 +17,12 @@ def default_num_blocks(config: EngineConfig, block_bytes: int, device: Any, *, m
     of 4 GiB, max_num_seqs * max_model_len tokens, and half of what the machine or its cgroup has free; elsewhere what
     memory_utilization leaves of the device's memory, and no more than max_num_seqs * max_model_len tokens.
     """
-    assert config.max_model_len is not None
-    per_seq = -(-config.max_model_len // config.block_size)
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is None:
         budget = min(CPU_POOL_BYTES, free_memory() // 2)
     else:
         budget = (int(stats["bytes_limit"] * config.memory_utilization) - stats["bytes_in_use"]) * mesh_axis
-    blocks = min(budget // block_bytes, config.max_num_seqs * per_seq)
+    blocks = min(budget // block_bytes, config.max_num_seqs * config.max_blocks_per_seq)
     if blocks < 1:
         raise ConfigError(
             f"no KV block of {block_bytes} bytes fits the {max(budget, 0)} bytes left for the pool: "

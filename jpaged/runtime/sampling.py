@@ -8,29 +8,16 @@ a row or the tokens of a tile, G the rows searched together.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from jpaged.runtime.logprobs import (
-    NEG_INF,
-    PROCESSED,
-    RAW,
-    SUM_TILE,
-    finite_max,
-    first_true,
-    gather_tiles,
-    logprob,
-    pick,
-    rank,
-    tile_max,
-    tile_sums,
-    token_logprobs,
-    top_values,
-    total,
-    weights,
-)
+from jpaged.runtime.logprobs import (  # isort: skip
+    NEG_INF, PROCESSED, RAW, SUM_TILE, finite_max, first_true, gather_tiles, logprob, pick, rank, tile_max, tile_sums,
+    token_logprobs, top_values, total, weights,
+)  # fmt: skip
 
 __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
 
@@ -43,14 +30,14 @@ SEARCH_ROWS = 8  # rows searched together: fixed, so that sums do not depend on 
 class Controls:
     """What every row has. Off is: top_p 1, min_p 0, top_k 0; temperature 0 is greedy and ignores the thresholds."""
 
-    temperature_S: jax.Array  # f32
-    top_p_S: jax.Array  # f32
-    min_p_S: jax.Array  # f32
-    top_k_S: jax.Array  # i32
-    key_S2: jax.Array  # u32, threefry key data of the request
-    sample_index_S: jax.Array  # i32
-    position_S: jax.Array  # i32, index of the new token in its sequence
-    logprobs_mode_S: jax.Array  # i32: RAW, TEMPERED or PROCESSED
+    temperature_S: Array  # f32
+    top_p_S: Array  # f32
+    min_p_S: Array  # f32
+    top_k_S: Array  # i32
+    key_S2: Array  # u32, threefry key data of the request
+    sample_index_S: Array  # i32
+    position_S: Array  # i32, index of the new token in its sequence
+    logprobs_mode_S: Array  # i32: RAW, TEMPERED or PROCESSED
 
 
 @jax.tree_util.register_dataclass
@@ -58,13 +45,13 @@ class Controls:
 class FullControls:
     """What only some requests ask for. Ids of V or more are padding and dropped; the bias ids of a row are distinct."""
 
-    presence_S: jax.Array  # f32, off 0
-    frequency_S: jax.Array  # f32, off 0
-    repetition_S: jax.Array  # f32, off 1
-    bias_ids_SB: jax.Array  # i32
-    bias_SB: jax.Array  # f32
-    ban_ids_SX: jax.Array  # i32, forbidden for this token (EOS before min_tokens)
-    counts_SV: jax.Array  # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt)
+    presence_S: Array  # f32, off 0
+    frequency_S: Array  # f32, off 0
+    repetition_S: Array  # f32, off 1
+    bias_ids_SB: Array  # i32
+    bias_SB: Array  # f32
+    ban_ids_SX: Array  # i32, forbidden for this token (EOS before min_tokens)
+    counts_SV: Array  # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt)
 
 
 @jax.tree_util.register_dataclass
@@ -72,16 +59,14 @@ class FullControls:
 class Sampled:
     """One token a row; rank and top lists only of the full step. Top lists fall in value, equal values rise in id."""
 
-    token_S: jax.Array  # i32
-    logprob_S: jax.Array  # f32, in the row's logprobs mode
-    rank_S: jax.Array | None = None  # i32, 1 is the most probable
-    top_ids_SK: jax.Array | None = None  # i32
-    top_logprobs_SK: jax.Array | None = None  # f32
+    token_S: Array  # i32
+    logprob_S: Array  # f32, in the row's logprobs mode
+    rank_S: Array | None = None  # i32, 1 is the most probable
+    top_ids_SK: Array | None = None  # i32
+    top_logprobs_SK: Array | None = None  # f32
 
 
-def sample(
-    logits_SV: jax.Array, controls: Controls, full: FullControls | None = None, *, max_logprobs: int = 0
-) -> Sampled:
+def sample(logits_SV: Array, controls: Controls, full: FullControls | None = None, *, max_logprobs: int = 0) -> Sampled:
     """Draw one token a row, and its log-probability.
 
     logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob NaN). `full` None is
@@ -117,29 +102,25 @@ def sample(
         value_S = pick(logits_SV, token_S)
         return Sampled(token_S=token_S, logprob_S=logprob(value_S, max_S, tau_S, sum_S))
 
-    def lists(source_SV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def lists(source_SV: Array) -> tuple[Array, Array, Array, Array]:
         value_S = pick(source_SV, token_S)
         return value_S, rank(source_SV, value_S, token_S), *top_values(source_SV, max_logprobs)
 
-    def processed() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def processed() -> tuple[Array, Array, Array, Array]:
         kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
         return lists(jnp.where(processed_S[:, None], kept_SV, logits_SV))
 
     value_S, rank_S, top_SK, top_ids_SK = lax.cond(jnp.any(processed_S), processed, lambda: lists(logits_SV))
-    return Sampled(
-        token_S=token_S,
-        logprob_S=logprob(value_S, source_max_S, tau_S, sum_S),
-        rank_S=rank_S,
-        top_ids_SK=top_ids_SK,
-        top_logprobs_SK=logprob(top_SK, source_max_S[:, None], tau_S[:, None], sum_S[:, None]),
-    )
+    logprob_S = logprob(value_S, source_max_S, tau_S, sum_S)
+    tops_SK = logprob(top_SK, source_max_S[:, None], tau_S[:, None], sum_S[:, None])
+    return Sampled(token_S=token_S, logprob_S=logprob_S, rank_S=rank_S, top_ids_SK=top_ids_SK, top_logprobs_SK=tops_SK)
 
 
-def _apply_full(logits_SV: jax.Array, full: FullControls) -> jax.Array:
+def _apply_full(logits_SV: Array, full: FullControls) -> Array:
     """Bias, bans and penalties. Whatever is off leaves its logits' bits alone."""
     vocab = logits_SV.shape[1]
 
-    def penalise(z: jax.Array, counts: jax.Array) -> jax.Array:
+    def penalise(z: Array, counts: Array) -> Array:
         repetition, frequency, presence = (a[:, None] for a in (full.repetition_S, full.frequency_S, full.presence_S))
         output = (counts >> 1).astype(jnp.float32)
         repeated = jnp.where(z > 0, z / repetition, z * repetition)
@@ -149,24 +130,22 @@ def _apply_full(logits_SV: jax.Array, full: FullControls) -> jax.Array:
     # The penalties in one fused pass, then the few biased entries set in place: a scatter-add that came first would
     # cost a copy of the logits, which the raw logprobs still need.
     at_SB = jnp.minimum(full.bias_ids_SB, vocab - 1)
-    biased_SB = penalise(
-        jnp.take_along_axis(logits_SV, at_SB, axis=1) + full.bias_SB,
-        jnp.take_along_axis(full.counts_SV, at_SB, axis=1),
-    )
+    take = functools.partial(jnp.take_along_axis, indices=at_SB, axis=1)
+    biased_SB = penalise(take(logits_SV) + full.bias_SB, take(full.counts_SV))
     rows_S1 = jnp.arange(logits_SV.shape[0], dtype=jnp.int32)[:, None]
     z_SV = penalise(logits_SV, full.counts_SV)
     z_SV = z_SV.at[rows_S1, full.bias_ids_SB].set(biased_SB, mode="drop")
     return z_SV.at[rows_S1, full.ban_ids_SX].set(NEG_INF, mode="drop")
 
 
-def _random_bits(controls: Controls) -> jax.Array:
+def _random_bits(controls: Controls) -> Array:
     """Two random words a row: threefry of the request's key, the sample index and the position, and of nothing else.
 
     They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else uses.
     """
     data_2S = jnp.stack([controls.sample_index_S, controls.position_S]).astype(jnp.uint32)
 
-    def fold(i: jax.Array, key_S2: jax.Array) -> jax.Array:
+    def fold(i: Array, key_S2: Array) -> Array:
         keys_S = jax.random.wrap_key_data(key_S2, impl="threefry2x32")
         return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys_S, data_2S[i]))
 
@@ -174,15 +153,9 @@ def _random_bits(controls: Controls) -> jax.Array:
 
 
 def _draw(
-    z_SV: jax.Array,
-    tile_max_SN: jax.Array,
-    sums_SN: jax.Array,
-    max_S: jax.Array,
-    temp_S: jax.Array,
-    floor_S: jax.Array,
-    greedy_S: jax.Array,
-    bits_S2: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    z_SV: Array, tile_max_SN: Array, sums_SN: Array,
+    max_S: Array, temp_S: Array, floor_S: Array, greedy_S: Array, bits_S2: Array,
+) -> tuple[Array, Array]:  # fmt: skip
     """Inverse CDF in two levels, the first random word choosing the tile and the second the token in it.
 
     A word of 24 bits a level resolves probabilities that one f32 uniform over the whole vocabulary would round away.
@@ -209,9 +182,7 @@ def _draw(
     return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), total_S
 
 
-def _thresholds(
-    z_SV: jax.Array, max_S: jax.Array, temp_S: jax.Array, greedy_S: jax.Array, controls: Controls
-) -> jax.Array:
+def _thresholds(z_SV: Array, max_S: Array, temp_S: Array, greedy_S: Array, controls: Controls) -> Array:
     """The smallest logit that each row keeps, -inf where it keeps all."""
     vocab = z_SV.shape[1]
     min_p_S = jnp.where(greedy_S, jnp.float32(0), controls.min_p_S)
@@ -221,13 +192,13 @@ def _thresholds(
     floor_S = jnp.where(min_p_S > 0, max_S + temp_S * jnp.log(min_p_S), NEG_INF)
     size = min(CANDIDATES, vocab)
 
-    def search() -> jax.Array:
+    def search() -> Array:
         top_SC, _ = top_values(z_SV, size)
         k_settled_S = top_k_S <= size
         kth_S = pick(top_SC, jnp.clip(top_k_S, 1, size) - 1)
         at_least_S = jnp.maximum(floor_S, jnp.where((top_k_S > 0) & k_settled_S, kth_S, NEG_INF))
 
-        def nucleus() -> tuple[jax.Array, jax.Array]:
+        def nucleus() -> tuple[Array, Array]:
             mass_S = top_p_S * total(tile_sums(weights(z_SV, max_S, temp_S, at_least_S)))
             reached_SC = jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
             first_S = first_true(reached_SC)
@@ -251,31 +222,24 @@ def _thresholds(
 
 
 def _search_rows(
-    z_SV: jax.Array,
-    max_S: jax.Array,
-    temp_S: jax.Array,
-    floor_S: jax.Array,
-    top_k_S: jax.Array,
-    top_p_S: jax.Array,
-    settled_S: jax.Array,
-    found_S: jax.Array,
-) -> jax.Array:
+    z_SV: Array, max_S: Array, temp_S: Array, floor_S: Array,
+    top_k_S: Array, top_p_S: Array, settled_S: Array, found_S: Array,
+) -> Array:  # fmt: skip
     """Exact thresholds of the rows that the candidates did not settle, a few rows at a time; `found_S` elsewhere."""
     rows = z_SV.shape[0]
     unsettled = jnp.sum(~settled_S, dtype=jnp.int32)
     (order,) = jnp.nonzero(~settled_S, size=rows + SEARCH_ROWS, fill_value=rows)
 
-    def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
         start, found_S = state
         at_G = lax.dynamic_slice(order, (start,), (SEARCH_ROWS,))
-        z_GV, max_G, temp_G, floor_G, top_k_G, top_p_G = (
-            jnp.take(a, at_G, axis=0, mode="clip") for a in (z_SV, max_S, temp_S, floor_S, top_k_S, top_p_S)
-        )
+        take = functools.partial(jnp.take, indices=at_G, axis=0, mode="clip")
+        z_GV, max_G, temp_G, floor_G, top_k_G, top_p_G = map(take, (z_SV, max_S, temp_S, floor_S, top_k_S, top_p_S))
 
-        def largest(weight_GV: jax.Array, target_G: jax.Array, floor_G: jax.Array) -> jax.Array:
+        def largest(weight_GV: Array, target_G: Array, floor_G: Array) -> Array:
             """The largest v >= floor such that sum(weight where z >= v) >= target, by bisection over all floats."""
 
-            def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
                 low_G, high_G = bounds
                 middle_G = (low_G | high_G) - ((low_G ^ high_G) >> 1)  # the mean, rounded up, without overflow
                 reached_GV = z_GV >= _from_ordered(middle_G)[:, None]
@@ -293,7 +257,7 @@ def _search_rows(
         )
         floor_G = jnp.where(top_k_G > 0, kth_G, floor_G)
 
-        def nucleus() -> jax.Array:
+        def nucleus() -> Array:
             p_GV = weights(z_GV, max_G, temp_G, floor_G)
             return largest(p_GV, top_p_G * jnp.sum(p_GV, axis=1), floor_G)
 
@@ -304,11 +268,11 @@ def _search_rows(
     return lax.while_loop(lambda s: s[0] < unsettled, body, (jnp.int32(0), found_S))[1]
 
 
-def _to_ordered(z: jax.Array) -> jax.Array:
+def _to_ordered(z: Array) -> Array:
     """f32 to int32 such that the integers order as the floats do."""
     bits = lax.bitcast_convert_type(z, jnp.int32)
     return jnp.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
-def _from_ordered(key: jax.Array) -> jax.Array:
+def _from_ordered(key: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(key >= 0, key, key ^ 0x7FFFFFFF), jnp.float32)

@@ -1,5 +1,6 @@
 """The caller's params -> the serving tree: any pytree form in, cast and placed once a weight version."""
 
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.errors import ConfigError
@@ -36,18 +37,17 @@ def as_params(params: Any, config: Any = None) -> Params:
     elif isinstance(getattr(params, "config", None), ModelConfig):  # Params, and our own nnx module
         model = params.config
     else:
-        raise ConfigError(
-            f"params of type {type(params).__name__} need config= (ModelConfig, Hugging Face dict or folder)"
-        )
+        kind = type(params).__name__
+        raise ConfigError(f"params of type {kind} need config= (ModelConfig, Hugging Face dict or folder)")
     if source is None and isinstance(config, str | Path):
         source = Path(config)
-    if isinstance(params, nnx.Module | nnx.State):
+    if isinstance(params, nnx.Module):
         params = to_tree(params)
     if not isinstance(params, Mapping):
         raise ConfigError(f"params of type {type(params).__name__}: pass Params, an nnx Module or State, or a dict")
     if set(params) == {"params"}:
         params = params["params"]
-    tree = _plain(params)
+    tree = to_tree(params)
     _check(tree, param_shapes(model), "")
     return Params(tree, model, source)
 
@@ -61,16 +61,14 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
     if jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes: only one is supported yet")
     if mesh is None or mesh.size == 1:
-        device = next(iter(leaves[0].devices())) if leaves else jax.devices()[0]
-        device = mesh.devices.flat[0] if mesh is not None else device
-        return Placement(mesh=None, axis=None, device=device)
+        own = leaves[0].devices() if leaves else jax.devices()
+        return Placement(mesh=None, axis=None, device=next(iter(own if mesh is None else mesh.devices.flat)))
     axis = config.tensor_axis
     if axis == "auto":
         axis = _kv_axis(params, mesh) or next((name for name in TENSOR_AXES if name in mesh.axis_names), None)
     elif axis is not None and axis not in mesh.axis_names:
         raise ConfigError(f"tensor_axis={axis!r} is not an axis of the mesh {mesh.axis_names}")
-    size = mesh.shape[axis] if axis is not None else 1
-    param_specs(params.config, axis, size)  # raises where the KV heads do not divide
+    param_specs(params.config, axis, 1 if axis is None else mesh.shape[axis])  # raises where KV heads do not divide
     return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
 
 
@@ -99,16 +97,14 @@ class ServingWeights:
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""
         leaves = jax.tree.leaves(params)
-        same = len(leaves) == len(self._refs) and all(
-            ref is not None and ref() is leaf for ref, leaf in zip(self._refs, leaves, strict=True)
-        )
-        if not same:
-            self._check_dtypes(params)
-            self.release()  # the last version's copies go before the next ones are made
-            self._derived = self._prepare(params, leaves)
-            self.version += 1
-            self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in leaves]
-        return not same
+        if len(leaves) == len(self._refs) and all(r and r() is x for r, x in zip(self._refs, leaves, strict=True)):
+            return False
+        self._check_dtypes(params)
+        self.release()  # the last version's copies go before the next ones are made
+        self._derived = self._prepare(params, leaves)
+        self.version += 1
+        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in leaves]
+        return True
 
     def tree(self, params: Params) -> Any:
         """The serving tree for params that were last passed to `update`: plain dicts of jax arrays."""
@@ -124,30 +120,22 @@ class ServingWeights:
         """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take neither."""
         leaves = jax.tree.leaves_with_path(params)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
-        linear = {
-            d for d, (path, leaf) in zip(dtypes, leaves, strict=True) if leaf.ndim > 1 and "bias" not in str(path[-1])
-        }
-        if len(linear) > 1:
+        is_linear = [leaf.ndim > 1 and "bias" not in str(path[-1]) for path, leaf in leaves]
+        if len(linear := set(itertools.compress(dtypes, is_linear))) > 1:
             raise ConfigError(f"linear weights in {_names(linear)}: pass dtype= to serve them in one")
         if self._dtypes not in (None, dtypes):
-            raise ConfigError(
-                f"params in {_names(dtypes)}; this engine was built for {_names(self._dtypes or [])}: pass dtype= to it"
-            )
+            built = f"this engine was built for {_names(self._dtypes or [])}"
+            raise ConfigError(f"params in {_names(dtypes)}; {built}: pass dtype= to it")
         self._dtypes = dtypes
 
     def _prepare(self, params: Params, leaves: list[Any]) -> list[jax.Array | None]:
         """Cast and place what needs it; whatever already fits is served as it is."""
         specs = param_specs(params.config, self.where.axis, self.where.axis_size)
-        targets = [
-            self.where.sharding(s) for s in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-        ]
+        targets = [self.where.sharding(spec) for spec in jax.tree.leaves(specs)]
         derived: list[jax.Array | None] = []
         moved = 0
         for leaf, target in zip(leaves, targets, strict=True):
-            dtype = self.dtype if self.dtype is not None else leaf.dtype
-            out = leaf
-            if out.dtype != dtype:
-                out = _cast(out, dtype) if isinstance(out, jax.Array) else np.asarray(out).astype(dtype)
+            out = leaf if self.dtype is None or leaf.dtype == self.dtype else leaf.astype(self.dtype)
             if not isinstance(out, jax.Array) or not out.sharding.is_equivalent_to(target, out.ndim):
                 if isinstance(out, jax.Array) and not out.sharding.is_fully_replicated:
                     moved += out.nbytes
@@ -162,30 +150,16 @@ def _names(dtypes: Iterable[Any]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
-@jax.jit(static_argnums=1)
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype)
-
-
 def _kv_axis(params: Params, mesh: Mesh) -> str | None:
     """The mesh axis that the KV heads of the first layer are split over."""
     sharding = getattr(params["layers"]["0"]["attention"]["qkv"], "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names else ()
-    axis = spec[0] if spec else None
-    if isinstance(axis, tuple):
-        if len(axis) > 1:
-            raise ConfigError(f"KV heads are split over the axes {axis}: only one tensor axis is supported")
-        axis = axis[0] if axis else None
-    return axis
-
-
-def _plain(node: Any) -> Any:
-    """Nested dicts with string keys over bare arrays: nnx Variables and boxed values are opened."""
-    if isinstance(node, Mapping):
-        return {str(key): _plain(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return {str(i): _plain(value) for i, value in enumerate(node)}
-    return node.get_value() if isinstance(node, nnx.Variable) else node
+    axes = spec[0] if spec else None
+    if not isinstance(axes, tuple):
+        return axes
+    if len(axes) > 1:
+        raise ConfigError(f"KV heads are split over the axes {axes}: only one tensor axis is supported")
+    return axes[0] if axes else None
 
 
 def _check(tree: Any, shapes: Any, path: str) -> None:
@@ -193,9 +167,8 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
     if not isinstance(tree, dict):
         raise ConfigError(f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}")
     if missing := sorted(shapes.keys() - tree.keys()):
-        raise ConfigError(
-            f"params{path} lack {missing[0]!r}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-        )
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ConfigError(f"params{path} lack {missing[0]!r}{more}")
     if extra := sorted(tree.keys() - shapes.keys()):
         raise ConfigError(f"params{path} hold {extra[0]!r}, which this config does not have")
     for name, shape in shapes.items():

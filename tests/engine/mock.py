@@ -8,9 +8,11 @@ token, and a slot that nothing has written raises.
 import functools
 import itertools
 import math
+import random
 import zlib
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,12 +31,14 @@ from jpaged.engine.batch import (
 from jpaged.engine.beam import BeamSearch, EarlyStopping
 from jpaged.engine.engine import Engine
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.engine.scheduler import Plan, Scheduler
+from jpaged.engine.scheduler import Plan, PlanEntry, Scheduler
 from jpaged.engine.sequence import Request, Sequence
+from jpaged.errors import CapacityError
 
 SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
 VOCAB = 101
 POISON = -1
+ROOTS = [random.Random(i).choices(range(1, 90), k=24) for i in range(2)]  # what prompts have in common
 MODEL = ModelConfig(
     family="llama",
     vocab_size=VOCAB,
@@ -71,7 +75,10 @@ def prompt_score(kv: int, target: int) -> float:
 
 
 class MockRunner:
-    """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to raise."""
+    """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to raise.
+
+    born: for each slot of the pool the era in which it was written, or the oldest one in what that was computed from.
+    """
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -79,11 +86,13 @@ class MockRunner:
         self.calls: dict[str, int] = dict.fromkeys(("dispatch", "fetch", "read_blocks", "write_blocks"), 0)
         self.block_bytes = 2**20
         self.dispatched: list[tuple[str, list[tuple[int, int]]]] = []  # (phase, [(start, end) of each row])
+        self.era = 0
         self.recover()
 
     def recover(self) -> None:
         assert self.config.num_blocks is not None
         self.pool = [POISON] * (self.config.num_blocks * self.config.block_size)
+        self.born = [self.era] * len(self.pool)
         self.last = [POISON] * self.config.max_num_seqs
 
     def dispatch(self, batch: Batch, num_rows: int) -> tuple[Batch, np.ndarray, int]:
@@ -99,8 +108,7 @@ class MockRunner:
         out = _views(packed, sections)
         is_decode = batch.bucket.phase == "decode"
         for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], view.get("copies", ())):
-            P = self.config.block_size
-            self.pool[target * P : (target + 1) * P] = self.pool[source * P : (source + 1) * P]
+            self._put(target, self._get(source))
         spans, drawn = [], {}
         for row, (slot, end) in enumerate(zip(view["slots"][:num_rows], view["context_lens"], strict=False)):
             first, past = (row, row + 1) if is_decode else view["query_starts"][row : row + 2]
@@ -138,21 +146,29 @@ class MockRunner:
         kv = [self.pool[place] for place in places[: end - len(tokens)]]
         assert POISON not in kv, "a row reads a slot that nothing has written"
         for place, token in zip(places[len(kv) :], tokens, strict=True):
+            before = places[len(kv) - 1] if kv else None
             kv.append(next_kv(kv[-1] if kv else 0, token))
             self.pool[place] = kv[-1]
+            self.born[place] = self.era if before is None else self.born[before]
         return kv
 
-    def read_blocks(self, block_ids: list[int]) -> list[list[int]]:
+    def read_blocks(self, block_ids: list[int]) -> list[tuple[list[int], list[int]]]:
         self._may_fail("read_blocks")
-        size = self.config.block_size
-        return [self.pool[b * size : (b + 1) * size] for b in block_ids]
+        return [self._get(block_id) for block_id in block_ids]
 
-    def write_blocks(self, data: list[list[int]], block_ids: list[int]) -> None:
+    def write_blocks(self, data: list[tuple[list[int], list[int]]], block_ids: list[int]) -> None:
         self._may_fail("write_blocks")
-        size = self.config.block_size
         for block, block_id in zip(data, block_ids, strict=True):
             if block_id >= 0:
-                self.pool[block_id * size : (block_id + 1) * size] = block
+                self._put(block_id, block)
+
+    def _get(self, block_id: int) -> tuple[list[int], list[int]]:
+        place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
+        return self.pool[place], self.born[place]
+
+    def _put(self, block_id: int, block: tuple[list[int], list[int]]) -> None:
+        place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
+        self.pool[place], self.born[place] = block
 
     def fetch(self, handle: tuple[Batch, np.ndarray, int]) -> StepResult:
         self._may_fail("fetch")
@@ -193,33 +209,75 @@ def expected(seq: Sequence) -> list[int]:
     return _stream(prompt, count, seq.eos_ids | seq.stop_ids, seq.params.min_tokens, seq.index)
 
 
-def expected_beams(search: BeamSearch) -> list[tuple[list[int], float]]:
-    """The token ids and scores of a search whose beams are lists, each copied in full at every step."""
-    first = search.sequences[0]
-    prompt, eos = first.token_ids[: first.prompt_len], first.eos_ids
+@functools.lru_cache(maxsize=1024)
+def _beams(
+    prompt: tuple[int, ...], count: int, eos: frozenset[int], width: int, num_candidates: int, penalty: float,
+    early_stopping: EarlyStopping,
+) -> tuple[list[tuple[list[int], float]], int]:  # fmt: skip
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     done: list[tuple[list[int], float]] = []
-    for generated in range(1, search.end - search.prompt_len + 1):
-        at_end, options = generated == search.end - search.prompt_len, []
+    length = 0
+    for length in range(1, count + 1):
+        options = []
         for total, tokens in beams:
             kv = list(itertools.accumulate([*prompt, *tokens], next_kv, initial=0))[1:]
-            options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in top(kv, search.num_candidates)]
-        options = sorted(options, key=lambda option: -option[0])[: search.num_candidates]
-        ended = [
-            (t, p / generated**search.length_penalty) for p, t in options[: search.width] if at_end or t[-1] in eos
-        ]
-        done = sorted(done + ended, key=lambda d: -d[1])[: search.width]
-        beams = [(p, t) for p, t in options if not at_end and t[-1] not in eos][: search.width]
-        if beams and len(done) == search.width:
-            grows = search.early_stopping == "never" and search.length_penalty > 0
-            reach = search.end - search.prompt_len if grows else generated
-            if search.early_stopping is True or beams[0][0] / reach**search.length_penalty <= done[-1][1]:
+            options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in top(kv, num_candidates)]
+        options = sorted(options, key=lambda option: -option[0])[:num_candidates]
+        ended = [(t, p / length**penalty) for p, t in options[:width] if length == count or t[-1] in eos]
+        done = sorted(done + ended, key=lambda d: -d[1])[:width]
+        beams = [(p, t) for p, t in options if length < count and t[-1] not in eos][:width]
+        if beams and len(done) == width:
+            reach = count if early_stopping == "never" and penalty > 0 else length
+            if early_stopping is True or beams[0][0] / reach**penalty <= done[-1][1]:
                 break
-    return done
+    return done, length
+
+
+def expected_beams(search: BeamSearch) -> tuple[list[tuple[list[int], float]], int]:
+    """The token ids and scores of a search whose beams are lists, each copied in full at every step; and its length."""
+    root = search.sequences[0]
+    prompt = tuple(root.token_ids[: root.prompt_len])
+    count, width = search.end - search.prompt_len, search.width
+    return _beams(
+        prompt, count, root.eos_ids, width, search.num_candidates, search.length_penalty, search.early_stopping
+    )
 
 
 def generated(seq: Sequence) -> list[int]:
     return seq.token_ids[seq.prompt_len :]
+
+
+def check_ended(host: "Host", seq: Sequence) -> None:
+    """An ended sequence has exactly what it would have alone, or failed for want of blocks and of nothing else."""
+    want = expected(seq)
+    if seq.finish_reason == "abort":
+        assert generated(seq) == want[: seq.num_generated]
+        return
+    assert (seq.error is None) == host.fits(seq.prompt_len, len(want)), f"{seq!r} of {len(want)} to come: {seq.error}"
+    if seq.error is not None:
+        assert isinstance(seq.error, CapacityError) and generated(seq) == want[: seq.num_generated]
+        return
+    assert generated(seq) == want and seq.logprobs == [-t / 8 for t in want]
+    assert seq.finish_reason == ("stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length")
+    if seq.params.prompt_logprobs is not None:
+        kv, scores = 0, []
+        for token, target in zip(seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False):
+            kv = next_kv(kv, token)
+            scores.append(prompt_score(kv, target))
+        assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [None, *scores]
+        assert seq.num_cached == 0
+
+
+def check_search(host: "Host", search: BeamSearch) -> None:
+    """An ended search has the naive one's hypotheses, or failed because one beam alone does not fit."""
+    want, length = expected_beams(search)
+    if search.sequences[0].finish_reason != "abort":
+        assert (search.error is None) == host.fits(search.prompt_len, length), f"{length} steps: {search.error}"
+        assert search.error is None or isinstance(search.error, CapacityError)
+        if search.error is None:
+            found = search.results()
+            assert [h.token_ids for h in found] == [tokens for tokens, _ in want], f"{search!r} has other beams"
+            assert [h.score for h in found] == pytest.approx([score for _, score in want])
 
 
 class Letters:
@@ -230,7 +288,17 @@ class Letters:
 
 
 class CheckedScheduler(Scheduler):
-    """Asserts the invariants of every plan as it is made."""
+    """Asserts the invariants of every plan as it is made, and counts forks: `joined` at a prompt, `split` of a beam."""
+
+    forks: ClassVar[Counter[str]] = Counter()
+
+    def _join(self, seq: Sequence, leader: Sequence) -> PlanEntry:
+        self.forks["joined"] += 1
+        return super()._join(seq, leader)
+
+    def fork(self, parent: Sequence) -> Sequence:
+        self.forks["split"] += 1
+        return super().fork(parent)
 
     def schedule(self) -> Plan | None:
         plan = super().schedule()
@@ -254,6 +322,7 @@ class Host:
         self.config = config.resolve(MODEL)
         self.runner = MockRunner(self.config)
         self.engine = CheckedEngine(self.config, self.runner, depth=depth)
+        self.era = 0  # of the last reset: what was written before it must not be found
         self._ids = itertools.count()
         self._steps_left = 5000
 
@@ -276,9 +345,12 @@ class Host:
         return seq
 
     def add_samples(self, prompt: Iterable[int], n: int, max_tokens: int | None = 8, **options: Any) -> list[Sequence]:
-        """One request of n samples."""
+        """One request of n samples, of which the first alone scores the prompt."""
         request_id, prompt = str(next(self._ids)), list(prompt)
-        seqs = [self.sequence(prompt, max_tokens, request_id=request_id, index=i, **options) for i in range(n)]
+        seqs = []
+        for i in range(n):
+            own = options if i == 0 else {k: v for k, v in options.items() if k != "prompt_logprobs"}
+            seqs.append(self.sequence(prompt, max_tokens, request_id=request_id, index=i, **own))
         self.engine.add(Request(seqs))
         return seqs
 
@@ -295,11 +367,9 @@ class Host:
         self._steps_left -= 1
         assert self._steps_left, "the engine hangs"
         ended = self.engine.step()
-        self.engine.scheduler.check_integrity()
+        self.check()
         for search in (r for r in ended if isinstance(r, BeamSearch)):
-            if search.error is None and search.sequences[0].finish_reason != "abort":
-                found = [(h.token_ids, h.score) for h in search.results()]
-                assert found == pytest.approx(expected_beams(search)), f"{search!r} has other beams"
+            check_search(self, search)
         ended = [seq for request in ended if not isinstance(request, BeamSearch) for seq in request.sequences]
         for seq in ended:
             if seq.error is None and seq.finish_reason != "abort":
@@ -308,12 +378,33 @@ class Host:
                 assert generated(seq) == want, f"{seq!r} has another request's tokens"
         return ended
 
+    def check(self) -> None:
+        """The scheduler's invariants; host blocks equal what is swapped; nothing from before a reset can be found."""
+        scheduler, size = self.engine.scheduler, self.config.block_size
+        scheduler.check_integrity()
+        seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
+        swapped = sum(seq.swapped.num_blocks for seq in seqs if seq.swapped is not None)
+        assert swapped == scheduler.host_blocks - scheduler.free_host_blocks, "host blocks leaked"
+        for block_id in self.blocks._by_hash.values():
+            born = self.runner.born[block_id * size : (block_id + 1) * size]
+            assert min(born) >= self.era, f"block {block_id} can be found and is from before the reset"
+
+    def reset(self) -> None:
+        self.engine.reset_prefix_cache()
+        self.runner.era += 1
+        self.era = self.runner.era
+
+    def fits(self, prompt_len: int, count: int) -> bool:
+        """Whether so many tokens more fit the pool alone; the KV of the last one is never written."""
+        return self.blocks.blocks_for(max(prompt_len, prompt_len + count - 1)) <= self.blocks.num_blocks
+
     def run(self) -> list[Sequence]:
         """Step until nothing is unfinished."""
         ended = []
         while self.engine.has_unfinished():
             ended += self.step()
         assert self.blocks.num_used == 0, "blocks leaked"
+        self.check()  # of which nothing is on the host either
         return ended
 
     def generate(self, *prompts: Iterable[int], max_tokens: int | None = 8, **options: Any) -> list[Sequence]:

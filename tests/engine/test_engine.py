@@ -1,167 +1,19 @@
-"""The engine over a mock device: random histories equal undisturbed streams, and broken rules are noticed."""
+"""The engine over a mock device: a mixed load equals undisturbed streams, broken rules are noticed; snapshots."""
 
 import random
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from jpaged.engine import block_manager
+from jpaged.engine.beam import BeamSearch
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.engine import EngineState
 from jpaged.engine.scheduler import Plan, PlanEntry, Scheduler
 from jpaged.engine.sequence import Sequence, Status
-from jpaged.errors import CapacityError
-from tests.engine.mock import Host, expected, generated, next_kv, prompt_score
-
-ROOTS = [random.Random(i).choices(range(1, 90), k=24) for i in range(2)]  # what prompts have in common
-
-
-def check_ended(host: Host, seq: Sequence) -> None:
-    """An ended sequence has exactly what it would have alone, or failed for want of blocks and of nothing else."""
-    want = expected(seq)
-    if seq.finish_reason == "abort":
-        assert generated(seq) == want[: seq.num_generated]
-        return
-    # The last token's KV is never written.
-    fits = host.blocks.blocks_for(max(seq.prompt_len, seq.prompt_len + len(want) - 1)) <= host.blocks.num_blocks
-    assert (seq.error is None) == fits, f"{seq!r} of {len(want)} tokens to come: {seq.error}"
-    if seq.error is not None:
-        assert isinstance(seq.error, CapacityError) and generated(seq) == want[: seq.num_generated]
-        return
-    assert generated(seq) == want and seq.logprobs == [-t / 8 for t in want]
-    assert seq.finish_reason == ("stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length")
-    if seq.params.prompt_logprobs is not None:
-        kv, scores = 0, []
-        for token, target in zip(seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False):
-            kv = next_kv(kv, token)
-            scores.append(prompt_score(kv, target))
-        assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [None, *scores]
-        assert seq.num_cached == 0
-
-
-class HostMachine(RuleBasedStateMachine):
-    """Any history of adding, stepping, aborting, forgetting the cache and failing, with a pool that is too small."""
-
-    depth: int
-
-    @initialize(
-        block_size=st.integers(1, 4),
-        num_blocks=st.integers(6, 16),
-        max_num_seqs=st.integers(1, 4),
-        max_num_batched_tokens=st.integers(1, 24),
-        enable_prefix_caching=st.sampled_from([True, True, True, False]),
-    )
-    def start(self, **settings: Any) -> None:
-        self.host = Host(self.depth, max_model_len=40, **settings)
-        self.live: list[Sequence] = []
-        self.ended: list[Sequence] = []
-
-    @rule(
-        root=st.sampled_from(ROOTS),
-        length=st.integers(0, 14),
-        tails=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4),
-        max_tokens=st.integers(1, 12),
-        eos_every=st.sampled_from([100, 12, 6]),
-        stop_ids=st.sampled_from([(), (), (7, 8, 9, 10)]),
-        min_tokens=st.sampled_from([0, 0, 0, 2]),
-        scored=st.sampled_from([False, False, False, True]),
-    )
-    def add(self, root, length, tails, max_tokens, eos_every, stop_ids, min_tokens, scored) -> None:
-        options: dict[str, Any] = {"prompt_logprobs": 0} if scored else {}
-        options |= {"stop_token_ids": stop_ids, "min_tokens": min(min_tokens, max_tokens)}
-        eos_ids = frozenset(range(3, 100, eos_every)[:12])  # as many as can be banned together with the stop ids
-        for tail in tails:
-            self.live.append(self.host.add([*root[:length], *tail], max_tokens, eos_ids=eos_ids, **options))
-
-    @precondition(lambda self: self.ended)
-    @rule(which=st.integers(0, 99), cut=st.integers(0, 2), tail=st.lists(st.integers(1, 3), max_size=2))
-    def go_on(self, which: int, cut: int, tail: list[int]) -> None:
-        """A next turn: the prompt is what an earlier request ended with."""
-        tokens = self.ended[which % len(self.ended)].token_ids
-        tokens = [*tokens[: max(len(tokens) - cut, 1)], *tail]
-        if len(tokens) < 39:
-            self.live.append(self.host.add(tokens, 6))
-
-    @rule(length=st.integers(1, 20), root=st.sampled_from(ROOTS))
-    def score(self, length: int, root: list[int]) -> None:
-        self.live.append(self.host.add(root[:length], 1, prompt_logprobs=0, score_only=True))
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            for seq in self.host.step():
-                self.live.remove(seq)
-                self.ended.append(seq)
-                check_ended(self.host, seq)
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 99))
-    def abort(self, which: int) -> None:
-        seq = self.live.pop(which % len(self.live))
-        had_ended = seq.status is Status.FINISHED  # in a step that then failed
-        assert self.host.engine.abort(seq.request_id) is seq.request and (had_ended or seq.finish_reason == "abort")
-        self.ended.append(seq)
-        check_ended(self.host, seq)
-
-    @rule()
-    def reset(self) -> None:
-        self.host.engine.reset_prefix_cache()
-        assert not any(self.host.blocks.match(seq) for seq in [*self.live, *self.ended])
-
-    @rule(method=st.sampled_from(["dispatch", "fetch"]))
-    def fail(self, method: str) -> None:
-        runner = self.host.runner
-        runner.fail = {(method, runner.calls[method])}
-        try:
-            self.step(1)
-        except RuntimeError:
-            assert self.host.blocks.num_used == 0
-        runner.fail = set()
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "host"):
-            host = self.host
-            host.engine.scheduler.check_integrity()
-            assert [r.sequences[0] for r in host.engine.requests.values()] == self.live
-            assert len(host.engine._in_flight) <= host.engine.depth
-            for _, spans in host.runner.dispatched[-6:]:
-                assert len(spans) <= host.config.max_num_seqs
-                assert sum(e - s for s, e in spans) <= max(host.config.max_num_batched_tokens, host.config.max_num_seqs)
-
-    def teardown(self) -> None:
-        if hasattr(self, "host"):
-            for seq in self.host.run():
-                self.live.remove(seq)
-                check_ended(self.host, seq)
-            assert not self.live
-
-
-EXAMPLES = [
-    pytest.param(120, 50, id="some"),
-    pytest.param(1000, 80, id="many", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("examples", "steps"), EXAMPLES)
-def test_any_history(depth: int, examples: int, steps: int):
-    machine = type(f"HostMachine{depth}", (HostMachine,), {"depth": depth})
-    settings = hypothesis.settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
-    )
-    run_state_machine_as_test(machine, settings=settings)
+from jpaged.engine.text import TextStream
+from tests.engine.mock import ROOTS, Host, Letters, check_ended
 
 
 def workload(depth: int, seed: int) -> None:
@@ -366,3 +218,80 @@ def test_check_integrity_names_the_broken_rule(depth: int, mutate: Callable, mon
     with pytest.raises(AssertionError, match=NAMED[mutate]):
         for seed in SEEDS:
             workload(depth, seed)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 90), k=length)
+
+
+def busy(depth: int, **settings: Any) -> Host:
+    """Samples, beams, text and logprobs, some running, some swapped, some waiting."""
+    host = Host(depth, **{"swap_space_gib": 4 / 1024, "swap_min_tokens": 0, "num_blocks": 20, **settings})
+    host.add_samples(prompt(10), 3, max_tokens=9)
+    host.add_beams(prompt(7, 1), 1, 9)
+    host.add([*prompt(10), 5], 12, text=TextStream(Letters(), stop=["never"]), salt="a")
+    host.add(prompt(9, 3), 8, prompt_logprobs=0)
+    for _ in range(5):
+        host.step()
+    host.engine.scheduler.preempt(list(host.engine.scheduler.running)[-1])
+    return host
+
+
+def outcome(host: Host) -> dict[str, list]:
+    """What the unfinished requests come to."""
+    requests = dict(host.engine.requests)
+    host.run()
+    return {
+        name: request.results() if isinstance(request, BeamSearch) else [seq.token_ids for seq in request.sequences]
+        for name, request in requests.items()
+    }
+
+
+def tokens_of(state: EngineState) -> list[list[int]]:
+    return [list(seq.token_ids) for request in state.requests.values() for seq in request.sequences]
+
+
+@pytest.mark.parametrize("steps", [1, 7, 30])
+def test_restored_and_run_on(depth: int, steps: int):
+    """The same tokens as without a restore, whatever was in flight then; a snapshot is a value and serves twice."""
+    want, host = outcome(busy(depth)), busy(depth)
+    state = host.engine.snapshot()
+    before = tokens_of(state)
+    for seed in (11, 12):
+        late = host.add(prompt(13, seed), 4)
+        for _ in range(steps):
+            host.step()
+        assert steps > 1 or len(host.engine._in_flight) == depth - 1
+        host.engine.restore(state)
+        host.check()
+        assert list(host.engine.requests) == list(state.requests) and not host.engine._in_flight
+        assert host.engine.abort(late.request_id) is None and tokens_of(state) == before
+    assert outcome(host) == want
+    host.engine.restore(state)
+    assert outcome(host) == want and tokens_of(state) == before
+
+
+def test_what_was_merely_cached_is_not_restored(depth: int):
+    """A snapshot keeps the content of blocks in use: those that were free are not found, whatever is in them now."""
+    host = Host(depth)
+    host.generate(prompt(12))
+    running = host.add(prompt(9, 1))
+    host.step()
+    state = host.engine.snapshot()
+    assert len(host.blocks.match(host.sequence(prompt(12)))) == 2  # taking one does not change the engine
+    host.engine.restore(state)
+    assert host.blocks.match(host.sequence(prompt(12))) == []
+    assert host.blocks.match(host.sequence(prompt(9, 1))) == list(running.block_table[:2])
+    assert host.generate(prompt(12))[0].num_cached == 0
+
+
+def test_a_restore_that_fails_has_gone_back_all_the_same(depth: int):
+    host = busy(depth)
+    state, want = host.engine.snapshot(), outcome(busy(depth))
+    for _ in range(4):
+        host.step()
+    host.runner.fail = {("write_blocks", host.runner.calls["write_blocks"])}
+    with pytest.raises(RuntimeError, match="write_blocks fails"):
+        host.engine.restore(state)
+    assert host.blocks.num_used == 0 and list(host.engine.requests) == list(want)
+    assert outcome(host) == want

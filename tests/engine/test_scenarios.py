@@ -347,7 +347,7 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
             break
 
 
-@pytest.mark.parametrize("owner", ["runner", "engine", "third sequence"])
+@pytest.mark.parametrize("owner", ["runner", "engine", "third request"])
 def test_scenario_15_interrupted_again_while_recovering(depth: int, owner: str, monkeypatch: pytest.MonkeyPatch):
     host = Host(depth)
     seqs = [host.add(prompt(6, seed=i), max_tokens=7) for i in range(4)]
@@ -356,7 +356,7 @@ def test_scenario_15_interrupted_again_while_recovering(depth: int, owner: str, 
     target, method = {
         "runner": (host.runner, "recover"),
         "engine": (host.engine, "_new_scheduler"),
-        "third sequence": (seqs[2], "restart"),
+        "third request": (seqs[2].request, "restart"),
     }[owner]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(host.runner, "dispatch", _interrupt)

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Check and time everything on the GPU at hand in under ten minutes: JSON into a folder, then a table.
+#   bash scripts/gpu_check.sh [FOLDER]          PYTHON=... another interpreter     DRY=1 tiny shapes on any backend
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+out=${1:-gpu_check}
+dry=${DRY:+--dry}
+export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
+status=0
+# A part that breaks or hangs leaves the others their time.
+for part_limit in torch:80 kernels:270 engine:220; do
+    part=${part_limit%:*}
+    echo "== $part"
+    timeout "${part_limit#*:}" "$python" scripts/gpu_check.py "$part" --out "$out" $dry || { status=1; echo "$part: failed ($?)"; }
+done
+"$python" scripts/gpu_check.py report --out "$out" | tee "$out/report.txt"
+exit $status

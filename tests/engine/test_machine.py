@@ -1,0 +1,433 @@
+"""Random histories over the mock device: whatever happens, every stream and every beam search ends as if alone."""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jpaged.engine.batch import Batch
+from jpaged.engine.beam import BeamSearch
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.engine import Engine, EngineState
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.sequence import Request, Sequence, Status
+from tests.engine.mock import ROOTS, CheckedScheduler, Host, MockRunner, check_ended, check_search
+from tests.engine.test_engine import no_parent_check, stale_hash_entry
+
+SALTS = st.sampled_from([None, None, None, "a", "b"])
+
+
+class Saved(NamedTuple):
+    """A snapshot, and what the machine knew when it was taken."""
+
+    state: EngineState
+    tokens: dict[str, list[list[int]]]
+    ended: list[list[int]]
+    used: int
+    era: int
+
+
+def tokens_of(requests: dict[str, Request]) -> dict[str, list[list[int]]]:
+    return {name: [list(seq.token_ids) for seq in request.sequences] for name, request in requests.items()}
+
+
+class HostMachine(RuleBasedStateMachine):
+    """Any history of requests of all kinds, steps, aborts, preemptions, failures and returns, with too small a pool."""
+
+    depth: int
+    seen: Counter[str]
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(6, 16),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.integers(1, 24),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        host_blocks=st.sampled_from([0, 1, 2, 4, 8, 32]),
+        swap_min_tokens=st.sampled_from([0, 0, 6]),
+    )
+    def start(self, host_blocks: int, **settings: Any) -> None:
+        space = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
+        self.host = Host(self.depth, max_model_len=40, **space, **settings)
+        self.live: list[Request] = []
+        self.ended: list[list[int]] = []  # tokens that a next turn may start with
+        self.saved: Saved | None = None
+        self.forks_before = Counter(CheckedScheduler.forks)
+
+    def added(self, before: int) -> None:
+        self.live += list(self.host.engine.requests.values())[before:]
+
+    @rule(
+        root=st.integers(0, 1),
+        length=st.integers(0, 14),
+        tails=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4),
+        times=st.sampled_from([1, 1, 2, 3]),
+        salt=SALTS,
+        max_tokens=st.integers(1, 12),
+        eos_every=st.sampled_from([100, 12, 6]),
+        stop_ids=st.sampled_from([(), (), (7, 8, 9, 10)]),
+        min_tokens=st.sampled_from([0, 0, 0, 2]),
+        scored=st.sampled_from([False, False, False, True]),
+        n=st.sampled_from([1, 1, 2, 3, 4]),
+    )
+    def add(
+        self, root, length, tails, times, salt, max_tokens, eos_every, stop_ids, min_tokens, scored, n
+    ) -> None:  # fmt: skip
+        """Requests of n samples with a prefix in common, or the same one several times."""
+        options: dict[str, Any] = {"prompt_logprobs": 0} if scored else {}
+        options |= {"stop_token_ids": stop_ids, "min_tokens": min(min_tokens, max_tokens), "salt": salt}
+        options["eos_ids"] = frozenset(range(3, 100, eos_every)[:12])  # as many as can be banned with the stop ids
+        before = len(self.live)
+        for tail in tails if times == 1 else tails[:1] * times:
+            self.host.add_samples([*ROOTS[root][:length], *tail], n, max_tokens, **options)
+        self.added(before)
+
+    @rule(
+        root=st.integers(0, 1),
+        length=st.integers(1, 14),
+        width=st.integers(1, 3),
+        max_tokens=st.integers(1, 9),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        length_penalty=st.sampled_from([1.0, 0.0, -1.0, 2.0]),
+        num_eos=st.sampled_from([0, 1, 3]),
+        salt=SALTS,
+    )
+    def add_beams(self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, salt) -> None:
+        before = len(self.live)
+        eos_ids = frozenset(range(3, 100, 8)[:num_eos])
+        options = {"early_stopping": early_stopping, "length_penalty": length_penalty, "eos_ids": eos_ids}
+        self.host.add_beams(ROOTS[root][:length], width, max_tokens, salt=salt, **options)
+        self.added(before)
+
+    @precondition(lambda self: self.ended)
+    @rule(which=st.integers(0, 99), cut=st.integers(0, 2), tail=st.lists(st.integers(1, 3), max_size=2), salt=SALTS)
+    def go_on(self, which: int, cut: int, tail: list[int], salt: str | None) -> None:
+        """A next turn: the prompt is what an earlier request ended with."""
+        tokens = self.ended[which % len(self.ended)]
+        tokens = [*tokens[: max(len(tokens) - cut, 1)], *tail]
+        if len(tokens) < 39:
+            self.live.append(self.host.add(tokens, 6, salt=salt).request)
+
+    @rule(length=st.integers(1, 20), root=st.integers(0, 1))
+    def score(self, length: int, root: int) -> None:
+        self.live.append(self.host.add(ROOTS[root][:length], 1, prompt_logprobs=0, score_only=True).request)
+
+    def stepped(self, count: int) -> None:
+        for _ in range(count):
+            self.host.step()
+            for request in [r for r in self.live if r.request_id not in self.host.engine.requests]:
+                self.live.remove(request)
+                self.settle(request)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        self.stepped(count)
+
+    @rule(count=st.integers(5, 12))
+    def many_steps(self, count: int) -> None:
+        self.stepped(count)
+
+    def settle(self, request: Request) -> None:
+        assert request.is_finished
+        if isinstance(request, BeamSearch):
+            check_search(self.host, request)
+        else:
+            for seq in request.sequences:
+                check_ended(self.host, seq)
+        self.ended.append(list(request.sequences[-1].token_ids))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        request = self.live.pop(which % len(self.live))
+        had_ended = [seq for seq in request.sequences if seq.status is Status.FINISHED]  # maybe in a step that failed
+        assert self.host.engine.abort(request.request_id) is request
+        assert all(seq.finish_reason == "abort" for seq in request.sequences if seq not in had_ended)
+        self.settle(request)
+
+    @precondition(lambda self: any(len(r.sequences) > 1 for r in self.live))
+    @rule(which=st.integers(0, 99))
+    def abort_one_sample(self, which: int) -> None:
+        """One completion of several: the others go on."""
+        seqs = [seq for r in self.live if len(r.sequences) > 1 and not isinstance(r, BeamSearch) for seq in r.sequences]
+        if seqs and (seq := seqs[which % len(seqs)]).status is not Status.FINISHED:
+            self.host.engine.scheduler.finish(seq, "abort")
+            self.seen["samples aborted"] += 1
+
+    @precondition(lambda self: hasattr(self, "host") and self.host.engine.scheduler.running)
+    @rule(which=st.integers(0, 99), count=st.integers(1, 3))
+    def preempt(self, which: int, count: int) -> None:
+        scheduler = self.host.engine.scheduler
+        for _ in range(min(count, len(scheduler.running))):
+            scheduler.preempt(list(scheduler.running)[which % len(scheduler.running)])
+
+    @rule()
+    def reset(self) -> None:
+        self.host.reset()
+        seqs = [seq for request in self.live for seq in request.sequences]
+        assert not any(self.host.blocks.match(seq) or seq.swapped for seq in seqs)
+
+    @rule()
+    def snapshot(self) -> None:
+        engine = self.host.engine
+        state = engine.snapshot()
+        assert not engine._in_flight
+        used, tokens = self.host.blocks.num_used, tokens_of(engine.requests)
+        self.saved = Saved(state, tokens, list(self.ended), used, self.host.era)
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def restore(self) -> None:
+        """What was added since is gone, what ended since goes on; nothing has changed in the snapshot meanwhile."""
+        assert self.saved is not None
+        state, tokens, ended, used, era = self.saved
+        assert tokens_of(state.requests) == tokens
+        was_used = self.host.blocks.num_used
+        try:
+            self.host.engine.restore(state)
+            was_used = used
+        finally:  # a restore that fails has gone back all the same, to sequences that are computed again
+            self.live, self.ended = list(self.host.engine.requests.values()), list(ended)
+            self.host.era = era
+        assert tokens_of(self.host.engine.requests) == tokens and self.host.blocks.num_used == was_used
+        assert all(self.host.blocks.blocks[b].hash is None for b in self.host.blocks._free)
+        self.seen["restores"] += 1
+
+    @rule(method=st.sampled_from(["dispatch", "fetch", "read_blocks", "write_blocks"]), during=st.integers(0, 3))
+    def fail(self, method: str, during: int) -> None:
+        runner = self.host.runner
+        runner.fail = {(method, runner.calls[method])}
+        try:
+            if during == 1:
+                self.snapshot()
+            elif during == 2 and self.saved is not None:
+                self.restore()
+            else:
+                self.stepped(1)
+        except RuntimeError:
+            assert self.host.blocks.num_used == 0
+            self.seen[f"{method} failed"] += 1
+        runner.fail = set()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "host"):
+            host = self.host
+            host.check()
+            assert list(host.engine.requests.values()) == self.live
+            assert len(host.engine._in_flight) <= host.engine.depth
+            for _, spans in host.runner.dispatched[-6:]:
+                assert len(spans) <= host.config.max_num_seqs
+                assert sum(e - s for s, e in spans) <= max(host.config.max_num_batched_tokens, host.config.max_num_seqs)
+
+    def teardown(self) -> None:
+        if hasattr(self, "host"):
+            while self.live:
+                self.stepped(1)
+            assert self.host.run() == [] and not self.host.engine.has_unfinished()
+            stats = self.host.engine.stats
+            self.seen += Counter(stats.preemptions) + (CheckedScheduler.forks - self.forks_before)
+            self.seen += Counter({"examples": 1, "engine steps": stats.prefill_steps + stats.decode_steps})
+            self.seen["blocks copied"] += stats.copied_blocks
+            self.seen["swapped in"] += stats.swap_in_bytes // 2**20
+
+
+# Both depths together: 300 examples, and, marked slow, 100,000 engine steps.
+EXAMPLES = [
+    pytest.param(150, 50, 0, id="some"),
+    pytest.param(700, 80, 50_000, id="many", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("examples", "steps", "at_least"), EXAMPLES)
+def test_any_history(depth: int, examples: int, steps: int, at_least: int):
+    machine = type(f"HostMachine{depth}", (HostMachine,), {"depth": depth, "seen": Counter()})
+    settings = hypothesis.settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
+    )
+    run_state_machine_as_test(machine, settings=settings)
+    print(f"\ndepth {depth}:", ", ".join(f"{count} {name}" for name, count in sorted(machine.seen.items())))
+    assert machine.seen["engine steps"] >= at_least
+
+
+def sharing_workload(depth: int, seed: int) -> None:
+    """A fixed load of everything that shares, copies, moves and comes back: the mutations below must not survive it."""
+    rng = random.Random(seed)
+    size = {"block_size": rng.choice([2, 4]), "num_blocks": rng.choice([14, 20]), "max_logprobs": 12}
+    host = Host(depth, max_num_batched_tokens=rng.choice([6, 24]), swap_space_gib=8 / 1024, swap_min_tokens=0, **size)
+    engine, state = host.engine, None
+    for i in range(40):
+        prompt = [*rng.choice(ROOTS)[: rng.randrange(1, 14)], rng.randrange(1, 4)]
+        eos_ids = frozenset(rng.sample(range(100), 2))
+        if rng.random() < 0.4:
+            host.add_beams(prompt, 3, rng.randrange(1, 9), eos_ids=eos_ids, salt=rng.choice([None, "a"]))
+        else:
+            host.add_samples(prompt, rng.randrange(1, 5), rng.randrange(1, 9), eos_ids=eos_ids)
+        for _ in range(rng.randrange(1, 7)):
+            host.step()
+        if engine.scheduler.running and rng.random() < 0.4:
+            engine.scheduler.preempt(rng.choice(list(engine.scheduler.running)))
+        if rng.random() < 0.1:
+            host.reset()
+            state = None
+        if state is not None and rng.random() < 0.4:
+            engine.restore(state)
+            host.check()
+            state = None
+        elif i % 8 == 0:
+            state = engine.snapshot()
+    host.run()
+    assert engine.scheduler.free_host_blocks == engine.scheduler.host_blocks
+
+
+def fork_without_counting(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: BlockManager, parent: Sequence, child: Sequence) -> None:
+        fork(self, parent, child)
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count -= 1
+
+    fork = BlockManager.fork
+    patch.setattr(BlockManager, "fork", mutated)
+
+
+def written_in_place(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: BlockManager, seq: Sequence, position: int) -> bool:
+        return position // self.block_size < len(seq.block_table)
+
+    patch.setattr(BlockManager, "is_writable", mutated)
+
+
+def copy_skipped(patch: pytest.MonkeyPatch) -> None:
+    take = BlockManager.take_copies
+    patch.setattr(BlockManager, "take_copies", lambda self: take(self)[1:])
+
+
+def hash_list_shared(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: BlockManager, parent: Sequence, child: Sequence) -> None:
+        fork(self, parent, child)
+        child.hashes = parent.hashes
+
+    fork = BlockManager.fork
+    patch.setattr(BlockManager, "fork", mutated)
+
+
+def swap_in_forgets(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: Scheduler, seq: Sequence, matched: list[int]) -> None:
+        admit(self, seq, matched)
+        self._swap_ins = [(swapped, [-1] * len(blocks)) for swapped, blocks in self._swap_ins]
+
+    admit = Scheduler._admit
+    patch.setattr(Scheduler, "_admit", mutated)
+
+
+def swap_out_of_other_blocks(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: Scheduler) -> tuple:
+        n = self.blocks.num_blocks
+        return tuple((swapped, [(block + 1) % n for block in blocks]) for swapped, blocks in take(self))
+
+    take = Scheduler.take_swap_outs
+    patch.setattr(Scheduler, "take_swap_outs", mutated)
+
+
+def swapped_after_the_step(patch: pytest.MonkeyPatch) -> None:
+    """The host reads blocks that the next step has written already."""
+
+    def mutated(self: MockRunner, batch: Batch, num_rows: int) -> Any:
+        handle = dispatch(self, batch, num_rows)
+        for data, block_ids in self.__dict__.pop("unread", ()):
+            data[:] = read(self, block_ids)
+        return handle
+
+    def postponed(self: MockRunner, block_ids: list[int]) -> list:
+        data = read(self, block_ids)
+        self.__dict__.setdefault("unread", []).append((data, block_ids))
+        return data
+
+    dispatch, read = MockRunner.dispatch, MockRunner.read_blocks
+    patch.setattr(MockRunner, "dispatch", mutated)
+    patch.setattr(MockRunner, "read_blocks", postponed)
+
+
+def restored_without_blocks(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: Engine, state: EngineState) -> None:
+        restore(self, dataclasses.replace(state, block_ids=[], blocks=[]))
+
+    restore = Engine.restore
+    patch.setattr(Engine, "restore", mutated)
+
+
+def free_blocks_remembered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockManager, "forget_free", lambda self: None)
+
+
+def snapshot_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """Stepping on changes it."""
+    snapshot = Engine.snapshot
+
+    def mutated(self: Engine) -> EngineState:
+        return dataclasses.replace(snapshot(self), requests=self.requests, scheduler=self.scheduler)
+
+    patch.setattr(Engine, "snapshot", mutated)
+
+
+def extended_before_forking(patch: pytest.MonkeyPatch) -> None:
+    """A beam that goes on in two ways gets its token first, and its fork has that one too."""
+
+    def mutated(self: Scheduler, search: BeamSearch) -> None:
+        first = {beam: (token, logprob) for beam, token, logprob in reversed(search.choose().continued)}
+        patch.setattr(Sequence, "copy", lambda self: copy(self).extend(*first[self]))
+        advance(self, search)
+        patch.setattr(Sequence, "copy", copy)
+
+    copy, advance = Sequence.copy, Scheduler._advance
+    patch.setattr(Scheduler, "_advance", mutated)
+
+
+def host_budget_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "drop_swapped", lambda self, seq: setattr(seq, "swapped", None))
+
+
+def host_survives_a_reset(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "reset_prefix_cache", lambda self: self.scheduler.blocks.reset())
+
+
+def joined_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """Forks come last in the plan, not right after the row whose prompt they share."""
+    plan_prefill = Scheduler._plan_prefill
+    patch.setattr(Scheduler, "_plan_prefill", lambda self: sorted(plan_prefill(self), key=lambda e: e.num_tokens == 0))
+
+
+SHARING_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    no_parent_check, stale_hash_entry, fork_without_counting, written_in_place, copy_skipped, hash_list_shared,
+    swap_in_forgets, swap_out_of_other_blocks, swapped_after_the_step, restored_without_blocks, free_blocks_remembered,
+    snapshot_not_copied, extended_before_forking, host_budget_kept, host_survives_a_reset, joined_anywhere,
+]  # fmt: skip
+SEEDS = range(8)
+
+
+def test_the_sharing_workload_passes(depth: int):
+    for seed in SEEDS:
+        sharing_workload(depth, seed)
+
+
+@pytest.mark.parametrize("mutate", SHARING_MUTATIONS, ids=lambda f: f.__name__)
+def test_a_broken_rule_of_sharing_is_noticed(depth: int, mutate: Callable, monkeypatch: pytest.MonkeyPatch):
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in SEEDS:
+            sharing_workload(depth, seed)

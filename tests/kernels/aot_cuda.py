@@ -1,0 +1,156 @@
+"""Lowering and compiling the Mosaic GPU kernels for Hopper on a machine without one.
+
+Lowering needs jax alone. Compiling needs the CUDA plugin's packages and a ptxas, not a device. As a program, with
+MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles all of KERNELS and prints what each takes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from kernels_pallas.paged_attention import mosaic_gpu
+
+# An H200 as XLA describes it (GpuTargetConfigProto): what a compiler may know of a device that is not there.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  name: "NVIDIA H200"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+# name: head dim, block size, query heads, KV heads, options
+KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
+    "decode_d64_g2": (64, 64, 8, 4, {"splits": 1}),
+    "decode_d64_g2_splits": (64, 64, 8, 4, {"splits": 4}),
+    "decode_d128_g2": (128, 64, 16, 8, {"splits": 1}),
+    "decode_d128_g2_splits": (128, 64, 16, 8, {"splits": 4}),
+    "decode_d128_g4_p16": (128, 16, 32, 8, {"splits": 2}),
+    "decode_d128_g8_window": (128, 128, 8, 1, {"splits": 2, "sliding_window": 1000}),
+    "decode_d256_g4_cap": (256, 64, 8, 2, {"splits": 4, "soft_cap": 50.0}),
+    "prefill_d64_g2": (64, 64, 8, 4, {}),
+    "prefill_d64_g7_p8": (64, 8, 7, 1, {}),
+    "prefill_d128_g2": (128, 64, 16, 8, {}),
+    "prefill_d128_g4_p16": (128, 16, 32, 8, {}),
+    "prefill_d128_g8_window": (128, 128, 8, 1, {"sliding_window": 1000}),
+    "prefill_d128_g4_cap": (128, 64, 32, 8, {"soft_cap": 50.0}),
+    "prefill_d256_g4": (256, 64, 8, 2, {}),
+    "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"sliding_window": 1000, "soft_cap": 50.0}),
+}
+
+
+def kernel(name: str) -> tuple[Any, ...]:
+    """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000 blocks."""
+    D, P, H, K, options = KERNELS[name]
+    shape, i32 = jax.ShapeDtypeStruct, jnp.int32
+    tables = (shape((4 * 1000, P, 2 * K, D), jnp.bfloat16), shape((), i32), shape((32, 32), i32), shape((32,), i32))
+    options = options | {"num_layers": 4, "scale": D**-0.5, "interpret": False}
+    if name.startswith("decode"):
+        function = functools.partial(mosaic_gpu.paged_attention_decode, **options)
+        return function, shape((32, H, D), jnp.bfloat16), *tables
+    function = functools.partial(mosaic_gpu.paged_attention, **options)
+    return function, shape((2048, H, D), jnp.bfloat16), *tables, shape((33,), i32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a compiled kernel takes: registers a thread, bytes of spills and of shared memory, seconds to compile."""
+
+    registers: int
+    spills: int
+    shared_memory: int
+    seconds: float
+
+
+@contextlib.contextmanager
+def hopper() -> Iterator[None]:
+    """Lowering inside takes the target for an H200."""
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def lower(function: Callable[..., Any], *args: Any) -> str:
+    """StableHLO of a function of ShapeDtypeStructs for CUDA, kernels included."""
+    with hopper():
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+        return "no CUDA plugin: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, at jax's version"
+    return None
+
+
+def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Resources:
+    """Compiles a function that holds one Mosaic kernel for sm_90a and reads what the dump says of it.
+
+    MOSAIC_GPU_DUMP_TO has to name the folder `dump` since before jax was imported.
+    """
+    assert os.environ.get("MOSAIC_GPU_DUMP_TO") == str(dump)
+    for file in dump.iterdir():
+        file.unlink()
+    topology = topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=TARGET)
+    sharding = SingleDeviceSharding(topology.devices[0])
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    start = time.perf_counter()
+    with hopper():
+        jax.jit(function).trace(*placed).lower().compile()
+    seconds = time.perf_counter() - start
+    (ptxas,) = (file.read_text() for file in dump.glob("*.ptxas"))
+    (resources,) = (file.read_text() for file in dump.glob("*.resources.txt"))
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas)
+    return Resources(
+        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", ptxas)),
+        spills=sum(int(n) for n in spills),
+        shared_memory=max(int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", resources)),
+        seconds=seconds,
+    )
+
+
+if __name__ == "__main__":
+    for name in KERNELS:
+        resources = compile_kernel(*kernel(name), dump=Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
+        print(json.dumps({"name": name} | dataclasses.asdict(resources)), flush=True)

@@ -1,0 +1,146 @@
+"""Lowering and compiling for a TPU that is not there.
+
+Lowering needs jax alone. A compile needs libtpu, which runs in a process of its own: `python -m tests.kernels.aot_tpu
+v5e:2x2` compiles every program below for that chip and prints one JSON line for each.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kernels_pallas.paged_attention import tpu
+from kernels_pallas.paged_attention.kv_write import write_kv
+from tests.hlo import pool_copies
+
+LAYERS = 3
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+CHIPS = ("v5e:2x2", "v6e:2x2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Write, then attend, in each of a few layers, for K KV heads of G query heads each; decode has T = S."""
+
+    name: str
+    T: int
+    K: int = 8
+    G: int = 2
+    D: int = 128
+    P: int = 64
+    S: int = 16
+    M: int = 8
+    N: int = 700  # 700 blocks of 64: a pool that does not fit in VMEM, where XLA would keep a small one
+    dtype: Any = jnp.bfloat16
+    donate: bool = True
+    kernel: str = "own"
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        return (LAYERS * self.N, self.P, *tpu.pool_shape(self.K, self.D))
+
+
+PROGRAMS = (
+    Program("decode_d128", 16),
+    Program("prefill_d128", 320),
+    Program("decode_d64", 16, D=64, N=1400),
+    Program("prefill_d64", 320, D=64, N=1400),
+    Program("prefill_d64_k3_g7", 320, K=3, G=7, D=64, N=2800),
+    Program("decode_d80_k1", 16, K=1, G=4, D=80, P=16, N=20000),
+    Program("decode_d256_k1", 16, K=1, G=8, D=256, N=1400),
+    Program("prefill_d256_k2_f32", 320, K=2, D=256, P=16, N=1400, dtype=jnp.float32),
+    Program("decode_largest_table", 256, K=2, S=256, M=950, N=2800),
+    Program("prefill_largest_block", 512, K=16, G=8, D=256, P=256, N=20),
+    Program("prefill_most_heads", 512, K=32, G=8, N=700),
+    Program("control_without_donation", 16, donate=False),
+    Program("decode_jax", 16, kernel="jax"),
+    Program("prefill_jax", 320, kernel="jax"),
+)
+
+
+def step(program: Program) -> Callable[..., Any]:
+    """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts, starts."""
+    options = {"num_layers": LAYERS, "scale": 0.1, "num_kv_heads": program.K, "interpret": False}
+
+    def run(pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array) -> tuple[Array, Array]:
+        for layer in range(LAYERS):
+            pool = write_kv(pool, layer, tpu.to_pool(kv_T2KD), slots_T, num_layers=LAYERS)
+            if program.T == program.S:
+                o = tpu.paged_attention_decode(q_THD, pool, layer, *rows[:2], kernel=program.kernel, **options)
+            else:
+                o = tpu.paged_attention(q_THD, pool, layer, *rows, kernel=program.kernel, **options)
+            q_THD = q_THD + o
+        return pool, q_THD
+
+    return run
+
+
+def arguments(program: Program, sharding: Any = None) -> Iterator[jax.ShapeDtypeStruct]:
+    T, K, G, D, S, M, i32 = program.T, program.K, program.G, program.D, program.S, program.M, jnp.int32
+    floats = (program.pool, (T, K * G, D), (T, 2 * K, D))
+    yield from (jax.ShapeDtypeStruct(shape, program.dtype, sharding=sharding) for shape in floats)
+    yield from (jax.ShapeDtypeStruct(shape, i32, sharding=sharding) for shape in ((T,), (S, M), (S,), (S + 1,)))
+
+
+def lower(program: Program) -> str:
+    """StableHLO of the program for TPU, the kernels in it lowered to Mosaic."""
+    device = AbstractDevice("TPU v5 lite", 1)  # jax's own kernel asks
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(step(program)).trace(*arguments(program)).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def without_libtpu() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
+
+
+def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
+    """What `main` prints, by program."""
+    command = [sys.executable, "-m", "tests.kernels.aot_tpu", chip]
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        command, cwd=root, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return {result["name"]: result for result in results}
+
+
+def main(chip: str) -> None:
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip)
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    for program in PROGRAMS:
+        start = time.perf_counter()
+        # The abstract mesh tells Pallas which chip it is.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            args = arguments(program, NamedSharding(mesh, PartitionSpec()))
+            compiled = (
+                jax.jit(step(program), donate_argnums=(0,) if program.donate else ()).trace(*args).lower().compile()
+            )
+        hlo, memory = compiled.as_text(), compiled.memory_analysis()
+        assert hlo is not None and memory is not None
+        result = {
+            "name": program.name,
+            "kernels": hlo.count('custom_call_target="tpu_custom_call"'),
+            "pool_copies": len(pool_copies(hlo, int(np.prod(program.pool)))),
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

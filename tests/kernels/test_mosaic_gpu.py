@@ -1,0 +1,381 @@
+"""The Mosaic GPU kernels without a GPU: interpreted under race detection, lowered for CUDA, compiled for sm_90a."""
+
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter  # jax has no public name for it
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.paged_attention import mosaic_gpu, reference
+from kernels_pallas.paged_attention.cases import Case, build
+from tests.kernels import aot_cuda
+from tests.kernels.suite import call
+
+SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise never end
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+DECODE = (
+    Case(name="decode_d64_p16_g2", contexts=(1, 15, 0, 16, 17, 64, 150), P=16, D=64, dtype="bfloat16"),
+    Case(
+        name="decode_d128_p64_g4_window_f16",
+        contexts=(63, 64, 65, 200),
+        K=1,
+        P=64,
+        D=128,
+        dtype="float16",
+        sliding_window=70,
+    ),
+    Case(name="decode_d256_p128_g8_cap", contexts=(127, 129), H=8, K=1, P=128, D=256, dtype="bfloat16", soft_cap=3.0),
+    Case(name="decode_d128_p8_g1", contexts=(7, 0, 9, 70), H=2, P=8, D=128, dtype="bfloat16", extra_blocks=0),
+    Case(name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"),
+)
+PREFILL = (
+    Case(
+        name="prefill_d64_p16_g2",
+        contexts=(1, 15, 0, 17, 64, 150),
+        queries=(1, 15, 0, 17, 64, 150),
+        P=16,
+        D=64,
+        dtype="bfloat16",
+        extra_tokens=70,
+    ),
+    Case(
+        name="prefill_d128_p64_g4_cached_f16",
+        contexts=(9, 64, 100, 200, 135),
+        queries=(1, 64, 0, 5, 70),
+        K=1,
+        P=64,
+        D=128,
+        dtype="float16",
+        extra_blocks=0,
+    ),
+    Case(
+        name="prefill_d256_p128_g8_cap",
+        contexts=(129, 40),
+        queries=(70, 3),
+        H=8,
+        K=1,
+        P=128,
+        D=256,
+        dtype="bfloat16",
+        soft_cap=3.0,
+    ),
+    Case(
+        name="prefill_d128_p8_g1_window",
+        contexts=(190, 3, 60),
+        queries=(150, 3, 1),
+        H=2,
+        P=8,
+        D=128,
+        dtype="bfloat16",
+        sliding_window=9,
+    ),
+    Case(
+        name="prefill_d64_p256_g7_window_f16",
+        contexts=(300,),
+        queries=(140,),
+        H=7,
+        K=1,
+        P=256,
+        D=64,
+        dtype="float16",
+        sliding_window=100,
+    ),
+    Case(name="prefill_few_tokens", contexts=(70, 2), queries=(3, 2), P=16, D=64, dtype="bfloat16", extra_tokens=1),
+)
+CASES = (*DECODE, *PREFILL)
+
+
+@pytest.fixture(autouse=True)
+def _bounded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the process where a test takes too long (a kernel that waits for ever holds no lock that Python could
+    break), and leaves the interpreter and the compiled kernels as they were."""
+    stderr = request.config.stash.get(fault_handler_stderr_fd_key, 2)
+    faulthandler.dump_traceback_later(SECONDS, exit=True, file=stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+def check(
+    case: Case, values: Literal["random", "coded"] = "random", implementation: Any = mosaic_gpu, **options: Any
+) -> None:
+    """Hold one call to the float64 reference, within twice the error of the reference's own 16-bit form."""
+    inputs = build(case, values=values)
+    exact = call(reference, case, inputs, exact=True)
+    tolerance = 2 * _error(call(reference, case, inputs), exact)
+    assert tolerance < 0.05
+    result = np.asarray(call(implementation, case, inputs, interpret=INTERPRET, **options))
+    assert result.shape == exact.shape and result.dtype == inputs.q.dtype
+    assert _error(result, exact) <= tolerance  # false for NaN
+    padding = inputs.context_lens == 0 if inputs.query_starts is None else slice(inputs.query_starts[-1], None)
+    assert not result[padding].any()
+    assert not interpreter.get_races().races_found
+
+
+def _error(result: Any, exact: np.ndarray) -> float:
+    return float(np.abs(np.asarray(result).astype(np.float64) - exact).max())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_reference(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sees_each_position_once(case: Case) -> None:
+    check(case, "coded")
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+def test_any_number_of_splits(splits: int) -> None:
+    """With five, some have no tiles."""
+    check(DECODE[0], splits=splits)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16])
+def test_decode_group_sizes(group: int) -> None:
+    case = Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16")
+    check(case)
+
+
+@pytest.mark.parametrize("group", [3, 4])
+def test_prefill_group_sizes(group: int) -> None:
+    case = Case(name="g", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16")
+    check(case)
+
+
+@pytest.mark.parametrize("case", [DECODE[3], PREFILL[5]], ids=str)
+def test_layer_may_be_traced_and_the_table_wide(case: Case) -> None:
+    inputs = build(case)
+    options = case.options | {"interpret": INTERPRET} | ({"splits": 1} if case.queries is None else {})
+    function = mosaic_gpu.paged_attention_decode if case.queries is None else mosaic_gpu.paged_attention
+    expected = function(*inputs.args, **options)
+    wide = dataclasses.replace(inputs, block_table=np.pad(inputs.block_table, ((0, 0), (0, 50))))
+    q, pool, layer, *rest = wide.args
+    result = jax.jit(functools.partial(function, **options))(q, pool, jnp.int32(layer), *rest)
+    assert np.array_equal(np.asarray(result), np.asarray(expected))
+
+
+def test_tiles_may_come_from_outside() -> None:
+    case = PREFILL[5]
+    inputs = build(case)
+    starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
+    tiles = mosaic_gpu.prefill_tiles(starts, contexts, num_tokens=len(inputs.q), num_heads=case.H, num_kv_heads=case.K)
+    check(case, tiles=tiles)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_tiles_cover_each_token_once(group: int) -> None:
+    lens, contexts = np.array([1, 0, 64, 65, 0, 129, 200]), np.array([7, 9, 64, 100, 0, 129, 333])
+    starts, tokens = np.concatenate([[0], np.cumsum(lens)]), int(lens.sum()) + 70
+    table = np.asarray(
+        mosaic_gpu.prefill_tiles(
+            jnp.asarray(starts, jnp.int32),
+            jnp.asarray(contexts, jnp.int32),
+            num_tokens=tokens,
+            num_heads=group,
+            num_kv_heads=1,
+        )
+    )
+    seen = []
+    for row, token, queries, position, context in table:
+        assert 0 <= queries <= (128 if group == 1 else 64)
+        seen += range(token, token + queries)
+        if queries and row < len(lens):
+            assert starts[row] <= token and token + queries <= starts[row + 1]
+            assert context == contexts[row] and position == contexts[row] - starts[row + 1] + token
+        elif queries:
+            assert token >= starts[-1] and context == 0
+    assert sorted(seen) == list(range(tokens))
+
+
+# Mutations: each has to fail, or the checks above prove nothing.
+
+SMALL_DECODE = Case(name="decode", contexts=(150, 40), H=2, K=1, P=16, D=64, dtype="bfloat16")
+SMALL_PREFILL = Case(name="prefill", contexts=(150,), queries=(40,), H=2, K=1, P=16, D=64, dtype="bfloat16")
+
+
+def _changed(**changes: Callable[[Any], Any]) -> Any:
+    """The implementation called with other arguments, by their names."""
+
+    def wrap(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+        def mutant(*args: Any, **options: Any) -> Any:
+            named = dict(zip(names, args, strict=True))
+            named |= {name: change(named[name]) for name, change in changes.items()}
+            return function(*named.values(), **options)
+
+        return mutant
+
+    names = ("q", "pool", "layer", "table", "contexts")
+    return SimpleNamespace(
+        paged_attention_decode=wrap(mosaic_gpu.paged_attention_decode, *names),
+        paged_attention=wrap(mosaic_gpu.paged_attention, *names, "starts"),
+    )
+
+
+def _swap_keys_and_values(pool: np.ndarray) -> np.ndarray:
+    return pool.reshape(*pool.shape[:2], -1, 2, pool.shape[3])[:, :, :, ::-1].reshape(pool.shape)
+
+
+def _drop_a_block(table: np.ndarray) -> np.ndarray:
+    return np.concatenate([table[:, :1], table[:, :1], table[:, 2:]], axis=1)
+
+
+@pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(_changed(pool=_swap_keys_and_values), id="keys and values swapped"),
+        pytest.param(_changed(table=_drop_a_block), id="a page dropped"),
+        pytest.param(_changed(contexts=lambda x: x - 1), id="the last token unseen"),
+        pytest.param(_changed(contexts=lambda x: x + 1), id="a token too many"),
+        pytest.param(_changed(layer=lambda x: x - 1), id="another layer"),
+    ],
+)
+def test_wrong_arguments_fail(case: Case, mutant: Any) -> None:
+    check(case)  # compiled once for all mutants
+    with pytest.raises(AssertionError):
+        check(case, implementation=mutant)
+    with pytest.raises(AssertionError):
+        check(case, "coded", implementation=mutant)
+
+
+def test_zeros_fail() -> None:
+    def zeros(q: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
+        return 0 * q
+
+    with pytest.raises(AssertionError):
+        check(SMALL_DECODE, implementation=SimpleNamespace(paged_attention_decode=zeros))
+
+
+@pytest.mark.parametrize("change", ["a tile less", "causal mask off by one"])
+def test_wrong_tiles_fail(change: str) -> None:
+    inputs = build(SMALL_PREFILL)
+    starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
+    tiles = mosaic_gpu.prefill_tiles(starts, contexts, num_tokens=len(inputs.q), num_heads=2, num_kv_heads=1)
+    wrong = tiles.at[0, 2].set(0) if change == "a tile less" else tiles.at[:, 3].add(1)
+    check(SMALL_PREFILL, tiles=tiles)
+    with pytest.raises(AssertionError):
+        check(SMALL_PREFILL, tiles=wrong)
+
+
+@pytest.fixture
+def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
+    """Replaces a function of the module; nothing compiled with or without it is used on the other side."""
+    functions = (mosaic_gpu.paged_attention_decode, mosaic_gpu.paged_attention)
+
+    def replace(name: str, value: Any) -> None:
+        assert callable(getattr(mosaic_gpu, name))
+        monkeypatch.setattr(mosaic_gpu, name, value)
+        for function in functions:
+            function.clear_cache()
+
+    yield replace
+    for function in functions:
+        function.clear_cache()
+
+
+def test_a_split_ignored_fails(mutate: Callable[[str, Any], None]) -> None:
+    combine = mosaic_gpu._combine
+    mutate("_combine", lambda o, lse: combine(o[:, :-1], lse[:, :-1]))
+    with pytest.raises(AssertionError):
+        check(SMALL_DECODE, splits=2)
+
+
+@pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
+def test_unseen_values_let_through_fail(case: Case, mutate: Callable[[str, Any], None]) -> None:
+    mutate("_zero_unseen", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check(case)
+
+
+@pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
+def test_a_stage_refilled_too_early_is_a_race(case: Case, mutate: Callable[[str, Any], None]) -> None:
+    """The ring with the wait for a free stage after the copy into it."""
+
+    def stream(pool_ref, head, block, first, count, kv_sm, full, empty):
+        (_, C, _), P = kv_sm.shape, pool_ref.shape[1]
+
+        @pl.loop(0, count)
+        def _(i):
+            for j in range(0, C, P):
+                page, dst = block(((first + i) * C + j) // P), kv_sm.at[0, pl.ds(j, P)]
+                plgpu.copy_gmem_to_smem(pool_ref.at[page, :, head], dst, full.at[i])
+
+        @pl.loop(0, count)
+        def _(i):
+            plgpu.barrier_wait(empty.at[i])
+
+    mutate("_stream", stream)
+    options = {"splits": 1} if case.queries is None else {}
+    call(mosaic_gpu, case, build(case), interpret=INTERPRET, **options)
+    assert interpreter.get_races().races_found
+
+
+# Without interpretation.
+
+SUPPORTED = {"dtype": jnp.bfloat16, "head_dim": 128, "block_size": 64, "num_heads": 16, "num_kv_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": jnp.float32}, "float32"),
+        ({"head_dim": 80}, "head_dim 80"),
+        ({"block_size": 20}, "block_size 20"),
+        ({"block_size": 192}, "block_size 192"),
+        ({"num_heads": 12}, "12 query heads"),
+        ({"num_heads": 130, "num_kv_heads": 2}, "130 query heads"),
+        ({"compute_capability": "8.0"}, "compute capability 8.0"),
+        ({"compute_capability": "10.0"}, "compute capability 10.0"),
+    ],
+)
+def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
+    assert reason in str(mosaic_gpu.unsupported(**(SUPPORTED | change)))
+
+
+def test_supported() -> None:
+    for change in ({}, {"compute_capability": "9.0"}, {"dtype": jnp.float16}, {"block_size": 256}, {"num_heads": 56}):
+        assert mosaic_gpu.unsupported(**(SUPPORTED | change)) is None
+
+
+@pytest.mark.parametrize("queries", [None, (9,)])
+def test_unsupported_raises(queries: tuple[int, ...] | None) -> None:
+    case = Case(name="f32", contexts=(9,), queries=queries)
+    with pytest.raises(NotImplementedError, match="float32"):
+        call(mosaic_gpu, case, build(case))
+
+
+@pytest.mark.parametrize("name", aot_cuda.KERNELS)
+def test_lowers_for_cuda(name: str) -> None:
+    assert "mosaic_gpu" in aot_cuda.lower(*aot_cuda.kernel(name))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot_cuda.missing() is not None, reason=str(aot_cuda.missing()))
+def test_compiles_for_sm_90a_without_spills(tmp_path: Path) -> None:
+    """In a process of its own: the folder that the compiler reports to has to be known before jax is imported."""
+    environment = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "tests.kernels.aot_cuda"]
+    root = Path(__file__).parents[2]
+    child = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=SECONDS)
+    assert child.returncode == 0, child.stderr[-3000:]
+    results = [json.loads(line) for line in child.stdout.splitlines()]
+    assert {r["name"] for r in results} == set(aot_cuda.KERNELS)
+    assert all(r["spills"] == 0 for r in results), results

@@ -1,0 +1,222 @@
+"""The TPU kernel under the shared suite, in the TPU interpreter twice: each way shows what the other hides.
+
+NAN fills memory with NaN and carries a copy out when it is waited for, so that a missing copy or wait leaves NaN. RACES
+carries copies out at once and orders all reads and writes, so that a buffer filled too early is a race.
+"""
+
+import dataclasses
+import faulthandler
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.paged_attention import reference, tpu
+from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case, build
+from tests.kernels import aot_tpu
+from tests.kernels.suite import CASES, PagedAttentionSuite, call, check
+
+TIMEOUT = 240  # seconds a test: a kernel that waits for ever blocks the process where no signal is handled
+NAN = pltpu.InterpretParams()
+RACES = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
+
+
+@pytest.fixture(autouse=True)
+def _watched() -> Iterator[None]:
+    """Ends the process if a test takes too long; fails a test in which a race was found."""
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    try:
+        assert not _race_found()
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def _race_found() -> bool:
+    """jax 0.12 raises as well, 0.11 only notes it."""
+    races = interpret_pallas_call.races
+    return races is not None and races.races_found
+
+
+class Interpreted:
+    """The two functions under one interpreter, with tiles so small that small cases have many."""
+
+    def __init__(self, interpret: pltpu.InterpretParams, module: Any = tpu) -> None:
+        self.interpret, self.module = interpret, module
+
+    def _options(self, pool: Any) -> dict[str, Any]:
+        return {"interpret": self.interpret, "tiles": (8, max(1, 32 // pool.shape[1]))}
+
+    def paged_attention(self, q: Any, pool: Any, *args: Any, **options: Any) -> Any:
+        return self.module.paged_attention(q, pool, *args, **self._options(pool), **options)
+
+    def paged_attention_decode(self, q: Any, pool: Any, *args: Any, **options: Any) -> Any:
+        return self.module.paged_attention_decode(q, pool, *args, **self._options(pool), **options)
+
+
+LONG = ("prefill_block20_window_bf16", "prefill_cached", "prefill_block1_g1", "decode_many_rows", "decode_block1_g1")
+ONCE = [pytest.param(case, marks=pytest.mark.slow if case.name in LONG else ()) for case in CASES]
+
+
+class TestTpu(PagedAttentionSuite):
+    implementation: Any = Interpreted(NAN)
+
+    @pytest.mark.parametrize("case", ONCE, ids=str)
+    def test_sees_each_position_once(self, case: Case) -> None:
+        check(self.implementation, case, "coded")
+
+
+@pytest.mark.parametrize("case", ONCE, ids=str)
+def test_has_no_races(case: Case) -> None:
+    check(Interpreted(RACES), case)
+
+
+WINDOW = Case(name="window", contexts=(9, 45, 20), queries=(3, 27, 0), D=128, sliding_window=20, extra_tokens=2)
+MORE = (
+    WINDOW,
+    Case(name="ratio_3", contexts=(9, 30), queries=(9, 14), H=9, K=3, D=64, dtype="bfloat16"),
+    Case(name="ratio_5_cap", contexts=(1, 0, 40), H=10, K=2, D=128, dtype="bfloat16", soft_cap=5.0),
+    Case(name="ratio_16", contexts=(17, 3), queries=(5, 2), H=16, K=1, D=256),
+    Case(name="wide_heads_bf16", contexts=(17, 30), H=8, K=4, D=256, dtype="bfloat16"),
+    Case(name="forks", contexts=(9, 0, 16, 33), queries=(2, 0, 0, 7), D=16),
+)
+
+
+@pytest.mark.parametrize("interpret", [NAN, RACES], ids=["nan", "races"])
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_shapes(case: Case, interpret: pltpu.InterpretParams) -> None:
+    check(Interpreted(interpret), case)
+
+
+# What is replaced, by what.
+MUTATIONS = {
+    "a page dropped": [("lax.fori_loop(first, stop, block", "lax.fori_loop(first, jnp.maximum(stop - 1, 1), block")],
+    "mask too strict": [("(ahead <= r)", "(ahead < r)")],
+    "mask too loose": [("(ahead <= r)", "(ahead <= r + G)")],
+    "window too long": [("ahead + sliding_window * G > r", "ahead + sliding_window * G + G > r")],
+    "window starts late": [("(sliding_window - 1), 0)", "(sliding_window - 2), 0)")],
+    "sees another row": [("(r >= (start_S1[row] - tile * B) * G)", "(r >= 0)")],
+    "zeros": [("o[h] = (acc[h] /", "o[h] = (0 * acc[h] /")],
+    "one buffer": [("lax.rem(turn[0], 2)", "0 * turn[0]"), ('1 - slot, "start"', 'slot, "start"')],
+    "keys and values swapped": [("(2 * h, 2 * h + 1)", "(2 * h + 1, 2 * h)")],
+    "a wait missing": [('copy(item, j, slot, "wait")', "pass")],
+    "unseen slots kept": [("jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))", "flat")],
+    "accumulator not rescaled": [("alpha[:, :1] * acc[h]", "acc[h]")],
+    "another layer": [("base[0] + table", "table")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "interpret"),
+    [*((name, NAN) for name in MUTATIONS), ("a wait missing", RACES)],
+    ids=lambda x: x if isinstance(x, str) else x.dma_execution_mode,
+)
+def test_a_mutation_fails(name: str, interpret: pltpu.InterpretParams) -> None:
+    source = Path(tpu.__file__).read_text()
+    for old, new in MUTATIONS[name]:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    mutant = types.ModuleType("mutant")
+    exec(compile(source, name, "exec"), mutant.__dict__)
+    try:
+        check(Interpreted(interpret, mutant), WINDOW)
+        failed = _race_found()
+    except AssertionError:
+        failed = True
+    except jax.errors.JaxRuntimeError as error:
+        failed = "race" in str(error).lower()
+    pltpu.reset_tpu_interpret_mode_state()
+    assert failed
+
+
+@pytest.mark.parametrize("case", [DECODE[0], PREFILL[0]], ids=str)
+def test_nothing_to_do(case: Case) -> None:
+    """Padding rows only: no item exists, zeros come out."""
+    inputs = build(case)
+    idle = dataclasses.replace(inputs, context_lens=0 * inputs.context_lens)
+    if inputs.query_starts is not None:
+        idle = dataclasses.replace(idle, query_starts=0 * inputs.query_starts)
+    result = np.asarray(call(Interpreted(NAN), case, idle))
+    assert result.shape == inputs.q.shape and not result.any()
+
+
+@pytest.mark.parametrize(("K", "D", "shape"), [(3, 40, (4, 128)), (1, 64, (2, 128)), (3, 80, (8, 128))])
+def test_takes_a_padded_pool(K: int, D: int, shape: tuple[int, int]) -> None:
+    """As an engine keeps it, with the interpreter and the tiles that the function picks."""
+    case = Case(name="padded", contexts=(9, 0, 30), H=2 * K, K=K, D=D)
+    inputs = build(case)
+    padded = dataclasses.replace(inputs, pool=np.asarray(tpu.to_pool(jnp.asarray(inputs.pool))))
+    assert padded.pool.shape[2:] == tpu.pool_shape(K, D) == shape
+    result = call(tpu, case, padded, num_kv_heads=K)
+    assert np.array_equal(result, call(tpu, case, inputs))
+    np.testing.assert_allclose(result, call(reference, case, inputs, exact=True), atol=1e-5)
+
+
+def test_pool_rows() -> None:
+    """Row counts that keep a pool in place: 2, 4 and multiples of 8; K and V of a head stay together."""
+    assert [tpu.pool_shape(K, 128)[0] for K in (1, 2, 3, 4, 5, 8, 9)] == [2, 4, 8, 8, 16, 16, 24]
+    assert [tpu.pool_shape(1, D)[1] for D in (16, 64, 65, 128, 129, 256)] == [128, 128, 128, 128, 256, 256]
+    kv = jnp.arange(1.0, 1 + 6 * 40).reshape(6, 40)
+    packed = np.zeros((4, 2, 64), np.float32)
+    packed[:3, :, :40] = kv.reshape(3, 2, 40)
+    assert np.array_equal(tpu.to_pool(kv), packed.reshape(4, 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float16"}, "dtype float16"),
+        ({"H": 5}, "5 query heads over 2"),
+        ({"P": 1024, "K": 16, "H": 16, "D": 128}, "vector memory"),
+        ({"extra_blocks": 200_000}, "scalar memory"),
+    ],
+)
+@pytest.mark.parametrize("queries", [None, (3, 5)])
+def test_refuses_with_the_reason(change: dict[str, Any], reason: str, queries: tuple[int, ...] | None) -> None:
+    case = Case(
+        **{"name": "refused", "contexts": (5, 9), "queries": queries, "D": 64, "num_layers": 1, "layer": 0} | change
+    )
+    with pytest.raises(NotImplementedError, match=reason):
+        call(tpu, case, build(case))
+
+
+def test_refuses_other_devices_and_pools() -> None:
+    sizes: dict[str, Any] = {
+        "dtype": jnp.bfloat16,
+        "head_dim": 128,
+        "block_size": 64,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+    }
+    assert tpu.unsupported(**sizes) is tpu.unsupported(**sizes, device_kind="TPU v5 lite") is None
+    for device_kind in ("NVIDIA H200", "TPU v3"):
+        assert device_kind in (tpu.unsupported(**sizes, device_kind=device_kind) or "")
+    case = Case(name="unpadded", contexts=(9,), D=80)
+    for options in ({"interpret": False}, {"interpret": NAN, "kernel": "jax"}):
+        with pytest.raises(NotImplementedError, match="pool"):
+            call(tpu, case, build(case), **options)
+
+
+@pytest.mark.parametrize("program", aot_tpu.PROGRAMS, ids=lambda program: program.name)
+def test_lowers(program: aot_tpu.Program) -> None:
+    assert aot_tpu.lower(program).count("tpu_custom_call") > 0
+
+
+@pytest.mark.skipif(aot_tpu.without_libtpu() is not None, reason=str(aot_tpu.without_libtpu()))
+@pytest.mark.parametrize("chip", aot_tpu.CHIPS)
+def test_compiles_and_leaves_the_pool_in_place(chip: str) -> None:
+    results = aot_tpu.compile_all(chip, timeout=TIMEOUT - 10)
+    assert results.keys() == {program.name for program in aot_tpu.PROGRAMS}
+    for program in aot_tpu.PROGRAMS:
+        result = results[program.name]
+        assert result["kernels"] == aot_tpu.LAYERS
+        # The control: without donation the pool must be copied, once.
+        assert result["pool_copies"] == (0 if program.donate else 1), program.name
