@@ -9,7 +9,15 @@ from jpaged.api import beam_search, generate, release, score
 from jpaged.checkpoint import load_params, save_params
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.errors import CapacityError, CheckpointError, ConfigError, GenerationError, JpagedError, RequestError
+from jpaged.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    GenerationError,
+    JpagedError,
+    RequestError,
+    UnsupportedError,
+)
 from jpaged.llm import LLM, Snapshot
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput, to_arrays
@@ -31,6 +39,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Snapshot",
+    "UnsupportedError",
     "beam_search",
     "generate",
     "load_params",

@@ -174,6 +174,9 @@ class ModelConfig:
         return raw
 
 
+ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "tpu")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once.
@@ -183,6 +186,7 @@ class EngineConfig:
     block_size: P, tokens a KV block. num_blocks: N; None sizes the pool from memory (see runtime/memory.py).
     memory_utilization: share of an accelerator's memory that weights, temporaries and pool may take together.
     dtype: serve in this dtype (one cast a weight version); None keeps the params' own.
+    attention: the kernel; "auto" takes the fastest that can run here, a named one that cannot is an error.
     token_buckets, seq_buckets: the padded sizes that steps are compiled for, ascending.
     max_n: samples that one request may ask for. swap_space_gib: host memory for the KV of preempted sequences, in GiB;
     0 computes it again instead. swap_min_tokens: sequences shorter than this are computed again anyway.
@@ -232,8 +236,8 @@ class EngineConfig:
                 object.__setattr__(self, name, tuple(sizes))
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
-        if self.attention not in ("auto", "xla"):
-            raise ConfigError(f"attention={self.attention!r}: only 'xla' (and 'auto', which picks it) is built yet")
+        if self.attention not in ATTENTION:
+            raise ConfigError(f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}")
         if self.decode_steps not in (None, 1):
             raise ConfigError(f"decode_steps={self.decode_steps}: only 1 is built yet")
         if self.deterministic:

@@ -9,6 +9,10 @@ class ConfigError(JpagedError, ValueError):
     """An engine or model setting that cannot work; nothing has run."""
 
 
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A kernel that was asked for by name and cannot run here."""
+
+
 class CheckpointError(JpagedError):
     """A checkpoint that is missing, damaged, unsafe or does not fit its config."""
 

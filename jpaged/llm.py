@@ -25,8 +25,8 @@ from jpaged.frontend import Chat, Frontend
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, RequestOutput
 from jpaged.prompts import as_key, as_list, match_params
-from jpaged.runtime import kv_cache, memory
-from jpaged.runtime.runner import Runner
+from jpaged.runtime import memory
+from jpaged.runtime.runner import Runner, pool_layout
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
@@ -327,8 +327,8 @@ class LLM:
             return self.engine_config.num_blocks
         assert self._params is not None
         dtype = self._weights.tree(self._params)["embed"]["weight"].dtype
-        one = kv_cache.layout(self.model_config, num_blocks=1, block_size=self.engine_config.block_size, dtype=dtype)
         where = self._placement
+        _, one = pool_layout(self.model_config, self.engine_config, where, dtype, 1)
         return memory.default_num_blocks(self.engine_config, one.block_bytes, where.device, mesh_axis=where.axis_size)
 
     def _running_engine(self) -> Engine:

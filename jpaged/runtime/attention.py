@@ -1,13 +1,67 @@
 """What a layer does with the pool: write its keys and values, then attend through the block table."""
 
 import dataclasses
+import importlib
+import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.errors import UnsupportedError
 from kernels_pallas.paged_attention.kv_write import write_kv
-from kernels_pallas.paged_attention.xla import paged_attention, paged_attention_decode
+
+log = logging.getLogger("jpaged")
+
+# What attention="auto" tries before "xla", by platform. Any of them runs on CPU when named, interpreted.
+PREFERRED = {"gpu": ("mosaic_gpu", "triton"), "cuda": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One implementation of paged attention: a module of kernels_pallas.paged_attention. num_kv_heads: a device's."""
+
+    name: str = "xla"
+    interpret: bool = False
+    num_kv_heads: int | None = None
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"kernels_pallas.paged_attention.{self.name}")
+
+
+def choose_kernel(model: ModelConfig, config: EngineConfig, dtype: Any, device: Any, shards: int) -> Kernel:
+    """The kernel that `attention` of a resolved config names, or the best that runs on a device with these shapes.
+
+    shards: devices that the heads are split over. UnsupportedError where the one that is named cannot run.
+    """
+    heads, kv_heads = model.num_heads // shards, model.num_kv_heads // shards
+    shapes = {"dtype": dtype, "head_dim": model.head_dim, "block_size": config.block_size}
+    shapes |= {"num_heads": heads, "num_kv_heads": kv_heads}
+    preferred = PREFERRED.get(device.platform, ())
+    for name in (*preferred, "xla") if config.attention == "auto" else (config.attention,):
+        kernel = Kernel(name=name, interpret=device.platform == "cpu" and name != "xla", num_kv_heads=kv_heads)
+        reason = None if name == "xla" else _unsupported(kernel, shapes, config, device)
+        if reason is None:
+            return kernel
+        if config.attention == name:
+            raise UnsupportedError(f"attention={name!r} cannot run: {reason}; 'auto' takes what can")
+        log.info("attention='auto': not %s (%s)", name, reason)
+    raise AssertionError("xla runs everywhere")
+
+
+def _unsupported(kernel: Kernel, shapes: dict[str, Any], config: EngineConfig, device: Any) -> str | None:
+    if not kernel.interpret and kernel.name not in PREFERRED.get(device.platform, ()):
+        return f"not on {device.platform}"
+    shapes = dict(shapes)
+    if kernel.name == "mosaic_gpu" and not kernel.interpret:
+        shapes["compute_capability"] = str(getattr(device, "compute_capability", "unknown"))
+    if kernel.name == "tpu":
+        shapes |= {"num_rows": config.max_num_seqs, "blocks_per_row": config.max_blocks_per_seq}
+        shapes |= {} if kernel.interpret else {"device_kind": device.device_kind}
+    return kernel.module.unsupported(**shapes)
 
 
 @jax.tree_util.register_dataclass
@@ -15,10 +69,10 @@ from kernels_pallas.paged_attention.xla import paged_attention, paged_attention_
 class PagedCache:
     """The pool and one step's view of it; threaded through the layers and returned with the pool updated in place.
 
-    pool: [L*N, P, 2*K, D]. block_table_SM: int32, padded with 0. context_lens_S: tokens of each row once this step is
-    written. query_starts_S1: int32 [S+1], where each row's tokens begin in the packed T. slot_mapping_T: block * P +
-    slot of each token, past the pool's end for padding. decode: one token a row. tensor_axis: the mesh axis that
-    holds shares of the heads inside shard_map, or None.
+    pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with 0.
+    context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1], where each row's tokens
+    begin in the packed T. slot_mapping_T: block * P + slot of each token, past the pool's end for padding. decode: one
+    token a row. tensor_axis: the mesh axis that holds shares of the heads inside shard_map, or None.
     """
 
     pool: Array
@@ -29,10 +83,12 @@ class PagedCache:
     num_layers: int = dataclasses.field(metadata={"static": True})
     decode: bool = dataclasses.field(metadata={"static": True})
     tensor_axis: str | None = dataclasses.field(metadata={"static": True})
+    kernel: Kernel = dataclasses.field(default=Kernel(), metadata={"static": True})
 
     def write(self, layer: int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
         """Put this step's keys and values into their slots of one layer."""
         kv = jnp.stack([k_TKD, v_TKD], axis=2).reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]).astype(self.pool.dtype)
+        kv = self.kernel.module.to_pool(kv) if self.kernel.name == "tpu" else kv
         with jax.named_scope("write_kv"):
             pool = write_kv(self.pool, layer, kv, self.slot_mapping_T, num_layers=self.num_layers)
         return dataclasses.replace(self, pool=pool)
@@ -40,11 +96,13 @@ class PagedCache:
     def attend(self, layer: int, q_THD: Array, *, scale: float, sliding_window: int | None) -> Array:
         """Attention of this step's queries over each row's whole context, in q's dtype."""
         args = (q_THD, self.pool, layer, self.block_table_SM, self.context_lens_S)
-        options = {"num_layers": self.num_layers, "scale": scale, "sliding_window": sliding_window}
+        options: dict[str, Any] = {"num_layers": self.num_layers, "scale": scale, "sliding_window": sliding_window}
+        options |= {} if self.kernel.name == "xla" else {"interpret": self.kernel.interpret}
+        options |= {"num_kv_heads": self.kernel.num_kv_heads} if self.kernel.name == "tpu" else {}
         with jax.named_scope("paged_attention"):
             if self.decode:
-                return paged_attention_decode(*args, **options)
-            return paged_attention(*args, self.query_starts_S1, **options)
+                return self.kernel.module.paged_attention_decode(*args, **options)
+            return self.kernel.module.paged_attention(*args, self.query_starts_S1, **options)
 
     def sum_over_heads(self, x: Array) -> Array:
         """Sum the partial results of devices that hold shares of the heads (or of the FFN)."""

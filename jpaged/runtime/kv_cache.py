@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -14,34 +15,39 @@ from jpaged.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Shape [L*N, P, 2*K, D] of the pool: row l*N + b is block b of layer l; axis 2 is K0, V0, K1, V1, ..."""
+    """Shape [L*N, P, rows, width] of the pool: row l*N + b is block b of layer l.
+
+    rows, width: 2*K and D, K0, V0, K1, V1, ... on axis 2; padded where a TPU would otherwise copy the pool.
+    """
 
     num_layers: int
     num_blocks: int
     block_size: int
-    num_kv_heads: int
-    head_dim: int
+    rows: int
+    width: int
     dtype: jnp.dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return (self.num_layers * self.num_blocks, self.block_size, 2 * self.num_kv_heads, self.head_dim)
+        return (self.num_layers * self.num_blocks, self.block_size, self.rows, self.width)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, on all devices together."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * self.block_size * self.rows * self.width * self.dtype.itemsize
 
 
-def layout(model: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.dtype) -> Layout:
-    """The pool's layout for a model; CPU and CUDA need no padding."""
+def layout(
+    model: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.dtype, attention: str = "xla", shards: int = 1
+) -> Layout:
+    """The pool's layout for a model; CPU and CUDA need no padding. shards: devices that the KV heads are split over."""
+    rows, width = 2 * model.num_kv_heads, model.head_dim
+    if attention == "tpu":
+        tpu = importlib.import_module("kernels_pallas.paged_attention.tpu")
+        rows, width = tpu.pool_shape(model.num_kv_heads // shards, model.head_dim)
+        rows *= shards
     return Layout(
-        num_layers=model.num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
+        num_layers=model.num_layers, num_blocks=num_blocks, block_size=block_size, rows=rows, width=width, dtype=dtype
     )
 
 

@@ -26,6 +26,7 @@ from jpaged.engine.batch import (
 from jpaged.errors import ConfigError
 from jpaged.models.layout import param_specs
 from jpaged.runtime import kv_cache
+from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.steps import COUNTS_CHUNK, make_step, set_counts
 
 log = logging.getLogger("jpaged")
@@ -51,6 +52,15 @@ class Placement:
         return self.sharding(PartitionSpec())
 
 
+def pool_layout(
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, num_blocks: int
+) -> tuple[Kernel, kv_cache.Layout]:
+    """The attention kernel of a resolved config, and the pool's layout for it."""
+    kernel = choose_kernel(model, config, dtype, where.device, where.axis_size)
+    size = {"num_blocks": num_blocks, "block_size": config.block_size, "dtype": jnp.dtype(dtype)}
+    return kernel, kv_cache.layout(model, attention=kernel.name, shards=where.axis_size, **size)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
     """A step in flight."""
@@ -70,9 +80,7 @@ class Runner:
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, dtype: Any):
         assert config.num_blocks is not None
         self.model, self.config, self.placement = model, config, placement
-        self.layout = kv_cache.layout(
-            model, num_blocks=config.num_blocks, block_size=config.block_size, dtype=jnp.dtype(dtype)
-        )
+        self.kernel, self.layout = pool_layout(model, config, placement, dtype, config.num_blocks)
         self.params: Any = None
         self.uploads = self.downloads = 0  # transfers since the start
         self.compile_seconds: dict[Bucket | str, float] = {}
@@ -142,6 +150,7 @@ class Runner:
     def report(self) -> dict[str, Any]:
         """What was compiled and moved so far."""
         return {
+            "attention": self.kernel.name,
             "num_compiles": len(self.compile_seconds),
             "compile_time_s": sum(self.compile_seconds.values()),
             "buckets": [str(bucket) for bucket in self.compile_seconds],
@@ -179,7 +188,7 @@ class Runner:
     def lower(self, bucket: Bucket) -> Any:
         """The lowered (not yet compiled) step of a bucket."""
         axis = self.placement.axis if self.placement.axis_size > 1 else None
-        step = make_step(bucket, self.model, self.config, axis)
+        step = make_step(bucket, self.model, self.config, axis, self.kernel)
         where, pool_spec, pool_where = self.placement.replicated, kv_cache.spec(axis), self._pool_sharding()
         if axis is not None:  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
             step = jax.shard_map(

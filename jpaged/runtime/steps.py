@@ -11,14 +11,16 @@ from jax import Array
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.batch import CONTROLS, Bucket, input_sections, output_sections
 from jpaged.models.decoder import Decoder, bind
-from jpaged.runtime.attention import PagedCache
+from jpaged.runtime.attention import Kernel, PagedCache
 from jpaged.runtime.kv_cache import copy_blocks
 from jpaged.runtime.sampling import Controls, FullControls, Sampled, sample, token_logprobs
 
 COUNTS_CHUNK = 2048  # tokens a call of set_counts: one shape, so one compile
 
 
-def make_step(bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_axis: str | None) -> Callable[..., Any]:
+def make_step(
+    bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_axis: str | None, kernel: Kernel
+) -> Callable[..., Any]:
     """The step of one bucket.
 
     step(params, pool, last_R, counts_RV, packed) -> (pool, last_R, counts_RV, out): pool [L*N, P, 2K, D]; last_R
@@ -47,6 +49,7 @@ def make_step(bucket: Bucket, model: ModelConfig, config: EngineConfig, tensor_a
             num_layers=model.num_layers,
             decode=bucket.phase == "decode",
             tensor_axis=tensor_axis,
+            kernel=kernel,
         )
         decoder = bind(model, params)
         x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), cache)

@@ -47,7 +47,7 @@ class Case:
         return {"scale": self.D**-0.5} | {name: getattr(self, name) for name in names}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """The arrays of one call, in numpy; query_starts is None for decode."""
 
@@ -88,77 +88,68 @@ def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: 
         if values == "coded":
             kv[:, 1::2] = (np.arange(D) == seen[:, None] % D)[:, None]
         pool[case.layer * N + table[row, seen // P], seen % P] = kv
-    if case.queries is None:
-        starts, tokens = None, len(case.contexts)
-    else:
+    starts, tokens = None, len(case.contexts)
+    if case.queries is not None:
         starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
         tokens = int(starts[-1]) + case.extra_tokens
     q = rng.standard_normal((tokens, case.H, D), np.float32)
-    return Inputs(
-        q=(q if values == "random" else 0 * q).astype(dtype),
-        pool=pool.astype(dtype),
-        layer=case.layer,
-        block_table=table,
-        context_lens=np.asarray(case.contexts, np.int32),
-        query_starts=starts,
-    )
+    q = (q if values == "random" else 0 * q).astype(dtype)
+    return Inputs(q, pool.astype(dtype), case.layer, table, np.asarray(case.contexts, np.int32), starts)
 
 
 # Lengths at which paging goes wrong for P = 8, a padding row among them.
 _EDGES = (1, 7, 8, 9, 0, 28, 72)
+_BF16 = "bfloat16"
 
 DECODE = (
     Case(name="decode", contexts=_EDGES),
-    Case(name="decode_bf16", contexts=_EDGES, dtype="bfloat16"),
+    Case(name="decode_bf16", contexts=_EDGES, dtype=_BF16),
     Case(name="decode_block1_g1", contexts=(1, 2, 70, 0, 130, 3), P=1, K=4),
     Case(name="decode_block4_g4_window", contexts=(3, 4, 5, 97, 0, 60), P=4, K=1, D=80, sliding_window=9),
-    Case(name="decode_block64_g7_bf16", contexts=(1, 63, 64, 65, 200), P=64, H=7, K=1, D=64, dtype="bfloat16"),
+    Case(name="decode_block64_g7_bf16", contexts=(1, 63, 64, 65, 200), P=64, H=7, K=1, D=64, dtype=_BF16),
     Case(name="decode_block256_g8_cap", contexts=(255, 256, 257, 0, 700), P=256, H=8, K=1, soft_cap=3.0),
-    Case(
-        name="decode_block20_window_bf16", contexts=(19, 20, 21, 99), P=20, D=128, sliding_window=25, dtype="bfloat16"
-    ),
+    Case(name="decode_block20_window_bf16", contexts=(19, 20, 21, 99), P=20, D=128, sliding_window=25, dtype=_BF16),
     Case(name="decode_many_rows", contexts=tuple(37 * i % 90 for i in range(40)), P=16, H=2, D=24, extra_blocks=0),
 )
 
 PREFILL = (
     Case(name="prefill", contexts=_EDGES, queries=_EDGES, extra_tokens=3),
-    Case(name="prefill_bf16", contexts=_EDGES, queries=_EDGES, extra_tokens=3, dtype="bfloat16"),
+    Case(name="prefill_bf16", contexts=_EDGES, queries=_EDGES, extra_tokens=3, dtype=_BF16),
     Case(name="prefill_cached", contexts=(9, 16, 0, 28, 72, 135), queries=(1, 8, 0, 5, 71, 130), extra_blocks=0),
     Case(name="prefill_block1_g1", contexts=(1, 70, 2), queries=(1, 64, 2), P=1, K=4),
-    Case(
-        name="prefill_block4_g4_window",
-        contexts=(3, 0, 4, 97, 60),
-        queries=(3, 0, 4, 97, 1),
-        P=4,
-        K=1,
-        D=80,
-        sliding_window=9,
-    ),
-    Case(
-        name="prefill_block64_g7_bf16",
-        contexts=(65, 1, 200),
-        queries=(65, 1, 70),
-        P=64,
-        H=7,
-        K=1,
-        D=64,
-        dtype="bfloat16",
-    ),
+    Case(name="prefill_block4_g4_window", contexts=(3, 0, 4, 97, 60), queries=(3, 0, 4, 97, 1),
+         P=4, K=1, D=80, sliding_window=9),
+    Case(name="prefill_block64_g7_bf16", contexts=(65, 1, 200), queries=(65, 1, 70),
+         P=64, H=7, K=1, D=64, dtype=_BF16),
     Case(name="prefill_block256_g8_cap", contexts=(257, 300), queries=(257, 40), P=256, H=8, K=1, soft_cap=3.0),
-    Case(
-        name="prefill_block20_window_bf16",
-        contexts=(99, 200),
-        queries=(30, 150),
-        P=20,
-        D=128,
-        sliding_window=70,
-        dtype="bfloat16",
-    ),
-)
+    Case(name="prefill_block20_window_bf16", contexts=(99, 200), queries=(30, 150),
+         P=20, D=128, sliding_window=70, dtype=_BF16),
+)  # fmt: skip
+
+# What the GPU kernels take: 16-bit, head dims of 64, 128 and 256, blocks of whole powers of two.
+GPU = (
+    Case(name="decode_d64_p16_g2", contexts=(1, 15, 0, 16, 17, 64, 150), P=16, D=64, dtype=_BF16),
+    Case(name="decode_d128_p64_g4_window_f16", contexts=(63, 64, 65, 200),
+         K=1, P=64, D=128, dtype="float16", sliding_window=70),
+    Case(name="decode_d256_p128_g8_cap", contexts=(127, 129), H=8, K=1, P=128, D=256, dtype=_BF16, soft_cap=3.0),
+    Case(name="decode_d128_p8_g1", contexts=(7, 0, 9, 70), H=2, P=8, D=128, dtype=_BF16, extra_blocks=0),
+    Case(name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"),
+    Case(name="prefill_d64_p16_g2", contexts=(1, 15, 0, 17, 64, 150), queries=(1, 15, 0, 17, 64, 150),
+         P=16, D=64, dtype=_BF16, extra_tokens=70),
+    Case(name="prefill_d128_p64_g4_cached_f16", contexts=(9, 64, 100, 200, 135), queries=(1, 64, 0, 5, 70),
+         K=1, P=64, D=128, dtype="float16", extra_blocks=0),
+    Case(name="prefill_d256_p128_g8_cap", contexts=(129, 40), queries=(70, 3),
+         H=8, K=1, P=128, D=256, dtype=_BF16, soft_cap=3.0),
+    Case(name="prefill_d128_p8_g1_window", contexts=(190, 3, 60), queries=(150, 3, 1),
+         H=2, P=8, D=128, dtype=_BF16, sliding_window=9),
+    Case(name="prefill_d64_p256_g7_window_f16", contexts=(300,), queries=(140,),
+         H=7, K=1, P=256, D=64, dtype="float16", sliding_window=100),
+    Case(name="prefill_few_tokens", contexts=(70, 2), queries=(3, 2), P=16, D=64, dtype=_BF16, extra_tokens=1),
+)  # fmt: skip
 
 _SPREAD = tuple(50 + 11 * i for i in range(32))
 _PROMPTS = tuple(101 + 3 * i for i in range(16))
-_60M = Case(name="", contexts=(), H=8, K=4, D=64, P=64, dtype="bfloat16", num_layers=1, layer=0)
+_60M = Case(name="", contexts=(), H=8, K=4, D=64, P=64, dtype=_BF16, num_layers=1, layer=0)
 _06B = dataclasses.replace(_60M, H=16, K=8, D=128)  # Qwen3-0.6B
 
 BENCH = (

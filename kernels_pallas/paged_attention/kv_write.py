@@ -3,13 +3,11 @@
 Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, D head dim.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 
-def write_kv(
-    pool: jax.Array, layer: jax.Array | int, kv_T2KD: jax.Array, slot_mapping_T: jax.Array, *, num_layers: int = 1
-) -> jax.Array:
+def write_kv(pool: Array, layer: Array | int, kv_T2KD: Array, slot_mapping_T: Array, *, num_layers: int = 1) -> Array:
     """The pool with each token's keys and values (K0, V0, K1, V1, ...) in its slot of one layer.
 
     pool [L*N, P, 2K, D]; kv_T2KD in the pool's dtype; slot_mapping_T int32: block * P + slot, no slot twice. Padding

@@ -11,19 +11,10 @@ from jax.typing import ArrayLike
 
 
 def paged_attention(
-    q_THD: ArrayLike,
-    pool: ArrayLike,
-    layer: int,
-    block_table_SM: ArrayLike,
-    context_lens_S: ArrayLike,
-    query_starts_S1: ArrayLike,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    exact: bool = False,
-) -> np.ndarray:
+    q_THD: ArrayLike, pool: ArrayLike, layer: int, block_table_SM: ArrayLike, context_lens_S: ArrayLike,
+    query_starts_S1: ArrayLike, *, num_layers: int = 1, scale: float, sliding_window: int | None = None,
+    soft_cap: float | None = None, exact: bool = False,
+) -> np.ndarray:  # fmt: skip
     """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
 
     pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...; query head h reads KV

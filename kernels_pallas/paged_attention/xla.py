@@ -17,11 +17,12 @@ KV tile, U pool rows that make up a KV tile.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 KV_TILE = 64  # tokens of context a work item
 QUERY_TILE = 64  # tokens of a prefill query tile, at most
@@ -37,26 +38,18 @@ _jit = functools.partial(jax.jit, static_argnames=("num_layers", "scale", "slidi
 class _Tiles(NamedTuple):
     """The pool seen as rows of at most one KV tile."""
 
-    rows: jax.Array  # [L*N*parts, P/parts * 2K*D]
+    rows: Array  # [L*N*parts, P/parts * 2K*D]
     size: int  # C
     units: int  # U: rows that make up a tile
     parts: int  # rows that a block was cut into
-    first_block: jax.Array | int  # of the layer
+    first_block: Array | int  # of the layer
 
 
 @_jit
 def paged_attention_decode(
-    q_SHD: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    block_table_SM: jax.Array,
-    context_lens_S: jax.Array,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
+    q_SHD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
+    *, num_layers: int = 1, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
+) -> Array:  # fmt: skip
     """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`."""
     S, H, D = q_SHD.shape
     K = pool.shape[2] // 2
@@ -80,9 +73,8 @@ def paged_attention_decode(
         start_W = begin_S[row_W] - tile_W * C  # slots from it on are seen
         rank_W = rank_S[row_W]
         first_rank = rank_W[0]
-        ids, q_WHD, start_W, stop_W = _barrier(
-            (_pool_rows(tiles, block_table_SM, row_W, tile_W), q_SHD[row_W], start_W, stop_W)
-        )
+        ids = _pool_rows(tiles, block_table_SM, row_W, tile_W)
+        ids, q_WHD, start_W, stop_W = _barrier((ids, q_SHD[row_W], start_W, stop_W))
         slot_C = jnp.arange(C)
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
         kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
@@ -90,8 +82,7 @@ def paged_attention_decode(
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
         # Ranks of consecutive items differ by at most one, so the items of an iteration meet W neighbouring ranks.
-        owner_WW = (rank_W - first_rank)[None, :] == lane_W[:, None]
-        owner_WW &= (stop_W > 0)[None, :]
+        owner_WW = ((rank_W - first_rank)[None, :] == lane_W[:, None]) & (stop_W > 0)[None, :]
         m0, total0, acc0 = (lax.dynamic_slice_in_dim(x, first_rank, W) for x in state)
         m = jnp.maximum(m0, jnp.max(jnp.where(owner_WW[:, :, None], jnp.max(s_WCH, axis=1)[None], NEG), axis=1))
         m_WH, s_WCH = _barrier((m[jnp.minimum(rank_W - first_rank, W - 1)], s_WCH))
@@ -111,13 +102,11 @@ def paged_attention_decode(
     return jnp.where((tiles_S > 0)[:, None, None], o_SHD, 0.0).astype(q_SHD.dtype)
 
 
-def _decode_scores(q_WHD: jax.Array, kv_WCK2D: jax.Array) -> jax.Array:
+def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
     """q . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
     W, C, K, _, D = kv_WCK2D.shape
     H = q_WHD.shape[1]
-    lanes = 16
-    while D % lanes:
-        lanes //= 2
+    lanes = math.gcd(D, 16)
     q = q_WHD.astype(jnp.float32).reshape(W, 1, K, H // K, D)
     k = kv_WCK2D[:, :, :, :1].astype(jnp.float32)
     x = q[..., :lanes] * k[..., :lanes]
@@ -129,7 +118,7 @@ def _decode_scores(q_WHD: jax.Array, kv_WCK2D: jax.Array) -> jax.Array:
     return x.reshape(W, C, H)
 
 
-def _decode_values(p_WCH: jax.Array, seen_WC: jax.Array, kv_WCK2D: jax.Array) -> jax.Array:
+def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCK2D: Array) -> Array:
     """p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero whatever they hold."""
     W, C, K, _, D = kv_WCK2D.shape
     G = p_WCH.shape[2] // K
@@ -148,18 +137,9 @@ def _decode_values(p_WCH: jax.Array, seen_WC: jax.Array, kv_WCK2D: jax.Array) ->
 
 @_jit
 def paged_attention(
-    q_THD: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    block_table_SM: jax.Array,
-    context_lens_S: jax.Array,
-    query_starts_S1: jax.Array,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
+    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array, query_starts_S1: Array,
+    *, num_layers: int = 1, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
+) -> Array:  # fmt: skip
     """Causal attention of packed queries, any number a row; see `reference.paged_attention`."""
     T, H, D = q_THD.shape
     K, dtype = pool.shape[2] // 2, pool.dtype
@@ -215,15 +195,15 @@ def paged_attention(
 class _QueryTiles(NamedTuple):
     """B packed queries of one row each, [A]; most KV tiles first."""
 
-    row: jax.Array
-    size: jax.Array  # queries; 0 for none
-    token: jax.Array  # the first one's place among the packed tokens
-    position: jax.Array  # and its position in the row
-    begin: jax.Array  # first position that any query sees
-    need: jax.Array  # KV tiles
+    row: Array
+    size: Array  # queries; 0 for none
+    token: Array  # the first one's place among the packed tokens
+    position: Array  # and its position in the row
+    begin: Array  # first position that any query sees
+    need: Array  # KV tiles
 
 
-def _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window) -> tuple[_QueryTiles, jax.Array]:
+def _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window) -> tuple[_QueryTiles, Array]:
     """All query tiles, and each packed token's place [T] among the tiles' tokens (A*B, a row of zeros, for padding)."""
     S = context_lens_S.shape[0]
     A = -(-(T // B + S) // W) * W
@@ -249,11 +229,11 @@ def _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window) ->
     return _QueryTiles(*(x[order_A] for x in tiles)), jnp.where(token_T < query_starts_S1[-1], at_T, A * B)
 
 
-def _einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _einsum(form: str, x: Array, y: Array) -> Array:
     return jnp.einsum(form, x, y, preferred_element_type=jnp.float32, precision="highest")
 
 
-def _tiles(pool: jax.Array, layer: jax.Array | int, num_layers: int) -> _Tiles:
+def _tiles(pool: Array, layer: Array | int, num_layers: int) -> _Tiles:
     rows, P = pool.shape[:2]
     parts = P // KV_TILE if P % KV_TILE == 0 else 1
     units = max(1, KV_TILE // P)
@@ -261,7 +241,7 @@ def _tiles(pool: jax.Array, layer: jax.Array | int, num_layers: int) -> _Tiles:
     return _Tiles(pool.reshape(rows * parts, -1), units * P // parts, units, parts, first_block)
 
 
-def _pool_rows(tiles: _Tiles, block_table_SM: jax.Array, row_W: jax.Array, tile_W: jax.Array) -> jax.Array:
+def _pool_rows(tiles: _Tiles, block_table_SM: Array, row_W: Array, tile_W: Array) -> Array:
     """[W*U] rows of the pool that hold KV tile `tile_W` of `row_W`; any valid row past the table's end."""
     unit_WU = tile_W[:, None] * tiles.units + jnp.arange(tiles.units)[None, :]
     block_WU = jnp.minimum(unit_WU // tiles.parts, block_table_SM.shape[1] - 1)
@@ -269,11 +249,11 @@ def _pool_rows(tiles: _Tiles, block_table_SM: jax.Array, row_W: jax.Array, tile_
     return (id_WU * tiles.parts + unit_WU % tiles.parts).reshape(-1)
 
 
-def _take(x: jax.Array, ids: jax.Array) -> jax.Array:
+def _take(x: Array, ids: Array) -> Array:
     return x.at[ids].get(mode="promise_in_bounds")
 
 
-def _capped(s: jax.Array, soft_cap: float | None) -> jax.Array:
+def _capped(s: Array, soft_cap: float | None) -> Array:
     return s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
 
 

@@ -61,6 +61,7 @@ PROGRAMS = (
     Program("prefill_d64_k3_g7", 320, K=3, G=7, D=64, N=2800),
     Program("decode_d80_k1", 16, K=1, G=4, D=80, P=16, N=20000),
     Program("decode_d256_k1", 16, K=1, G=8, D=256, N=1400),
+    Program("decode_d256_k4", 16, K=4, D=256),
     Program("prefill_d256_k2_f32", 320, K=2, D=256, P=16, N=1400, dtype=jnp.float32),
     Program("decode_largest_table", 256, K=2, S=256, M=950, N=2800),
     Program("prefill_largest_block", 512, K=16, G=8, D=256, P=256, N=20),
@@ -97,7 +98,7 @@ def arguments(program: Program, sharding: Any = None) -> Iterator[jax.ShapeDtype
 
 def lower(program: Program) -> str:
     """StableHLO of the program for TPU, the kernels in it lowered to Mosaic."""
-    device = AbstractDevice("TPU v5 lite", 1)  # jax's own kernel asks
+    device = AbstractDevice("TPU v5 lite", 1, "tpu")  # jax's own kernel asks
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         return jax.jit(step(program)).trace(*arguments(program)).lower(lowering_platforms=("tpu",)).as_text()
 

@@ -238,6 +238,11 @@ def _drop_a_block(table: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
+def test_nothing_changed_passes(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -249,11 +254,8 @@ def _drop_a_block(table: np.ndarray) -> np.ndarray:
     ],
 )
 def test_wrong_arguments_fail(case: Case, mutant: Any) -> None:
-    check(case)  # compiled once for all mutants
     with pytest.raises(AssertionError):
-        check(case, implementation=mutant)
-    with pytest.raises(AssertionError):
-        check(case, "coded", implementation=mutant)
+        check(case, "coded" if case.queries is None else "random", implementation=mutant)
 
 
 def test_zeros_fail() -> None:
@@ -284,11 +286,11 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], Non
         assert callable(getattr(mosaic_gpu, name))
         monkeypatch.setattr(mosaic_gpu, name, value)
         for function in functions:
-            function.clear_cache()
+            function.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
     yield replace
     for function in functions:
-        function.clear_cache()
+        function.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_split_ignored_fails(mutate: Callable[[str, Any], None]) -> None:
@@ -307,16 +309,16 @@ def test_unseen_values_let_through_fail(case: Case, mutate: Callable[[str, Any],
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
 def test_a_stage_refilled_too_early_is_a_race(case: Case, mutate: Callable[[str, Any], None]) -> None:
-    """The ring with the wait for a free stage after the copy into it."""
+    """The ring with the wait for a free stage after the copies into it."""
 
-    def stream(pool_ref, head, block, first, count, kv_sm, full, empty):
+    def stream(pool_ref, base, table_ref, context, head, first, count, kv_sm, full, empty):
         (_, C, _), P = kv_sm.shape, pool_ref.shape[1]
 
         @pl.loop(0, count)
         def _(i):
             for j in range(0, C, P):
-                page, dst = block(((first + i) * C + j) // P), kv_sm.at[0, pl.ds(j, P)]
-                plgpu.copy_gmem_to_smem(pool_ref.at[page, :, head], dst, full.at[i])
+                src = pool_ref.at[base + table_ref[jnp.minimum(((first + i) * C + j) // P, context // P)], :, head]
+                plgpu.copy_gmem_to_smem(src, kv_sm.at[0, pl.ds(j, P)], full.at[i])
 
         @pl.loop(0, count)
         def _(i):
@@ -324,13 +326,23 @@ def test_a_stage_refilled_too_early_is_a_race(case: Case, mutate: Callable[[str,
 
     mutate("_stream", stream)
     options = {"splits": 1} if case.queries is None else {}
-    call(mosaic_gpu, case, build(case), interpret=INTERPRET, **options)
-    assert interpreter.get_races().races_found
+    try:  # jax 0.11 only notes a race, later versions raise
+        jax.block_until_ready(call(mosaic_gpu, case, build(case), interpret=INTERPRET, **options))
+    except jax.errors.JaxRuntimeError as error:
+        assert "RACE DETECTED" in str(error)
+    else:
+        assert interpreter.get_races().races_found
 
 
 # Without interpretation.
 
-SUPPORTED = {"dtype": jnp.bfloat16, "head_dim": 128, "block_size": 64, "num_heads": 16, "num_kv_heads": 8}
+SUPPORTED: dict[str, Any] = {
+    "dtype": jnp.bfloat16,
+    "head_dim": 128,
+    "block_size": 64,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -347,12 +359,14 @@ SUPPORTED = {"dtype": jnp.bfloat16, "head_dim": 128, "block_size": 64, "num_head
     ],
 )
 def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
-    assert reason in str(mosaic_gpu.unsupported(**(SUPPORTED | change)))
+    arguments: dict[str, Any] = SUPPORTED | change
+    assert reason in str(mosaic_gpu.unsupported(**arguments))
 
 
 def test_supported() -> None:
     for change in ({}, {"compute_capability": "9.0"}, {"dtype": jnp.float16}, {"block_size": 256}, {"num_heads": 56}):
-        assert mosaic_gpu.unsupported(**(SUPPORTED | change)) is None
+        arguments: dict[str, Any] = SUPPORTED | change
+        assert mosaic_gpu.unsupported(**arguments) is None
 
 
 @pytest.mark.parametrize("queries", [None, (9,)])

@@ -62,19 +62,19 @@ class Interpreted:
         return self.module.paged_attention_decode(q, pool, *args, **self._options(pool), **options)
 
 
-LONG = ("prefill_block20_window_bf16", "prefill_cached", "prefill_block1_g1", "decode_many_rows", "decode_block1_g1")
-ONCE = [pytest.param(case, marks=pytest.mark.slow if case.name in LONG else ()) for case in CASES]
+QUICK = ("decode", "decode_bf16", "decode_block256_g8_cap", "prefill", "prefill_block4_g4_window")
+AGAIN = [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
 
 
 class TestTpu(PagedAttentionSuite):
     implementation: Any = Interpreted(NAN)
 
-    @pytest.mark.parametrize("case", ONCE, ids=str)
+    @pytest.mark.parametrize("case", AGAIN, ids=str)
     def test_sees_each_position_once(self, case: Case) -> None:
         check(self.implementation, case, "coded")
 
 
-@pytest.mark.parametrize("case", ONCE, ids=str)
+@pytest.mark.parametrize("case", AGAIN, ids=str)
 def test_has_no_races(case: Case) -> None:
     check(Interpreted(RACES), case)
 

@@ -1,0 +1,111 @@
+"""The Triton kernel without a GPU: interpreted under the shared checks, and lowered for CUDA."""
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.paged_attention import triton
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case, build
+from tests.kernels.suite import call, check
+
+# 16-bit cases of the others too; a head of 24, 80 or f32 is not taken.
+CASES = [case for case in (*GPU, *DECODE, *PREFILL) if triton.unsupported(dtype=case.dtype, head_dim=case.D) is None]
+
+
+@pytest.mark.parametrize("values", ["random", "coded"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_reference(case: Case, values: Any) -> None:
+    check(triton, case, values)
+
+
+def test_cases_cover_what_there_is() -> None:
+    assert {case.H // case.K for case in CASES} >= {1, 2, 4, 7, 8} and {case.D for case in CASES} >= {64, 128, 256}
+    assert {case.dtype for case in CASES} == {"bfloat16", "float16"} and {case.P for case in CASES} >= {8, 16, 64, 256}
+
+
+@pytest.mark.parametrize("case", [GPU[0], GPU[5]], ids=str)
+def test_layer_may_be_traced(case: Case) -> None:
+    inputs = build(case)
+    entry = triton.paged_attention_decode if inputs.query_starts is None else triton.paged_attention
+    run = jax.jit(
+        lambda layer: entry(*(jnp.asarray(x) for x in inputs.args[:2]), layer, *inputs.args[3:], **case.options)
+    )
+    assert np.array_equal(run(jnp.int32(case.layer)), call(triton, case, inputs))
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32", "head_dim": 64}, {"dtype": "bfloat16", "head_dim": 80}])
+def test_unsupported(options: dict[str, Any]) -> None:
+    assert triton.unsupported(**options)
+    case = Case(name="odd", contexts=(3,), D=options["head_dim"], dtype=options["dtype"])
+    with pytest.raises(NotImplementedError, match=r"triton: (dtype float32|head_dim 80): only"):
+        call(triton, case, build(case))
+
+
+def lower(function: Callable[..., Any], *args: Any) -> str:
+    """StableHLO for an A100."""
+    device = jax.sharding.AbstractDevice("NVIDIA A100", 108, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("G", "D", "P"), [(1, 64, 128), (2, 128, 64), (7, 64, 16), (8, 256, 64)])
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_lowers_for_cuda(G: int, D: int, P: int, soft_cap: float | None) -> None:
+    def shape(*sizes: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    options = {"num_layers": 2, "scale": D**-0.5, "sliding_window": 30, "soft_cap": soft_cap, "interpret": False}
+    pool, rest = shape(200, P, 8, D, dtype=jnp.bfloat16), (shape(), shape(8, 20), shape(8))
+
+    def q(tokens: int) -> Any:
+        return shape(tokens, G * 4, D, dtype=jnp.bfloat16)
+
+    for text in (
+        lower(lambda *a: triton.paged_attention_decode(*a, **options), q(8), pool, *rest),
+        lower(lambda *a: triton.paged_attention(*a, **options), q(256), pool, *rest, shape(9)),
+    ):
+        assert "triton" in text and f"{256 if 'tensor<256x' in text else 8}" in text
+
+
+MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "last slot unseen": lambda patch: patch.setattr(triton.lax, "rem", _off_by_one(triton.lax.rem)),
+    "table not read": lambda patch: patch.setattr(triton.plgpu, "load", _zero_ints(triton.plgpu.load)),
+    "zeros returned": lambda patch: patch.setattr(triton.plgpu, "dot", lambda a, b: 0 * _dot(a, b)),
+    "mask dropped": lambda patch: patch.setattr(triton, "NEG", 0.0),
+}
+_dot = triton.plgpu.dot
+
+
+def _off_by_one(rem: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: rem(a + 1, b)
+
+
+def _zero_ints(load: Callable[..., Any]) -> Callable[..., Any]:
+    def mutated(ref: Any, **options: Any) -> Any:
+        value = load(ref, **options)
+        return value * 0 if value.dtype == jnp.int32 else value
+
+    return mutated
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("case", [GPU[0], GPU[5]], ids=str)
+def test_a_broken_kernel_is_noticed(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = SimpleNamespace(
+        paged_attention=triton.paged_attention, paged_attention_decode=triton.paged_attention_decode
+    )
+    triton._attend.clear_cache()
+    with monkeypatch.context() as patch:
+        MUTATIONS[name](patch)
+        with pytest.raises(AssertionError):
+            check(broken, case)
+            check(broken, case, "coded")
+    triton._attend.clear_cache()
