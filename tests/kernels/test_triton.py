@@ -102,10 +102,10 @@ def test_a_broken_kernel_is_noticed(name: str, case: Case, monkeypatch: pytest.M
     broken = SimpleNamespace(
         paged_attention=triton.paged_attention, paged_attention_decode=triton.paged_attention_decode
     )
-    triton._attend.clear_cache()
+    triton._attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     with monkeypatch.context() as patch:
         MUTATIONS[name](patch)
         with pytest.raises(AssertionError):
             check(broken, case)
             check(broken, case, "coded")
-    triton._attend.clear_cache()
+    triton._attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
