@@ -256,27 +256,30 @@ def paged_attention(
             pl.when(begin < end)(lambda: plgpu.barrier_wait(full.at[0]))
             pl.when(warpgroup == 1)(next_turn)
 
-            def body(i, carry, masked):
+            def body(i, carry):
                 acc, m, total = carry
                 stage = lax.rem(i - begin, jnp.int32(stages))
-                if masked:
-                    first, last = low - i * C, context - i * C  # slots of the tile that hold something
-                    ragged = (first > 0) | (last < C)
+                first, last = low - i * C, context - i * C  # slots of the tile that hold something
+                ragged = (first > 0) | (last < C)
 
-                    @pl.when(ragged & (warpgroup == 0))
-                    def _():
-                        _zero_unseen(kv_sm.at[stage], first, last)
-                        plgpu.barrier_arrive(zeroed)
+                @pl.when(ragged & (warpgroup == 0))
+                def _():
+                    _zero_unseen(kv_sm.at[stage], first, last)
+                    plgpu.barrier_arrive(zeroed)
 
-                    pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
-
+                pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
                 s = _scaled(_scores(q_sm, kv_sm.at[stage], next_turn), scale, soft_cap)
-                if masked:
-                    key, query = _iota((Q, C), 1), _iota((Q, C), 0) + (position + skip - offset - i * C)
-                    seen = key <= query
-                    if sliding_window is not None:
-                        seen &= key > query - sliding_window
-                    s = jnp.where(seen, s, NEG)
+                ahead = i * C - (position + skip - offset)  # of the first row's token, the first key is
+
+                def after(s):
+                    return jnp.where(_iota((Q, C), 1) + ahead <= _iota((Q, C), 0), s, NEG)
+
+                def before(s):
+                    return jnp.where(_iota((Q, C), 1) + ahead > _iota((Q, C), 0) - sliding_window, s, NEG)
+
+                s = lax.cond((i + 1) * C > position + 1, after, lambda s: s, s)
+                if sliding_window is not None:
+                    s = lax.cond(i * C <= position + queries - 1 - sliding_window, before, lambda s: s, s)
                 p, acc, m, total = _fold(s, acc, m, total, dtype)
                 if not interpreted:
                     p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
@@ -290,12 +293,7 @@ def paged_attention(
                 plgpu.barrier_arrive(empty.at[stage])
                 return acc, m, total
 
-            state, masked_from = _start(D), begin
-            # Tiles before the queries' own need no mask; but a second loop takes registers, which these cases lack.
-            if sliding_window is None and soft_cap is None and D < 256:
-                masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
-                state = lax.fori_loop(begin, masked_from, functools.partial(body, masked=False), state)
-            acc, _, total = lax.fori_loop(masked_from, end, functools.partial(body, masked=True), state)
+            acc, _, total = lax.fori_loop(begin, end, body, _start(D))
             pl.when(warpgroup == 0)(next_turn)
 
             _store_flat(o_sm, _normalized(acc, total).astype(dtype))

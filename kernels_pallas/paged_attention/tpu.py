@@ -165,7 +165,7 @@ def _kernel(
             mask = (ahead <= r) & (r >= (start_S1[row] - tile * B) * G) & (r < (start_S1[row + 1] - tile * B) * G)
             if sliding_window is not None:
                 mask &= ahead + sliding_window * G > r
-            for some in itertools.batched(range(K), max(1, (1 << 15) // (Q * C))):
+            for some in itertools.batched(range(K), max(1, (1 << 18) // (Q * C))):
                 kv = [[pool_row(y) for y in ((h, h) if packed else (2 * h, 2 * h + 1))] for h in some]
                 s_QC = [dot(q[h], k_CX, 1) * scale for h, (k_CX, _) in zip(some, kv, strict=True)]
                 s_QC = s_QC if soft_cap is None else [soft_cap * jnp.tanh(s / soft_cap) for s in s_QC]

@@ -32,7 +32,7 @@ def test_cases_cover_what_there_is() -> None:
 @pytest.mark.parametrize("case", [GPU[0], GPU[5]], ids=str)
 def test_layer_may_be_traced(case: Case) -> None:
     inputs = build(case)
-    entry = triton.paged_attention_decode if inputs.query_starts is None else triton.paged_attention
+    entry: Any = triton.paged_attention_decode if inputs.query_starts is None else triton.paged_attention
     run = jax.jit(
         lambda layer: entry(*(jnp.asarray(x) for x in inputs.args[:2]), layer, *inputs.args[3:], **case.options)
     )
