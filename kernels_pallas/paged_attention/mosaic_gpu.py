@@ -243,7 +243,7 @@ def paged_attention(
 
         @pl.when((queries > 0) & (warpgroup < 2))
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             q_sm, o_sm = (ref.at[warpgroup] for ref in qo_sm)
             head = group * heads + (warpgroup if heads == 2 else 0)
             skip = jnp.int32(0) if heads == 2 else warpgroup * Q
@@ -256,30 +256,26 @@ def paged_attention(
             pl.when(begin < end)(lambda: plgpu.barrier_wait(full.at[0]))
             pl.when(warpgroup == 1)(next_turn)
 
-            def body(i, carry):
+            def body(i, carry, masked):
                 acc, m, total = carry
                 stage = lax.rem(i - begin, jnp.int32(stages))
-                first, last = low - i * C, context - i * C  # slots of the tile that hold something
-                ragged = (first > 0) | (last < C)
+                if masked:
+                    first, last = low - i * C, context - i * C  # slots of the tile that hold something
+                    ragged = (first > 0) | (last < C)
 
-                @pl.when(ragged & (warpgroup == 0))
-                def _():
-                    _zero_unseen(kv_sm.at[stage], first, last)
-                    plgpu.barrier_arrive(zeroed)
+                    @pl.when(ragged & (warpgroup == 0))
+                    def _():
+                        _zero_unseen(kv_sm.at[stage], first, last)
+                        plgpu.barrier_arrive(zeroed)
 
-                pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
+                    pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
                 s = _scaled(_scores(q_sm, kv_sm.at[stage], next_turn), scale, soft_cap)
-                ahead = i * C - (position + skip - offset)  # of the first row's token, the first key is
-
-                def after(s):
-                    return jnp.where(_iota((Q, C), 1) + ahead <= _iota((Q, C), 0), s, NEG)
-
-                def before(s):
-                    return jnp.where(_iota((Q, C), 1) + ahead > _iota((Q, C), 0) - sliding_window, s, NEG)
-
-                s = lax.cond((i + 1) * C > position + 1, after, lambda s: s, s)
-                if sliding_window is not None:
-                    s = lax.cond(i * C <= position + queries - 1 - sliding_window, before, lambda s: s, s)
+                if masked:
+                    key, query = _iota((Q, C), 1), _iota((Q, C), 0) + (position + skip - offset - i * C)
+                    seen = key <= query
+                    if sliding_window is not None:
+                        seen &= key > query - sliding_window
+                    s = jnp.where(seen, s, NEG)
                 p, acc, m, total = _fold(s, acc, m, total, dtype)
                 if not interpreted:
                     p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
@@ -293,7 +289,12 @@ def paged_attention(
                 plgpu.barrier_arrive(empty.at[stage])
                 return acc, m, total
 
-            acc, _, total = lax.fori_loop(begin, end, body, _start(D))
+            state, masked_from = _start(D), begin
+            # Tiles before the queries' own need no mask; but a second loop takes registers, which these cases lack.
+            if sliding_window is None and soft_cap is None and D < 256:
+                masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
+                state = lax.fori_loop(begin, masked_from, functools.partial(body, masked=False), state)
+            acc, _, total = lax.fori_loop(masked_from, end, functools.partial(body, masked=True), state)
             pl.when(warpgroup == 0)(next_turn)
 
             _store_flat(o_sm, _normalized(acc, total).astype(dtype))
@@ -312,7 +313,7 @@ def paged_attention(
 
         @pl.when((queries > 0) & (warpgroup == 2))
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(32, action="decrease")
             head, count = lax.div(group * heads, jnp.int32(H // K)), end - begin
             _stream(pool_ref, layer_ref[0] * N, table_ref.at[row], context, head, begin, count, kv_sm, full, empty)
 
@@ -385,8 +386,9 @@ def _stream(pool_ref, base, table_ref, context, head, first, count, kv_sm, full,
     @pl.loop(0, count)
     def _(i):
         slot, stage = (first + i) * C, lax.rem(i, jnp.int32(stages))
-        # All ids are read before any wait.
-        blocks = [base + table_ref[jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)] for j in range(0, C, P)]
+        blocks = (base + table_ref[jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)] for j in range(0, C, P))
+        if P > 8:  # read before the wait, if registers can hold them
+            blocks = [*blocks]
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         for j, block in enumerate(blocks):
             # A whole block or, where that is larger, the tile's part of it.

@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
+SCORES = 1 << 17  # of the heads that are computed together: one's matmuls hide another's reductions
 QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
 VMEM, SMEM = 48 << 20, 960 << 10  # of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too
 NEG = -1e30  # masked score; running maxima start above it, so that it weighs nothing even where nothing else was met
@@ -165,7 +166,7 @@ def _kernel(
             mask = (ahead <= r) & (r >= (start_S1[row] - tile * B) * G) & (r < (start_S1[row + 1] - tile * B) * G)
             if sliding_window is not None:
                 mask &= ahead + sliding_window * G > r
-            for some in itertools.batched(range(K), max(1, (1 << 18) // (Q * C))):
+            for some in itertools.batched(range(K), max(1, SCORES // (Q * C))):
                 kv = [[pool_row(y) for y in ((h, h) if packed else (2 * h, 2 * h + 1))] for h in some]
                 s_QC = [dot(q[h], k_CX, 1) * scale for h, (k_CX, _) in zip(some, kv, strict=True)]
                 s_QC = s_QC if soft_cap is None else [soft_cap * jnp.tanh(s / soft_cap) for s in s_QC]

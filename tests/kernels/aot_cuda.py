@@ -75,7 +75,9 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d128_g4_p16": (128, 16, 32, 8, {}),
     "prefill_d128_g8_window": (128, 128, 8, 1, {"sliding_window": 1000}),
     "prefill_d128_g4_cap": (128, 64, 32, 8, {"soft_cap": 50.0}),
+    "prefill_d128_g4_window_cap": (128, 64, 32, 8, {"sliding_window": 1000, "soft_cap": 50.0}),
     "prefill_d256_g4": (256, 64, 8, 2, {}),
+    "prefill_d256_g4_window": (256, 64, 8, 2, {"sliding_window": 1000}),
     "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"sliding_window": 1000, "soft_cap": 50.0}),
 }
 
