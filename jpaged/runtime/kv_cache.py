@@ -77,7 +77,7 @@ def copy_blocks(pool: Array, copies_C2: Array, *, num_layers: int) -> Array:
 
     A pair whose blocks are the same ends the list: no copies cost nothing.
     """
-    layers = pool.reshape(num_layers, pool.shape[0] // num_layers, -1)
+    layers = pool.reshape(num_layers, pool.shape[0] // num_layers, *pool.shape[1:])
 
     def copy(i: Array, layers: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(layers, copies_C2[i, 0], 1, axis=1)

@@ -5,6 +5,7 @@ v5e:2x2` compiles every program below for that chip and prints one JSON line for
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -47,6 +48,7 @@ class Program:
     dtype: Any = jnp.bfloat16
     donate: bool = True
     kernel: str = "own"
+    loop: bool = False  # over the layers, instead of a copy of the kernel for each
 
     @property
     def pool(self) -> tuple[int, ...]:
@@ -66,6 +68,8 @@ PROGRAMS = (
     Program("decode_largest_table", 256, K=2, S=256, M=950, N=2800),
     Program("prefill_largest_block", 512, K=16, G=8, D=256, P=256, N=20),
     Program("prefill_most_heads", 512, K=32, G=8, N=700),
+    Program("decode_loop", 16, loop=True),
+    Program("prefill_loop", 320, loop=True),
     Program("control_without_donation", 16, donate=False),
     Program("decode_jax", 16, kernel="jax"),
     Program("prefill_jax", 320, kernel="jax"),
@@ -77,14 +81,18 @@ def step(program: Program) -> Callable[..., Any]:
     options = {"num_layers": LAYERS, "scale": 0.1, "num_kv_heads": program.K, "interpret": False}
 
     def run(pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array) -> tuple[Array, Array]:
-        for layer in range(LAYERS):
+        def run_layer(layer: Array | int, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            pool, x = state
             pool = write_kv(pool, layer, tpu.to_pool(kv_T2KD), slots_T, num_layers=LAYERS)
             if program.T == program.S:
-                o = tpu.paged_attention_decode(q_THD, pool, layer, *rows[:2], kernel=program.kernel, **options)
+                o = tpu.paged_attention_decode(x, pool, layer, *rows[:2], kernel=program.kernel, **options)
             else:
-                o = tpu.paged_attention(q_THD, pool, layer, *rows, kernel=program.kernel, **options)
-            q_THD = q_THD + o
-        return pool, q_THD
+                o = tpu.paged_attention(x, pool, layer, *rows, kernel=program.kernel, **options)
+            return pool, x + o
+
+        if program.loop:
+            return jax.lax.fori_loop(0, LAYERS, run_layer, (pool, q_THD))
+        return functools.reduce(lambda state, layer: run_layer(layer, state), range(LAYERS), (pool, q_THD))
 
     return run
 

@@ -146,22 +146,22 @@ def test_sees_each_position_once(case: Case) -> None:
     check(case, "coded")
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "splits", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_any_number_of_splits(splits: int) -> None:
     """With five, some have no tiles."""
     check(DECODE[0], splits=splits)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16])
+@pytest.mark.parametrize("group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5, 6, 8, 16, 64)])
 def test_decode_group_sizes(group: int) -> None:
-    case = Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16")
-    check(case)
+    check(Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 8)])
 def test_prefill_group_sizes(group: int) -> None:
-    case = Case(name="g", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16")
-    check(case)
+    check(Case(name="group", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("case", [DECODE[3], PREFILL[5]], ids=str)
