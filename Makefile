@@ -28,9 +28,13 @@ lint: env
 test: lint
 	@$(PY) -m pytest -m "not slow"
 
+# With what compiles for chips that are not there; CUDA's plugin apart, since jax would look for a card in every run.
 test-all: lint
-	@$(PY) -m pytest
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt libtpu
+	@test -d .venv-cuda || $(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps \
+	    --target .venv-cuda $$($(PY) -c 'import jax; print(*(f"jax-cuda13-{p}=={jax.__version__}" for p in ("plugin", "pjrt")))')
+	@PYTHONPATH=.venv-cuda $(PY) -m pytest
 
 clean:
-	rm -rf $(VENV) .venv-golden .pytest_cache .ruff_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) .venv-golden .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build
 	find jpaged kernels_pallas scripts tests examples -name __pycache__ -type d -exec rm -rf {} +

@@ -31,6 +31,13 @@ class Kernel:
     def module(self) -> Any:
         return importlib.import_module(f"kernels_pallas.paged_attention.{self.name}")
 
+    def prefill_tiles(self, query_starts_S1: Array, context_lens_S: Array, num_tokens: int, G: int) -> Array | None:
+        """Mosaic's table of query tiles, made once a step for all layers; the others make their own."""
+        if self.name != "mosaic_gpu" or self.num_kv_heads is None:
+            return None
+        heads = {"num_heads": G * self.num_kv_heads, "num_kv_heads": self.num_kv_heads}
+        return self.module.prefill_tiles(query_starts_S1, context_lens_S, num_tokens=num_tokens, **heads)
+
 
 def choose_kernel(model: ModelConfig, config: EngineConfig, dtype: Any, device: Any, shards: int) -> Kernel:
     """The kernel that `attention` of a resolved config names, or the best that runs on a device with these shapes.
@@ -72,7 +79,8 @@ class PagedCache:
     pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with 0.
     context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1], where each row's tokens
     begin in the packed T. slot_mapping_T: block * P + slot of each token, past the pool's end for padding. decode: one
-    token a row. tensor_axis: the mesh axis that holds shares of the heads inside shard_map, or None.
+    token a row. tensor_axis: the mesh axis that holds shares of the heads inside shard_map, or None. tiles: of
+    Kernel.prefill_tiles.
     """
 
     pool: Array
@@ -84,6 +92,7 @@ class PagedCache:
     decode: bool = dataclasses.field(metadata={"static": True})
     tensor_axis: str | None = dataclasses.field(metadata={"static": True})
     kernel: Kernel = dataclasses.field(default=Kernel(), metadata={"static": True})
+    tiles: Array | None = None
 
     def write(self, layer: int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
         """Put this step's keys and values into their slots of one layer."""
@@ -102,6 +111,7 @@ class PagedCache:
         with jax.named_scope("paged_attention"):
             if self.decode:
                 return self.kernel.module.paged_attention_decode(*args, **options)
+            options |= {} if self.tiles is None else {"tiles": self.tiles}
             return self.kernel.module.paged_attention(*args, self.query_starts_S1, **options)
 
     def sum_over_heads(self, x: Array) -> Array:

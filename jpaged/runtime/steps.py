@@ -31,7 +31,7 @@ def make_step(
 
     def step(params: Any, pool: Array, last_R: Array, counts_RV: Array | None, packed: Array):
         fields = _unpack(packed, bucket, config)
-        context_lens_S, slots_S = fields["context_lens"], fields["slots"]
+        context_lens_S, slots_S, tiles = fields["context_lens"], fields["slots"], None
         if bucket.phase == "decode":
             pool = copy_blocks(pool, fields["copies"], num_layers=model.num_layers)
             tokens_T = jnp.where(fields["tokens"] < 0, jnp.take(last_R, slots_S, mode="clip"), fields["tokens"])
@@ -40,6 +40,7 @@ def make_step(
         else:
             tokens_T, query_starts_S1 = fields["tokens"], fields["query_starts"]
             row_T, positions_T = _locate(query_starts_S1, context_lens_S, bucket.tokens)
+            tiles = kernel.prefill_tiles(query_starts_S1, context_lens_S, bucket.tokens, model.group_size)
         cache = PagedCache(
             pool=pool,
             block_table_SM=fields["block_table"],
@@ -50,6 +51,7 @@ def make_step(
             decode=bucket.phase == "decode",
             tensor_axis=tensor_axis,
             kernel=kernel,
+            tiles=tiles,
         )
         decoder = bind(model, params)
         x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), cache)

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,8 @@ def missing() -> str | None:
     """Why nothing can be compiled here, or None."""
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         return "no CUDA plugin: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, at jax's version"
+    if shutil.which("ptxas") is None:
+        return "no ptxas on PATH: it comes with CUDA's toolkit"
     return None
 
 

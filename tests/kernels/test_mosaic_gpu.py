@@ -22,83 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention import mosaic_gpu, reference
-from kernels_pallas.paged_attention.cases import Case, build
+from kernels_pallas.paged_attention.cases import GPU, Case, build
 from tests.kernels import aot_cuda
 from tests.kernels.suite import call
 
 SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise never end
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-DECODE = (
-    Case(name="decode_d64_p16_g2", contexts=(1, 15, 0, 16, 17, 64, 150), P=16, D=64, dtype="bfloat16"),
-    Case(
-        name="decode_d128_p64_g4_window_f16",
-        contexts=(63, 64, 65, 200),
-        K=1,
-        P=64,
-        D=128,
-        dtype="float16",
-        sliding_window=70,
-    ),
-    Case(name="decode_d256_p128_g8_cap", contexts=(127, 129), H=8, K=1, P=128, D=256, dtype="bfloat16", soft_cap=3.0),
-    Case(name="decode_d128_p8_g1", contexts=(7, 0, 9, 70), H=2, P=8, D=128, dtype="bfloat16", extra_blocks=0),
-    Case(name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"),
-)
-PREFILL = (
-    Case(
-        name="prefill_d64_p16_g2",
-        contexts=(1, 15, 0, 17, 64, 150),
-        queries=(1, 15, 0, 17, 64, 150),
-        P=16,
-        D=64,
-        dtype="bfloat16",
-        extra_tokens=70,
-    ),
-    Case(
-        name="prefill_d128_p64_g4_cached_f16",
-        contexts=(9, 64, 100, 200, 135),
-        queries=(1, 64, 0, 5, 70),
-        K=1,
-        P=64,
-        D=128,
-        dtype="float16",
-        extra_blocks=0,
-    ),
-    Case(
-        name="prefill_d256_p128_g8_cap",
-        contexts=(129, 40),
-        queries=(70, 3),
-        H=8,
-        K=1,
-        P=128,
-        D=256,
-        dtype="bfloat16",
-        soft_cap=3.0,
-    ),
-    Case(
-        name="prefill_d128_p8_g1_window",
-        contexts=(190, 3, 60),
-        queries=(150, 3, 1),
-        H=2,
-        P=8,
-        D=128,
-        dtype="bfloat16",
-        sliding_window=9,
-    ),
-    Case(
-        name="prefill_d64_p256_g7_window_f16",
-        contexts=(300,),
-        queries=(140,),
-        H=7,
-        K=1,
-        P=256,
-        D=64,
-        dtype="float16",
-        sliding_window=100,
-    ),
-    Case(name="prefill_few_tokens", contexts=(70, 2), queries=(3, 2), P=16, D=64, dtype="bfloat16", extra_tokens=1),
-)
-CASES = (*DECODE, *PREFILL)
+CASES = GPU
+DECODE, PREFILL = ([case for case in GPU if (case.queries is None) == is_decode] for is_decode in (True, False))
 
 
 @pytest.fixture(autouse=True)
