@@ -81,7 +81,7 @@ def copy_blocks(pool: Array, copies_C2: Array, *, num_layers: int) -> Array:
 
     def copy(i: Array, layers: Array) -> Array:
         block = jax.lax.dynamic_slice_in_dim(layers, copies_C2[i, 0], 1, axis=1)
-        # Apart from its write: fused, it would read the pool that it writes, and XLA would copy the whole of it first.
+        # Apart from its write, so that no fusion reads the buffer that it writes.
         block = jax.lax.optimization_barrier(block)
         return jax.lax.dynamic_update_slice_in_dim(layers, block, copies_C2[i, 1], axis=1)
 
