@@ -21,9 +21,11 @@ from jpaged.errors import (
 from jpaged.llm import LLM, Snapshot
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput, to_arrays
+from jpaged.runtime.runner import BucketReport
 
 __all__ = [
     "LLM",
+    "BucketReport",
     "CapacityError",
     "CheckpointError",
     "CompletionChunk",

@@ -190,10 +190,12 @@ class EngineConfig:
     token_buckets, seq_buckets: the padded sizes that steps are compiled for, ascending.
     max_n: samples that one request may ask for. swap_space_gib: host memory for the KV of preempted sequences, in GiB;
     0 computes it again instead. swap_min_tokens: sequences shorter than this are computed again anyway.
-    decode_steps: decode steps a dispatch. max_logprobs, max_logit_bias, max_stop_ids: widths of the "full" step.
+    decode_steps: tokens of a row that one dispatch draws at most, in a loop on the device.
+    max_logprobs, max_logit_bias, max_stop_ids: widths of what the steps are told and return.
     strict: compile the whole bucket table at start; a shape outside it is then an error.
     tensor_axis: mesh axis over which KV heads are split; "auto" takes the one that the params use.
-    compilation_cache_dir: where jax keeps compiled steps between processes; None leaves jax's own setting.
+    compilation_cache_dir: where jax keeps compiled steps between processes; "auto" is a folder of the user's cache
+    unless jax was given one, None leaves jax's own setting.
     """
 
     max_model_len: int | None = None
@@ -217,7 +219,7 @@ class EngineConfig:
     strict: bool = False
     deterministic: bool = False
     tensor_axis: str | None = "auto"
-    compilation_cache_dir: str | None = None
+    compilation_cache_dir: str | None = "auto"
 
     def __post_init__(self) -> None:
         _at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
@@ -238,8 +240,6 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
         if self.attention not in ATTENTION:
             raise ConfigError(f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}")
-        if self.decode_steps not in (None, 1):
-            raise ConfigError(f"decode_steps={self.decode_steps}: only 1 is built yet")
         if self.deterministic:
             raise ConfigError("deterministic=True is not built yet")
 

@@ -26,7 +26,8 @@ from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, RequestOutput
 from jpaged.prompts import as_key, as_list, match_params
 from jpaged.runtime import memory
-from jpaged.runtime.runner import Runner, pool_layout
+from jpaged.runtime.compilation_cache import use_compilation_cache
+from jpaged.runtime.runner import BucketReport, Runner, pool_layout
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
@@ -85,8 +86,7 @@ class LLM:
         self.engine_config = config.resolve(
             params.config
         )  # num_blocks may stay None: the pool is sized when it is made
-        if config.compilation_cache_dir is not None:
-            jax.config.update("jax_compilation_cache_dir", config.compilation_cache_dir)
+        use_compilation_cache(config.compilation_cache_dir)
         self._placement = placement(params, config, mesh)
         self._weights = ServingWeights(self._placement, config.dtype)
         self._frontend = Frontend(self.model_config, self.engine_config, tokenizer, params.source)
@@ -259,9 +259,16 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: tokens, steps, seconds, compiles and the buckets compiled, transfers, blocks."""
-        engine = self._running_engine()
-        assert self._runner is not None
-        return {**engine.report(), **self._runner.report(), "weight_version": self.weight_version}
+        engine, runner = self._running_engine(), self._running_runner()
+        return {**engine.report(), **runner.report(), "weight_version": self.weight_version}
+
+    def buckets(self) -> list[BucketReport]:
+        """Every shape that a step can have: how often it ran, its padding, and what it cost to compile."""
+        return self._running_runner().buckets()
+
+    def warmup(self, *, use_tqdm: bool = True) -> float:
+        """Compile every shape of `buckets` now, in parallel threads, so that none is met later; returns seconds."""
+        return self._running_runner().warmup(use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; the object is of no use afterwards."""
@@ -302,7 +309,8 @@ class LLM:
         runner = Runner(self.model_config, config, self._placement, tree["embed"]["weight"].dtype)
         runner.params = tree
         if config.strict:
-            runner.compile_table()
+            runner.warmup()
+            runner.seal()
         self._runner, self._engine = runner, Engine(config, runner)
         self._cached_version = self._weights.version
 
@@ -335,6 +343,11 @@ class LLM:
         if self._engine is None or self._params is None:
             raise ConfigError("this LLM is closed")
         return self._engine
+
+    def _running_runner(self) -> Runner:
+        self._running_engine()
+        assert self._runner is not None
+        return self._runner
 
     # Running
 

@@ -61,8 +61,10 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         assert plan is not None
         batch = pack(plan, config)
         marks.append(time.perf_counter())
-        out = np.full(output_sections(batch.bucket, config)[1], 7, np.int32)
-        result = unpack_result(out, batch.bucket, config, len(plan.entries))
+        assert batch.drawing is not None
+        out = np.full(output_sections(batch.drawing, config)[1], 7, np.int32)
+        out[: batch.drawing.rows] = 1  # num_drawn
+        result = unpack_result(batch, config, [out])
         started = time.perf_counter()
         scheduler.commit(plan, result)
         ended = time.perf_counter()

@@ -1,10 +1,21 @@
-"""Settings that every test runs under: 8 virtual CPU devices, strict promotion, no network (warnings: pyproject)."""
+"""Settings that every test runs under: 8 virtual CPU devices, strict promotion, no network (warnings: pyproject).
 
+What one test compiles, the next finds in jax's persistent cache, which lasts as long as the run.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 # Read when jax and transformers are imported, so set before either is.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that there is no PyTorch
 

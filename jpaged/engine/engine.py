@@ -24,7 +24,7 @@ class Runner(Protocol):
         """Bytes of one block of the pool in all layers."""
         ...
 
-    def dispatch(self, batch: Batch, num_rows: int) -> Any:
+    def dispatch(self, batch: Batch) -> Any:
         """Start a step and return a handle at once."""
         ...
 
@@ -107,12 +107,12 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan is not None:
                 batch = pack(plan, self.config)
-                self.stats.count(plan, batch, self.scheduler.blocks.num_used)
+                self.stats.count(batch, len(plan.copies), self.scheduler.blocks.num_used)
                 self._move_out(plan.swap_outs)
                 for swapped, block_ids in plan.swap_ins:
                     self.runner.write_blocks(swapped.data, block_ids)
                     self.stats.swap_in_bytes += len(block_ids) * self.runner.block_bytes
-                handle = self.runner.dispatch(batch, len(plan.entries))
+                handle = self.runner.dispatch(batch)
                 self._in_flight.append((plan, handle, started))
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
@@ -179,8 +179,10 @@ class Engine:
         """The totals of Stats, what follows from them, and the blocks in use now."""
         stats, blocks, preemptions = self.stats, self.scheduler.blocks, self.stats.preemptions
         computed = stats.prefill_tokens + stats.decode_tokens
+        totals = {name: value for name, value in vars(stats).items() if not isinstance(value, Counter)}
         return {
-            **vars(stats),
+            **totals,
+            "step_sizes": {"prefill": dict(stats.prefill_sizes), "decode": dict(stats.decode_sizes)},
             "steps": stats.prefill_steps + stats.decode_steps,
             "padding_waste": 1 - computed / stats.padded_tokens if stats.padded_tokens else 0.0,
             "prefix_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
@@ -225,6 +227,7 @@ class Engine:
             BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            decode_steps=config.decode_steps or 1,
             host_blocks=int(config.swap_space_gib * 2**30) // self.runner.block_bytes,
             swap_min_tokens=config.swap_min_tokens,
             preemptions=self.stats.preemptions,
@@ -235,6 +238,7 @@ class Stats:
     """Running totals of one engine. Times in seconds; tokens, steps and preemptions are counts.
 
     prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended.
+    dispatches: a prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for results.
     padded_tokens: rows of tokens computed, padding included. preemptions: by kind, "swapped" or "recomputed".
     """
@@ -244,15 +248,21 @@ class Stats:
         self.prefill_steps = self.decode_steps = self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
+        self.dispatches = 0
         self.preemptions: Counter[str] = Counter()
+        self.prefill_sizes: Counter[int] = Counter()  # steps by their number of tokens
+        self.decode_sizes: Counter[int] = Counter()  # and of rows
 
-    def count(self, plan: Plan, batch: Batch, blocks_in_use: int) -> None:
+    def count(self, batch: Batch, copied_blocks: int, blocks_in_use: int) -> None:
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
-        self.padded_tokens += batch.bucket.tokens
-        self.copied_blocks += len(plan.copies)
-        if plan.phase == "prefill":
+        self.padded_tokens += batch.padded_tokens
+        self.copied_blocks += copied_blocks
+        self.dispatches += 1
+        if batch.bucket.phase == "prefill":
             self.prefill_steps += 1
-            self.prefill_tokens += plan.num_tokens
+            self.prefill_tokens += batch.num_tokens
+            self.prefill_sizes[batch.num_tokens] += 1
         else:
-            self.decode_steps += 1
-            self.decode_tokens += plan.num_tokens
+            self.decode_steps += batch.steps
+            self.decode_tokens += batch.num_tokens
+            self.decode_sizes[batch.num_rows] += batch.steps

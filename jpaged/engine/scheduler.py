@@ -19,15 +19,16 @@ Phase = Literal["prefill", "decode"]
 class PlanEntry(NamedTuple):
     """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
 
-    No tokens at all make a fork: it draws from what the row before it has computed. samples: the step draws the token
-    after them. first: the row's slot was just taken (its device state is another's).
+    No tokens at all make a fork: it draws from what the row before it has computed. draws: tokens that the step draws:
+    one after the last chunk of a prompt, and in decode one after each of its tokens.
+    first: the row's slot was just taken (its device state is another's).
     epoch: the sequence's epoch when planned; a later one means that it was preempted meanwhile.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    draws: int
     first: bool
     epoch: int
 
@@ -38,7 +39,7 @@ class PlanEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One dispatch: chunks of prompts (prefill) or one token for each row (decode).
+    """One dispatch: chunks of prompts (prefill), or as many tokens of each row as it has steps left (decode).
 
     Before it, in this order: `swap_outs` are copied from the pool to the host, `swap_ins` come back into other blocks
     (-1: not needed, the cache has it), and `copies` (source, target) are made within the pool.
@@ -58,9 +59,9 @@ class Plan:
 class Scheduler:
     """Two queues, waiting and running, over one BlockManager.
 
-    max_num_seqs: device slots, so rows that run at once. max_num_batched_tokens: prefill tokens a step. host_blocks:
-    how many blocks of preempted sequences the host may keep; swap_min_tokens: fewer tokens are computed again instead.
-    preemptions: counts them as "swapped" and "recomputed".
+    max_num_seqs: device slots, so rows that run at once. max_num_batched_tokens: prefill tokens a step. decode_steps:
+    tokens of a row in one decode dispatch. host_blocks: how many blocks of preempted sequences the host may keep;
+    swap_min_tokens: fewer tokens are computed again instead. preemptions: counts them as "swapped" and "recomputed".
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        decode_steps: int = 1,
         host_blocks: int = 0,
         swap_min_tokens: int = 0,
         preemptions: Counter[str] | None = None,
@@ -76,6 +78,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.decode_steps = decode_steps
         self.host_blocks = self.free_host_blocks = host_blocks
         self.swap_min_tokens = swap_min_tokens
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an ordered set, next to be admitted first
@@ -121,39 +124,57 @@ class Scheduler:
         Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted nor hashed.
         """
         searches: dict[BeamSearch, None] = {}
+        drawn = 0
         for row, entry in enumerate(plan.entries):
             seq = entry.seq
+            at, drawn = drawn, drawn + (entry.draws > 0)
             seq.in_flight -= 1
             if seq.status is Status.FINISHED:
                 continue
             if entry.epoch == seq.epoch:
-                seq.pending -= entry.samples
-                if plan.phase == "decode":
-                    self.blocks.close(seq, entry.end)
+                seq.pending -= entry.draws
             if plan.phase == "prefill" and seq.params.prompt_logprobs is not None:
                 _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
-            if not entry.samples:
+            if not entry.draws:
                 if seq.score_only and entry.end == seq.prompt_len:
                     self.finish(seq, "length")
             elif seq.is_beam:
                 search = seq.request
                 assert isinstance(search, BeamSearch)
-                seq.candidates = result.top(row, search.num_candidates)[1:]
+                if plan.phase == "decode":
+                    self._written(entry, entry.end)
+                seq.candidates = result.top(at, search.num_candidates)[1:]
                 searches[search] = None
                 self.waiting.pop(seq, None)  # preempted meanwhile: it waits for its search, not for blocks
             else:
-                self._append(seq, row, result)
+                self._append_drawn(plan, entry, at, result)
         for search in searches:
             if all(seq.candidates is not None for seq in search.sequences):
                 self._advance(search)
 
-    def _append(self, seq: Sequence, row: int, result: StepResult) -> None:
+    def _written(self, entry: PlanEntry, num_tokens: int) -> None:
+        """Hash what a decode has filled, if the row still holds the blocks that it was planned with."""
+        if entry.epoch == entry.seq.epoch and num_tokens % self.blocks.block_size == 0:
+            self.blocks.close(entry.seq, num_tokens)
+
+    def _append_drawn(self, plan: Plan, entry: PlanEntry, row: int, result: StepResult) -> None:
+        """Append the tokens that a row drew, up to the one that ends the sequence: what follows it is surplus."""
+        seq = entry.seq
+        for step in range(result.num_drawn[row]):
+            if plan.phase == "decode":
+                self._written(entry, entry.start + step + 1)
+            self._append(seq, row, step, result)
+            if seq.status is Status.FINISHED:
+                return
+        assert result.num_drawn[row] == entry.draws, f"{seq!r}: stopped on the device alone"
+
+    def _append(self, seq: Sequence, row: int, step: int, result: StepResult) -> None:
         """Append one sampled token and decide whether the sequence ends with it."""
-        token, params = result.tokens[row], seq.params
+        token, params = result.tokens[row][step], seq.params
         seq.token_ids.append(token)
-        seq.logprobs.append(result.logprobs[row])
+        seq.logprobs.append(result.logprobs[row][step])
         if params.logprobs is not None:
-            seq.top_logprobs.append(result.top(row, params.logprobs))
+            seq.top_logprobs.append(result.top(row, params.logprobs, step))
         may_stop = seq.num_generated > params.min_tokens
         if may_stop and token in seq.eos_ids:
             self.finish(seq, "stop")
@@ -312,7 +333,7 @@ class Scheduler:
         self.drop_swapped(seq)
         seq.num_dispatched = seq.fill = len(seq)
         self._run(seq)
-        return self._dispatched(seq, len(seq), 0, samples=True)
+        return self._dispatched(seq, len(seq), 0, draws=1)
 
     def _admit(self, seq: Sequence, matched: list[int]) -> None:
         self.blocks.admit(seq, matched)
@@ -338,27 +359,43 @@ class Scheduler:
         start = seq.num_dispatched
         num_tokens = min(budget, seq.fill - start)
         assert num_tokens > 0 and start + num_tokens <= len(seq), f"{seq!r}: nothing to compute from {start}"
-        samples = start + num_tokens == seq.fill and not seq.score_only
+        draws = start + num_tokens == seq.fill and not seq.score_only
         # Hashed now, not at commit: a later dispatch, or a later entry of this plan, may read what this one writes.
         self.blocks.close(seq, start + num_tokens)
-        chunk = [self._dispatched(seq, start, num_tokens, samples=samples)]
-        if samples:
+        chunk = [self._dispatched(seq, start, num_tokens, draws=int(draws))]
+        if draws:
             same[_content(seq)] = chunk
         return chunk
 
-    def _dispatched(self, seq: Sequence, start: int, num_tokens: int, *, samples: bool) -> PlanEntry:
+    def _dispatched(self, seq: Sequence, start: int, num_tokens: int, *, draws: int) -> PlanEntry:
         first, seq.is_new = seq.is_new, False
         seq.num_dispatched = start + num_tokens
-        seq.pending += samples
+        seq.pending += draws
         seq.in_flight += 1
-        return PlanEntry(seq, start, num_tokens, samples, first, seq.epoch)
+        return PlanEntry(seq, start, num_tokens, draws, first, seq.epoch)
 
     def _plan_decode(self) -> list[PlanEntry]:
         rows: list[Sequence] = []
         for seq in list(self.running):
             if seq.status is Status.RUNNING and seq.can_decode and self._make_room(seq):
                 rows.append(seq)
-        return [self._dispatched(seq, seq.num_dispatched, 1, samples=True) for seq in rows]
+        # Beams wait for one another after every token.
+        most = 1 if any(seq.is_beam for seq in rows) else self.decode_steps
+        entries = []
+        for seq in rows:
+            steps = self._steps_ahead(seq, most)
+            entries.append(self._dispatched(seq, seq.num_dispatched, steps, draws=steps))
+        return entries
+
+    def _steps_ahead(self, seq: Sequence, most: int) -> int:
+        """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is preempted for it."""
+        start, held = seq.num_dispatched, len(seq.block_table)
+        steps = min(most, seq.end - len(seq) - seq.pending)
+        if steps > 1:
+            room = (held + self.blocks.num_free) * self.blocks.block_size - start
+            steps = min(steps, room)
+            self.blocks.extend(seq, start + steps)
+        return steps
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give a row the block that its next token is written to, preempting the youngest rows; False: it must wait."""

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import logging
+import os
 import time
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from tqdm import tqdm
 
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.batch import (
@@ -63,11 +65,41 @@ def pool_layout(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
-    """A step in flight."""
+    """A step in flight. outs: what comes back of it; done: ready when the step is."""
 
-    bucket: Bucket
-    num_rows: int
-    out: Array
+    batch: Batch
+    outs: tuple[Array, ...]
+    done: Array
+
+
+@dataclasses.dataclass
+class Usage:
+    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without padding."""
+
+    hits: int = 0
+    tokens: int = 0
+    padded: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketReport:
+    """One shape of the table of steps (see engine.batch.Bucket): how often it ran, and what it costs.
+
+    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding. compile_seconds and bytes
+    are None until it is compiled; temp_bytes: of temporaries while it runs.
+    """
+
+    phase: str
+    tokens: int
+    rows: int
+    blocks: int
+    steps: int
+    features: str
+    hits: int
+    padding_waste: float
+    compile_seconds: float | None
+    executable_bytes: int | None
+    temp_bytes: int | None
 
 
 class Runner:
@@ -83,6 +115,7 @@ class Runner:
         self.kernel, self.layout = pool_layout(model, config, placement, dtype, config.num_blocks)
         self.params: Any = None
         self.uploads = self.downloads = 0  # transfers since the start
+        self.usage: dict[Bucket, Usage] = {}
         self.compile_seconds: dict[Bucket | str, float] = {}
         self._steps: dict[Bucket, Any] = {}
         self._set_counts: Any = None
@@ -97,22 +130,50 @@ class Runner:
         """Bytes of one block of the pool in all layers, on all devices together."""
         return self.layout.block_bytes
 
-    def dispatch(self, batch: Batch, num_rows: int) -> Handle:
+    def dispatch(self, batch: Batch) -> Handle:
         """Start a step; the pool is rebound to its result before this returns."""
-        self._allocate(full=batch.bucket.features != "plain")
-        step = self.executable(batch.bucket)
+        buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
+        self._allocate(full=bool(batch.count_rows) or any(bucket.is_full for bucket in buckets))
+        for bucket in buckets:
+            self.executable(bucket)
         for slot, token_ids, prompt_len in batch.count_rows:
             self._enter_counts(slot, token_ids, prompt_len)
-        counts = self._counts_RV if batch.bucket.features != "plain" else None
-        pool, last, counts, out = step(self.params, self._pool, self._last_R, counts, self.put(batch.packed))
-        self._pool, self._last_R = pool, last
+        packed = self.put(batch.packed)
+        outs: list[Array] = []
+        if batch.bucket.phase == "decode":
+            outs = [self._draw(batch.bucket, batch, packed)]
+            return Handle(batch=batch, outs=tuple(outs), done=outs[0])
+        step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.tokens)
+        self._pool, hidden, packed, scored = step(self.params, self._pool, packed)
+        if batch.sample is not None:
+            outs.append(self._draw(batch.sample, batch, packed, hidden))
+        if scored is not None:
+            outs.append(scored)
+        return Handle(batch=batch, outs=tuple(outs), done=hidden)
+
+    def _draw(self, bucket: Bucket, batch: Batch, packed: Array, hidden: Array | None = None) -> Array:
+        """Run the step that draws: a whole decode, or what follows a prefill's hidden states."""
+        real = batch.num_tokens if hidden is None else batch.num_rows
+        step = self._ran(bucket, real, bucket.rows * batch.steps)
+        counts = self._counts_RV if bucket.is_full else None
+        if hidden is None:
+            self._pool, self._last_R, counts, out = step(self.params, self._pool, self._last_R, counts, packed)
+        else:
+            self._last_R, counts, out = step(self.params, hidden, self._last_R, counts, packed)
         if counts is not None:
             self._counts_RV = counts
-        return Handle(bucket=batch.bucket, num_rows=num_rows, out=out)
+        return out
+
+    def _ran(self, bucket: Bucket, tokens: int, padded: int) -> Any:
+        usage = self.usage.setdefault(bucket, Usage())
+        usage.hits, usage.tokens, usage.padded = usage.hits + 1, usage.tokens + tokens, usage.padded + padded
+        return self._steps[bucket]
 
     def fetch(self, handle: Handle) -> StepResult:
-        """Wait for a step and read its one output buffer."""
-        return unpack_result(self.get(handle.out), handle.bucket, self.config, handle.num_rows)
+        """Wait for a step and read what it returns: one buffer, or two where a prefill scored its prompts too."""
+        if not handle.outs:
+            handle.done.block_until_ready()
+        return unpack_result(handle.batch, self.config, [self.get(out) for out in handle.outs])
 
     def read_blocks(self, block_ids: list[int]) -> Any:
         """Copy blocks to the host in one transfer, padded to a power of two: into pinned memory where there is any."""
@@ -189,36 +250,71 @@ class Runner:
         """The lowered (not yet compiled) step of a bucket."""
         axis = self.placement.axis if self.placement.axis_size > 1 else None
         step = make_step(bucket, self.model, self.config, axis, self.kernel)
-        where, pool_spec, pool_where = self.placement.replicated, kv_cache.spec(axis), self._pool_sharding()
+        assert self.config.seq_buckets is not None
+        most, slots, vocab = self.config.seq_buckets[-1], self.config.max_num_seqs, self.model.vocab_size
+        # Each argument as (shape, dtype, its share of a mesh), or None; what is donated comes back in its place.
+        pool, counts = (self.layout.shape, self.layout.dtype, kv_cache.spec(axis)), None
+        if bucket.is_full:
+            counts = ((slots, vocab), jnp.int32, PartitionSpec())
+        state = [((slots,), jnp.int32, PartitionSpec()), counts]
+        hidden = ((most, self.model.hidden_size), self.params["embed"]["weight"].dtype, PartitionSpec())
+        packed = ((input_sections(bucket, self.config)[1],), jnp.int32, PartitionSpec())
+        own, donated, num_outs = {
+            "prefill": ([pool, packed], (1,), 4),
+            "sample": ([hidden, *state, packed], (2, 3), 3),
+            "decode": ([pool, *state, packed], (1, 2, 3), 4),
+        }[bucket.phase]
+        out_specs = [pool[2] if i == 0 and bucket.phase != "sample" else PartitionSpec() for i in range(num_outs)]
         if axis is not None:  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
             step = jax.shard_map(
                 step,
                 mesh=self.placement.mesh,
-                in_specs=(param_specs(self.model, axis, self.placement.axis_size), pool_spec, *[PartitionSpec()] * 3),
-                out_specs=(pool_spec, *[PartitionSpec()] * 3),
+                in_specs=(
+                    param_specs(self.model, axis, self.placement.axis_size),
+                    *(PartitionSpec() if x is None else x[2] for x in own),
+                ),
+                out_specs=tuple(out_specs),
                 check_vma=False,
             )
-        slots, vocab = self.config.max_num_seqs, self.model.vocab_size
-        full = bucket.features != "plain"
-        arguments = (
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params),
-            jax.ShapeDtypeStruct(self.layout.shape, self.layout.dtype, sharding=pool_where),
-            jax.ShapeDtypeStruct((slots,), jnp.int32, sharding=where),
-            jax.ShapeDtypeStruct((slots, vocab), jnp.int32, sharding=where) if full else None,
-            jax.ShapeDtypeStruct((input_sections(bucket, self.config)[1],), jnp.int32, sharding=where),
-        )
-        out = (pool_where, where, where if full else None, where)
-        return jax.jit(step, donate_argnums=(1, 2, 3), out_shardings=out).lower(*arguments)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params)
+        where = self.placement.sharding
+        arguments = [None if x is None else jax.ShapeDtypeStruct(x[0], x[1], sharding=where(x[2])) for x in own]
+        outs = tuple(where(spec) for spec in out_specs)
+        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(params, *arguments)
 
-    def compile_table(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Compile every bucket of the table, and let no other in afterwards (strict mode)."""
-        for bucket in bucket_table(self.config) if buckets is None else buckets:
-            self.executable(bucket)
-        self._counts_step()
+    def buckets(self) -> list[BucketReport]:
+        """Every shape of the table, compiled or not, smallest first."""
+        reports = []
+        for bucket in sorted(bucket_table(self.config)):
+            usage, step = self.usage.get(bucket, Usage()), self._steps.get(bucket)
+            memory = None if step is None else step.memory_analysis()
+            report = BucketReport(
+                **dataclasses.asdict(bucket),
+                hits=usage.hits,
+                padding_waste=1 - usage.tokens / usage.padded if usage.padded else 0.0,
+                compile_seconds=self.compile_seconds.get(bucket),
+                executable_bytes=None if memory is None else memory.generated_code_size_in_bytes,
+                temp_bytes=None if memory is None else memory.temp_size_in_bytes,
+            )
+            reports.append(report)
+        return reports
+
+    def warmup(self, *, use_tqdm: bool = False) -> float:
+        """Compile whatever of the table is not compiled yet, several at once; seconds that it took."""
+        started = time.perf_counter()
         sizes = {padded_blocks(n) for n in range(1, self.config.max_blocks_per_seq + 1)}
-        for size in sizes if self.config.swap_space_gib else ():
-            self._move("read_blocks", size)
-            self._move("write_blocks", size)
+        moves: list[Literal["read_blocks", "write_blocks"]] = ["read_blocks", "write_blocks"]
+        jobs = [functools.partial(self.executable, b) for b in sorted(bucket_table(self.config), reverse=True)]
+        jobs += [functools.partial(self._move, m, n) for m in moves for n in sizes if self.config.swap_space_gib]
+        jobs.append(functools.partial(self._counts_step))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = as_completed([pool.submit(job) for job in jobs])
+            for future in tqdm(done, total=len(jobs), unit="step", desc="compiling", disable=not use_tqdm):
+                future.result()
+        return time.perf_counter() - started
+
+    def seal(self) -> None:
+        """Let no shape in that is not compiled (strict mode)."""
         self._sealed = True
 
     def _allocate(self, *, full: bool) -> None:

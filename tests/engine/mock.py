@@ -21,7 +21,9 @@ from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.batch import (
     CONTROLS,
     ON_DEVICE,
+    PAD_TOKEN,
     Batch,
+    Bucket,
     Section,
     StepResult,
     input_sections,
@@ -37,7 +39,8 @@ from jpaged.errors import CapacityError
 
 SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
 VOCAB = 101
-POISON = -1
+POISON, STOPPED = -1, -2
+Views = dict[str, np.ndarray]
 ROOTS = [random.Random(i).choices(range(1, 90), k=24) for i in range(2)]  # what prompts have in common
 MODEL = ModelConfig(
     family="llama",
@@ -95,49 +98,90 @@ class MockRunner:
         self.born = [self.era] * len(self.pool)
         self.last = [POISON] * self.config.max_num_seqs
 
-    def dispatch(self, batch: Batch, num_rows: int) -> tuple[Batch, np.ndarray, int]:
+    def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
-        sections, size = input_sections(batch.bucket, self.config)
-        assert batch.packed.shape == (size,) and batch.packed.dtype == np.int32
-        view = _views(batch.packed, sections)
-        assert not view["context_lens"][num_rows:].any()
-        assert (view["slots"][num_rows:] == self.config.max_num_seqs).all()
-        sections, size = output_sections(batch.bucket, self.config)
-        packed = np.full(size, POISON, np.int32)
-        out = _views(packed, sections)
-        is_decode = batch.bucket.phase == "decode"
-        for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], view.get("copies", ())):
-            self._put(target, self._get(source))
-        spans, drawn = [], {}
-        for row, (slot, end) in enumerate(zip(view["slots"][:num_rows], view["context_lens"], strict=False)):
-            first, past = (row, row + 1) if is_decode else view["query_starts"][row : row + 2]
+        view = self._inputs(batch.bucket, batch.packed)
+        buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
+        outs = [np.full(output_sections(bucket, self.config)[1], POISON, np.int32) for bucket in buckets]
+        if batch.bucket.phase == "decode":
+            spans = self._decode(batch, view, _views(outs[0], output_sections(batch.bucket, self.config)[0]))
+        else:
+            scores = _views(outs[0], output_sections(batch.bucket, self.config)[0])
+            contexts, chunks = self._prefill(view, scores)
+            forks: Counter[int] = Counter()
+            if batch.sample is not None:
+                rows = self._inputs(batch.sample, view["sample"])
+                drawn = _views(outs[1], output_sections(batch.sample, self.config)[0])
+                assert not rows["context_lens"][batch.num_rows :].any()
+                for row, at in enumerate(view["drawn_at"][: batch.num_rows]):
+                    assert len(contexts[at]) == rows["context_lens"][row], "a row draws after another's context"
+                    self._draw(rows, drawn, row, 0, contexts[at])
+                    drawn["num_drawn"][row] = 1
+                    forks[at] += 1
+            spans = []
+            for at, (start, end) in chunks.items():
+                spans += [(start, end)] + [(end, end)] * (forks[at] - 1)
+        self.dispatched.append((batch.bucket.phase, spans))
+        return batch, [out for out in reversed(outs) if out.size]
+
+    def _inputs(self, bucket: Bucket, packed: np.ndarray) -> dict[str, np.ndarray]:
+        sections, size = input_sections(bucket, self.config)
+        assert packed.shape == (size,) and packed.dtype == np.int32
+        return _views(packed, sections)
+
+    def _prefill(self, view: Views, out: Views) -> tuple[dict[int, list[int]], dict[int, tuple[int, int]]]:
+        """The KV of each row's context, and (start, end) of each row's chunk, by the place of its last token."""
+        contexts, chunks = {}, {}
+        for row, end in enumerate(view["context_lens"]):
+            first, past = view["query_starts"][row : row + 2]
             tokens = view["tokens"][first:past].tolist()
-            if is_decode and tokens == [ON_DEVICE]:
-                tokens = [self.last[slot]]
-            assert POISON not in tokens, f"row {row} decodes from a slot without a token"
-            assert tokens or end == view["context_lens"][row - 1], "a fork draws after another prompt"
-            kv = self._attend(view["block_table"][row], int(end), tokens)
-            banned = view["ban_ids"][row].tolist() if "ban_ids" in view else ()
-            out["tokens"][row] = next_token(kv, banned, int(view["controls"][row, SAMPLE_INDEX]))
-            out["logprobs"].view(np.float32)[row] = -out["tokens"][row] / 8
-            if view["samples"][row]:
-                drawn[slot] = int(out["tokens"][row])
-            if "ranks" in out:
-                out["ranks"][row] = 1
-                ids, logprobs = zip(*top(kv, self.config.max_logprobs), strict=True)
-                out["top_ids"][row], out["top_logprobs"].view(np.float32)[row] = ids, logprobs
+            if not tokens:
+                assert end == 0, "a row without tokens has no context"
+                continue
+            kv = contexts[past - 1] = self._attend(view["block_table"][row], int(end), tokens)
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, kv[-len(tokens) :], view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
                 out["prompt_ranks"][first:past] = 1
                 out["prompt_top_ids"][first:past] = np.arange(self.config.max_logprobs)
                 out["prompt_top_logprobs"].view(np.float32)[first:past] = 0.25
-            spans.append((int(end) - len(tokens), int(end)))
-        for slot, token in drawn.items():
-            self.last[slot] = token
-        self.dispatched.append((batch.bucket.phase, spans))
-        return batch, packed, num_rows
+            chunks[past - 1] = (int(end) - len(tokens), int(end))
+        return contexts, chunks
+
+    def _decode(self, batch: Batch, view: Views, out: Views) -> list[tuple[int, int]]:
+        """Up to `steps` tokens of each row; (start, end) of what each has written."""
+        assert not view["context_lens"][batch.num_rows :].any()
+        assert (view["slots"][batch.num_rows :] == self.config.max_num_seqs).all()
+        assert batch.steps == view["steps"].max() <= batch.bucket.steps
+        for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], view["copies"]):
+            self._put(target, self._get(source))
+        known, spans = view["tokens"][: batch.num_rows].tolist(), []
+        for row, slot in enumerate(view["slots"][: batch.num_rows]):
+            start, count = int(view["context_lens"][row]) - 1, 0
+            token = self.last[slot] if known[row] == ON_DEVICE else known[row]
+            assert token != POISON, f"row {row} decodes from a slot without a token"
+            while token != STOPPED and count < view["steps"][row]:
+                kv = self._attend(view["block_table"][row], start + count + 1, [token])
+                token = self._draw(view, out, row, count, kv)
+                count += 1
+            out["num_drawn"][row] = count
+            spans.append((start, start + count))
+        return spans
+
+    def _draw(self, view: Views, out: Views, row: int, step: int, kv: list[int]) -> int:
+        """Draw after a context; returns what the slot keeps."""
+        columns, is_open = view["controls"][row], step >= view["open_after"][row]
+        stop_ids = [token for token in columns[len(CONTROLS) :].tolist() if token != PAD_TOKEN]
+        token = next_token(kv, () if is_open else stop_ids, int(columns[SAMPLE_INDEX]))
+        out["tokens"][step, row] = token
+        out["logprobs"].view(np.float32)[step, row] = -token / 8
+        if "ranks" in out:
+            out["ranks"][step, row] = 1
+            ids, logprobs = zip(*top(kv, self.config.max_logprobs), strict=True)
+            out["top_ids"][step, row], out["top_logprobs"].view(np.float32)[step, row] = ids, logprobs
+        self.last[view["slots"][row]] = STOPPED if is_open and token in stop_ids else token
+        return self.last[view["slots"][row]]
 
     def _attend(self, table: np.ndarray, end: int, tokens: list[int]) -> list[int]:
         """Write the KV of a row's tokens, the last of its context of `end`; returns the KV of the whole context."""
@@ -170,10 +214,10 @@ class MockRunner:
         place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
         self.pool[place], self.born[place] = block
 
-    def fetch(self, handle: tuple[Batch, np.ndarray, int]) -> StepResult:
+    def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> StepResult:
         self._may_fail("fetch")
-        batch, packed, num_rows = handle
-        return unpack_result(packed, batch.bucket, self.config, num_rows)
+        batch, outs = handle
+        return unpack_result(batch, self.config, outs)
 
     def computed(self, phase: str) -> int:
         """Tokens dispatched in a phase so far."""

@@ -1,6 +1,8 @@
 """Batch: a plan laid out in its bucket and taken apart again."""
 
+import dataclasses
 import math
+from collections import Counter
 from typing import Any, Literal
 
 import numpy as np
@@ -11,12 +13,13 @@ from hypothesis import strategies as st
 from jpaged.config import EngineConfig
 from jpaged.engine.batch import (
     CONTROLS,
+    ON_DEVICE,
     PAD_TOKEN,
     Batch,
     Bucket,
     Features,
     bucket_table,
-    choose_bucket,
+    choose_buckets,
     input_sections,
     output_sections,
     pack,
@@ -48,7 +51,7 @@ def entry(
     prompt: int = 6,
     generated: int = 0,
     slot: int = 3,
-    samples: bool = True,
+    draws: int = 1,
     first: bool = False,
     eos: frozenset[int] = frozenset(),
     **params: Any,
@@ -59,41 +62,72 @@ def entry(
     seq.token_ids += range(60, 60 + generated)
     seq.slot = slot
     seq.block_table.extend(range(5, 5 + -(-(start + num_tokens) // 4)))
-    return PlanEntry(seq=seq, start=start, num_tokens=num_tokens, samples=samples, first=first, epoch=0)
+    return PlanEntry(seq=seq, start=start, num_tokens=num_tokens, draws=draws, first=first, epoch=0)
 
 
 def plan(*entries: PlanEntry, phase: Literal["prefill", "decode"] = "prefill") -> Plan:
     return Plan(phase=phase, entries=entries)
 
 
+def views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
+    sections, size = input_sections(bucket, CONFIG)
+    assert packed.dtype == np.int32 and packed.shape == (size,)
+    return {k: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+
+
 def fields(batch: Batch) -> dict[str, np.ndarray]:
-    sections, size = input_sections(batch.bucket, CONFIG)
-    assert batch.packed.dtype == np.int32 and batch.packed.shape == (size,)
-    return {k: batch.packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+    return views(batch.packed, batch.bucket)
+
+
+def drawing(batch: Batch) -> dict[str, np.ndarray]:
+    """What the draw is told: of a prefill the end of its buffer."""
+    return fields(batch) if batch.sample is None else views(fields(batch)["sample"], batch.sample)
 
 
 def test_prefill():
-    batch = pack(plan(entry(4, 2, prompt=8, samples=False), entry(0, 3, prompt=3, slot=1), entry(5, 1, slot=0)), CONFIG)
+    rows = entry(4, 2, prompt=8, draws=0), entry(0, 3, prompt=3, slot=1), entry(5, 1, slot=0), entry(6, 0, slot=2)
+    batch = pack(plan(*rows), CONFIG)
     assert batch.bucket == Bucket(phase="prefill", tokens=8, rows=5, blocks=10)
+    assert batch.sample == Bucket(phase="sample", tokens=5, rows=5) and (batch.num_tokens, batch.num_rows) == (6, 3)
     view = fields(batch)
     assert view["tokens"].tolist() == [14, 15, 10, 11, 12, 15, 0, 0]
     assert view["query_starts"].tolist() == [0, 2, 5, 6, 6, 6]  # rows without tokens end the list
     assert view["context_lens"].tolist() == [6, 3, 6, 0, 0]
-    assert view["slots"].tolist() == [3, 1, 0, 5, 5]  # 5 is past the last slot: dropped
-    assert view["samples"].tolist() == [0, 1, 1, 0, 0]
     assert view["block_table"].tolist() == [[5, 6] + [0] * 8, [5] + [0] * 9, [5, 6] + [0] * 8, [0] * 10, [0] * 10]
-    assert not view["controls"][3:].any() and batch.count_rows == ()
-    assert set(view) == {"tokens", "query_starts", "context_lens", "slots", "samples", "controls", "block_table"}
+    assert view["drawn_at"].tolist() == [4, 5, 5, 0, 0]  # the last is a fork: it draws where the row before it does
+    assert set(view) == {"tokens", "query_starts", "context_lens", "block_table", "drawn_at", "sample"}
+    rows = drawing(batch)
+    assert rows["context_lens"].tolist() == [3, 6, 6, 0, 0]
+    assert rows["slots"].tolist() == [1, 0, 2, 5, 5]  # 5 is past the last slot: dropped
+    assert not rows["controls"][3:].any() and not rows["open_after"].any() and batch.count_rows == ()
+
+
+def test_a_prefill_without_a_last_chunk_draws_nothing():
+    batch = pack(plan(entry(0, 4, prompt=8, draws=0)), CONFIG)
+    assert batch.sample is None is batch.drawing and batch.num_rows == 0 and not fields(batch)["sample"].any()
 
 
 def test_decode():
     rows = entry(6, 1, generated=1, slot=4), entry(9, 1, generated=4, slot=0)
     batch = pack(plan(*rows, phase="decode"), CONFIG)
-    assert batch.bucket == Bucket(phase="decode", tokens=2, rows=2, blocks=10)
+    assert batch.bucket == batch.drawing == Bucket(phase="decode", tokens=2, rows=2, blocks=10)
     view = fields(batch)
     assert "query_starts" not in view and view["tokens"].tolist() == [60, 63] and not view["copies"].any()
     assert view["context_lens"].tolist() == [7, 10] and view["slots"].tolist() == [4, 0]
-    assert view["samples"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [[5, 6, 0, 0], [5, 6, 7, 0]]
+    assert view["steps"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [[5, 6, 0, 0], [5, 6, 7, 0]]
+
+
+def test_several_steps():
+    config = dataclasses.replace(CONFIG, decode_steps=8)
+    rows = entry(6, 5, draws=5, generated=1, slot=4, min_tokens=4), entry(9, 2, draws=2, generated=3, slot=0)
+    batch = pack(plan(*rows, phase="decode"), config)
+    assert batch.bucket == Bucket(phase="decode", tokens=2, rows=2, blocks=10, steps=8, features="full")
+    assert (batch.steps, batch.num_tokens, batch.num_rows, batch.padded_tokens) == (5, 7, 2, 10)
+    sections, _ = input_sections(batch.bucket, config)
+    view = {k: batch.packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+    assert view["steps"].tolist() == [5, 2] and view["context_lens"].tolist() == [7, 10]
+    assert view["tokens"].tolist() == [60, ON_DEVICE]  # the second row's last token is in flight
+    assert view["open_after"].tolist() == [3, 0]
 
 
 def test_controls_travel_as_their_bits():
@@ -101,71 +135,79 @@ def test_controls_travel_as_their_bits():
         0, 6, temperature=0.7, top_p=0.9, min_p=0.05, top_k=-1, logprobs_mode="processed", presence_penalty=-1.5,
         frequency_penalty=0.25, repetition_penalty=1.1,
     )  # fmt: skip
-    columns = fields(pack(plan(row), CONFIG))["controls"][0]
+    columns = drawing(pack(plan(row), CONFIG))["controls"][0]
     values = {name: columns[i : i + 1].view(dtype)[0] for i, (name, dtype) in enumerate(CONTROLS)}
     want = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "presence": -1.5, "frequency": 0.25, "repetition": 1.1}
     assert {name: values[name] for name in want} == {name: np.float32(v) for name, v in want.items()}
     assert (values["key_hi"], values["key_lo"], values["top_k"]) == (2**32 - 1, 7, 0)
+    assert (columns[len(CONTROLS) :] == PAD_TOKEN).all()  # no stop ids
     assert LOGPROBS_MODES[values["mode"]] == "processed" and values["sample_index"] == 0
 
 
 def test_controls_are_packed_once_a_request():
     row = entry(0, 6, temperature=0.5)
-    first = fields(pack(plan(row), CONFIG))["controls"][0]
+    first = drawing(pack(plan(row), CONFIG))["controls"][0]
     kept = row.seq.controls
-    assert fields(pack(plan(row), CONFIG))["controls"][0].tolist() == first.tolist() and row.seq.controls is kept
+    assert drawing(pack(plan(row), CONFIG))["controls"][0].tolist() == first.tolist() and row.seq.controls is kept
 
 
 @pytest.mark.parametrize(
-    ("params", "features"),
+    ("params", "prefill", "drawing"),
     [
-        ({}, "plain"),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "plain"),
-        ({"logprobs": 0}, "full"),
-        ({"logit_bias": {1: 1.0}}, "full"),
-        ({"min_tokens": 2}, "full"),
-        ({"presence_penalty": 0.5}, "full"),
-        ({"prompt_logprobs": 0}, "prompt"),
-        ({"prompt_logprobs": 2, "logprobs": 1}, "prompt"),
+        ({}, "plain", "plain"),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "plain", "plain"),
+        ({"logprobs": 0}, "plain", "full"),
+        ({"logit_bias": {1: 1.0}}, "plain", "full"),
+        ({"min_tokens": 2}, "plain", "full"),
+        ({"presence_penalty": 0.5}, "plain", "full"),
+        ({"prompt_logprobs": 0}, "prompt", "plain"),
+        ({"prompt_logprobs": 2, "logprobs": 1}, "prompt", "full"),
     ],
     ids=str,
 )
-def test_one_row_decides_the_features(params: dict[str, Any], features: Features):
+def test_one_row_decides_the_features(params: dict[str, Any], prefill: Features, drawing: Features):
     rows = entry(0, 3, prompt=3), entry(0, 4, prompt=4, slot=0, **params)
-    assert choose_bucket(plan(*rows), CONFIG).features == features
-    decode = "full" if features == "full" or "logprobs" in params else "plain"
-    assert choose_bucket(plan(*rows, phase="decode"), CONFIG).features == decode
+    bucket, sample = choose_buckets(plan(*rows), CONFIG)
+    assert sample is not None and (bucket.features, sample.features) == (prefill, drawing)
+    assert choose_buckets(plan(*rows, phase="decode"), CONFIG)[0].features == drawing
+    # A row that draws nothing yet asks nothing of the draw.
+    _, sample = choose_buckets(plan(rows[0], entry(0, 2, prompt=4, slot=0, draws=0, **params)), CONFIG)
+    assert sample is not None and sample.features == "plain"
 
 
 def test_full_fields():
     rows = (
         entry(0, 6, logit_bias={30: 1.5, 7: -2.0}),
         entry(0, 3, prompt=3, slot=1, min_tokens=2, eos=frozenset({9, 4}), stop_token_ids=[6, 4]),
-        entry(0, 2, prompt=2, slot=2),
+        entry(0, 2, prompt=2, slot=2, stop_token_ids=range(20, 26)),
     )
-    view = fields(pack(plan(*rows), CONFIG))
+    view = drawing(pack(plan(*rows), CONFIG))
     pad = int(PAD_TOKEN)
     assert view["bias_ids"].tolist() == [[30, 7], *[[pad, pad]] * 4]
     assert view["bias"].view(np.float32).tolist() == [[1.5, -2.0], *[[0.0, 0.0]] * 4]
-    assert view["ban_ids"].tolist() == [[pad] * 4, [4, 6, 9, pad], *[[pad] * 4] * 3]
+    # As many stop ids as there is room for; the host sees them all.
+    assert view["controls"][:3, len(CONTROLS) :].tolist() == [[pad] * 4, [4, 6, 9, pad], [20, 21, 22, 23]]
+    assert view["open_after"].tolist() == [0, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 3])
-def test_bans_end_after_min_tokens(min_tokens: int):
-    """The token drawn after a context of 6 + g is number g + 1 of the output: banned while g < min_tokens."""
+def test_stop_ids_count_after_min_tokens(min_tokens: int):
+    """The token drawn after a context of 6 + g is number g + 1 of the output: no stop id while g < min_tokens."""
     for g in range(5):
         row = entry(5 + g, 1, generated=g, min_tokens=min_tokens, logprobs=0, eos=frozenset({9}))
-        view = fields(pack(plan(row, phase="decode"), CONFIG))
-        assert (view["ban_ids"][0, 0] == 9) is np.bool_(g < min_tokens)
-    chunk = entry(0, 4, prompt=6, samples=False, min_tokens=1, eos=frozenset({9}))
-    assert fields(pack(plan(chunk), CONFIG))["ban_ids"][0, 0] == 9  # it draws nothing
+        view = drawing(pack(plan(row, phase="decode"), CONFIG))
+        assert view["open_after"][0] == max(min_tokens - g, 0)
+    assert drawing(pack(plan(entry(0, 6, min_tokens=min_tokens)), CONFIG))["open_after"][0] == min_tokens
 
 
 def test_targets_are_the_tokens_that_follow():
-    rows = entry(2, 3, prompt=6, prompt_logprobs=1, samples=False), entry(0, 4, prompt=4, slot=0)
+    scored = entry(2, 3, prompt=6, prompt_logprobs=1, draws=0, temperature=0.5, logprobs_mode="tempered")
+    rows = scored, entry(0, 4, prompt=4, slot=0)
     view = fields(pack(plan(*rows), CONFIG))
     assert view["tokens"].tolist()[:7] == [12, 13, 14, 10, 11, 12, 13]
     assert view["targets"].tolist() == [13, 14, 15, 11, 12, 13, 0, 0]
+    assert view["scoring"][:, 0].view(np.float32).tolist()[:2] == [0.5, 1.0]
+    assert view["scoring"][:2, 1].tolist() == [LOGPROBS_MODES.index("tempered"), LOGPROBS_MODES.index("raw")]
 
 
 def test_counts_of_rows_just_admitted():
@@ -192,8 +234,24 @@ def test_plans_fill_their_bucket():
 @pytest.mark.parametrize(("tokens", "rows", "want"), [(1, 1, (4, 2)), (4, 2, (4, 2)), (5, 1, (8, 2)), (9, 3, (16, 5))])
 def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[int, int]):
     lengths = [tokens - rows + 1, *[1] * (rows - 1)]
-    bucket = choose_bucket(plan(*(entry(0, n, prompt=n, slot=i) for i, n in enumerate(lengths))), CONFIG)
-    assert (bucket.tokens, bucket.rows) == want
+    bucket, sample = choose_buckets(plan(*(entry(0, n, prompt=n, slot=i) for i, n in enumerate(lengths))), CONFIG)
+    assert (bucket.tokens, bucket.rows) == want and sample is not None and sample.rows == (2 if rows < 3 else 5)
+
+
+def test_forks_are_rows_of_the_draw_alone():
+    rows = [entry(0, 4, prompt=4), *(entry(4, 0, prompt=4, slot=i) for i in range(3))]
+    bucket, sample = choose_buckets(plan(*rows), CONFIG)
+    assert (bucket.tokens, bucket.rows) == (4, 2) and sample is not None and sample.rows == 5
+
+
+def test_few_long_rows_and_many_short_ones():
+    config = EngineConfig(max_model_len=4096, max_num_batched_tokens=2048).resolve(MODEL)
+    plans = {n: plan(*[entry(0, 1600 // n, prompt=1600 // n)] * n) for n in (1, 32, 33)}
+    rows = {n: choose_buckets(of, config) for n, of in plans.items()}
+    assert {n: (bucket.tokens, bucket.rows) for n, (bucket, _) in rows.items()} == {
+        1: (2048, 32), 32: (2048, 32), 33: (2048, 256),
+    }  # fmt: skip
+    assert [sample.rows for _, sample in rows.values() if sample is not None] == [8, 32, 64]
 
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(lambda x: tuple(sorted(x)))
@@ -218,47 +276,72 @@ def test_the_table_holds_every_choice(
     extra = 0 if phase == "decode" else data.draw(st.integers(0, config.max_num_batched_tokens - rows))
     params: dict[str, Any] = data.draw(st.sampled_from([{}, {"logprobs": 1}, {"prompt_logprobs": 0}]))
     entries = [entry(0, 1 + extra * (i == 0), prompt=41, **params) for i in range(rows)]
-    bucket = choose_bucket(plan(*entries, phase=phase), config)
+    bucket, sample = choose_buckets(plan(*entries, phase=phase), config)
     assert bucket in table and bucket.rows >= rows and bucket.tokens >= rows + extra
+    assert (sample is None) == (phase == "decode") and (sample is None or (sample in table and sample.rows >= rows))
 
 
 def test_the_table_of_the_defaults_is_small():
     """Every shape of it is compiled at the start in strict mode."""
-    table = list(bucket_table(EngineConfig(max_num_seqs=32, max_num_batched_tokens=2048).resolve(MODEL)))
-    assert len(table) <= 150
+    table = list(bucket_table(EngineConfig().resolve(MODEL)))
+    kinds = Counter(bucket.phase for bucket in table)
+    assert kinds["sample"] == kinds["decode"] == 12 and kinds["prefill"] <= 80
     # No prefill of few tokens over many rows: such a plan has a smaller bucket.
-    assert all(b.tokens > 16 for b in table if b.rows == 32) and all(b.tokens > 8 for b in table if b.rows == 16)
+    assert all(b.rows < 2 * b.tokens for b in table)
 
 
-@pytest.mark.parametrize("features", ["plain", "full", "prompt"])
-def test_results_round_trip(features: Features):
-    bucket = Bucket(phase="prefill", tokens=4, rows=2, blocks=3, features=features)
+def filled(bucket: Bucket, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A step's output buffer of random values, and what it holds."""
     sections, size = output_sections(bucket, CONFIG)
-    rng = np.random.default_rng(0)
-    packed = np.zeros(size, np.int32)
-    want: dict[str, np.ndarray] = {}
+    rng = np.random.default_rng(seed)
+    packed, want = np.zeros(size, np.int32), {}
     for name, section in sections.items():
-        values = rng.integers(0, 99, section.shape, np.int32)
-        if name.endswith("logprobs"):
-            values = -rng.random(section.shape, np.float32)
+        is_real = name.endswith("logprobs")
+        values = -rng.random(section.shape, np.float32) if is_real else rng.integers(0, 99, section.shape, np.int32)
         want[name] = values
         packed[section.offset : section.offset + values.size] = values.view(np.int32).ravel()
-    result = unpack_result(packed, bucket, CONFIG, rows=1)
-    assert result.tokens == want["tokens"][:1].tolist() and result.logprobs == want["logprobs"][:1].tolist()
+    return packed, want
+
+
+def batch_of(bucket: Bucket, sample: Bucket | None, num_rows: int) -> Batch:
+    return Batch(bucket=bucket, sample=sample, packed=np.zeros(0), num_tokens=1, num_rows=num_rows)
+
+
+@pytest.mark.parametrize("features", ["plain", "full"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_results_round_trip(features: Features, steps: int):
+    bucket = Bucket(phase="decode", tokens=2, rows=2, blocks=3, steps=steps, features=features)
+    packed, want = filled(bucket, 0)
+    result = unpack_result(batch_of(bucket, None, 1), CONFIG, [packed])
+    assert result.num_drawn == want["num_drawn"][:1].tolist()
+    assert result.tokens == [want["tokens"][:, 0].tolist()] and result.logprobs == [want["logprobs"][:, 0].tolist()]
     for name in ("ranks", "top_ids", "top_logprobs"):
         value = getattr(result, name)
         assert (value is None) == (features == "plain")
         if value is not None:
             np.testing.assert_array_equal(value, want[name])
-    assert (result.prompt_logprobs is None) == (features != "prompt")
+    assert result.prompt_logprobs is None
     if features == "plain":
         return
-    top = [
-        (int(i), float(p), rank)
-        for i, p, rank in zip(want["top_ids"][0], want["top_logprobs"][0], (1, 2, 3), strict=True)
-    ]
-    own = (result.tokens[0], result.logprobs[0], int(want["ranks"][0]))
-    assert [result.top(0, k) for k in (0, 1, 3)] == [[own], [own, top[0]], [own, *top]]
+    for step in range(steps):
+        ids, logprobs = want["top_ids"][step, 0], want["top_logprobs"][step, 0]
+        top = [(int(i), float(p), rank) for i, p, rank in zip(ids, logprobs, (1, 2, 3), strict=True)]
+        own = (result.tokens[0][step], result.logprobs[0][step], int(want["ranks"][step, 0]))
+        assert [result.top(0, k, step) for k in (0, 1, 3)] == [[own], [own, top[0]], [own, *top]]
+
+
+def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
+    sample = Bucket(phase="sample", tokens=2, rows=2)
+    scored = Bucket(phase="prefill", tokens=4, rows=2, blocks=3, features="prompt")
+    (one, tokens), (two, prompt) = filled(sample, 1), filled(scored, 2)
+    result = unpack_result(batch_of(scored, sample, 2), CONFIG, [one, two])
+    assert result.tokens == tokens["tokens"].T.tolist() and result.prompt_logprobs is not None
+    np.testing.assert_array_equal(result.prompt_logprobs, prompt["prompt_logprobs"])
+    result = unpack_result(batch_of(scored, None, 0), CONFIG, [two])
+    assert result.tokens == result.num_drawn == [] and result.prompt_ranks is not None
+    plain = Bucket(phase="prefill", tokens=4, rows=2, blocks=3)
+    assert unpack_result(batch_of(plain, sample, 1), CONFIG, [one]).logprobs == tokens["logprobs"][:, :1].T.tolist()
+    assert unpack_result(batch_of(plain, None, 0), CONFIG, []).tokens == []
 
 
 def test_prompt_rows():
@@ -274,10 +357,10 @@ def test_prompt_rows():
     packed[offset : offset + 8] = np.arange(8) + 100
     rows = (
         entry(0, 3, prompt=3),
-        entry(2, 2, prompt=6, slot=1, prompt_logprobs=1, samples=False),
+        entry(2, 2, prompt=6, slot=1, prompt_logprobs=1, draws=0),
         entry(3, 3, prompt=5, generated=1, slot=2, prompt_logprobs=0),
     )
-    result = unpack_result(packed, bucket, CONFIG, rows=3)
+    result = unpack_result(batch_of(bucket, None, 0), CONFIG, [packed])
     of = plan(*rows)
     assert result.prompt_rows(of, 1) == [[(13, 3.0, 103), (0, 30.0, 1)], [(14, 4.0, 104), (0, 40.0, 1)]]
     assert result.prompt_rows(of, 2) == [[(14, 5.0, 105)]]  # 3 tokens were computed, one has a prompt token after it

@@ -16,11 +16,11 @@ from jpaged.engine.text import TextStream
 from tests.engine.mock import ROOTS, Host, Letters, check_ended
 
 
-def workload(depth: int, seed: int) -> None:
+def workload(depth: int, seed: int, **settings: Any) -> None:
     """A fixed mixed load over a pool that is too small: what the mutations below must not survive."""
     rng = random.Random(seed)
     sizes = {"block_size": rng.choice([1, 2, 4]), "num_blocks": rng.choice([10, 16, 24])}
-    host = Host(depth, max_num_batched_tokens=rng.choice([3, 12]), **sizes)
+    host = Host(depth, max_num_batched_tokens=rng.choice([3, 12]), **sizes, **settings)
     ended: list[Sequence] = []
     for _ in range(40):
         root = rng.choice(ROOTS)
@@ -117,9 +117,10 @@ def surplus_emitted(patch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
     def mutated(self: Scheduler, plan: Plan, result: Any) -> None:
-        for row, entry in enumerate(plan.entries):
+        drawing = [entry for entry in plan.entries if entry.draws]
+        for entry, tokens in zip(drawing, result.tokens, strict=True):
             if entry.seq.status is Status.FINISHED:
-                entry.seq.token_ids.append(result.tokens[row])
+                entry.seq.token_ids.append(tokens[0])
         commit(self, plan, result)
 
     patch.setattr(Scheduler, "commit", mutated)

@@ -58,6 +58,7 @@ class HostMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         host_blocks=st.sampled_from([0, 1, 2, 4, 8, 32]),
         swap_min_tokens=st.sampled_from([0, 0, 6]),
+        decode_steps=st.sampled_from([1, 1, 2, 5]),
     )
     def start(self, host_blocks: int, **settings: Any) -> None:
         space = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
@@ -347,8 +348,8 @@ def swap_out_of_other_blocks(patch: pytest.MonkeyPatch) -> None:
 def swapped_after_the_step(patch: pytest.MonkeyPatch) -> None:
     """The host reads blocks that the next step has written already."""
 
-    def mutated(self: MockRunner, batch: Batch, num_rows: int) -> Any:
-        handle = dispatch(self, batch, num_rows)
+    def mutated(self: MockRunner, batch: Batch) -> Any:
+        handle = dispatch(self, batch)
         for data, block_ids in self.__dict__.pop("unread", ()):
             data[:] = read(self, block_ids)
         return handle

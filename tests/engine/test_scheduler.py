@@ -26,18 +26,24 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
     return seq
 
 
+def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
+    """Every row that draws draws this token."""
+    counts = [entry.draws for entry in plan.entries if entry.draws]
+    return StepResult(num_drawn=counts, tokens=[[token] * n for n in counts], logprobs=[[logprob] * n for n in counts])
+
+
 def step(s: Scheduler) -> Plan | None:
     plan = s.schedule()
     if plan is not None:
-        s.commit(plan, StepResult(tokens=[7] * len(plan.entries), logprobs=[-0.5] * len(plan.entries)))
+        s.commit(plan, drawn(plan, logprob=-0.5))
     s.check_integrity()
     return plan
 
 
 def spans(plan: Plan | None) -> list[tuple[str, int, int, bool, bool]]:
-    """(request, start, end, samples, first) of each row."""
+    """(request, start, end, whether it draws, first) of each row."""
     assert plan is not None
-    return [(e.seq.request_id, e.start, e.end, e.samples, e.first) for e in plan.entries]
+    return [(e.seq.request_id, e.start, e.end, e.draws > 0, e.first) for e in plan.entries]
 
 
 def test_idle():
@@ -72,7 +78,7 @@ def test_nothing_is_planned_past_the_end():
     assert (seq.pending, seq.in_flight, seq.num_dispatched) == (3, 3, 6)
     for token, plan in enumerate(plans[:3]):
         assert plan is not None and seq.status is Status.RUNNING
-        s.commit(plan, StepResult(tokens=[token], logprobs=[0.0]))
+        s.commit(plan, drawn(plan, token))
     assert seq.finish_reason == "length" and generated(seq) == [0, 1, 2] and seq.in_flight == 0
 
 
@@ -150,7 +156,7 @@ def test_a_preempted_row_waits_for_its_step_in_flight():
     s.preempt(seq)
     s.check_integrity()
     assert s.schedule() is None  # its last token is on its way
-    s.commit(plan, StepResult(tokens=[3], logprobs=[0.0]))
+    s.commit(plan, drawn(plan, 3))
     assert generated(seq) == [7, 3] and seq.pending == 0 and s.blocks.num_used == 0
     assert spans(step(s)) == [("0", 4, 7, True, True)]  # one block was still there
 
@@ -162,7 +168,7 @@ def test_a_preempted_row_may_end_while_it_waits():
     plan = s.schedule()
     assert plan is not None
     s.preempt(seq)
-    s.commit(plan, StepResult(tokens=[3, 3], logprobs=[0.0, 0.0]))
+    s.commit(plan, drawn(plan, 3))
     assert seq.finish_reason == "length" and not s.waiting and list(s.running) == [other]
     s.check_integrity()
 
@@ -236,7 +242,7 @@ def test_a_waiting_crowd_costs_nothing():
         s.finish(seqs[99 - i], "abort")
         plan = s.schedule()
         assert plan is not None
-        s.commit(plan, StepResult(tokens=[7] * len(plan.entries), logprobs=[0.0] * len(plan.entries)))
+        s.commit(plan, drawn(plan))
         assert crowd.seen <= 3
     assert len(s.finished) > 42
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.batch import Bucket, input_sections, output_sections, unpack_result
+from jpaged.engine.batch import Batch, Bucket, input_sections, output_sections, unpack_result
 from jpaged.runtime import steps
+from jpaged.runtime.attention import Kernel
 from jpaged.runtime.runner import Placement, Runner
 from tests.hlo import pool_copies
 from tests.tiny import CONFIG, engine, make_params
@@ -20,6 +21,9 @@ BUCKETS = {
     "prefill": Bucket(phase="prefill", tokens=16, rows=8, blocks=16),
     "decode": Bucket(phase="decode", tokens=8, rows=8, blocks=16),
     "decode full": Bucket(phase="decode", tokens=8, rows=8, blocks=16, features="full"),
+    "decode 4 steps": Bucket(phase="decode", tokens=8, rows=8, blocks=16, steps=4),
+    "sample": Bucket(phase="sample", tokens=8, rows=8),
+    "sample full": Bucket(phase="sample", tokens=8, rows=8, features="full"),
     "prefill prompt": Bucket(phase="prefill", tokens=16, rows=8, blocks=16, features="prompt"),
 }
 
@@ -37,6 +41,10 @@ def in_place(compiled: Any, runner: Runner) -> tuple[list[str], bool]:
     return pool_copies(compiled.as_text(), math.prod(runner.layout.shape)), fresh < pool_bytes
 
 
+def setting(bucket: Bucket) -> Any:
+    return steps._Setting(bucket, CONFIG, engine().resolve(CONFIG), None, Kernel())
+
+
 @functools.cache
 def compiled(name: str, num_blocks: int) -> tuple[Any, Runner]:
     runner = make_runner(num_blocks)
@@ -48,7 +56,8 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name", ["prefill", "decode full", *(pytest.param(n, marks=SLOW) for n in ("decode", "prefill prompt"))]
+    "name",
+    ["prefill", "decode full", "decode 4 steps", *(pytest.param(n, marks=SLOW) for n in ("decode", "prefill prompt"))],
 )
 def test_the_pool_is_updated_in_place(name: str) -> None:
     copies, is_small = in_place(*compiled(name, 8191))
@@ -99,7 +108,7 @@ def test_set_counts() -> None:
     assert counts.tolist() == [[9] * vocab, expected, [9] * vocab]
 
 
-@pytest.mark.parametrize("name", ["decode", "decode full", "prefill prompt"])
+@pytest.mark.parametrize("name", ["decode", "decode full", "decode 4 steps", "sample full"])
 def test_outputs_keep_their_bits(name: str) -> None:
     """Packed on the device, taken apart on the host: floats and NaNs travel as they are."""
     settings, bucket = engine().resolve(CONFIG), BUCKETS[name]
@@ -111,33 +120,56 @@ def test_outputs_keep_their_bits(name: str) -> None:
             outputs[field].flat[:2] = np.nan, -np.inf
         else:
             outputs[field] = rng.integers(0, 97, section.shape).astype(np.int32)
-    packed = steps._pack_outputs({k: jnp.asarray(v) for k, v in outputs.items()}, bucket, settings)
-    result = unpack_result(np.asarray(packed), bucket, settings, 5)
+    packed = setting(bucket).pack({k: jnp.asarray(v) for k, v in outputs.items()})
+    batch = Batch(bucket=bucket, sample=bucket, packed=np.zeros(0), num_tokens=5, num_rows=5)
+    result = unpack_result(batch, settings, [np.asarray(packed)])
     for field, value in outputs.items():
-        given = value[:5] if field in ("tokens", "logprobs") else value
-        np.testing.assert_array_equal(getattr(result, field), given, err_msg=field)
+        if field in ("num_drawn", "tokens", "logprobs"):  # a list a row
+            value = value.T[:5]
+        np.testing.assert_array_equal(getattr(result, field), value, err_msg=field)
 
 
 @pytest.mark.parametrize("name", BUCKETS)
 def test_inputs_are_sliced_as_they_were_laid_out(name: str) -> None:
     settings, bucket = engine().resolve(CONFIG), BUCKETS[name]
     sections, size = input_sections(bucket, settings)
-    fields = steps._unpack(jnp.arange(size, dtype=jnp.int32), bucket, settings)
+    fields = setting(bucket).unpack(jnp.arange(size, dtype=jnp.int32))
     assert fields.keys() == sections.keys()
     joined = np.concatenate([np.asarray(fields[field]).ravel() for field in sections])
     np.testing.assert_array_equal(joined, np.arange(size))
     assert all(fields[field].shape == section.shape for field, section in sections.items())
 
 
-def test_controls_travel_as_bits() -> None:
-    """uint32 keys beyond int32, f32 temperatures: bitcast, never converted."""
-    row = np.zeros((1, len(steps.CONTROLS)), np.int32)
+def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uint32 keys beyond int32, f32 temperatures: bitcast, never converted. The rest of the row are stop ids."""
+    bucket, seen = BUCKETS["sample full"], {}
+
+    def spy(logits: Any, controls: Any, full: Any, *, max_logprobs: int) -> Any:
+        seen.update(vars(controls) | vars(full))
+        return sample(logits, controls, full, max_logprobs=max_logprobs)
+
+    sample = steps.sample
+    monkeypatch.setattr(steps, "sample", spy)
+    row = np.zeros((8, len(steps.CONTROLS) + 4), np.int32)
     names = [field for field, _ in steps.CONTROLS]
-    row[0, names.index("temperature")] = np.float32(0.7).view(np.int32)
-    row[0, names.index("key_hi")] = np.uint32(0xFFFFFFF0).view(np.int32)
-    row[0, names.index("top_k")] = 7
-    fields = {"controls": jnp.asarray(row), "context_lens": jnp.asarray([5], jnp.int32)}
-    controls = steps._controls(fields)
-    assert controls.temperature_S[0] == np.float32(0.7) and controls.top_k_S[0] == 7
-    assert controls.key_S2.dtype == jnp.uint32 and int(controls.key_S2[0, 0]) == 0xFFFFFFF0
-    assert controls.position_S[0] == 5
+    row[:, names.index("temperature")] = np.float32(0.7).view(np.int32)
+    row[:, names.index("key_hi")] = np.uint32(0xFFFFFFF0).view(np.int32)
+    row[:, names.index("top_k")] = 7
+    for name in ("top_p", "repetition"):
+        row[:, names.index(name)] = np.float32(1).view(np.int32)
+    row[:, -4:] = 11, 12, 2**31 - 1, 2**31 - 1
+    zeros = functools.partial(np.zeros, dtype=np.int32)
+    fields = {"controls": row, "slots": np.arange(8), "bias_ids": zeros((8, 4)), "bias": zeros((8, 4))}
+    logits = np.where(np.arange(97) == 12, 100.0, 0.0).astype(np.float32) * np.ones((8, 1), np.float32)
+    open_after = jnp.asarray([0, -1, 1, 2, 0, 0, 0, 0], jnp.int32)
+    fields = {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
+    counts = jnp.zeros((8, 97), jnp.int32)
+    drawn = steps._draw(setting(bucket), jnp.asarray(logits), fields, jnp.full(8, 5, jnp.int32), counts, open_after)
+    assert seen["temperature_S"][0] == np.float32(0.7) and seen["top_k_S"][0] == 7
+    assert seen["key_S2"].dtype == jnp.uint32 and int(seen["key_S2"][0, 0]) == 0xFFFFFFF0
+    assert seen["position_S"][0] == 5
+    # A stop id that may not come yet neither comes nor stops.
+    assert drawn.stops_S.tolist() == [True, True, False, False] + [True] * 4
+    tokens = drawn.token_S.tolist()
+    assert tokens[:2] == [12, 12] and 12 not in tokens[2:4] and 11 not in tokens[2:4]
+    assert steps._last(drawn).tolist() == [-1, -1, *tokens[2:4], *[-1] * 4]
