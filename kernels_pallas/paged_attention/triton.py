@@ -24,7 +24,7 @@ from kernels_pallas.paged_attention.common import NEG, combine, rows_of
 
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of a Triton matmul
-PREFILL_ROWS = 128
+PREFILL_ROWS = 128  # half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
 SLOTS = 64  # C
 PROGRAMS = 264  # that fill a card twice over: what decode splits its contexts for
 MAX_SPLITS = 16
@@ -62,8 +62,9 @@ def paged_attention(
     query_starts_S1: Array, **options: Any,
 ) -> Array:  # fmt: skip
     """Causal attention of packed queries, any number a row; see `reference.paged_attention`. Options as for decode."""
-    (T, H, _), S, query_starts_S1 = q_THD.shape, block_table_SM.shape[0], jnp.asarray(query_starts_S1)
-    tokens = max(1, PREFILL_ROWS // pl.next_power_of_2(2 * H // pool.shape[2]))  # of a tile
+    (T, H, D), S, query_starts_S1 = q_THD.shape, block_table_SM.shape[0], jnp.asarray(query_starts_S1)
+    rows = PREFILL_ROWS if D <= 128 else PREFILL_ROWS // 2
+    tokens = max(1, rows // pl.next_power_of_2(2 * H // pool.shape[2]))  # of a tile
     tiles_S = (query_starts_S1[1:] - query_starts_S1[:-1] + tokens - 1) // tokens
     row_A, nth_A = rows_of(tiles_S, jnp.arange(-(-T // tokens) + S, dtype=jnp.int32))
     tiles = (jnp.where(nth_A < tiles_S[row_A], row_A, -1), nth_A * tokens)
@@ -89,8 +90,9 @@ def _attend(
         raise NotImplementedError(f"triton: {reason}")
     K, G = K2 // 2, 2 * H // K2
     heads = max(pl.next_power_of_2(G), MIN_ROWS // tokens)  # all of a tile's rows, G of each token's heads real
+    C, stages = (SLOTS, 3) if D <= 128 else (SLOTS // 2, 2)
     kernel = functools.partial(
-        _kernel, G=G, heads=heads, tokens=tokens, P=P, scale=scale, window=sliding_window, soft_cap=soft_cap
+        _kernel, G=G, heads=heads, tokens=tokens, P=P, C=C, scale=scale, window=sliding_window, soft_cap=soft_cap
     )
     outputs = ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype), ((T, splits, K, G), jnp.float32)
     o, lse = pl.pallas_call(
@@ -98,7 +100,7 @@ def _attend(
         grid=(tiles[0].shape[0], K, splits),
         out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         interpret=jax.default_backend() == "cpu" if interpret is None else interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=stages),
         name="paged_attention",
     )(
         q_THD.reshape(T, K, G, D), pool.reshape(blocks * P, K2, D), jnp.asarray(block_table_SM),
@@ -110,7 +112,7 @@ def _attend(
 
 def _kernel(
     q_ref, pool_ref, table_ref, contexts_ref, starts_ref, rows_ref, firsts_ref, first_block_ref, out_ref, lse_ref,
-    *, G: int, heads: int, tokens: int, P: int, scale: float, window: int | None, soft_cap: float | None,
+    *, G: int, heads: int, tokens: int, P: int, C: int, scale: float, window: int | None, soft_cap: float | None,
 ):  # fmt: skip
     tile, head, split, splits = pl.program_id(0), pl.program_id(1), pl.program_id(2), out_ref.shape[1]
     row = rows_ref[tile]
@@ -130,20 +132,20 @@ def _kernel(
 
         end = jnp.minimum(context - count + first + tokens, context)  # slots that some query of the tile sees
         begin = 0 if window is None else jnp.maximum(context - count + first + 1 - window, 0)
-        steps_from = lax.div(begin, SLOTS)
-        steps = pl.cdiv(end, SLOTS) - steps_from
+        steps_from = lax.div(begin, C)
+        steps = pl.cdiv(end, C) - steps_from
         share = pl.cdiv(steps, splits)
         step0 = steps_from + split * share
         step1 = jnp.minimum(step0 + share, steps_from + steps)
-        slot_C = jnp.arange(SLOTS)
+        slot_C = jnp.arange(C)
 
         def blocks(step):
-            slot = step * SLOTS + slot_C
+            slot = step * C + slot_C
             return plgpu.load(table_ref.at[row, lax.div(slot, P)], mask=slot < end, other=0)
 
         def body(step, carry):
             top, total, acc, block_C = carry
-            slot_C_ = step * SLOTS + slot_C
+            slot_C_ = step * C + slot_C
             following = blocks(step + 1)
             seen_C = (slot_C_ >= begin) & (slot_C_ < end)
             slots = ((first_block_ref[0] + block_C) * P + lax.rem(slot_C_, P))[:, None]
