@@ -3,17 +3,19 @@
     python scripts/gpu_check.py PART --out FOLDER [--dry]
 
 PART is one of: torch (upper marks: copy, matmul, SDPA over contiguous KV), kernels (every kernel compiled against the
-float64 reference, then timed), engine (nano-vllm's workload end to end), report (a table of what the parts wrote).
-Each part writes FOLDER/PART.json. --dry does it all with tiny shapes on any backend, kernels interpreted.
+float64 reference, then timed), peers (what else jax has, timed on the same shapes: its own Triton kernel, cuDNN over
+contiguous and over paged KV), engine (nano-vllm's workload end to end), report (a table of what the parts wrote).
+Each part writes FOLDER/PART.json; what could not run is there as its reason. --dry does it all with tiny shapes on any
+backend, kernels interpreted.
 
 A decode call must read its context's keys and values once, a prefill must do 4 * D operations for each query head and
 visible token: over the copy bandwidth and the matmul rate that the same run measured, these make the fractions printed.
 """
 
 import argparse
-import dataclasses
 import importlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -26,50 +28,29 @@ IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 CALLS = 8  # of a kernel in one timed step, each over another layer of the pool and fed by the one before
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One attention call: `rows` of `context` tokens; queries None is decode, else how many of them are queries."""
+def bench_cases(dry: bool) -> Any:
+    from kernels_pallas.paged_attention.cases import BENCH, BENCH_DRY
 
-    rows: int
-    context: int
-    queries: int | None = None
-    G: int = 2
-    K: int = 8
-    D: int = 128
-    P: int = 64
-
-    @property
-    def name(self) -> str:
-        kind = "decode" if self.queries is None else "fresh" if self.queries == self.context else "cached"
-        return f"{kind} {self.rows}x{self.context} G{self.G} D{self.D} P{self.P}"
-
-    @property
-    def bytes(self) -> int:
-        """That must move: the context's bf16 keys and values, queries and results."""
-        tokens = self.rows if self.queries is None else self.rows * self.queries
-        return 2 * (self.rows * self.context * 2 * self.K * self.D + 2 * tokens * self.G * self.K * self.D)
-
-    @property
-    def flops(self) -> int:
-        queries = self.queries or 1
-        visible = sum(self.context - i for i in range(queries))
-        return 4 * self.rows * visible * self.G * self.K * self.D
+    return BENCH_DRY if dry else BENCH
 
 
-def shapes(dry: bool) -> list[Shape]:
-    if dry:
-        return [Shape(rows=2, context=40, K=1, D=64, P=16), Shape(rows=1, context=48, queries=32, K=1, D=64, P=16)]
-    decode = [Shape(rows=rows, context=n) for rows in (1, 8, 32, 128, 256) for n in (512, 2048, 8192, 32768)]
-    decode += [Shape(rows=128, context=2048, **other) for other in ({"G": 1}, {"G": 4}, {"G": 8}, {"D": 64})]
-    decode += [Shape(rows=128, context=2048, P=16), Shape(rows=128, context=2048, P=128)]
-    lengths = (512, 2048, 8192, 32768)
-    prefill = [Shape(rows=max(1, 8192 // n), context=n, queries=n) for n in lengths]
-    prefill += [Shape(rows=max(1, 8192 // n), context=n, queries=n // 4) for n in lengths]
-    prefill += [
-        Shape(rows=1, context=8192, queries=8192, **other) for other in ({"G": 1}, {"G": 4}, {"G": 8}, {"D": 64})
-    ]
-    prefill += [Shape(rows=1, context=8192, queries=8192, P=16), Shape(rows=1, context=8192, queries=8192, P=128)]
-    return decode + prefill
+def moved_bytes(case: Any) -> int:
+    """That a call must move: the context's bf16 keys and values, queries and results."""
+    return 2 * case.D * (2 * case.K * sum(case.contexts) + 2 * case.H * sum(case.query_lens))
+
+
+def flops(case: Any) -> int:
+    visible = sum(n * q - q * (q - 1) // 2 for n, q in zip(case.contexts, case.query_lens, strict=True))
+    return 4 * visible * case.H * case.D
+
+
+def contiguous(case: Any) -> str:
+    """The name of a case without its block size, which means nothing where keys and values are contiguous."""
+    return case.name.rsplit(" ", 1)[0]
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def seconds_a_call(run: Callable[[], Any], wait: Callable[[Any], Any], calls: int, dry: bool) -> float:
@@ -120,22 +101,22 @@ def torch_part(dry: bool) -> Iterator[dict[str, Any]]:
 
     record = marks(256, 2**16) if dry else marks(8192, 2**30)
     record["sdpa_s"] = {}
-    for shape in shapes(dry):
-        if shape.P != 64 and not dry:
-            continue  # contiguous: the block size means nothing
-        queries = shape.queries or 1
+    for case in bench_cases(dry):
+        if contiguous(case) in record["sdpa_s"]:
+            continue
+        rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
         try:
-            q = torch.randn((shape.rows, shape.G * shape.K, queries, shape.D), device=device, dtype=torch.bfloat16)
-            kv = torch.randn((2, shape.rows, shape.K, shape.context, shape.D), device=device, dtype=torch.bfloat16)
-            causal = queries == shape.context and queries > 1  # a cached prefix has no mask that FlashAttention takes
+            q = torch.randn((rows, case.H, queries, case.D), device=device, dtype=torch.bfloat16)
+            kv = torch.randn((2, rows, case.K, context, case.D), device=device, dtype=torch.bfloat16)
+            causal = queries == context and queries > 1  # a cached prefix has no mask that FlashAttention takes
 
             def run(q: Any = q, kv: Any = kv, causal: bool = causal) -> Any:
                 attention = torch.nn.functional.scaled_dot_product_attention
                 return attention(q, kv[0], kv[1], is_causal=causal, enable_gqa=True)
 
-            record["sdpa_s"][shape.name] = timed(run)
+            record["sdpa_s"][contiguous(case)] = timed(run)
         except RuntimeError as e:  # out of memory: the others are worth having
-            record["sdpa_s"][shape.name] = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+            record["sdpa_s"][contiguous(case)] = reason(e)
     yield record
 
 
@@ -149,9 +130,9 @@ def kernels_part(dry: bool) -> Iterator[dict[str, Any]]:
     names = IMPLEMENTATIONS if dry else IMPLEMENTATIONS[:2]  # XLA's own is held to the reference on any machine
     record |= {"checks": {name: check(name, dry) for name in names}, "times": {}}
     yield record
-    for shape in shapes(dry):
-        record["times"][shape.name] = {name: kernel_time(name, shape, dry) for name in names}
-        print(shape.name, record["times"][shape.name], flush=True)
+    for case in bench_cases(dry):
+        record["times"][case.name] = {name: timed(our_kernel, name, case, dry) for name in names}
+        print(case.name, record["times"][case.name], flush=True)
         yield record
 
 
@@ -191,42 +172,131 @@ def check(name: str, dry: bool) -> dict[str, Any]:
             except NotImplementedError as e:
                 done["unsupported"][case.name] = str(e)
             except Exception as e:  # a kernel that breaks must not hide what the others do
-                done["failed"][f"{case.name} {values}"] = f"{type(e).__name__}: {str(e)[:300]}"
+                done["failed"][f"{case.name} {values}"] = reason(e)
     return done
 
 
-def kernel_time(name: str, shape: Shape, dry: bool) -> Any:
-    """Seconds of one call, compiled; a string that says why there are none."""
+def timed(build: Callable[..., Any], name: str, case: Any, dry: bool) -> Any:
+    """Seconds of one call, compiled; a string that says why there are none.
+
+    build(name, case, layers, dry) gives a function of q and more arguments, and these arguments for each layer.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    try:
+        kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+        calls, layers = (1, 1) if dry else (CALLS, min(CALLS, max(1, (16 << 30) // kv_bytes)))
+        q = jax.random.normal(jax.random.key(0), (sum(case.query_lens), case.H, case.D), jnp.bfloat16)
+        call, arguments = build(name, case, layers, dry)
+
+        @jax.jit
+        def step(q: Any, arguments: Any) -> Any:
+            for i in range(calls):
+                q = call(q, *arguments[i % layers])
+            return q
+
+        return seconds_a_call(lambda: step(q, arguments), jax.block_until_ready, calls, dry)
+    except Exception as e:  # the others are worth having
+        return reason(e)
+
+
+def our_kernel(name: str, case: Any, layers: int, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    try:
-        kernel = module(name)
-        per_row = -(-shape.context // shape.P)
-        N = shape.rows * per_row + 1
-        block_bytes = 4 * shape.P * shape.K * shape.D
-        layers = 1 if dry else min(CALLS, max(1, (16 << 30) // (N * block_bytes)))
-        key = jax.random.key(0)
-        pool = jax.random.normal(key, (layers * N, shape.P, 2 * shape.K, shape.D), jnp.bfloat16)
-        tokens = shape.rows * (shape.queries or 1)
-        q = jax.random.normal(key, (tokens, shape.G * shape.K, shape.D), jnp.bfloat16)
-        table = np.random.default_rng(0).permutation(np.arange(1, N)).astype(np.int32).reshape(shape.rows, per_row)
-        contexts = np.full(shape.rows, shape.context, np.int32)
-        starts = np.arange(shape.rows + 1, dtype=np.int32) * (shape.queries or 1)
-        call = kernel.paged_attention_decode if shape.queries is None else kernel.paged_attention
-        rest = (jnp.asarray(table), jnp.asarray(contexts), *([] if shape.queries is None else [jnp.asarray(starts)]))
-        calls = 1 if dry else CALLS
+    kernel, rows, per_row = module(name), len(case.contexts), -(-case.contexts[0] // case.P)
+    N = rows * per_row + 1
+    pool = jax.random.normal(jax.random.key(0), (layers * N, case.P, 2 * case.K, case.D), jnp.bfloat16)
+    table = np.random.default_rng(0).permutation(np.arange(1, N)).reshape(rows, per_row)
+    rest = [jnp.asarray(x, jnp.int32) for x in (table, case.contexts, np.cumsum([0, *case.query_lens]))]
+    decode = case.queries is None
+    function, rest = (kernel.paged_attention_decode, rest[:2]) if decode else (kernel.paged_attention, rest)
 
-        @jax.jit
-        def step(q: Any, pool: Any) -> Any:
-            for i in range(calls):
-                q = call(q, pool, jnp.int32(i % layers), *rest, num_layers=layers, scale=shape.D**-0.5)
-            return q
+    def call(q: Any, pool: Any, layer: Any) -> Any:
+        return function(q, pool, layer, *rest, num_layers=layers, scale=case.D**-0.5)
 
-        return seconds_a_call(lambda: step(q, pool), jax.block_until_ready, calls, dry)
-    except Exception as e:  # the other shapes are worth having
-        return f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+    return call, [(pool, jnp.int32(layer)) for layer in range(layers)]
+
+
+# ---- peers: what else jax has ----
+
+
+def peers_part(dry: bool) -> Iterator[dict[str, Any]]:
+    record: dict[str, Any] = {"times": {}}
+    for case in bench_cases(dry):
+        record["times"][case.name] = {name: timed(peer, name, case, dry) for name in PEERS}
+        print(case.name, record["times"][case.name], flush=True)
+        yield record
+
+
+def jax_triton(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+    """jax's own Triton kernel, over pages of [K, N, P, D]; it does not scale."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    if case.queries is not None:
+        raise NotImplementedError("decode alone")
+    (rows, S, K, D), P, lens = k_RSKD.shape, case.P, jnp.asarray(case.contexts, jnp.int32)
+    table = jnp.arange(rows * S // P, dtype=jnp.int32).reshape(rows, S // P)
+    # It wants whole numbers of pages a split, and of steps: enough splits to fill a card, and steps of 128 slots.
+    splits = math.gcd(S // P, 1 << min(4, max(0, math.ceil(math.log2(264 / (rows * K))))))
+    sizes = {"k_splits": splits, "pages_per_compute_block": math.gcd(S // P // splits, max(1, 128 // P))}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return paged_attention(q * case.D**-0.5, k, v, table, lens, interpret=dry, **sizes)
+
+    return call, [x.reshape(-1, P, K, D).transpose(2, 0, 1, 3) for x in (k_RSKD, v_RSKD)]
+
+
+def cudnn(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+    """cuDNN's attention over contiguous keys and values; dry, XLA's."""
+    import jax
+
+    rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
+    how: Any = {"is_causal": queries > 1, "implementation": "xla" if dry else "cudnn"}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        q = q.reshape(rows, queries, case.H, case.D)
+        return jax.nn.dot_product_attention(q, k, v, scale=case.D**-0.5, **how).reshape(-1, case.H, case.D)
+
+    return call, [x[:, :context] for x in (k_RSKD, v_RSKD)]
+
+
+def cudnn_paged(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+    """cuDNN's attention over pages of [N, P, K, D], which jax has no public name for."""
+    import jax.numpy as jnp
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    (rows, S, K, D), P, queries = k_RSKD.shape, case.P, case.query_lens[0]
+    table = jnp.arange(rows * S // P, dtype=jnp.int32).reshape(rows, 1, S // P, 1)
+    lens = (jnp.asarray(case.query_lens, jnp.int32), jnp.asarray(case.contexts, jnp.int32))
+    mask = attention.MaskType.PADDING_CAUSAL if queries > 1 else attention.MaskType.PADDING
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        q = q.reshape(rows, queries, case.H, D)
+        o = attention.paged_attention(q, k, v, *lens, table, table, scale=D**-0.5, mask_type=mask)
+        return o.reshape(-1, case.H, D)
+
+    return call, [x.reshape(-1, P, K, D) for x in (k_RSKD, v_RSKD)]
+
+
+PEERS: dict[str, Callable[..., Any]] = {"jax_triton": jax_triton, "cudnn": cudnn, "cudnn_paged": cudnn_paged}
+
+
+def peer(name: str, case: Any, layers: int, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+    """Random keys and values as it takes them, the pages of each row one after another."""
+    import jax
+    import jax.numpy as jnp
+
+    if name != "jax_triton" and case.query_lens[0] not in (1, case.contexts[0]):
+        raise NotImplementedError("its causal mask knows no cached prefix")
+    calls = []
+    for key in jax.random.split(jax.random.key(1), layers):
+        shape = (2, len(case.contexts), -(-case.contexts[0] // case.P) * case.P, case.K, case.D)
+        calls.append(PEERS[name](case, *jax.random.normal(key, shape, jnp.bfloat16), dry))
+    return calls[0][0], [arrays for _, arrays in calls]
 
 
 # ---- engine ----
@@ -240,20 +310,13 @@ def engine_part(dry: bool) -> Iterator[dict[str, Any]]:
     size = ["--requests", "4", "--output", "3", "5", "--input", "5", "9", "--dtype", "float32", "--max-model-len", "64"]
     record: dict[str, Any] = {}
     for name in ("auto", "xla") if dry else ("auto", "xla", "triton"):
-        flags = [
-            "--random",
-            "tiny" if dry else "0.6b",
-            "--workload",
-            "nano",
-            "--attention",
-            name,
-            *(size if dry else ()),
-        ]
+        flags = ["--random", "tiny" if dry else "0.6b", "--workload", "nano", "--attention", name]
+        flags += size if dry else []
         try:
             record[name] = bench.bench(bench.parse_args(flags))
             print(name, f"{record[name]['output_tok_s']:.0f} output tok/s", flush=True)
         except Exception as e:
-            record[name] = {"error": f"{type(e).__name__}: {str(e)[:500]}"}
+            record[name] = {"error": reason(e)}
             print(name, record[name]["error"], flush=True)
         yield record
 
@@ -262,7 +325,7 @@ def engine_part(dry: bool) -> Iterator[dict[str, Any]]:
 
 
 def report_part(out: Path) -> str:
-    """The parts' records as a table: rates, fractions of the measured ceilings, and ratios to SDPA."""
+    """The parts' records as a table: rates, fractions of the measured ceilings, and of the fastest peer's rate."""
     parts = {name: json.loads((out / f"{name}.json").read_text()) for name in PARTS if (out / f"{name}.json").exists()}
     kernels, torch_marks = parts.get("kernels", {}), parts.get("torch", {})
     lines = [f"device {kernels.get('device')}, jax {kernels.get('jax')}"]
@@ -272,24 +335,26 @@ def report_part(out: Path) -> str:
         counts = f"{done.get('passed', 0)} right, {len(done.get('failed', {}))} wrong"
         lines.append(f"{name:<12}{done.get('skipped') or counts}, {len(done.get('unsupported', {}))} cases not taken")
         lines += [f"  WRONG {case}: {why}" for case, why in done.get("failed", {}).items()]
-    lines.append(f"{'shape':<32}{'kernel':<12}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'SDPA us':>10}")
-    for shape in [*shapes(False), *shapes(True)]:
-        for name, seconds in kernels.get("times", {}).get(shape.name, {}).items():
+    lines.append(f"{'case':<32}{'kernel':<12}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'of best':>10}  best")
+    for case in [*bench_cases(False), *bench_cases(True)]:
+        ours, others = (parts.get(part, {}).get("times", {}).get(case.name, {}) for part in ("kernels", "peers"))
+        others = {"sdpa": torch_marks.get("sdpa_s", {}).get(contiguous(case), "not timed")} | others if ours else {}
+        best = min(((t, name) for name, t in others.items() if isinstance(t, float)), default=None)
+        for name, seconds in (ours | others).items():
             if isinstance(seconds, str):
-                lines.append(f"{shape.name:<32}{name:<12}{seconds}")
+                lines.append(f"{case.name:<32}{name:<12}{seconds}")
                 continue
-            gb_s, tflop_s = shape.bytes / seconds / 1e9, shape.flops / seconds / 1e12
-            limit = gb_s / marks["copy_gb_s"] if shape.queries is None else tflop_s / marks["matmul_tflop_s"]
-            sdpa = torch_marks.get("sdpa_s", {}).get(shape.name)
-            best = f"{sdpa * 1e6:10.1f}" if isinstance(sdpa, float) else f"{'-':>10}"
-            lines.append(f"{shape.name:<32}{name:<12}{seconds * 1e6:10.1f}{gb_s:9.0f}{tflop_s:9.1f}{limit:10.1%}{best}")
+            gb_s, tflop_s = moved_bytes(case) / seconds / 1e9, flops(case) / seconds / 1e12
+            limit = gb_s / marks["copy_gb_s"] if case.queries is None else tflop_s / marks["matmul_tflop_s"]
+            ratio = f"{best[0] / seconds:10.1%}  {best[1]}" if best and name in ours else ""
+            lines.append(f"{case.name:<32}{name:<12}{seconds * 1e6:10.1f}{gb_s:9.0f}{tflop_s:9.1f}{limit:10.1%}{ratio}")
     for name, done in parts.get("engine", {}).items():
         rate = f"{done['output_tok_s']:.0f} output tok/s" if "output_tok_s" in done else done["error"]
         lines.append(f"engine {name:<12}{rate}")
     return "\n".join(lines)
 
 
-PARTS = {"torch": torch_part, "kernels": kernels_part, "engine": engine_part}
+PARTS = {"torch": torch_part, "kernels": kernels_part, "peers": peers_part, "engine": engine_part}
 
 
 def main(argv: list[str] | None = None) -> int:

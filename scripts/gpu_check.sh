@@ -9,7 +9,7 @@ dry=${DRY:+--dry}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
 status=0
 # A part that breaks or hangs leaves the others their time.
-for part_limit in torch:60 kernels:320 engine:200; do
+for part_limit in torch:50 kernels:280 peers:80 engine:180; do
     part=${part_limit%:*}
     echo "== $part"
     timeout "${part_limit#*:}" "$python" scripts/gpu_check.py "$part" --out "$out" $dry || { status=1; echo "$part: failed ($?)"; }

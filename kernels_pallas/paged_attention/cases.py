@@ -1,14 +1,11 @@
-"""Named cases of paged attention, for tests and benches alike, and the inputs that they stand for.
+"""Named cases of paged attention, for tests and benches alike.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
 D head dim.
 """
 
 import dataclasses
-from typing import Any, Literal
-
-import jax.numpy as jnp
-import numpy as np
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,56 +42,6 @@ class Case:
         """The keyword arguments of the call."""
         names = ("num_layers", "sliding_window", "soft_cap")
         return {"scale": self.D**-0.5} | {name: getattr(self, name) for name in names}
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arrays of one call, in numpy; query_starts is None for decode."""
-
-    q: np.ndarray
-    pool: np.ndarray
-    layer: int
-    block_table: np.ndarray
-    context_lens: np.ndarray
-    query_starts: np.ndarray | None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The positional arguments of the call."""
-        args = (self.q, self.pool, self.layer, self.block_table, self.context_lens)
-        return args if self.query_starts is None else (*args, self.query_starts)
-
-
-def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: bool = True, seed: int = 0) -> Inputs:
-    """Inputs of a case: block ids permuted, block 0 used by nobody, NaN (if `poison`) in every slot that no query sees.
-
-    values: "random" is standard normal. "coded" has q = 0, so that a query weighs all that it sees equally, and for the
-    token at position t the value vector that is one at t % D and zero elsewhere: what comes out is a histogram of the
-    positions seen, in which a single dropped, doubled or added token shows.
-    """
-    rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(case.dtype)
-    P, K, D = case.P, case.K, case.D
-    blocks = [-(-n // P) for n in case.contexts]
-    N = sum(blocks) + 2
-    ids = rng.permutation(np.arange(1, N))
-    table = np.zeros((len(blocks), max(1, *blocks) + case.extra_blocks), np.int32)
-    pool = np.full((case.num_layers * N, P, 2 * K, D), np.nan if poison else 0.0, np.float32)
-    for row, (context, queries, used) in enumerate(zip(case.contexts, case.query_lens, blocks, strict=True)):
-        table[row, :used], ids = ids[:used], ids[used:]
-        first = 0 if case.sliding_window is None else max(0, context - queries + 1 - case.sliding_window)
-        seen = np.arange(first if queries else context, context)
-        kv = rng.standard_normal((len(seen), 2 * K, D), np.float32)
-        if values == "coded":
-            kv[:, 1::2] = (np.arange(D) == seen[:, None] % D)[:, None]
-        pool[case.layer * N + table[row, seen // P], seen % P] = kv
-    starts, tokens = None, len(case.contexts)
-    if case.queries is not None:
-        starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
-        tokens = int(starts[-1]) + case.extra_tokens
-    q = rng.standard_normal((tokens, case.H, D), np.float32)
-    q = (q if values == "random" else 0 * q).astype(dtype)
-    return Inputs(q, pool.astype(dtype), case.layer, table, np.asarray(case.contexts, np.int32), starts)
 
 
 # Lengths at which paging goes wrong for P = 8, a padding row among them.
@@ -147,16 +94,28 @@ GPU = (
     Case(name="prefill_few_tokens", contexts=(70, 2), queries=(3, 2), P=16, D=64, dtype=_BF16, extra_tokens=1),
 )  # fmt: skip
 
-_SPREAD = tuple(50 + 11 * i for i in range(32))
-_PROMPTS = tuple(101 + 3 * i for i in range(16))
-_60M = Case(name="", contexts=(), H=8, K=4, D=64, P=64, dtype=_BF16, num_layers=1, layer=0)
-_06B = dataclasses.replace(_60M, H=16, K=8, D=128)  # Qwen3-0.6B
+_ROWS = Case(name="", contexts=(), dtype=_BF16, num_layers=1, layer=0)
 
+
+def _timed(
+    rows: int, context: int, queries: int | None = None, G: int = 2, K: int = 8, D: int = 128, P: int = 64
+) -> Case:
+    """Rows alike, in bfloat16; by default with the heads of Qwen3-0.6B."""
+    kind = "decode" if queries is None else "fresh" if queries == context else "cached"
+    name, query_lens = f"{kind} {rows}x{context} G{G} D{D} P{P}", None if queries is None else (queries,) * rows
+    sizes = {"H": G * K, "K": K, "D": D, "P": P}
+    return dataclasses.replace(_ROWS, name=name, contexts=(context,) * rows, queries=query_lens, **sizes)
+
+
+_LENGTHS = (512, 2048, 8192, 32768)
+_OTHERS: tuple[dict[str, int], ...] = ({"G": 1}, {"G": 4}, {"G": 8}, {"D": 64}, {"P": 16}, {"P": 128})
+
+# What is timed on a GPU: decode, then prefill of 8192 or more tokens of context, fresh and with a cached prefix.
 BENCH = (
-    dataclasses.replace(_60M, name="decode_60m", contexts=_SPREAD),
-    dataclasses.replace(_60M, name="decode_60m_one_long", contexts=(4000, *[100] * 31)),
-    dataclasses.replace(_06B, name="decode_0.6b", contexts=(509,) * 32),
-    dataclasses.replace(_60M, name="prefill_60m", contexts=_PROMPTS, queries=_PROMPTS),
-    dataclasses.replace(_06B, name="prefill_0.6b", contexts=_PROMPTS, queries=_PROMPTS),
-    dataclasses.replace(_60M, name="prefill_60m_long", contexts=(4096,), queries=(4096,)),
+    *(_timed(rows, n) for rows in (1, 8, 32, 128, 256) for n in _LENGTHS),
+    *(_timed(128, 2048, **other) for other in _OTHERS),
+    *(_timed(max(1, 8192 // n), n, n) for n in _LENGTHS),
+    *(_timed(max(1, 8192 // n), n, n // 4) for n in _LENGTHS),
+    *(_timed(1, 8192, 8192, **other) for other in _OTHERS),
 )
+BENCH_DRY = (_timed(2, 40, K=1, D=64, P=16), _timed(1, 48, 48, K=1, D=64, P=16), _timed(1, 48, 32, K=1, D=64, P=16))

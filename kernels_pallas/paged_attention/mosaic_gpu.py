@@ -24,16 +24,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+
+from kernels_pallas.paged_attention.common import NEG, combine, rows_of
 
 Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128
 SMEM_BYTES = 227 << 10  # that a thread block may have
-NEG = -1e30  # masked score: finite, so that a row which sees nothing of a tile does no harm (a later maximum wipes it)
 LOG2E = math.log2(math.e)
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -41,52 +42,38 @@ _STATIC = ("num_layers", "scale", "sliding_window", "soft_cap", "interpret")
 
 
 def unsupported(
-    *,
-    dtype: DTypeLike,
-    head_dim: int,
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
+    *, dtype: DTypeLike, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int,
     compute_capability: str | None = None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """Why these kernels cannot run, or None. compute_capability None asks the default device if that is a GPU."""
     if compute_capability is None and jax.default_backend() == "gpu":
         compute_capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
-    if compute_capability is not None and compute_capability.partition(".")[0] != "9":
-        return f"compute capability {compute_capability}: wgmma is Hopper's alone (9.0)"
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {jnp.dtype(dtype).name}: only bfloat16 and float16"
-    if head_dim not in (64, 128, 256):
-        return f"head_dim {head_dim}: only 64, 128 and 256"
-    if block_size % 8 or (block_size % PREFILL_C and PREFILL_C % block_size):
-        return f"block_size {block_size}: only 8, 16, 32, 64 and multiples of {PREFILL_C}"
-    if num_heads % num_kv_heads or num_heads > Q * num_kv_heads:
-        return f"{num_heads} query heads over {num_kv_heads} KV heads: only 1 to {Q} whole heads each"
-    return None
+    hopper = compute_capability is None or compute_capability.partition(".")[0] == "9"
+    heads = f"{num_heads} query heads over {num_kv_heads} KV heads"
+    reasons = {
+        f"compute capability {compute_capability}: wgmma is Hopper's alone (9.0)": not hopper,
+        f"dtype {jnp.dtype(dtype)}: only bfloat16 and float16": jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16),
+        f"head_dim {head_dim}: only 64, 128 and 256": head_dim not in (64, 128, 256),
+        f"block_size {block_size}: only 8, 16, 32, 64 and multiples of {PREFILL_C}": block_size % 8 > 0
+        or (block_size % PREFILL_C > 0 and PREFILL_C % block_size > 0),
+        f"{heads}: only 1 to {Q} whole heads each": num_heads % num_kv_heads > 0 or num_heads > Q * num_kv_heads,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "splits"))
 def paged_attention_decode(
-    q_SHD: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    block_table_SM: jax.Array,
-    context_lens_S: jax.Array,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool | plgpu.InterpretGPUParams | None = None,
-    splits: int | None = None,
-) -> jax.Array:
+    q_SHD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
+    *, num_layers: int = 1, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
+    interpret: bool | plgpu.InterpretGPUParams | None = None, splits: int | None = None,
+) -> Array:  # fmt: skip
     """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`.
 
     interpret: None interprets where the default backend is the CPU. splits: thread blocks a context, None chooses.
     Raises NotImplementedError with the reason that `unsupported` gives.
     """
-    _check(q_SHD, pool)
     S, H, D = q_SHD.shape
+    interpret = _interpretation(interpret, q_SHD, pool)
     P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
     G, C, N = H // K, DECODE_C, pool.shape[0] // num_layers
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
@@ -95,7 +82,6 @@ def paged_attention_decode(
     # Two thread blocks share an SM where their registers fit (D = 64): one computes while the other starts or ends.
     fixed = 4096 + Q * D * out_dtype.itemsize
     stages = (SMEM_BYTES // (2 if D == 64 else 1) - fixed) // (C * 2 * D * dtype.itemsize)
-    interpreted, options = _interpretation(interpret)
 
     def kernel(q_ref, pool_ref, table_ref, contexts_ref, layer_ref, o_ref, lse_ref, buffers, barriers):
         kv_sm, (q_sm, o_sm), lse_sm = buffers
@@ -123,7 +109,7 @@ def paged_attention_decode(
                 slot = _iota((Q, C), 1)
                 s = jnp.where((slot >= low) & (slot < high), s, NEG)
                 p, acc, m, total = _fold(s, acc, m, total, dtype)
-                acc = _add_values(acc, p, kv_sm.at[stage], interpreted)
+                acc = _add_values(acc, p, kv_sm.at[stage], interpret)
                 plgpu.barrier_arrive(empty.at[stage])
                 return acc, m, total
 
@@ -140,42 +126,25 @@ def paged_attention_decode(
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_sm.at[pl.ds(0, rows)], q_full)
             _stream(pool_ref, layer_ref[0] * N, table_ref.at[row], context, head, first, count, kv_sm, full, empty)
 
-    q_and_o = plgpu.RefUnion(_tiled_smem((Q, D), dtype), _tiled_smem((Q, D), out_dtype))
-    ring = (
-        plgpu.Barrier(num_arrivals=max(1, C // P), num_barriers=stages),
-        plgpu.Barrier(num_barriers=stages),
-    )
     outputs = ((S, X, K, rows, D), out_dtype), ((S, X, K, rows), jnp.float32)
-    call = plgpu.kernel(
-        kernel,
+    q_and_o = plgpu.RefUnion(_tiled_smem((Q, D), dtype), _tiled_smem((Q, D), out_dtype))
+    q = jnp.pad(q_SHD.astype(dtype).reshape(S, K, G, D), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
+    o, lse = _launch(
+        kernel, q, pool, block_table_SM, context_lens_S, layer, interpret=interpret, warpgroups=2,
+        grid={"head": K, "split": X, "row": S},
         out_type=[jax.ShapeDtypeStruct(*output) for output in outputs],
         scratch_types=(
             (_tiled_smem((stages, C, 2 * D), dtype), q_and_o, plgpu.SMEM((Q,), jnp.float32)),
-            (plgpu.Barrier(), *ring),
+            (plgpu.Barrier(), *_ring(stages, C // P, 1)),
         ),
-        grid=(K, X, S),
-        grid_names=("head", "split", "row"),
-        num_threads=2,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **options,
-    )
-    q = jnp.pad(q_SHD.astype(dtype).reshape(S, K, G, D), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
-    layer_1 = jnp.asarray(layer, jnp.int32).reshape(1)
-    o, lse = call(q, pool.reshape(-1, P, K, 2 * D), block_table_SM, context_lens_S, layer_1)
-    o = o[:, 0] if X == 1 else _combine(o, lse)
+    )  # fmt: skip
+    o = o[:, 0] if X == 1 else combine(o, lse)
     return o[:, :, :G].reshape(S, H, D).astype(q_SHD.dtype)
 
 
-def _combine(o_SXKGD: jax.Array, lse_SXKG: jax.Array) -> jax.Array:
-    """The attention of whole contexts from that of their splits and the base-2 logarithms of their sums of weights."""
-    weight = jnp.exp2(lse_SXKG - jnp.max(lse_SXKG, axis=1, keepdims=True))
-    return jnp.sum(o_SXKGD * weight[..., None], axis=1) / jnp.sum(weight, axis=1)[..., None]
-
-
 def prefill_tiles(
-    query_starts_S1: jax.Array, context_lens_S: jax.Array, *, num_tokens: int, num_heads: int, num_kv_heads: int
-) -> jax.Array:
+    query_starts_S1: Array, context_lens_S: Array, *, num_tokens: int, num_heads: int, num_kv_heads: int
+) -> Array:
     """The query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of the first, context.
 
     The same for all layers: make it once a step and hand it to each call. The most work comes first, so that the last
@@ -186,12 +155,9 @@ def prefill_tiles(
     starts_R = query_starts_S1  # R = S + 1 rows: padding is the last
     lens_R = jnp.append(starts_R[1:], jnp.full((1,), num_tokens, starts_R.dtype)) - starts_R
     contexts_R = jnp.append(context_lens_S, jnp.zeros((1,), context_lens_S.dtype))
-    tiles_R = (lens_R + B - 1) // B
-    end_R = jnp.cumsum(tiles_R)
-    tile_A = jnp.arange(num_tokens // B + S + 1, dtype=jnp.int32)
-    row_A = jnp.minimum(jnp.sum(end_R[None, :] <= tile_A[:, None], axis=1, dtype=jnp.int32), S)
-    skip_A = (tile_A - (end_R - tiles_R)[row_A]) * B  # queries of the row before the tile
-    count_A = jnp.where(tile_A < end_R[-1], jnp.clip(lens_R[row_A] - skip_A, 0, B), 0)
+    row_A, nth_A = rows_of((lens_R + B - 1) // B, jnp.arange(num_tokens // B + S + 1, dtype=jnp.int32))
+    skip_A = nth_A * B  # queries of the row before the tile
+    count_A = jnp.clip(lens_R[row_A] - skip_A, 0, B)
     position_A = jnp.maximum((contexts_R - lens_R)[row_A] + skip_A, 0)
     table_A5 = jnp.stack([row_A, starts_R[row_A] + skip_A, count_A, position_A, contexts_R[row_A]], axis=1)
     work_A = jnp.minimum(position_A + count_A, contexts_R[row_A])
@@ -200,33 +166,22 @@ def prefill_tiles(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def paged_attention(
-    q_THD: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    block_table_SM: jax.Array,
-    context_lens_S: jax.Array,
-    query_starts_S1: jax.Array,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool | plgpu.InterpretGPUParams | None = None,
-    tiles: jax.Array | None = None,
-) -> jax.Array:
+    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array, query_starts_S1: Array,
+    *, num_layers: int = 1, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
+    interpret: bool | plgpu.InterpretGPUParams | None = None, tiles: Array | None = None,
+) -> Array:  # fmt: skip
     """Causal attention of packed queries, any number a row; see `reference.paged_attention`.
 
     tiles: of `prefill_tiles`; None makes them. The rest as for `paged_attention_decode`.
     """
-    _check(q_THD, pool)
     T, H, D = q_THD.shape
+    interpret = _interpretation(interpret, q_THD, pool)
     P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
     C, N = PREFILL_C if D < 256 else PREFILL_C // 2, pool.shape[0] // num_layers
     heads = _tile_heads(H, K)
     stages = (SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize) // (C * 2 * D * dtype.itemsize)
     if tiles is None:
         tiles = prefill_tiles(query_starts_S1, context_lens_S, num_tokens=T, num_heads=H, num_kv_heads=K)
-    interpreted, options = _interpretation(interpret)
 
     def kernel(q_ref, pool_ref, table_ref, tiles_ref, layer_ref, o_ref, buffers, barriers):
         kv_sm, qo_sm = buffers
@@ -277,7 +232,7 @@ def paged_attention(
                         seen &= key > query - sliding_window
                     s = jnp.where(seen, s, NEG)
                 p, acc, m, total = _fold(s, acc, m, total, dtype)
-                if not interpreted:
+                if not interpret:
                     p, acc, m, total = lax.optimization_barrier((p, acc, m, total))
                 next_turn()
 
@@ -285,7 +240,7 @@ def paged_attention(
                     following = lax.rem(i + 1 - begin, jnp.int32(stages))
                     pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(full.at[following]))
 
-                acc = _add_values(acc, p, kv_sm.at[stage], interpreted, wait_for_next)
+                acc = _add_values(acc, p, kv_sm.at[stage], interpret, wait_for_next)
                 plgpu.barrier_arrive(empty.at[stage])
                 return acc, m, total
 
@@ -319,27 +274,39 @@ def paged_attention(
 
     padding = max(0, Q - T)
     q_and_o = plgpu.RefUnion(_tiled_smem((2, Q, D), dtype), plgpu.SMEM((2, Q, D), dtype))
-    ring = (
-        plgpu.Barrier(num_arrivals=max(1, C // P), num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-    )
-    call = plgpu.kernel(
-        kernel,
+    q = jnp.pad(q_THD.astype(dtype), ((0, padding), (0, 0), (0, 0)))
+    o = _launch(
+        kernel, q, pool, block_table_SM, tiles, layer, interpret=interpret, warpgroups=3,
+        grid={"heads": H // heads, "tile": tiles.shape[0]},
         out_type=jax.ShapeDtypeStruct((T + padding, H, D), dtype),
         scratch_types=(
             (_tiled_smem((stages, C, 2 * D), dtype), q_and_o),
-            (*ring, plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)),
+            (*_ring(stages, C // P, 2), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)),
         ),
-        grid=(H // heads, tiles.shape[0]),
-        grid_names=("heads", "tile"),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **options,
-    )
-    q = jnp.pad(q_THD.astype(dtype), ((0, padding), (0, 0), (0, 0)))
+    )  # fmt: skip
+    return o[:T].astype(q_THD.dtype)
+
+
+def _launch(
+    kernel: Callable[..., None], q: Array, pool: Array, block_table_SM: Array, work: Array, layer: Array | int,
+    *, interpret: bool | plgpu.InterpretGPUParams, grid: dict[str, int], warpgroups: int, **types: Any,
+) -> Any:  # fmt: skip
+    """Runs a kernel over q, the pool as [L*N, P, K, 2D], the table, what each row or tile has to do, and the layer."""
+    if interpret:
+        types["interpret"] = plgpu.InterpretGPUParams() if interpret is True else interpret
+    call = plgpu.kernel(
+        kernel, grid=tuple(grid.values()), grid_names=tuple(grid), num_threads=warpgroups, thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True), **types,
+    )  # fmt: skip
     layer_1 = jnp.asarray(layer, jnp.int32).reshape(1)
-    return call(q, pool.reshape(-1, P, K, 2 * D), block_table_SM, tiles, layer_1)[:T].astype(q_THD.dtype)
+    _, P, K2, D = pool.shape
+    return call(q, pool.reshape(-1, P, K2 // 2, 2 * D), block_table_SM, work, layer_1)
+
+
+def _ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
+    """Of each stage: that its copies (at least one) have all arrived, and that its readers are all done with it."""
+    full = plgpu.Barrier(num_arrivals=max(1, copies), num_barriers=stages)
+    return full, plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
 
 
 def _tile_heads(num_heads: int, num_kv_heads: int) -> int:
@@ -347,25 +314,13 @@ def _tile_heads(num_heads: int, num_kv_heads: int) -> int:
     return 1 if num_heads // num_kv_heads % 2 else 2
 
 
-def _check(q: jax.Array, pool: jax.Array) -> None:
-    reason = unsupported(
-        dtype=pool.dtype,
-        head_dim=pool.shape[3],
-        block_size=pool.shape[1],
-        num_heads=q.shape[1],
-        num_kv_heads=pool.shape[2] // 2,
-    )
+def _interpretation(interpret: Any, q: Array, pool: Array) -> bool | plgpu.InterpretGPUParams:
+    """How to interpret the kernel, or False; NotImplementedError where it cannot run at all."""
+    (_, P, K2, D), H = pool.shape, q.shape[1]
+    reason = unsupported(dtype=pool.dtype, head_dim=D, block_size=P, num_heads=H, num_kv_heads=K2 // 2)
     if reason is not None:
         raise NotImplementedError(f"Mosaic GPU attention: {reason}")
-
-
-def _interpretation(interpret: bool | plgpu.InterpretGPUParams | None) -> tuple[bool, dict[str, Any]]:
-    """Whether the kernel is interpreted, and the options of `plgpu.kernel` for it."""
-    if interpret is None:
-        interpret = jax.default_backend() == "cpu"
-    if not interpret:
-        return False, {}
-    return True, {"interpret": plgpu.InterpretGPUParams() if interpret is True else interpret}
+    return jax.default_backend() == "cpu" if interpret is None else interpret
 
 
 def _tiled_smem(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -403,19 +358,18 @@ def _stream(pool_ref, base, table_ref, context, head, first, count, kv_sm, full,
         plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
 
 
-def _start(D: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _start(D: int) -> tuple[Array, Array, Array]:
     """Accumulator [Q, D], running maximum [Q] and sum [Q] of an online softmax."""
     acc = plgpu.layout_cast(jnp.zeros((Q, D), jnp.float32), _WGMMA)
-    m = plgpu.layout_cast(jnp.full((Q,), NEG, jnp.float32), _WGMMA.reduce(1))
-    total = plgpu.layout_cast(jnp.zeros((Q,), jnp.float32), _WGMMA.reduce(1))
+    m, total = (plgpu.layout_cast(jnp.full((Q,), x, jnp.float32), _WGMMA.reduce(1)) for x in (NEG, 0.0))
     return acc, m, total
 
 
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def _iota(shape: tuple[int, int], axis: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_WGMMA)
 
 
-def _scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+def _scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> Array:
     """q . k, [Q, C] in f32; `meanwhile` runs while the product does."""
 
     def product(acc_ref):
@@ -426,7 +380,7 @@ def _scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> jax.Ar
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((Q, kv_sm.shape[0]), jnp.float32))
 
 
-def _scaled(s: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+def _scaled(s: Array, scale: float, soft_cap: float | None) -> Array:
     """Scores in base 2, capped. The hardware's own tanh is good to 11 bits only, which a cap of 50 would show."""
     if soft_cap is None:
         return s * (scale * LOG2E)
@@ -434,7 +388,7 @@ def _scaled(s: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
     return tanh * (soft_cap * LOG2E)
 
 
-def _fold(s, acc, m, total, dtype) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _fold(s, acc, m, total, dtype) -> tuple[Array, Array, Array, Array]:
     """Weights of a tile's scores, and the state of the softmax brought to the new maximum."""
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     alpha = jnp.exp2(m - m_new)
@@ -443,11 +397,11 @@ def _fold(s, acc, m, total, dtype) -> tuple[jax.Array, jax.Array, jax.Array, jax
     return p.astype(dtype), acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m_new, total
 
 
-def _add_values(acc, p, kv_sm, interpreted: bool, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+def _add_values(acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None) -> Array:
     """acc + p . v, [Q, D]; `meanwhile` runs while the product does."""
     D = acc.shape[1]
     v_sm = kv_sm.at[:, pl.ds(D, D)]
-    if interpreted:  # the interpreter knows wgmma neither on registers nor into a given accumulator
+    if interpret:  # the interpreter knows wgmma neither on registers nor into a given accumulator
         acc = acc + jnp.dot(p, v_sm[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # orders this plain read before the copy that refills the stage
         meanwhile()
@@ -460,7 +414,7 @@ def _add_values(acc, p, kv_sm, interpreted: bool, meanwhile: Callable[[], None] 
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))  # pyright: ignore[reportReturnType]
 
 
-def _normalized(acc, total) -> jax.Array:
+def _normalized(acc, total) -> Array:
     """What the softmax weighs to; zeros where nothing was seen."""
     return acc * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), acc.shape, [0])
 
@@ -476,7 +430,7 @@ def _zero_unseen(kv_sm, low, high) -> None:
     plgpu.commit_smem()
 
 
-def _store_flat(ref, x: jax.Array) -> None:
+def _store_flat(ref, x: Array) -> None:
     """Stores to shared memory without tiles, of which TMA can copy any number of rows; bank conflicts are accepted."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)

@@ -66,15 +66,3 @@ def paged_attention_decode(
     out = np.zeros(q.shape, result.dtype)
     out[live] = result
     return out
-
-
-def write_kv(
-    pool: ArrayLike, layer: int, kv_T2KD: ArrayLike, slot_mapping_T: ArrayLike, *, num_layers: int = 1
-) -> np.ndarray:
-    """A copy of the pool with each token's keys and values in its slot; slots outside the layer are dropped."""
-    new = np.array(pool)
-    N, P = new.shape[0] // num_layers, new.shape[1]
-    for kv_2KD, slot in zip(np.asarray(kv_T2KD), np.asarray(slot_mapping_T), strict=True):
-        if 0 <= slot < N * P:
-            new[layer * N + slot // P, slot % P] = kv_2KD
-    return new

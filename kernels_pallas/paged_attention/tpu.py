@@ -23,11 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
+from kernels_pallas.paged_attention.common import NEG, rows_of
+
 KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
 SCORES = 1 << 17  # of the heads that are computed together: one's matmuls hide another's reductions
 QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
 VMEM, SMEM = 48 << 20, 960 << 10  # of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too
-NEG = -1e30  # masked score; running maxima start above it, so that it weighs nothing even where nothing else was met
 
 _i32 = jnp.int32
 _options = ("num_layers", "scale", "sliding_window", "soft_cap", "num_kv_heads", "interpret", "tiles", "kernel")
@@ -139,7 +140,7 @@ def _kernel(
 
         @pl.when((item == 0) | (tile_A[jnp.maximum(item - 1, 0)] != tile))
         def _():
-            top[...] = jnp.full_like(top, NEG / 2)
+            top[...] = jnp.full_like(top, NEG / 2)  # above NEG: what is masked weighs nothing even where all is
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
 
@@ -241,11 +242,10 @@ def paged_attention(
 
     Q, C, W, count = B * G, U * P, Y * itemsize // 4, -(-T // B)
     items_S = jnp.where((ends_S > starts_S) & (context_lens_S > 0), (ends_S - 1) // B - starts_S // B + 1, 0)
-    end_S = jnp.cumsum(items_S, dtype=_i32)
-    item_A = jnp.minimum(jnp.arange(min(T, count + S), dtype=_i32), jnp.maximum(end_S[-1] - 1, 0))  # the last repeats
-    row_A = jnp.minimum(jnp.sum(end_S[None, :] <= item_A[:, None], axis=1, dtype=_i32), S - 1)
-    tile_A = jnp.minimum(starts_S[row_A] // B + item_A - (end_S - items_S)[row_A], count - 1)
-    base = jnp.stack([first_block, end_S[-1]])
+    items = jnp.sum(items_S, dtype=_i32)
+    item_A = jnp.minimum(jnp.arange(min(T, count + S), dtype=_i32), jnp.maximum(items - 1, 0))  # the last repeats
+    row_A, nth_A = rows_of(items_S, item_A)
+    tile_A, base = jnp.minimum(starts_S[row_A] // B + nth_A, count - 1), jnp.stack([first_block, items])
     scalars = (base, row_A, tile_A, block_table_SM.reshape(-1), context_lens_S, query_starts_S1)
 
     q = _pad(q_THD.astype(pool.dtype), (count * B, H, X)).reshape(-1, K, G, X).swapaxes(0, 1).reshape(K, -1, X)

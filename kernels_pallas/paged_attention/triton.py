@@ -16,14 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-NEG = -1e30  # masked score: finite, so that a step without any visible key does no harm
+from kernels_pallas.paged_attention.common import NEG, combine, rows_of
+
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of a Triton matmul
-PREFILL_ROWS = 128
+PREFILL_ROWS = 128  # half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
 SLOTS = 64  # C
 PROGRAMS = 264  # that fill a card twice over: what decode splits its contexts for
 MAX_SPLITS = 16
@@ -31,126 +32,89 @@ MAX_SPLITS = 16
 
 def unsupported(*, dtype: Any, head_dim: int, **_: Any) -> str | None:
     """Why these shapes cannot run here, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"dtype {jnp.dtype(dtype)}: only bfloat16 and float16"
-    if head_dim not in (32, 64, 128, 256):
-        return f"head_dim {head_dim}: only 32, 64, 128 and 256"
-    return None
+    reasons = {
+        f"dtype {jnp.dtype(dtype)}: only bfloat16 and float16": jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16),
+        f"head_dim {head_dim}: only 32, 64, 128 and 256": head_dim not in (32, 64, 128, 256),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def paged_attention_decode(
-    q_SHD: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    block_table_SM: jax.Array,
-    context_lens_S: jax.Array,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool | None = None,
-) -> jax.Array:
-    """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`."""
-    S, K = q_SHD.shape[0], pool.shape[2] // 2
+    q_SHD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
+    *, splits: int | None = None, **options: Any,
+) -> Array:  # fmt: skip
+    """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`.
+
+    splits: programs a context, None chooses. The options are those of the reference, and interpret: None interprets
+    where the default backend is the CPU. Raises NotImplementedError with the reason that `unsupported` gives.
+    """
+    (S, M), (_, P, K2, _) = block_table_SM.shape, pool.shape
     context_lens_S = jnp.asarray(context_lens_S)
     rows_S = jnp.where(context_lens_S > 0, jnp.arange(S, dtype=jnp.int32), -1)
-    tiles = (rows_S, jnp.zeros_like(rows_S))
-    starts_S1 = jnp.arange(S + 1, dtype=jnp.int32)
-    splits = min(max(-(-PROGRAMS // (S * K)), 1), MAX_SPLITS, block_table_SM.shape[1] * pool.shape[1] // SLOTS + 1)
-    out = _attend(
-        q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles, num_layers=num_layers, scale=scale,
-        window=sliding_window, soft_cap=soft_cap, tokens=1, splits=splits, interpret=interpret,
-    )  # fmt: skip
-    return jnp.where((context_lens_S > 0)[:, None, None], out, 0)
+    tiles, starts_S1 = (rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
+    splits = splits or min(max(-(-PROGRAMS // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
+    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles)
+    return jnp.where((context_lens_S > 0)[:, None, None], _attend(*args, tokens=1, splits=splits, **options), 0)
 
 
 def paged_attention(
-    q_THD: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array | int,
-    block_table_SM: jax.Array,
-    context_lens_S: jax.Array,
-    query_starts_S1: jax.Array,
-    *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool | None = None,
-) -> jax.Array:
-    """Causal attention of packed queries, any number a row; see `reference.paged_attention`."""
-    T, H, _ = q_THD.shape
-    query_starts_S1 = jnp.asarray(query_starts_S1)
-    tokens = max(1, PREFILL_ROWS // pl.next_power_of_2(2 * H // pool.shape[2]))
-    tiles = query_tiles(query_starts_S1, tokens, T)
-    out = _attend(
-        q_THD, pool, layer, block_table_SM, context_lens_S, query_starts_S1, tiles, num_layers=num_layers, scale=scale,
-        window=sliding_window, soft_cap=soft_cap, tokens=tokens, splits=1, interpret=interpret,
-    )  # fmt: skip
-    return jnp.where((jnp.arange(T) < query_starts_S1[-1])[:, None, None], out, 0)
-
-
-def query_tiles(query_starts_S1: jax.Array, tokens: int, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The row of each tile of `tokens` queries and its first query in the row, both int32 [A]; row -1 is no tile."""
+    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
+    query_starts_S1: Array, **options: Any,
+) -> Array:  # fmt: skip
+    """Causal attention of packed queries, any number a row; see `reference.paged_attention`. Options as for decode."""
+    (T, H, D), S, query_starts_S1 = q_THD.shape, block_table_SM.shape[0], jnp.asarray(query_starts_S1)
+    rows = PREFILL_ROWS if D <= 128 else PREFILL_ROWS // 2
+    tokens = max(1, rows // pl.next_power_of_2(2 * H // pool.shape[2]))  # of a tile
     tiles_S = (query_starts_S1[1:] - query_starts_S1[:-1] + tokens - 1) // tokens
-    end_S = jnp.cumsum(tiles_S)
-    S = tiles_S.shape[0]
-    tile_A = jnp.arange(-(-num_tokens // tokens) + S, dtype=jnp.int32)
-    row_A = jnp.sum(end_S[None, :] <= tile_A[:, None], axis=1, dtype=jnp.int32)
-    first_A = (tile_A - (end_S - tiles_S)[jnp.minimum(row_A, S - 1)]) * tokens
-    return jnp.where(row_A < S, row_A, -1), first_A.astype(jnp.int32)
+    row_A, nth_A = rows_of(tiles_S, jnp.arange(-(-T // tokens) + S, dtype=jnp.int32))
+    tiles = (jnp.where(nth_A < tiles_S[row_A], row_A, -1), nth_A * tokens)
+    args = (q_THD, pool, layer, block_table_SM, context_lens_S, query_starts_S1, tiles)
+    live_T = jnp.arange(T) < query_starts_S1[-1]
+    return jnp.where(live_T[:, None, None], _attend(*args, tokens=tokens, splits=1, **options), 0)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("num_layers", "scale", "window", "soft_cap", "tokens", "splits", "interpret")
+    jax.jit, static_argnames=("num_layers", "scale", "sliding_window", "soft_cap", "interpret", "tokens", "splits")
 )
 def _attend(
-    q_THD: jax.Array, pool: jax.Array, layer: jax.Array | int, block_table_SM: jax.Array, context_lens_S: jax.Array,
-    query_starts_S1: jax.Array, tiles: tuple[jax.Array, jax.Array], *, num_layers: int, scale: float,
-    window: int | None, soft_cap: float | None, tokens: int, splits: int, interpret: bool | None,
-) -> jax.Array:  # fmt: skip
-    """Results of every query of a tile; whatever was there before for all others."""
-    T, H, D = q_THD.shape
-    blocks, P, K = pool.shape[0], pool.shape[1], pool.shape[2] // 2
+    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array, query_starts_S1: Array,
+    tiles: tuple[Array, Array], *, num_layers: int = 1, scale: float, sliding_window: int | None = None,
+    soft_cap: float | None = None, interpret: bool | None = None, tokens: int, splits: int,
+) -> Array:  # fmt: skip
+    """Results of every query of a tile; whatever was there before for all others.
+
+    tiles, int32 [A] each: the row of a tile of so many `tokens`, -1 for no tile, and its first query in the row.
+    """
+    (T, H, D), (blocks, P, K2, _) = q_THD.shape, pool.shape
     if reason := unsupported(dtype=pool.dtype, head_dim=D):
         raise NotImplementedError(f"triton: {reason}")
-    G = H // K
-    heads = pl.next_power_of_2(G)
-    heads = max(heads, MIN_ROWS // tokens)  # all of a tile's rows, G of each token's heads real
-    shape = (splits, T, K, G)
+    K, G = K2 // 2, 2 * H // K2
+    heads = max(pl.next_power_of_2(G), MIN_ROWS // tokens)  # all of a tile's rows, G of each token's heads real
+    C, stages = (SLOTS, 3) if D <= 128 else (SLOTS // 2, 2)
     kernel = functools.partial(
-        _kernel, G=G, heads=heads, tokens=tokens, P=P, scale=scale, window=window, soft_cap=soft_cap, splits=splits
+        _kernel, G=G, heads=heads, tokens=tokens, P=P, C=C, scale=scale, window=sliding_window, soft_cap=soft_cap
     )
-    out, top, total = pl.pallas_call(
+    outputs = ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype), ((T, splits, K, G), jnp.float32)
+    o, lse = pl.pallas_call(
         kernel,
         grid=(tiles[0].shape[0], K, splits),
-        out_shape=(
-            jax.ShapeDtypeStruct((*shape, D), jnp.float32 if splits > 1 else q_THD.dtype),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ),
+        out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         interpret=jax.default_backend() == "cpu" if interpret is None else interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=stages),
         name="paged_attention",
     )(
-        q_THD.reshape(T, K, G, D), pool.reshape(blocks * P, 2 * K, D), jnp.asarray(block_table_SM),
+        q_THD.reshape(T, K, G, D), pool.reshape(blocks * P, K2, D), jnp.asarray(block_table_SM),
         jnp.asarray(context_lens_S), query_starts_S1, *tiles,
         jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // num_layers), (1,)),
     )  # fmt: skip
-    if splits == 1:
-        return out[0].reshape(T, H, D)
-    weight = total * jnp.exp2(top - jnp.max(top, axis=0, keepdims=True))
-    mixed = jnp.sum(jnp.where(total[..., None] > 0, out, 0) * weight[..., None], axis=0)
-    return (mixed / jnp.sum(weight, axis=0)[..., None]).astype(q_THD.dtype).reshape(T, H, D)
+    return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, D)
 
 
 def _kernel(
-    q_ref, pool_ref, table_ref, contexts_ref, starts_ref, rows_ref, firsts_ref, first_block_ref, out_ref, top_ref,
-    total_ref, *, G: int, heads: int, tokens: int, P: int, scale: float, window: int | None, soft_cap: float | None,
-    splits: int,
+    q_ref, pool_ref, table_ref, contexts_ref, starts_ref, rows_ref, firsts_ref, first_block_ref, out_ref, lse_ref,
+    *, G: int, heads: int, tokens: int, P: int, C: int, scale: float, window: int | None, soft_cap: float | None,
 ):  # fmt: skip
-    tile, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile, head, split, splits = pl.program_id(0), pl.program_id(1), pl.program_id(2), out_ref.shape[1]
     row = rows_ref[tile]
     D, rows = q_ref.shape[-1], tokens * heads
 
@@ -168,20 +132,20 @@ def _kernel(
 
         end = jnp.minimum(context - count + first + tokens, context)  # slots that some query of the tile sees
         begin = 0 if window is None else jnp.maximum(context - count + first + 1 - window, 0)
-        steps_from = lax.div(begin, SLOTS)
-        steps = pl.cdiv(end, SLOTS) - steps_from
+        steps_from = lax.div(begin, C)
+        steps = pl.cdiv(end, C) - steps_from
         share = pl.cdiv(steps, splits)
         step0 = steps_from + split * share
         step1 = jnp.minimum(step0 + share, steps_from + steps)
-        slot_C = jnp.arange(SLOTS)
+        slot_C = jnp.arange(C)
 
         def blocks(step):
-            slot = step * SLOTS + slot_C
+            slot = step * C + slot_C
             return plgpu.load(table_ref.at[row, lax.div(slot, P)], mask=slot < end, other=0)
 
         def body(step, carry):
             top, total, acc, block_C = carry
-            slot_C_ = step * SLOTS + slot_C
+            slot_C_ = step * C + slot_C
             following = blocks(step + 1)
             seen_C = (slot_C_ >= begin) & (slot_C_ < end)
             slots = ((first_block_ref[0] + block_C) * P + lax.rem(slot_C_, P))[:, None]
@@ -204,9 +168,8 @@ def _kernel(
         # A query that saw masked keys alone so far has weights of exp2(0): its maximum says that they are nothing.
         total = jnp.where(top > NEG, total, 0.0)
         out = acc / jnp.where(total > 0, total, 1.0)[:, None]
-        plgpu.store(
-            out_ref.at[split, *here], out.astype(out_ref.dtype), mask=jnp.broadcast_to(real_R[:, None], out.shape)
-        )
+        real = jnp.broadcast_to(real_R[:, None], out.shape)
+        plgpu.store(out_ref.at[here[0], split, *here[1:]], out.astype(out_ref.dtype), mask=real)
         if splits > 1:
-            plgpu.store(top_ref.at[split, start + token_R, head, head_R], top, mask=real_R)
-            plgpu.store(total_ref.at[split, start + token_R, head, head_R], total, mask=real_R)
+            lse = top + jnp.log2(jnp.maximum(total, 1.0))  # a sum is at least 1, its maximum's weight, or 0
+            plgpu.store(lse_ref.at[start + token_R, split, head, head_R], lse, mask=real_R)

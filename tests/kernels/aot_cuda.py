@@ -106,17 +106,20 @@ class Resources:
     seconds: float
 
 
+H200 = ("NVIDIA H200", 132)
+
+
 @contextlib.contextmanager
-def hopper() -> Iterator[None]:
-    """Lowering inside takes the target for an H200."""
-    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
+    """Lowering inside takes the target for a device of that name and number of cores."""
+    abstract_device = jax.sharding.AbstractDevice(*device, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract_device)):
         yield
 
 
-def lower(function: Callable[..., Any], *args: Any) -> str:
+def lower(function: Callable[..., Any], *args: Any, device: tuple[str, int] = H200) -> str:
     """StableHLO of a function of ShapeDtypeStructs for CUDA, kernels included."""
-    with hopper():
+    with hopper(device):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 

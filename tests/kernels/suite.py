@@ -1,19 +1,72 @@
-"""The tests that every implementation of paged attention inherits, and the checks that they make."""
+"""The tests that every implementation of paged attention inherits, the checks that they make, and a case's inputs."""
 
+import contextlib
 import dataclasses
-from types import ModuleType
-from typing import Any, Literal
+import faulthandler
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case, Inputs, build
+from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
 
 CASES = (*DECODE, *PREFILL)
 F32_TOLERANCE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of one call, in numpy; query_starts is None for decode."""
+
+    q: np.ndarray
+    pool: np.ndarray
+    layer: int
+    block_table: np.ndarray
+    context_lens: np.ndarray
+    query_starts: np.ndarray | None
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments of the call."""
+        args = (self.q, self.pool, self.layer, self.block_table, self.context_lens)
+        return args if self.query_starts is None else (*args, self.query_starts)
+
+
+def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: bool = True, seed: int = 0) -> Inputs:
+    """Inputs of a case: block ids permuted, block 0 used by nobody, NaN (if `poison`) in every slot that no query sees.
+
+    values: "random" is standard normal. "coded" has q = 0, so that a query weighs all that it sees equally, and for the
+    token at position t the value vector that is one at t % D and zero elsewhere: what comes out is a histogram of the
+    positions seen, in which a single dropped, doubled or added token shows.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    P, K, D = case.P, case.K, case.D
+    blocks = [-(-n // P) for n in case.contexts]
+    N = sum(blocks) + 2
+    ids = rng.permutation(np.arange(1, N))
+    table = np.zeros((len(blocks), max(1, *blocks) + case.extra_blocks), np.int32)
+    pool = np.full((case.num_layers * N, P, 2 * K, D), np.nan if poison else 0.0, np.float32)
+    for row, (context, queries, used) in enumerate(zip(case.contexts, case.query_lens, blocks, strict=True)):
+        table[row, :used], ids = ids[:used], ids[used:]
+        first = 0 if case.sliding_window is None else max(0, context - queries + 1 - case.sliding_window)
+        seen = np.arange(first if queries else context, context)
+        kv = rng.standard_normal((len(seen), 2 * K, D), np.float32)
+        if values == "coded":
+            kv[:, 1::2] = (np.arange(D) == seen[:, None] % D)[:, None]
+        pool[case.layer * N + table[row, seen // P], seen % P] = kv
+    starts, tokens = None, len(case.contexts)
+    if case.queries is not None:
+        starts = np.concatenate([[0], np.cumsum(case.queries)]).astype(np.int32)
+        tokens = int(starts[-1]) + case.extra_tokens
+    q = rng.standard_normal((tokens, case.H, D), np.float32)
+    q = (q if values == "random" else 0 * q).astype(dtype)
+    return Inputs(q, pool.astype(dtype), case.layer, table, np.asarray(case.contexts, np.int32), starts)
 
 
 def call(implementation: Any, case: Case, inputs: Inputs, **options: Any) -> Any:
@@ -22,12 +75,12 @@ def call(implementation: Any, case: Case, inputs: Inputs, **options: Any) -> Any
     return getattr(implementation, name)(*inputs.args, **case.options, **options)
 
 
-def check(implementation: Any, case: Case, values: Literal["random", "coded"] = "random") -> None:
+def check(implementation: Any, case: Case, values: Literal["random", "coded"] = "random", **options: Any) -> None:
     """Hold one call to the float64 reference: f32 to 1e-5, others to twice the reference's own error in that dtype."""
     inputs = build(case, values=values)
     exact = call(reference, case, inputs, exact=True)
     assert np.isfinite(exact).all()
-    result = call(implementation, case, inputs)
+    result = call(implementation, case, inputs, **options)
     assert result.shape == exact.shape and result.dtype == inputs.q.dtype
     tolerance = F32_TOLERANCE
     if case.dtype != "float32":
@@ -42,34 +95,51 @@ def _error(result: Any, exact: np.ndarray) -> float:
     return float(np.abs(np.asarray(result).astype(np.float64) - exact).max())
 
 
+@contextlib.contextmanager
+def bounded(request: pytest.FixtureRequest, seconds: float) -> Iterator[None]:
+    """Ends the process after so many seconds: nothing else ends an interpreted kernel that waits for ever."""
+    stderr = request.config.stash.get(fault_handler_stderr_fd_key, 2)  # past pytest's capture
+    faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
 class PagedAttentionSuite:
-    """Subclass with `implementation`, a module that has paged_attention and paged_attention_decode."""
+    """Subclass with `implementation` (anything that has the two functions), and with what else differs.
 
-    implementation: ModuleType
+    cases: held to the reference. coded_cases: again, with values that tell positions apart. plain_cases: a decode and a
+    prefill, for what depends on no shape. plain_splits: of that decode's context, where their number has to be fixed.
+    """
 
-    @pytest.mark.parametrize("case", CASES, ids=str)
+    implementation: Any
+    cases: ClassVar[Sequence[Any]] = CASES
+    coded_cases: ClassVar[Sequence[Any] | None] = None  # the same
+    plain_cases: ClassVar[Sequence[Any]] = (DECODE[0], PREFILL[0])
+    plain_splits: int | None = None
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        coded = self.cases if self.coded_cases is None else self.coded_cases
+        for name, cases in (("case", self.cases), ("coded_case", coded), ("plain_case", self.plain_cases)):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, cases, ids=str)
+
     def test_equals_the_reference(self, case: Case) -> None:
         check(self.implementation, case)
 
-    @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_sees_each_position_once(self, case: Case) -> None:
-        check(self.implementation, case, "coded")
+    def test_sees_each_position_once(self, coded_case: Case) -> None:
+        check(self.implementation, coded_case, "coded")
 
-    @pytest.mark.parametrize("case", [DECODE[0], PREFILL[0]], ids=str)
-    def test_layer_may_be_traced(self, case: Case) -> None:
-        inputs = build(case)
-        arrays = [jnp.asarray(x) for x in inputs.args if isinstance(x, np.ndarray)]
+    def test_layer_may_be_traced_and_the_table_wide(self, plain_case: Case) -> None:
+        inputs = build(plain_case)
+        options = {"splits": self.plain_splits} if plain_case.queries is None and self.plain_splits else {}
 
-        def run(layer: jax.Array, q: jax.Array, pool: jax.Array, *rest: jax.Array) -> jax.Array:
-            traced = dataclasses.replace(inputs, q=q, pool=pool, layer=layer)  # pyright: ignore[reportArgumentType]
-            return call(self.implementation, case, traced)
+        def run(layer: jax.Array, q: jax.Array, pool: jax.Array, table: jax.Array, *rest: jax.Array) -> jax.Array:
+            names = ("context_lens", "query_starts")
+            traced: Any = {"q": q, "pool": pool, "layer": layer, "block_table": table}
+            traced |= dict(zip(names, rest, strict=False))
+            return call(self.implementation, plain_case, dataclasses.replace(inputs, **traced), **options)
 
-        q, pool, *rest = arrays
-        result = jax.jit(run)(jnp.int32(case.layer), q, pool, *rest)
-        assert np.array_equal(result, call(self.implementation, case, inputs))
-
-    @pytest.mark.parametrize("case", [DECODE[0], PREFILL[0]], ids=str)
-    def test_width_of_the_block_table_changes_nothing(self, case: Case) -> None:
-        inputs = build(case)
         wide = dataclasses.replace(inputs, block_table=np.pad(inputs.block_table, ((0, 0), (0, 50))))
-        assert np.array_equal(call(self.implementation, case, inputs), call(self.implementation, case, wide))
+        arrays = [jnp.asarray(x) for x in wide.args if isinstance(x, np.ndarray)]
+        result = jax.jit(run)(jnp.int32(plain_case.layer), *arrays)
+        assert np.array_equal(result, call(self.implementation, plain_case, inputs, **options))

@@ -1,8 +1,6 @@
-"""The Mosaic GPU kernels without a GPU: interpreted under race detection, lowered for CUDA, compiled for sm_90a."""
+"""The Mosaic GPU kernels without a GPU: the shared suite interpreted under race detection, lowered for CUDA, compiled
+for sm_90a."""
 
-import dataclasses
-import faulthandler
-import functools
 import json
 import os
 import subprocess
@@ -10,72 +8,58 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _pytest.faulthandler import fault_handler_stderr_fd_key
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter  # jax has no public name for it
+from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.paged_attention import mosaic_gpu, reference
-from kernels_pallas.paged_attention.cases import GPU, Case, build
+from kernels_pallas.paged_attention import mosaic_gpu
+from kernels_pallas.paged_attention.cases import GPU, Case
 from tests.kernels import aot_cuda
-from tests.kernels.suite import call
+from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check
 
 SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise never end
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-CASES = GPU
 DECODE, PREFILL = ([case for case in GPU if (case.queries is None) == is_decode] for is_decode in (True, False))
 
 
+def _without_races(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function interpreted; each call fails if a race was found in it."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        result = jax.block_until_ready(function(*args, interpret=INTERPRET, **options))
+        assert isinstance(result, Tracer) or not interpreter.get_races().races_found
+        return result
+
+    return run
+
+
+INTERPRETED = SimpleNamespace(
+    paged_attention_decode=_without_races(mosaic_gpu.paged_attention_decode),
+    paged_attention=_without_races(mosaic_gpu.paged_attention),
+)
+
+
 @pytest.fixture(autouse=True)
-def _bounded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends the process where a test takes too long (a kernel that waits for ever holds no lock that Python could
-    break), and leaves the interpreter and the compiled kernels as they were."""
-    stderr = request.config.stash.get(fault_handler_stderr_fd_key, 2)
-    faulthandler.dump_traceback_later(SECONDS, exit=True, file=stderr)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    interpreter.reset_gpu_interpret_mode_state()
+def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the process if a test takes too long, and leaves the interpreter as it was."""
+    with bounded(request, SECONDS):
+        yield
+        interpreter.reset_gpu_interpret_mode_state()
 
 
-def check(
-    case: Case,
-    values: Literal["random", "coded"] = "random",
-    implementation: Any = mosaic_gpu,
-    interpret: Any = INTERPRET,
-    **options: Any,
-) -> None:
-    """Hold one call to the float64 reference, within twice the error of the reference's own 16-bit form."""
-    inputs = build(case, values=values)
-    exact = call(reference, case, inputs, exact=True)
-    tolerance = 2 * _error(call(reference, case, inputs), exact)
-    assert tolerance < 0.05
-    result = np.asarray(call(implementation, case, inputs, interpret=interpret, **options))
-    assert result.shape == exact.shape and result.dtype == inputs.q.dtype
-    assert _error(result, exact) <= tolerance  # false for NaN
-    padding = inputs.context_lens == 0 if inputs.query_starts is None else slice(inputs.query_starts[-1], None)
-    assert not result[padding].any()
-    assert not interpret or not interpreter.get_races().races_found
-
-
-def _error(result: Any, exact: np.ndarray) -> float:
-    return float(np.abs(np.asarray(result).astype(np.float64) - exact).max())
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_reference(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_sees_each_position_once(case: Case) -> None:
-    check(case, "coded")
+class TestMosaicGpu(PagedAttentionSuite):
+    implementation = INTERPRETED
+    cases = GPU
+    plain_cases = (DECODE[3], PREFILL[5])
+    plain_splits = 1  # how many there are otherwise follows from the table's width
 
 
 @pytest.mark.parametrize(
@@ -83,29 +67,17 @@ def test_sees_each_position_once(case: Case) -> None:
 )
 def test_any_number_of_splits(splits: int) -> None:
     """With five, some have no tiles."""
-    check(DECODE[0], splits=splits)
+    check(INTERPRETED, DECODE[0], splits=splits)
 
 
 @pytest.mark.parametrize("group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5, 6, 8, 16, 64)])
 def test_decode_group_sizes(group: int) -> None:
-    check(Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16"))
+    check(INTERPRETED, Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 8)])
 def test_prefill_group_sizes(group: int) -> None:
-    check(Case(name="group", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16"))
-
-
-@pytest.mark.parametrize("case", [DECODE[3], PREFILL[5]], ids=str)
-def test_layer_may_be_traced_and_the_table_wide(case: Case) -> None:
-    inputs = build(case)
-    options = case.options | {"interpret": INTERPRET} | ({"splits": 1} if case.queries is None else {})
-    function = mosaic_gpu.paged_attention_decode if case.queries is None else mosaic_gpu.paged_attention
-    expected = function(*inputs.args, **options)
-    wide = dataclasses.replace(inputs, block_table=np.pad(inputs.block_table, ((0, 0), (0, 50))))
-    q, pool, layer, *rest = wide.args
-    result = jax.jit(functools.partial(function, **options))(q, pool, jnp.int32(layer), *rest)
-    assert np.array_equal(np.asarray(result), np.asarray(expected))
+    check(INTERPRETED, Case(name="group", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16"))
 
 
 def test_tiles_may_come_from_outside() -> None:
@@ -113,7 +85,7 @@ def test_tiles_may_come_from_outside() -> None:
     inputs = build(case)
     starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
     tiles = mosaic_gpu.prefill_tiles(starts, contexts, num_tokens=len(inputs.q), num_heads=case.H, num_kv_heads=case.K)
-    check(case, tiles=tiles)
+    check(INTERPRETED, case, tiles=tiles)
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -160,8 +132,8 @@ def _changed(**changes: Callable[[Any], Any]) -> Any:
 
     names = ("q", "pool", "layer", "table", "contexts")
     return SimpleNamespace(
-        paged_attention_decode=wrap(mosaic_gpu.paged_attention_decode, *names),
-        paged_attention=wrap(mosaic_gpu.paged_attention, *names, "starts"),
+        paged_attention_decode=wrap(INTERPRETED.paged_attention_decode, *names),
+        paged_attention=wrap(INTERPRETED.paged_attention, *names, "starts"),
     )
 
 
@@ -175,7 +147,7 @@ def _drop_a_block(table: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
 def test_nothing_changed_passes(case: Case) -> None:
-    check(case)
+    check(INTERPRETED, case)
 
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
@@ -191,7 +163,7 @@ def test_nothing_changed_passes(case: Case) -> None:
 )
 def test_wrong_arguments_fail(case: Case, mutant: Any) -> None:
     with pytest.raises(AssertionError):
-        check(case, "coded" if case.queries is None else "random", implementation=mutant)
+        check(mutant, case, "coded" if case.queries is None else "random")
 
 
 def test_zeros_fail() -> None:
@@ -199,7 +171,7 @@ def test_zeros_fail() -> None:
         return 0 * q
 
     with pytest.raises(AssertionError):
-        check(SMALL_DECODE, implementation=SimpleNamespace(paged_attention_decode=zeros))
+        check(SimpleNamespace(paged_attention_decode=zeros), SMALL_DECODE)
 
 
 @pytest.mark.parametrize("change", ["a tile less", "causal mask off by one"])
@@ -208,9 +180,9 @@ def test_wrong_tiles_fail(change: str) -> None:
     starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
     tiles = mosaic_gpu.prefill_tiles(starts, contexts, num_tokens=len(inputs.q), num_heads=2, num_kv_heads=1)
     wrong = tiles.at[0, 2].set(0) if change == "a tile less" else tiles.at[:, 3].add(1)
-    check(SMALL_PREFILL, tiles=tiles)
+    check(INTERPRETED, SMALL_PREFILL, tiles=tiles)
     with pytest.raises(AssertionError):
-        check(SMALL_PREFILL, tiles=wrong)
+        check(INTERPRETED, SMALL_PREFILL, tiles=wrong)
 
 
 @pytest.fixture
@@ -230,17 +202,17 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], Non
 
 
 def test_a_split_ignored_fails(mutate: Callable[[str, Any], None]) -> None:
-    combine = mosaic_gpu._combine
-    mutate("_combine", lambda o, lse: combine(o[:, :-1], lse[:, :-1]))
+    combine = mosaic_gpu.combine
+    mutate("combine", lambda o, lse: combine(o[:, :-1], lse[:, :-1]))
     with pytest.raises(AssertionError):
-        check(SMALL_DECODE, splits=2)
+        check(INTERPRETED, SMALL_DECODE, splits=2)
 
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
 def test_unseen_values_let_through_fail(case: Case, mutate: Callable[[str, Any], None]) -> None:
     mutate("_zero_unseen", lambda *_: None)
     with pytest.raises(AssertionError):
-        check(case)
+        check(INTERPRETED, case)
 
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
@@ -330,10 +302,3 @@ def test_compiles_for_sm_90a_without_spills(tmp_path: Path) -> None:
     assert {r["name"] for r in results} == set(aot_cuda.KERNELS)
     # A window and a soft cap together take more registers than there are: some 20 of a thread go to memory and back.
     assert all(r["spills"] <= (256 if r["name"].endswith("window_cap") else 0) for r in results), results
-
-
-if __name__ == "__main__":  # on a Hopper card, from the repository's root: python -m tests.kernels.test_mosaic_gpu
-    for each in CASES:
-        check(each, interpret=False)
-        check(each, "coded", interpret=False)
-        print(each, "ok", flush=True)

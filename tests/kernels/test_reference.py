@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case, build
-from tests.kernels.suite import CASES, call, check
+from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from tests.kernels.suite import CASES, build, call, check
 
 
 def right(age: np.ndarray, position: np.ndarray, case: Case) -> np.ndarray:

@@ -5,7 +5,7 @@ carries copies out at once and orders all reads and writes, so that a buffer fil
 """
 
 import dataclasses
-import faulthandler
+import inspect
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,27 +17,27 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel
 
 from kernels_pallas.paged_attention import reference, tpu
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case, build
+from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
 from tests.kernels import aot_tpu
-from tests.kernels.suite import CASES, PagedAttentionSuite, call, check
+from tests.kernels.suite import CASES, PagedAttentionSuite, bounded, build, call, check
 
-TIMEOUT = 240  # seconds a test: a kernel that waits for ever blocks the process where no signal is handled
+TIMEOUT = 240  # seconds that a test may take
 NAN = pltpu.InterpretParams()
 RACES = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 
 
 @pytest.fixture(autouse=True)
-def _watched() -> Iterator[None]:
+def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends the process if a test takes too long; fails a test in which a race was found."""
-    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-    try:
-        assert not _race_found()
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
+    with bounded(request, TIMEOUT):
+        yield
+        try:
+            assert not _race_found()
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
 
 
 def _race_found() -> bool:
@@ -67,11 +67,8 @@ AGAIN = [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow
 
 
 class TestTpu(PagedAttentionSuite):
-    implementation: Any = Interpreted(NAN)
-
-    @pytest.mark.parametrize("case", AGAIN, ids=str)
-    def test_sees_each_position_once(self, case: Case) -> None:
-        check(self.implementation, case, "coded")
+    implementation = Interpreted(NAN)
+    coded_cases = AGAIN
 
 
 @pytest.mark.parametrize("case", AGAIN, ids=str)
@@ -203,6 +200,71 @@ def test_refuses_other_devices_and_pools() -> None:
     for options in ({"interpret": False}, {"interpret": NAN, "kernel": "jax"}):
         with pytest.raises(NotImplementedError, match="pool"):
             call(tpu, case, build(case), **options)
+
+
+class ByJax:
+    """The functions with jax's kernel, whose place jax's own definition of it takes, since no interpreter runs it.
+
+    It checks what the kernel demands of its arguments. Slots that nobody should see hold large numbers instead of NaN,
+    which it would multiply by zero.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.module = types.ModuleType("by_jax")
+        exec(source, self.module.__dict__)
+        self.module.__dict__["ragged_paged_attention"] = self.define
+
+    def define(self, q: Any, pool: Any, *args: Any, **options: Any) -> Any:
+        jax_kernel.dynamic_validate_inputs(q, pool, *args, **options)
+        known = inspect.signature(jax_kernel.ref_ragged_paged_attention).parameters
+        o = jax_kernel.ref_ragged_paged_attention(q, pool, *args, **{k: v for k, v in options.items() if k in known})
+        return jnp.pad(o, ((0, len(q) - len(o)), (0, 0), (0, 0)), constant_values=jnp.nan)  # left as they were
+
+    def _run(self, name: str, q: Any, pool: Any, layer: int, *args: Any, **options: Any) -> Any:
+        arrays = [jnp.asarray(q), jnp.nan_to_num(jnp.asarray(pool), nan=100.0)]
+        with jax.disable_jit():
+            function = getattr(self.module, name)
+            return function(*arrays, layer, *map(jnp.asarray, args), kernel="jax", interpret=False, **options)
+
+    def paged_attention(self, *args: Any, **options: Any) -> Any:
+        return self._run("paged_attention", *args, **options)
+
+    def paged_attention_decode(self, *args: Any, **options: Any) -> Any:
+        return self._run("paged_attention_decode", *args, **options)
+
+
+BY_JAX = (
+    Case(name="decode", contexts=(7, 8, 0, 9), D=128),
+    Case(name="decode_window_bf16", contexts=(19, 0, 41), K=4, P=20, D=128, sliding_window=25, dtype="bfloat16"),
+    Case(name="prefill", contexts=(9, 16, 0, 28, 0), queries=(9, 1, 0, 5, 0), D=128, extra_tokens=3, extra_blocks=0),
+    Case(name="prefill_window", contexts=(20, 9), queries=(7, 2), K=1, D=256, sliding_window=5),
+    Case(name="prefill_cap_bf16", contexts=(5, 30), queries=(0, 12), H=8, D=128, soft_cap=3.0, dtype="bfloat16"),
+)
+SOURCE = Path(tpu.__file__).read_text()
+
+
+@pytest.mark.parametrize("values", ["random", "coded"])
+@pytest.mark.parametrize("case", BY_JAX, ids=str)
+def test_jax_kernel_is_given_the_right_arguments(case: Case, values: Any) -> None:
+    check(ByJax(SOURCE), case, values)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "case"),
+    [
+        ("block_table_SM + first_block", "block_table_SM", 0),
+        ("jnp.maximum(context_lens_S, 1)", "jnp.maximum(context_lens_S - 1, 1)", 0),
+        ("jnp.sum(starts_S < query_starts_S1[-1]", "jnp.sum(starts_S < query_starts_S1[-1] - 5", 2),
+        ("sm_scale=scale", "sm_scale=1.0", 2),
+        ("sm_scale=scale, sliding_window=sliding_window", "sm_scale=scale", 3),
+        ("sm_scale=scale, sliding_window=sliding_window, soft_cap=soft_cap", "sm_scale=scale", 4),
+        ("return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)", "return o_THD", 2),
+    ],
+)
+def test_wrong_arguments_for_jax_kernel_fail(old: str, new: str, case: int) -> None:
+    assert SOURCE.count(old) == 1
+    with pytest.raises(AssertionError):
+        check(ByJax(SOURCE.replace(old, new)), BY_JAX[case])
 
 
 @pytest.mark.parametrize("program", aot_tpu.PROGRAMS, ids=lambda program: program.name)

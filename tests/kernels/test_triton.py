@@ -1,4 +1,4 @@
-"""The Triton kernel without a GPU: interpreted under the shared checks, and lowered for CUDA."""
+"""The Triton kernel without a GPU: interpreted under the shared suite, and lowered for CUDA."""
 
 import warnings
 from collections.abc import Callable
@@ -7,21 +7,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import triton
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case, build
-from tests.kernels.suite import call, check
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from tests.kernels import aot_cuda
+from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
 # 16-bit cases of the others too; a head of 24, 80 or f32 is not taken.
 CASES = [case for case in (*GPU, *DECODE, *PREFILL) if triton.unsupported(dtype=case.dtype, head_dim=case.D) is None]
 
 
-@pytest.mark.parametrize("values", ["random", "coded"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_the_reference(case: Case, values: Any) -> None:
-    check(triton, case, values)
+class TestTriton(PagedAttentionSuite):
+    implementation = triton
+    cases = CASES
+    plain_cases = (GPU[0], GPU[5])
+    plain_splits = 1  # how many there are otherwise follows from the table's width
 
 
 def test_cases_cover_what_there_is() -> None:
@@ -29,14 +30,8 @@ def test_cases_cover_what_there_is() -> None:
     assert {case.dtype for case in CASES} == {"bfloat16", "float16"} and {case.P for case in CASES} >= {8, 16, 64, 256}
 
 
-@pytest.mark.parametrize("case", [GPU[0], GPU[5]], ids=str)
-def test_layer_may_be_traced(case: Case) -> None:
-    inputs = build(case)
-    entry: Any = triton.paged_attention_decode if inputs.query_starts is None else triton.paged_attention
-    run = jax.jit(
-        lambda layer: entry(*(jnp.asarray(x) for x in inputs.args[:2]), layer, *inputs.args[3:], **case.options)
-    )
-    assert np.array_equal(run(jnp.int32(case.layer)), call(triton, case, inputs))
+def test_splits_without_steps() -> None:
+    check(triton, GPU[0], splits=7)
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32", "head_dim": 64}, {"dtype": "bfloat16", "head_dim": 80}])
@@ -49,11 +44,9 @@ def test_unsupported(options: dict[str, Any]) -> None:
 
 def lower(function: Callable[..., Any], *args: Any) -> str:
     """StableHLO for an A100."""
-    device = jax.sharding.AbstractDevice("NVIDIA A100", 108, "gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
-        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        return aot_cuda.lower(function, *args, device=("NVIDIA A100", 108))
 
 
 @pytest.mark.parametrize(("G", "D", "P"), [(1, 64, 128), (2, 128, 64), (7, 64, 16), (8, 256, 64)])

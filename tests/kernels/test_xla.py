@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import xla
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case, build
-from tests.kernels.suite import PagedAttentionSuite, call, check
+from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
 
 class TestXla(PagedAttentionSuite):

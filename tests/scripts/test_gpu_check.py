@@ -1,12 +1,34 @@
-"""scripts/gpu_check.sh in its dry mode: every part runs, writes its JSON, and ends in the table."""
+"""scripts/gpu_check.sh in its dry mode: every part runs, writes its JSON, and ends in the table; and the other
+implementations that it times do the same work as ours."""
 
+import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from kernels_pallas.paged_attention import reference
+from kernels_pallas.paged_attention.cases import BENCH, BENCH_DRY, Case
+from tests.kernels import aot_cuda
+from tests.kernels.suite import Inputs, call
 
 ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts/gpu_check.py")
+assert spec is not None and spec.loader is not None
+gpu_check = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpu_check)
+
+DECODE, FRESH, CACHED = BENCH_DRY
+deprecated = pytest.mark.filterwarnings("ignore:.*(paged_attention is|Triton backend is) deprecated")
 
 
 def test_dry_run(tmp_path: Path) -> None:
@@ -19,8 +41,64 @@ def test_dry_run(tmp_path: Path) -> None:
     for name, checked in kernels["checks"].items():
         assert checked["passed"] > 0 and not checked["failed"], name
     assert all(isinstance(s, float) for times in kernels["times"].values() for s in times.values())
+    peers = json.loads((tmp_path / "peers.json").read_text())["times"]
+    for case, peer in ((DECODE, "jax_triton"), (DECODE, "cudnn"), (FRESH, "cudnn")):
+        assert isinstance(peers[case.name][peer], float), peers
+    assert "decode alone" in peers[FRESH.name]["jax_triton"] and "cached prefix" in peers[CACHED.name]["cudnn"]
+    assert all(isinstance(peers[case.name]["cudnn_paged"], str) for case in BENCH_DRY)  # a reason: only CUDA has it
     engine = json.loads((tmp_path / "engine.json").read_text())
     assert all(record["output_tok_s"] > 0 for record in engine.values()) and set(engine) == {"auto", "xla"}
     report = (tmp_path / "report.txt").read_text()
-    assert "of limit" in report and report.count("decode 2x40") == 3 and "engine auto" in report
+    assert "of limit" in report and report.count("decode 2x40") == 7 and "engine auto" in report
     assert done.stdout.endswith(report)
+
+
+@deprecated
+@pytest.mark.parametrize(("peer", "case"), [("jax_triton", DECODE), ("cudnn", DECODE), ("cudnn", FRESH)])
+def test_peers_compute_the_same(peer: str, case: Case) -> None:
+    """Within twice the reference's own error, from the same keys and values; cuDNN's place is taken by XLA."""
+    rows, K, D, P = len(case.contexts), case.K, case.D, case.P
+    S = -(-case.contexts[0] // P) * P
+    k, v = jax.random.normal(jax.random.key(0), (2, rows, S, K, D), jnp.bfloat16)
+    q = jax.random.normal(jax.random.key(1), (sum(case.query_lens), case.H, D), jnp.bfloat16)
+    pool = np.stack([k, v], axis=3).reshape(-1, P, 2 * K, D)
+    starts = None if case.queries is None else np.cumsum([0, *case.queries])
+    table = np.arange(len(pool)).reshape(rows, -1)
+    inputs = Inputs(np.asarray(q), pool, 0, table, np.asarray(case.contexts), starts)
+    exact = call(reference, case, inputs, exact=True)
+    function, arrays = gpu_check.PEERS[peer](case, k, v, True)
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention counts on it
+        result = function(q, *arrays)
+    error, own = (np.abs(np.asarray(o, np.float64) - exact).max() for o in (result, call(reference, case, inputs)))
+    assert 0 < own < 0.02 and error <= 2 * own
+
+
+TIMED = [DECODE, FRESH, *(case for case in BENCH if "x2048" in case.name and case.query_lens[0] in (1, 2048))]
+
+
+@deprecated
+@pytest.mark.parametrize("case", TIMED, ids=str)
+@pytest.mark.parametrize("peer", gpu_check.PEERS)
+def test_peers_lower_for_cuda(peer: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments made for them; cuDNN's version is asked of a library that is not there."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    S = -(-case.contexts[0] // case.P) * case.P
+    shapes = [(sum(case.query_lens), case.H, case.D), *[(len(case.contexts), S, case.K, case.D)] * 2]
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        function, arrays = gpu_check.PEERS[peer](case, k, v, False)
+        return function(q, *arrays)
+
+    if peer == "jax_triton" and case.queries is not None:
+        with pytest.raises(NotImplementedError, match="decode alone"):
+            run(*(jnp.zeros((1, 1, 1, 1)) for _ in range(3)))
+        return
+    text = aot_cuda.lower(run, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert ("triton" if peer == "jax_triton" else "__cudnn$fmhaSoftmax") in text
+
+
+def test_bytes_and_operations() -> None:
+    """Of one row of 3 tokens, 2 of them queries, which see 2 and 3."""
+    case = dataclasses.replace(FRESH, contexts=(3,), queries=(2,), H=4, K=2, D=8)
+    assert gpu_check.moved_bytes(case) == 2 * (3 * 2 * 2 * 8 + 2 * 2 * 4 * 8)
+    assert gpu_check.flops(case) == 4 * 5 * 4 * 8
