@@ -265,7 +265,7 @@ def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
     yield f"\n{'scope':<48}{'ms a step':>10}{'share':>8}"
     for scope, ns in slowest(scopes):
         yield f"{scope:<48}{ns / per_step:>10.3f}{ns / span:>8.1%}"
-    yield f"{"all":<48}{span / per_step:>10.3f}{1:>8.1%}"
+    yield f"{'all':<48}{span / per_step:>10.3f}{1:>8.1%}"
     for (program, op), ns in slowest(single)[:num_ops]:
         yield f"  {ns / per_step:>8.3f} ms  {op}  ({ops[program, op].scope})"
     yield f"\n{'matmul':<48}{'a step':>7}{'ms':>8}{'GFLOP/s':>9}{'(alone)':>9}{'weights GB/s':>13}{'(alone)':>9}"
