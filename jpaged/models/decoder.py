@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: Array, positions: Array | None = None, cache: PagedCache | None = None):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        rope = rotation(self.config, positions)
+        rope = jax.lax.optimization_barrier(rotation(self.config, positions))  # else layers work the angles out again
         with jax.named_scope("embed"):
             x = jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip")
         for i, layer in enumerate(self.layers):

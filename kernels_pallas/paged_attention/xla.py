@@ -26,7 +26,7 @@ from jax import Array, lax
 
 KV_TILE = 64  # tokens of context a work item
 QUERY_TILE = 64  # tokens of a prefill query tile, at most
-DECODE_BYTES = 1 << 20  # context read by an iteration of decode: some of it should still be in L2 when it is used
+DECODE_BYTES = 1 << 21  # context read by an iteration of decode: it should be in L2 or L3 still when it is used
 PREFILL_BYTES = 1 << 20  # f32 scores of an iteration of prefill
 NEG = -1e30  # masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes it out)
 
@@ -64,6 +64,7 @@ def paged_attention_decode(
     end_S = jnp.cumsum(tiles_S)
     rank_S = jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1  # place of a row among the rows that have work
     lane_W = jnp.arange(W)
+    dtype, q_SHD = q_SHD.dtype, _barrier(q_SHD.astype(jnp.float32) * jnp.float32(scale))  # else once a context token
 
     def body(i, state):
         item_W = i * W + lane_W
@@ -78,7 +79,7 @@ def paged_attention_decode(
         slot_C = jnp.arange(C)
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
         kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
-        s_WCH = _capped(_decode_scores(q_WHD, kv) * scale, soft_cap)
+        s_WCH = _capped(_decode_scores(q_WHD, kv), soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
         # Ranks of consecutive items differ by at most one, so the items of an iteration meet W neighbouring ranks.
@@ -99,15 +100,15 @@ def paged_attention_decode(
     _, total, acc = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, state)
     at_S = jnp.maximum(rank_S, 0)
     o_SHD = acc[at_S] / jnp.maximum(total[at_S], 1e-30)[:, :, None]
-    return jnp.where((tiles_S > 0)[:, None, None], o_SHD, 0.0).astype(q_SHD.dtype)
+    return jnp.where((tiles_S > 0)[:, None, None], o_SHD, 0.0).astype(dtype)
 
 
 def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
-    """q . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
+    """q (f32) . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
     W, C, K, _, D = kv_WCK2D.shape
     H = q_WHD.shape[1]
     lanes = math.gcd(D, 16)
-    q = q_WHD.astype(jnp.float32).reshape(W, 1, K, H // K, D)
+    q = q_WHD.reshape(W, 1, K, H // K, D)
     k = kv_WCK2D[:, :, :, :1].astype(jnp.float32)
     x = q[..., :lanes] * k[..., :lanes]
     for i in range(lanes, D, lanes):

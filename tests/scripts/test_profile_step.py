@@ -1,0 +1,76 @@
+"""scripts/profile_step.py: a run on a tiny random model, the reading of HLO, and the sharing out of time."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def profile_step():
+    """The script as a module; it imports its neighbour bench."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        spec = importlib.util.spec_from_file_location("profile_step", SCRIPTS / "profile_step.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+def test_run(profile_step, capsys, tmp_path):
+    small = ["--random", "tiny", "--rows", "8", "--context", "20", "--steps", "2", "--phase", "both", "--ops", "3"]
+    assert profile_step.main([*small, "--trace", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for phase in ("prefill", "decode"):
+        table = printed.split(f"{phase}: ")[1].split("\n\n")
+        assert re.match(r"\d+\.\d\d ms a step, \d+ page faults, untraced \(2 steps\)", table[0])
+        shares = {line.split()[0]: float(line.split()[-1][:-1]) for line in table[1].splitlines()[1:] if line[0] != " "}
+        assert {"attention/paged_attention", "mlp", "(no"} < shares.keys()
+        assert sum(shares.values()) == pytest.approx(200, abs=1)  # all the scopes, and "all"
+        assert re.search(r"\[\d+, 128\] . bf16\[768, 128\] +4 ", table[2])  # gate_up, once in each of four layers
+    assert "GB/s in a plain read" in printed
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_arguments(profile_step, capsys):
+    for wrong in ([], ["folder", "--random", "tiny"], ["--random", "tiny", "--phase", "both!"]):
+        with pytest.raises(SystemExit):
+            profile_step.parse_args(wrong)
+    capsys.readouterr()
+
+
+def test_parse_hlo(profile_step):
+    ops = profile_step.parse_hlo(
+        """HloModule jit_step
+
+%inside (p0: bf16[8,64], p1: bf16[32,64]) -> f32[8,32] {
+  %p0 = bf16[8,64]{1,0} parameter(0)
+  %p1 = bf16[32,64]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,32]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
+  %x = bf16[8,64]{1,0} parameter(0), metadata={op_name="x"}
+  %w = bf16[32,64]{1,0} parameter(1)
+  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%inside, metadata={op_name="jit(f)/mlp/while/body/up/dot"}
+  %copy.2 = f32[8,32]{1,0} copy(%fused)
+  ROOT %loop = (f32[8,32]{1,0}, s32[]) while(%copy.2), body=%b, metadata={op_name="jit(f)/while"}
+}
+"""
+    )
+    assert ops["fused"].scope == "mlp/up"
+    assert ops["fused"].matmul.flops == 2 * 8 * 32 * 64
+    assert ops["fused"].matmul.weight_bytes == 32 * 64 * 2
+    assert (ops["copy.2"].scope, ops["loop"].scope, ops["loop"].opcode) == ("(unnamed)", "(step)", "while")
+
+
+def test_wall_shares(profile_step):
+    events = [profile_step.Event(start, end, "op", ("", "")) for start, end in ((0, 10), (5, 20), (30, 40))]
+    assert profile_step.wall_shares(events) == ([7.5, 12.5, 10], 10)
