@@ -32,7 +32,7 @@ import numpy as np
 import sweep_report as report
 
 from jpaged.config import ModelConfig
-from jpaged.errors import CapacityError, CheckpointError, JpagedError
+from jpaged.errors import CapacityError, CheckpointError, ConfigError, JpagedError
 
 Point = dict[str, Any]  # a value for each of report.SETTINGS
 AXES = ("dtype", "attention", "block_size", "decode_steps", "output", "input", "batch")  # the last varies fastest
@@ -152,7 +152,7 @@ class Engines:
     def __init__(self, args: argparse.Namespace, config: ModelConfig, points: list[Point]):
         self.args, self.config = args, config
         # One size for all engines, from all points: a resumed sweep then makes the engines that an unbroken one makes.
-        # A point too long for the model is left out, since it would fail the others along with itself.
+        # A point too long for the model is left out, since it would fail the others along with itself; see `get`.
         lengths = [p["random_input_len"] + p["random_output_len"] for p in points]
         fitting = [n for n in lengths if n <= config.max_position_embeddings]
         self.max_model_len = max(fitting, default=config.max_position_embeddings)
@@ -163,9 +163,13 @@ class Engines:
         self._dtype: str | None = None
 
     def get(self, point: Point) -> Any:
-        """The LLM for a point."""
+        """The LLM for a point; ConfigError for one longer than the model's context, which would cut it short."""
         import jpaged
 
+        if (length := point["random_input_len"] + point["random_output_len"]) > self.max_model_len:
+            raise ConfigError(
+                f"{length} tokens: the model has max_position_embeddings={self.config.max_position_embeddings}"
+            )
         settings = {name: point[name] for name in ENGINE if point[name] is not None}
         if self._llm is not None and settings == self._settings:
             return self._llm
@@ -320,7 +324,7 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
     config = bench.model_config(args)
     common = {"backend": "jpaged", "repeat": args.repeat, "device": jax.devices()[0].device_kind}
     common |= {"jax": jax.__version__, "read_bandwidth_gb_s": bench.read_bandwidth()}
-    engines = Engines(args, config, points)
+    engines, shown = Engines(args, config, points), dict.fromkeys([*report.SIZES, *report.varying(points)])
     try:
         for number, point in enumerate(wanted, 1):
             row = {"point": point_id(point), "date": f"{datetime.datetime.now():%Y%m%d-%H%M%S}"} | point | common
@@ -332,7 +336,7 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
                 if row.get("decode_read_gb_s") is not None:
                     row["read_bandwidth_fraction"] = row["decode_read_gb_s"] / row["read_bandwidth_gb_s"]
                 results.append(row)
-            print(f"{number}/{len(wanted)} {report.one_line(row)}", flush=True)
+            print(f"{number}/{len(wanted)} {report.one_line(row, shown)}", flush=True)
     finally:
         engines.close()
 

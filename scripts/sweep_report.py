@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,9 +120,9 @@ def varying(rows: Iterable[Row]) -> list[str]:
     return [name for name in SETTINGS if len({row[name] for row in rows}) > 1]
 
 
-def one_line(row: Row) -> str:
-    """A row for the log."""
-    start = describe(row, [*SIZES, "dtype", "attention", "block_size", "decode_steps"])
+def one_line(row: Row, names: Iterable[str]) -> str:
+    """A row for the log, with these settings."""
+    start = describe(row, names)
     if "error" in row:
         return f"{start}: {row['error']}"
     figures = f"{number(row['output_throughput'])} tok/s, TTFT {number(row['median_ttft_ms'])} ms"
@@ -156,7 +157,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         if (this := describe(row, (name for name in SETTINGS if name not in SIZES))) != engine:
             engine = this
-            printed += ["", engine]
+            printed += ["", *textwrap.wrap(engine, 120)]
         printed.append(f"{describe(row, SIZES)}: {row['error']}"[:120] if "error" in row else next(body))
     return "\n".join(printed)
 
