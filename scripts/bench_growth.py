@@ -190,8 +190,10 @@ def table(rows: list[dict[str, float]]) -> str:
 
 
 def linear_fit(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """Least squares: slope, intercept, R^2 (NaN where there is nothing to explain)."""
-    slope, intercept = statistics.linear_regression(x, y) if len(set(x)) > 1 else (math.nan, math.nan)
+    """Least squares: slope, intercept, R^2; NaN where the points do not say."""
+    if len(set(x)) < 2:
+        return math.nan, math.nan, math.nan
+    slope, intercept = statistics.linear_regression(x, y)
     mean = statistics.fmean(y)
     total = sum((b - mean) ** 2 for b in y)
     rest = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
@@ -216,6 +218,19 @@ def fits(queues: list[dict[str, float]], contexts: list[dict[str, float]]) -> di
         "context_bend": y[-1] / (at_0 + before_last * x[-1]),
         "growth_mib": max(r["growth_mib"] for r in (*queues, *contexts)),
     }
+
+
+def summary(found: dict[str, float]) -> str:
+    """What `fits` found, in sentences."""
+    ratio, line = f"{found['queue_ratio']:.2f}", f"{found['context_ms_at_0']:.2f} ms"
+    line += f" + {found['context_ms_per_1024_tokens']:.3f} ms for each 1024 tokens of context"
+    bend = f"the longest takes {found['context_bend']:.2f} times what the others foretell"
+    return (
+        f"time a token: {ratio} times as long at the longest queue as at the shortest, "
+        f"{found['queue_us_per_token_per_decade']:+.2f} us for each tenfold\n"
+        f"step time: {line}, R^2 {found['context_r2']:.4f}; {bend}\n"
+        f"resident memory while steps run: {found['growth_mib']:+.1f} MiB at the most"
+    )
 
 
 def broken_limits(found: dict[str, float], args: argparse.Namespace) -> list[str]:
@@ -245,21 +260,14 @@ def main(argv: list[str] | None = None) -> int:
         print(table(record["queues"]), flush=True)
         record["contexts"] = measure_contexts(args.context, args.rows, args.steps, args.repeat, args.dtype)
         print(f"\n{table(record['contexts'])}")
-        record["fits"] = found = fits(record["queues"], record["contexts"])
+        found = fits(record["queues"], record["contexts"])
+        record["fits"] = {name: None if math.isnan(value) else value for name, value in found.items()}
         if args.json is not None:
             Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     except (JpagedError, OSError) as e:
         print(f"bench_growth: {e}", file=sys.stderr)
         return 1
-    print(f"\ntime a token: {found['queue_ratio']:.2f} times as long at the longest queue as at the shortest, ", end="")
-    print(f"{found['queue_us_per_token_per_decade']:+.2f} us for each tenfold")
-    print(
-        f"step time: {found['context_ms_at_0']:.2f} ms + {found['context_ms_per_1024_tokens']:.3f} ms for each 1024 ",
-        end="",
-    )
-    print(f"tokens of context, R^2 {found['context_r2']:.4f}; the longest takes {found['context_bend']:.2f} ", end="")
-    print("times what the others foretell")
-    print(f"resident memory while steps run: {found['growth_mib']:+.1f} MiB at the most")
+    print(f"\n{summary(found)}")
     broken = broken_limits(found, args)
     for sentence in broken:
         print(f"bench_growth: {sentence}", file=sys.stderr)

@@ -281,6 +281,8 @@ def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
     for name in each[0]:
         values = [value for run in each if (value := run[name]) is not None]
         found[name] = statistics.median(values) if values else None
+    seconds = [run["seconds"] for run in runs[1:]]
+    found["duration_spread"] = max(seconds) / min(seconds)
     found |= {"compile_s": sum(run["compile_time_s"] for run in runs), "first_s": runs[0]["seconds"]}
     found |= {"num_compiles": sum(run["num_compiles"] for run in runs)}
     return found | peak_memory(is_own_peak) | {"attention_used": llm.stats()["attention"], "num_devices": 1}
