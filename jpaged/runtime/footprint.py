@@ -30,20 +30,23 @@ def plan_pool(model: ModelConfig, config: EngineConfig, where: Placement, params
 
     freed: bytes on a device that the engine itself will free first (the pool that a larger one replaces).
     """
-    probe = probe_runner(model, config, where, params)
-    block_bytes, weights = probe.block_bytes // where.axis_size, bytes_on_device(params)
-    limits = Limits.of(where.device, config.memory_utilization)
-    if where.device.platform != "cpu":
+    limits, weights = Limits.of(where.device, config.memory_utilization), bytes_on_device(params)
+    if limits.pool is None:
         limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
-        return plan(config, limits, block_bytes=block_bytes, weights=weights, needs=measured(probe))
-    # Virtual CPU devices share one memory, of which the weights have been taken already.
-    devices = 1 if where.mesh is None else where.mesh.size
-    assert limits.pool is not None
-    pool = limits.pool // devices
-    limits = Limits(total=limits.total // devices + weights + freed, pool=pool)
-    needs = bound(model, config, probe.layout.dtype, block_bytes)
-    largest = min(pool, config.max_num_seqs * config.max_blocks_per_seq * block_bytes)
-    if probe.kernel.name != "xla" or weights + needs.total + largest > limits.total:
+    else:  # virtual CPU devices share one memory, of which the weights have been taken already
+        devices = 1 if where.mesh is None else where.mesh.size
+        limits = Limits(total=limits.total // devices + weights + freed, pool=limits.pool // devices)
+    return plan_within(config, limits, probe_runner(model, config, where, params))
+
+
+def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPlan:
+    """The plan of one device; steps are compiled unless the bound holds (on CPU) and leaves the pool as it would be."""
+    block_bytes, weights = probe.block_bytes // probe.placement.axis_size, bytes_on_device(probe.params)
+    needs = bound(probe.model, config, probe.layout.dtype, block_bytes)
+    most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
+    most = min(most, most if limits.pool is None else limits.pool)
+    holds = probe.placement.device.platform == "cpu" and probe.kernel.name == "xla"
+    if not holds or weights + needs.total + most > limits.total:
         needs = measured(probe)
     return plan(config, limits, block_bytes=block_bytes, weights=weights, needs=needs)
 
@@ -78,6 +81,7 @@ def measured(probe: Runner) -> Needs:
         temporaries=max(map(step_temp_bytes, compiled)),
         code=max(map(code_bytes, compiled)) * (steps if probe.config.strict else min(steps, RESIDENT_STEPS)),
         state=state_bytes(probe.model, probe.config, probe.block_bytes // probe.placement.axis_size),
+        source=f"compiled for {probe.placement.device.device_kind}",
     )
 
 
@@ -116,7 +120,7 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     weights = 4 * num_weights(model) if jnp.dtype(dtype) == jnp.float16 else 0
     indices = 4 * rows * (tokens + config.max_blocks_per_seq + 2 * config.max_logprobs + config.max_logit_bias)
     temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices + TILES
-    return Needs(temporaries=temporaries, state=state_bytes(model, config, block_bytes))
+    return Needs(temporaries=temporaries, state=state_bytes(model, config, block_bytes), source="an upper bound")
 
 
 def num_weights(model: ModelConfig) -> int:

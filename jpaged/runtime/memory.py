@@ -22,12 +22,13 @@ class Needs:
     """Bytes of a device that the engine takes beside weights and pool.
 
     temporaries: of the largest step, with its results. code: of all steps, where code lies in the device's memory.
-    state: what the engine keeps for each device slot.
+    state: what the engine keeps for each device slot. source: where the figures come from.
     """
 
     temporaries: int = 0
     code: int = 0
     state: int = 0
+    source: str = ""
 
     @property
     def total(self) -> int:
@@ -76,7 +77,8 @@ class MemoryPlan:
     @property
     def account(self) -> dict[str, int]:
         """Bytes by what takes them."""
-        return {"weights": self.weights, "other": self.other, **dataclasses.asdict(self.needs), "pool": self.pool}
+        steps = {"temporaries": self.needs.temporaries, "code": self.needs.code, "state": self.needs.state}
+        return {"weights": self.weights, "other": self.other, **steps, "pool": self.pool}
 
     @property
     def waste(self) -> int:
