@@ -64,6 +64,18 @@ def target(platform: str, chip: str) -> Iterator[Any]:
         yield devices[0]
 
 
+def abstract_params(model: Any, dtype: str, sharding: Any) -> Any:
+    """The parameter tree of a model in shapes alone."""
+    import jax
+
+    from jpaged.models.layout import param_shapes
+
+    def leaf(shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
+
+
 def steps(platform: str, chip: str) -> bool:
     """A line for each step of Qwen3-0.6B, as the engine would compile it; whether all is as it must be."""
     import jax
@@ -72,7 +84,6 @@ def steps(platform: str, chip: str) -> bool:
 
     from jpaged.config import EngineConfig
     from jpaged.engine.batch import Bucket
-    from jpaged.models.layout import param_shapes
     from jpaged.runtime.runner import Placement, Runner
     from tests.hlo import pool_copies
 
@@ -84,11 +95,7 @@ def steps(platform: str, chip: str) -> bool:
     with target(platform, chip) as device:
         placement = Placement(mesh=None, axis=None, device=device)
         runner = Runner(model, config, placement, jnp.bfloat16)
-        runner.params = jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placement.replicated),
-            param_shapes(model),
-            is_leaf=lambda node: isinstance(node, tuple),
-        )
+        runner.params = abstract_params(model, "bfloat16", placement.replicated)
         jit = jax.jit
         for name, bucket in (("prefill", prefill), ("decode", decode), ("control, not donated", decode)):
             is_control = name.startswith("control")

@@ -1,5 +1,11 @@
-"""How many KV blocks fit."""
+"""Where a device's memory goes, and so how many KV blocks fit: computed, with no trial run.
 
+A device holds the weights, the program's other arrays, what the steps need beside them (see footprint.py), and the
+pool, which takes what is left. On CPU the memory is others' too: there the pool is small by default and half of what
+is free stays free, which the steps' temporaries must fit.
+"""
+
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -8,27 +14,116 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 
 CPU_POOL_BYTES = 4 << 30
+CGROUPS = {"2": ("memory.max", "memory.current"), "1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
 
 
-def default_num_blocks(config: EngineConfig, block_bytes: int, device: Any, *, mesh_axis: int = 1) -> int:
-    """Blocks of the default pool of a resolved config.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes of a device that the engine takes beside weights and pool.
 
-    block_bytes: of one block in all layers and on all devices; mesh_axis: devices that share them. On CPU the least
-    of 4 GiB, max_num_seqs * max_model_len tokens, and half of what the machine or its cgroup has free; elsewhere what
-    memory_utilization leaves of the device's memory, and no more than max_num_seqs * max_model_len tokens.
+    temporaries: of the largest step, with its results. code: of all steps, where code lies in the device's memory.
+    state: what the engine keeps for each device slot. source: where the figures come from.
     """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats is None:
-        budget = min(CPU_POOL_BYTES, free_memory() // 2)
+
+    temporaries: int = 0
+    code: int = 0
+    state: int = 0
+    source: str = ""
+
+    @property
+    def total(self) -> int:
+        return self.temporaries + self.code + self.state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What may be used of a device, what its arrays hold already, and what a pool may take, all in bytes."""
+
+    total: int
+    in_use: int = 0
+    pool: int | None = None
+
+    @classmethod
+    def of(cls, device: Any, utilization: float) -> "Limits":
+        """Of a device that is here: its share `utilization`; on CPU what is free, half of it (or 4 GiB) for a pool."""
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        if stats is None:
+            free = free_memory()
+            return cls(total=free, pool=min(CPU_POOL_BYTES, free // 2))
+        return cls(total=int(stats["bytes_limit"] * utilization), in_use=stats["bytes_in_use"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The bytes of one device. other: arrays that are not the engine's. decided_by: what set num_blocks."""
+
+    limit: int
+    weights: int
+    other: int
+    needs: Needs
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    decided_by: str
+
+    @property
+    def pool(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def account(self) -> dict[str, int]:
+        """Bytes by what takes them."""
+        steps = {"temporaries": self.needs.temporaries, "code": self.needs.code, "state": self.needs.state}
+        return {"weights": self.weights, "other": self.other, **steps, "pool": self.pool}
+
+    @property
+    def waste(self) -> int:
+        """Bytes of the limit that nothing uses; below zero the plan does not fit."""
+        return self.limit - sum(self.account.values())
+
+    def requests(self, length: int) -> int:
+        """How many sequences of so many tokens the pool holds at once."""
+        return self.num_blocks // -(-length // self.block_size)
+
+    def __str__(self) -> str:
+        parts = {**self.account, "unused": self.waste, "limit": self.limit}
+        share = 100 / max(self.limit, 1)
+        rows = [f"{k:<12}{n:>20,} bytes {n / 2**30:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()]
+        blocks = f"{self.num_blocks:,} blocks of {self.block_bytes:,} bytes, {self.block_size} tokens each"
+        return "\n".join([*rows, f"{blocks}: {self.tokens:,} tokens (decided by {self.decided_by})"])
+
+
+def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int = 0, needs: Needs) -> MemoryPlan:
+    """The account of a device for a resolved config; num_blocks is the config's own, or what fits.
+
+    weights: bytes of them that limits.in_use counts too where it is not 0. The default pool never holds more than
+    max_num_seqs * max_model_len tokens. Raises ConfigError where no block fits.
+    """
+    other = max(limits.in_use - weights, 0)
+    free = limits.total - weights - other - needs.total
+    if config.num_blocks is not None:
+        sizes = {"num_blocks": config.num_blocks}
     else:
-        budget = (int(stats["bytes_limit"] * config.memory_utilization) - stats["bytes_in_use"]) * mesh_axis
-    blocks = min(budget // block_bytes, config.max_num_seqs * config.max_blocks_per_seq)
-    if blocks < 1:
+        sizes = {"memory": free // block_bytes}
+        sizes |= {"max_num_seqs * max_model_len": config.max_num_seqs * config.max_blocks_per_seq}
+        sizes |= {} if limits.pool is None else {"the default pool of a CPU": limits.pool // block_bytes}
+    decided_by = min(sizes, key=lambda name: sizes[name])
+    if sizes[decided_by] < 1:
+        left = max(free if limits.pool is None else min(free, limits.pool), 0)
+        knobs = ("block_size", "max_num_batched_tokens", "max_num_seqs")
+        lower = ", ".join(f"{name}={getattr(config, name)}" for name in knobs)
         raise ConfigError(
-            f"no KV block of {block_bytes} bytes fits the {max(budget, 0)} bytes left for the pool: "
-            "lower block_size, or raise memory_utilization"
+            f"no KV block of {block_bytes} bytes fits the {left} bytes left for the pool (weights take {weights}, "
+            f"other arrays {other}, steps {needs.total}): lower {lower}, "
+            f"or raise memory_utilization={config.memory_utilization}"
         )
-    return int(blocks)
+    held: dict[str, Any] = {"limit": limits.total, "weights": weights, "other": other, "needs": needs}
+    held |= {"block_bytes": block_bytes, "block_size": config.block_size}
+    return MemoryPlan(**held, num_blocks=sizes[decided_by], decided_by=decided_by)
 
 
 def free_memory() -> int:
@@ -37,9 +132,14 @@ def free_memory() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0] != "max":
-        free = min(free, max(int(limit[0]) - int(used[0]), 0))
+    for version, names in CGROUPS.items():
+        folder = "/sys/fs/cgroup" if version == "2" else "/sys/fs/cgroup/memory"
+        limit, used = (_lines(f"{folder}/{name}") for name in names)
+        if limit and used and limit[0] != "max":
+            # Cached pages of files (a checkpoint just read) count as used, and go when others are wanted.
+            stat = dict(line.split() for line in _lines(f"{folder}/memory.stat"))
+            cached = int(stat.get("inactive_file", 0))
+            free = min(free, max(int(limit[0]) - int(used[0]) + cached, 0))
     return free
 
 
@@ -48,3 +148,10 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:  # not Linux, or no cgroup: the caller has another source
         return []
+
+
+def default_num_blocks(config: EngineConfig, block_bytes: int, device: Any, *, mesh_axis: int = 1) -> int:
+    """Blocks of the default pool where nothing is known of the steps; plan_pool of footprint.py knows them."""
+    limits = Limits.of(device, config.memory_utilization)
+    own = block_bytes if device.platform == "cpu" else block_bytes // mesh_axis
+    return plan(config, limits, block_bytes=own, needs=Needs()).num_blocks

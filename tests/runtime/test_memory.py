@@ -14,8 +14,7 @@ from jpaged import ConfigError, EngineConfig
 from jpaged.runtime import kv_cache, memory
 from tests.tiny import CONFIG, config
 
-GIB = 1 << 30
-CPU: Any = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def engine(**changes: Any) -> EngineConfig:
@@ -23,49 +22,77 @@ def engine(**changes: Any) -> EngineConfig:
     return EngineConfig(**changes).resolve(CONFIG)
 
 
-def blocks(device: Any = CPU, block_bytes: int = 1 << 20, mesh_axis: int = 1, **changes: Any) -> int:
-    return memory.default_num_blocks(engine(**changes), block_bytes, device, mesh_axis=mesh_axis)
+def plan(total: int, pool: int | None = None, in_use: int = 0, **changes: Any) -> memory.MemoryPlan:
+    how = {name: changes.pop(name) for name in ("weights", "needs", "block_bytes") if name in changes}
+    limits = memory.Limits(total=total, in_use=in_use, pool=pool)
+    return memory.plan(engine(**changes), limits, **{"block_bytes": MIB, "needs": memory.Needs(), **how})
 
 
-def test_every_row_at_full_length_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
-    assert blocks() == 4 * 64 // 16
-    assert blocks(max_model_len=33) == 4 * 3, "a part of a block is a block"
-    assert blocks(max_num_seqs=8) == 32
+def test_every_row_at_full_length_is_enough() -> None:
+    assert plan(1 << 40).num_blocks == 4 * 64 // 16
+    assert plan(1 << 40, max_model_len=33).num_blocks == 4 * 3, "a part of a block is a block"
+    found = plan(1 << 40, max_num_seqs=8)
+    assert found.num_blocks == 32 and found.decided_by == "max_num_seqs * max_model_len"
 
 
-def test_cpu_takes_at_most_4_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
-    assert blocks(block_bytes=1 << 30) == 4
-    assert blocks(block_bytes=(1 << 30) + 1) == 3
+def test_the_pool_takes_what_is_left() -> None:
+    needs = memory.Needs(temporaries=3 * MIB, code=2 * MIB, state=MIB)
+    found = plan(21 * MIB + 5, in_use=7 * MIB, weights=5 * MIB, needs=needs, max_num_seqs=99)
+    assert (found.num_blocks, found.decided_by, found.waste) == (8, "memory", 5)
+    assert found.account == {
+        "weights": 5 * MIB, "other": 2 * MIB, "temporaries": 3 * MIB, "code": 2 * MIB, "state": MIB, "pool": 8 * MIB,
+    }  # fmt: skip
+    assert sum(found.account.values()) + found.waste == found.limit
+    assert found.tokens == 8 * 16 and (found.requests(16), found.requests(17), found.requests(1000)) == (8, 4, 0)
 
 
-def test_cpu_takes_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 20 << 20)
-    assert blocks() == 10
+def test_cpu_leaves_half_to_others_unless_the_steps_need_it() -> None:
+    assert plan(20 * MIB, pool=10 * MIB).num_blocks == 10
+    found = plan(20 * MIB, pool=10 * MIB, needs=memory.Needs(temporaries=13 * MIB))
+    assert (found.num_blocks, found.decided_by) == (7, "memory")
 
 
-def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"no KV block of 1048576 bytes fits the 500 bytes.*block_size"):
-        blocks()
+def test_a_pinned_pool_may_exceed_the_limit() -> None:
+    found = plan(20 * MIB, weights=5 * MIB, num_blocks=30)
+    assert (found.num_blocks, found.decided_by, found.waste) == (30, "num_blocks", -15 * MIB)
 
 
-def device(limit: int, used: int) -> Any:
-    return SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit, "bytes_in_use": used})
+def test_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match=r"no KV block of 1048576 bytes fits the 500 bytes.*lower block_size=16"):
+        plan(1000, pool=500)
+    with pytest.raises(ConfigError, match=r"fits the 0 bytes left.*weights take 9.*max_num_batched_tokens=8192"):
+        plan(1000, weights=999, needs=memory.Needs(temporaries=5000))
 
 
-def test_an_accelerator_is_filled_to_its_share() -> None:
-    assert blocks(device(100 << 20, 30 << 20), memory_utilization=0.4) == 10
-    assert blocks(device(100 << 20, 30 << 20), memory_utilization=0.9, max_num_seqs=999) == 60
-    assert blocks(device(100 << 20, 30 << 20), memory_utilization=0.4, mesh_axis=2, max_num_seqs=999) == 20, "shares"
-    with pytest.raises(ConfigError, match=r"no KV block.*fits the 0 bytes.*memory_utilization"):
-        blocks(device(100 << 20, 95 << 20))
+def test_the_account_as_a_table() -> None:
+    *rows, last = str(plan(64 * MIB, weights=16 * MIB)).splitlines()
+    assert [row.split()[0] for row in rows] == [
+        "weights", "other", "temporaries", "code", "state", "pool", "unused", "limit"
+    ]  # fmt: skip
+    assert rows[0].split()[1:] == ["16,777,216", "bytes", "0.016", "GiB", "25.0%"] and rows[-1].endswith("100.0%")
+    assert last == "16 blocks of 1,048,576 bytes, 16 tokens each: 256 tokens (decided by max_num_seqs * max_model_len)"
+
+
+def test_limits_of_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 6 * GIB)
+    cpu = SimpleNamespace(platform="cpu", memory_stats=lambda: None)
+    assert memory.Limits.of(cpu, 0.9) == memory.Limits(total=6 * GIB, pool=3 * GIB)
+    monkeypatch.setattr(memory, "free_memory", lambda: 100 * GIB)
+    assert memory.Limits.of(cpu, 0.9).pool == 4 * GIB
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300})
+    assert memory.Limits.of(gpu, 0.4) == memory.Limits(total=400, in_use=300)
 
 
 def files(monkeypatch: pytest.MonkeyPatch, **contents: str) -> None:
-    known = {"/proc/meminfo": "meminfo", "/sys/fs/cgroup/memory.max": "limit", "/sys/fs/cgroup/memory.current": "used"}
-    monkeypatch.setattr(memory, "_lines", lambda path: contents.get(known[path], "").splitlines())
+    known = {
+        "/proc/meminfo": "meminfo",
+        "/sys/fs/cgroup/memory.max": "limit",
+        "/sys/fs/cgroup/memory.current": "used",
+        "/sys/fs/cgroup/memory.stat": "stat",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "limit_1",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "used_1",
+    }
+    monkeypatch.setattr(memory, "_lines", lambda path: contents.get(known.get(path, ""), "").splitlines())
 
 
 MEMINFO = "MemTotal: 9 kB\nMemAvailable:    4194304 kB\n"
@@ -77,10 +104,14 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.free_memory() == 4 * GIB
     files(monkeypatch, meminfo=MEMINFO, limit="max", used="1")
     assert memory.free_memory() == 4 * GIB, "a cgroup without a limit"
-    files(monkeypatch, meminfo=MEMINFO, limit=str(3 * GIB), used=str(GIB))
-    assert memory.free_memory() == 2 * GIB, "the cgroup's share is less"
+    files(monkeypatch, meminfo=MEMINFO, limit=str(3 * GIB), used=str(2 * GIB), stat=f"anon 7\ninactive_file {GIB}")
+    assert memory.free_memory() == 2 * GIB, "the cgroup's share is less, and files that were read can go"
     files(monkeypatch, meminfo=MEMINFO, limit=str(GIB), used=str(3 * GIB))
     assert memory.free_memory() == 0
+    files(monkeypatch, meminfo=MEMINFO, limit_1=str(3 * GIB), used_1=str(GIB))
+    assert memory.free_memory() == 2 * GIB, "cgroup version 1"
+    files(monkeypatch, meminfo=MEMINFO, limit_1="9223372036854771712", used_1=str(GIB))
+    assert memory.free_memory() == 4 * GIB, "its way to say none"
     files(monkeypatch)
     assert memory.free_memory() > 0, "no /proc: the pages that sysconf knows"
 

@@ -1,0 +1,138 @@
+"""What the compiled steps need of a device beside weights and pool, and the plan that follows.
+
+Read from XLA's memory_analysis() of the largest steps, compiled over a pool of just enough blocks: the number of blocks
+is itself a shape, and temporaries do not depend on it. On CPU, where a compile is seconds of a cold start, an upper
+bound by arithmetic stands in wherever the pool comes out the same.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig, ModelConfig
+from jpaged.engine.batch import Bucket, bucket_table, padded_blocks
+from jpaged.models.layout import param_shapes
+from jpaged.runtime.memory import Limits, MemoryPlan, Needs, plan
+from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.sampling import SEARCH_ROWS
+
+FEATURES = ("plain", "full", "prompt")  # each does what the one before it does, and more
+SCORE_TILE = 64  # tokens whose prompt scores are computed together
+TILES = 16 << 20  # bytes of attention's own tiles
+RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
+
+
+def plan_pool(model: ModelConfig, config: EngineConfig, where: Placement, params: Any, *, freed: int = 0) -> MemoryPlan:
+    """The plan of the machine at hand, for a resolved config and a serving tree that lies on its devices.
+
+    freed: bytes on a device that the engine itself will free first (the pool that a larger one replaces).
+    """
+    limits, weights = Limits.of(where.device, config.memory_utilization), bytes_on_device(params)
+    if limits.pool is None:
+        limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
+    else:  # virtual CPU devices share one memory, of which the weights have been taken already
+        devices = 1 if where.mesh is None else where.mesh.size
+        limits = Limits(total=limits.total // devices + weights + freed, pool=limits.pool // devices)
+    return plan_within(config, limits, probe_runner(model, config, where, params))
+
+
+def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPlan:
+    """The plan of one device; steps are compiled unless the bound holds (on CPU) and leaves the pool as it would be."""
+    block_bytes, weights = probe.block_bytes // probe.placement.axis_size, bytes_on_device(probe.params)
+    needs = bound(probe.model, config, probe.layout.dtype, block_bytes)
+    most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
+    most = min(most, most if limits.pool is None else limits.pool)
+    holds = probe.placement.device.platform == "cpu" and probe.kernel.name == "xla"
+    if not holds or weights + needs.total + most > limits.total:
+        needs = measured(probe)
+    return plan(config, limits, block_bytes=block_bytes, weights=weights, needs=needs)
+
+
+def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, params: Any) -> Runner:
+    """A runner to compile with and never to run: over the smallest pool whose block tables are as wide as can be.
+
+    params: the serving tree, or ShapeDtypeStructs with shardings in its place.
+    """
+    dtype = params["embed"]["weight"].dtype
+    blocks = dataclasses.replace(config, num_blocks=None).max_blocks_per_seq
+    probe = Runner(model, dataclasses.replace(config, num_blocks=blocks), where, dtype)
+    probe.params = params
+    return probe
+
+
+def largest_buckets(config: EngineConfig) -> list[Bucket]:
+    """Of each phase the bucket with the most features, then tokens, then rows: no other of the phase needs more."""
+    largest: dict[str, Bucket] = {}
+    for bucket in bucket_table(config):
+        held = largest.get(bucket.phase)
+        if held is None or _size(bucket) > _size(held):
+            largest[bucket.phase] = bucket
+    return list(largest.values())
+
+
+def measured(probe: Runner) -> Needs:
+    """What the compiled steps say; compiles the largest of each phase."""
+    compiled = [probe.lower(bucket).compile() for bucket in largest_buckets(probe.config)]
+    steps = len(list(bucket_table(probe.config)))
+    return Needs(
+        temporaries=max(map(step_temp_bytes, compiled)),
+        code=max(map(code_bytes, compiled)) * (steps if probe.config.strict else min(steps, RESIDENT_STEPS)),
+        state=state_bytes(probe.model, probe.config, probe.block_bytes // probe.placement.axis_size),
+        source=f"compiled for {probe.placement.device.device_kind}",
+    )
+
+
+def step_temp_bytes(compiled: Any) -> int:
+    """Bytes of a device that a running step takes beside its arguments: temporaries, and results of their own."""
+    found = compiled.memory_analysis()
+    return found.temp_size_in_bytes + max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
+
+
+def code_bytes(compiled: Any) -> int:
+    """Bytes of device memory that a compiled step's code fills: none on CPU and CUDA, megabytes on TPUs."""
+    return compiled.memory_analysis().generated_code_size_in_bytes
+
+
+def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
+    """Last tokens and token counts of every slot, and one sequence's blocks on their way to the host or back."""
+    slots = 4 * config.max_num_seqs * (1 + model.vocab_size)
+    return slots + (padded_blocks(config.max_blocks_per_seq) * block_bytes if config.swap_space_gib else 0)
+
+
+def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
+    """Needs that no step of the XLA kernel on CPU exceeds, everything on one device; nothing is compiled.
+
+    Twice what a layer makes of its tokens, one result of attention for each layer (XLA:CPU shares none of them), the
+    logits as often as the full sampler holds them, tiles of prompt scores, and float16 weights in f32 (bfloat16 ones
+    are multiplied as they are). Steps use up to two thirds of it.
+    """
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    rows, vocab = config.seq_buckets[-1], model.vocab_size
+    tokens = max(config.token_buckets[-1], rows)
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    token = 4 * (heads + 2 * kv_heads) + 12 * model.intermediate_size + 4 * model.hidden_size + 8 * config.max_logprobs
+    short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
+    attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
+    logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
+    weights = 4 * num_weights(model) if jnp.dtype(dtype) == jnp.float16 else 0
+    indices = 4 * rows * (tokens + config.max_blocks_per_seq + 2 * config.max_logprobs + config.max_logit_bias)
+    temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices + TILES
+    return Needs(temporaries=temporaries, state=state_bytes(model, config, block_bytes), source="an upper bound")
+
+
+def num_weights(model: ModelConfig) -> int:
+    return sum(
+        math.prod(shape) for shape in jax.tree.leaves(param_shapes(model), is_leaf=lambda x: isinstance(x, tuple))
+    )
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _size(bucket: Bucket) -> tuple[int, int, int]:
+    return FEATURES.index(bucket.features), bucket.tokens, bucket.rows
