@@ -25,9 +25,9 @@ from jpaged.frontend import Chat, Frontend
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, RequestOutput
 from jpaged.prompts import as_key, as_list, match_params
-from jpaged.runtime import memory
 from jpaged.runtime.compilation_cache import use_compilation_cache
-from jpaged.runtime.runner import BucketReport, Runner, pool_layout
+from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.runner import BucketReport, Runner
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
@@ -334,10 +334,8 @@ class LLM:
         if self.engine_config.num_blocks is not None:
             return self.engine_config.num_blocks
         assert self._params is not None
-        dtype = self._weights.tree(self._params)["embed"]["weight"].dtype
-        where = self._placement
-        _, one = pool_layout(self.model_config, self.engine_config, where, dtype, 1)
-        return memory.default_num_blocks(self.engine_config, one.block_bytes, where.device, mesh_axis=where.axis_size)
+        tree, held = self._weights.tree(self._params), 0 if self._runner is None else self._runner.pool_bytes
+        return plan_pool(self.model_config, self.engine_config, self._placement, tree, freed=held).num_blocks
 
     def _running_engine(self) -> Engine:
         if self._engine is None or self._params is None:

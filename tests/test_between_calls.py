@@ -70,9 +70,9 @@ def test_scenario_25_params_are_a_pytree(tmp_path: Path) -> None:
 def test_release(params: Params) -> None:
     expected = tokens_of(generate(params, PROMPTS[:2]))
     _, running, runner = kept()
-    assert runner.holds_pool
+    assert runner.pool_bytes
     jpaged.release()
-    assert not runner.holds_pool and running.scheduler.blocks.num_used == 0
+    assert runner.pool_bytes == 0 and running.scheduler.blocks.num_used == 0
     with compiles() as names:
         outputs = generate(params, PROMPTS[:2])
     assert kept()[2] is runner and "jit(step)" not in names, "executables stay"

@@ -62,11 +62,14 @@ def test_ways_to_name_a_model(folder: Path, params: Params) -> None:
 
 
 def test_default_pool(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without num_blocks: every row at full length, if that fits."""
+    """Without num_blocks: every row at full length, if that fits; memory that holds no block is an error."""
     built = LLM(params, **vars(engine(num_blocks=None)))
     assert built.stats()["num_blocks"] == 8 * 64 // 4
-    monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 2 * 10 * built.stats()["block_bytes"])
+    monkeypatch.setattr("jpaged.runtime.memory.CPU_POOL_BYTES", 10 * built.stats()["block_bytes"])
     assert LLM(params, **vars(engine(num_blocks=None))).stats()["num_blocks"] == 10
+    monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 100_000)
+    with pytest.raises(ConfigError, match="no KV block of .* lower block_size=4, max_num_batched_tokens=16"):
+        LLM(params, **vars(engine(num_blocks=None)))
 
 
 def test_close(folder: Path) -> None:

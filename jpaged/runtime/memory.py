@@ -148,10 +148,3 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:  # not Linux, or no cgroup: the caller has another source
         return []
-
-
-def default_num_blocks(config: EngineConfig, block_bytes: int, device: Any, *, mesh_axis: int = 1) -> int:
-    """Blocks of the default pool where nothing is known of the steps; plan_pool of footprint.py knows them."""
-    limits = Limits.of(device, config.memory_utilization)
-    own = block_bytes if device.platform == "cpu" else block_bytes // mesh_axis
-    return plan(config, limits, block_bytes=own, needs=Needs()).num_blocks

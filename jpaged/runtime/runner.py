@@ -29,6 +29,8 @@ from jpaged.errors import ConfigError
 from jpaged.models.layout import param_specs
 from jpaged.runtime import kv_cache
 from jpaged.runtime.attention import Kernel, choose_kernel
+from jpaged.runtime.compiler import compile_step
+from jpaged.runtime.oom import explained
 from jpaged.runtime.steps import COUNTS_CHUNK, make_step, set_counts
 
 log = logging.getLogger("jpaged")
@@ -131,7 +133,11 @@ class Runner:
         return self.layout.block_bytes
 
     def dispatch(self, batch: Batch) -> Handle:
-        """Start a step; the pool is rebound to its result before this returns."""
+        """Start a step; the pool is rebound to its result before this returns. CapacityError where memory runs out."""
+        with explained(self.config):
+            return self._dispatch(batch)
+
+    def _dispatch(self, batch: Batch) -> Handle:
         buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
         self._allocate(full=bool(batch.count_rows) or any(bucket.is_full for bucket in buckets))
         for bucket in buckets:
@@ -171,9 +177,10 @@ class Runner:
 
     def fetch(self, handle: Handle) -> StepResult:
         """Wait for a step and read what it returns: one buffer, or two where a prefill scored its prompts too."""
-        if not handle.outs:
+        with explained(self.config):
             handle.done.block_until_ready()
-        return unpack_result(handle.batch, self.config, [self.get(out) for out in handle.outs])
+            outs = [self.get(out) for out in handle.outs]
+        return unpack_result(handle.batch, self.config, outs)
 
     def read_blocks(self, block_ids: list[int]) -> Any:
         """Copy blocks to the host in one transfer, padded to a power of two: into pinned memory where there is any."""
@@ -221,8 +228,9 @@ class Runner:
         }
 
     @property
-    def holds_pool(self) -> bool:
-        return self._pool is not None
+    def pool_bytes(self) -> int:
+        """Bytes that the pool takes on each device now."""
+        return 0 if self._pool is None else self.layout.num_blocks * self.block_bytes // self.placement.axis_size
 
     def put(self, array: np.ndarray) -> Array:
         """The only way up: one explicit, counted transfer."""
@@ -241,7 +249,7 @@ class Runner:
             if self._sealed:
                 raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
             started = time.perf_counter()
-            step = self._steps[bucket] = self.lower(bucket).compile()
+            step = self._steps[bucket] = compile_step(self.lower(bucket), self.placement.device.platform)
             self.compile_seconds[bucket] = time.perf_counter() - started
             log.info("compiled %s in %.1f s", bucket, self.compile_seconds[bucket])
         return step
@@ -320,7 +328,8 @@ class Runner:
     def _allocate(self, *, full: bool) -> None:
         where, slots = self.placement.replicated, self.config.max_num_seqs
         if self._pool is None:
-            self._pool = kv_cache.zeros(self.layout.shape, self.layout.dtype, self._pool_sharding())
+            with explained(self.config, pool_bytes=self.layout.num_blocks * self.block_bytes):
+                self._pool = kv_cache.zeros(self.layout.shape, self.layout.dtype, self._pool_sharding())
         if self._last_R is None:
             self._last_R = jax.device_put(np.zeros(slots, np.int32), where)
         if full and self._counts_RV is None:

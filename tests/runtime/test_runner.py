@@ -127,7 +127,7 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
     runner = runner_of(llm)
     pool, last, counts = runner._pool, runner._last_R, runner._counts_RV
     runner.recover()
-    assert (runner._pool, runner._last_R, runner._counts_RV) == (pool, last, counts) and runner.holds_pool
+    assert (runner._pool, runner._last_R, runner._counts_RV) == (pool, last, counts) and runner.pool_bytes
     assert pool is not None and counts is not None
     pool.delete()
     counts.delete()
@@ -135,7 +135,7 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
     assert runner._pool is None is runner._counts_RV and runner._last_R is last
     assert run(llm, FULL) == expected
     runner.release()
-    assert not runner.holds_pool and run(llm, FULL) == expected
+    assert runner.pool_bytes == 0 and run(llm, FULL) == expected
 
 
 def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
