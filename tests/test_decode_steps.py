@@ -38,8 +38,8 @@ def test_the_same_outputs(steps: int) -> None:
     assert stats["dispatches"] < one_stats["dispatches"] and stats["uploads"] < one_stats["uploads"]
 
 
-def test_a_crowded_pool_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs, stats = run(8, num_blocks=22)
+def test_a_crowded_pool_gives_the_same() -> None:
+    outputs, stats = run(8, num_blocks=16)
     assert stats["preemptions"] > 0
     assert_same(outputs, run(1)[0])
 
