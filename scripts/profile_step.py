@@ -35,7 +35,7 @@ from jpaged import SamplingParams
 from jpaged.errors import JpagedError
 
 CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
-CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|core_call|checkpoint|.*[(<].*")  # in op_name paths
+CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*")  # in op_name paths
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
