@@ -268,9 +268,10 @@ class EngineConfig:
         return needed if self.num_blocks is None else min(needed, self.num_blocks)
 
 
-# At most a third of a prefill step is padding, and never fewer than 8 rows: a single row is a slow path of XLA on CPU.
+# At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a single row is a slow
+# path of XLA on CPU.
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-SEQ_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+SEQ_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 def _sizes(table: tuple[int, ...], largest: int) -> tuple[int, ...]:

@@ -34,6 +34,8 @@ log = logging.getLogger("jpaged")
 
 SamplingParamsLike = SamplingParams | List[SamplingParams] | None
 OnError = Literal["raise", "return"]
+# The host plans and packs the next dispatch while the device works on the last one.
+DISPATCHES_IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +313,7 @@ class LLM:
         if config.strict:
             runner.warmup()
             runner.seal()
-        self._runner, self._engine = runner, Engine(config, runner)
+        self._runner, self._engine = runner, Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
         self._cached_version = self._weights.version
 
     def _reserve(self, requests: list[Request]) -> None:

@@ -231,12 +231,12 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     startup = time.perf_counter() - began
     runs = [timed(llm, prompts, outputs, work.temperature) for _ in range(args.repeat)]
     weights = num_weights(config) * {"float32": 4}.get(args.dtype, 2)
-    buckets = llm.stats().get("buckets")
+    stats = llm.stats()
     name = args.checkpoint if args.checkpoint is not None else f"random {args.random}"
     record: dict[str, Any] = {"engine": "jpaged", "model": str(name), "dtype": args.dtype, "workload": args.workload}
     record |= {"requests": work.requests, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     record |= {"startup_s": startup} | figures(runs, sum(map(len, prompts)), weights, read_bandwidth())
-    return record | ({} if buckets is None else {"buckets": [str(b) for b in buckets]})
+    return record | {name: stats[name] for name in ("buckets", "step_sizes") if name in stats}
 
 
 def num_weights(config: ModelConfig) -> int:

@@ -10,6 +10,7 @@ pool, of which there must be none; a decode step that does not donate its pool i
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -97,7 +98,9 @@ def steps(platform: str, chip: str) -> bool:
         runner = Runner(model, config, placement, jnp.bfloat16)
         runner.params = abstract_params(model, "bfloat16", placement.replicated)
         jit = jax.jit
-        for name, bucket in (("prefill", prefill), ("decode", decode), ("control, not donated", decode)):
+        loop = dataclasses.replace(decode, steps=8)
+        cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, "control, not donated": decode}
+        for name, bucket in cases.items():
             is_control = name.startswith("control")
             if is_control:
                 jax.jit = lambda f, *, donate_argnums=(), **how: jit(f, **how)  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import output_sections, pack, unpack_result
+from jpaged.engine.batch import StepResult
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.engine.scheduler import Scheduler
@@ -128,6 +128,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         BlockManager(config.num_blocks, config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        decode_steps=config.decode_steps or 1,
     )
     rng = np.random.default_rng(0)
     for i, (prompt, output) in enumerate(lengths):
@@ -136,10 +137,12 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         scheduler.add(Request([Row(str(i), ids, params, max_model_len=config.max_model_len)]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
     while (plan := scheduler.schedule()) is not None:
-        sizes[plan.phase][plan.num_tokens] += 1
-        bucket = pack(plan, config).bucket
-        out = np.zeros(output_sections(bucket, config)[1], np.int32)  # whatever is drawn: only lengths end a request
-        scheduler.commit(plan, unpack_result(out, bucket, config, len(plan.entries)))
+        draws = [entry.draws for entry in plan.entries if entry.draws]
+        is_decode = plan.phase == "decode"
+        sizes[plan.phase][len(draws) if is_decode else plan.num_tokens] += max(draws) if is_decode else 1
+        # Whatever is drawn: only lengths end a request.
+        tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
+        scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
     if failed := [seq for seq in scheduler.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}

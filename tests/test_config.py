@@ -151,7 +151,7 @@ def test_engine_config_resolves_once() -> None:
     model = ModelConfig.from_hf(hf("qwen2"))
     config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=100, block_size=16).resolve(model)
     assert config.max_model_len == 128 and config.max_blocks_per_seq == 8 and config.decode_steps == 1
-    assert config.seq_buckets == (8, 16, 32) and config.token_buckets == (16, 32, 64, 96, 128)
+    assert config.seq_buckets == (8, 16, 24) and config.token_buckets == (16, 32, 64, 96, 128)
     assert config.resolve(model) == config
     huge = EngineConfig(max_num_batched_tokens=20_000, max_num_seqs=1).resolve(model)
     assert huge.token_buckets and huge.token_buckets[-1] == 20_000 and huge.seq_buckets == (8,)

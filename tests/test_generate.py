@@ -270,7 +270,7 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
     settings = engine(num_blocks=None)
     expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("jpaged.llm.Engine", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr("jpaged.llm.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt()))
         generate(params, PROMPTS, engine_config=settings)
     with compiles() as names:
         again = generate(params, PROMPTS[:1], engine_config=settings)

@@ -230,9 +230,12 @@ class HostMachine(RuleBasedStateMachine):
             host.check()
             assert list(host.engine.requests.values()) == self.live
             assert len(host.engine._in_flight) <= host.engine.depth
-            for _, spans in host.runner.dispatched[-6:]:
+            for phase, spans in host.runner.dispatched[-6:]:
                 assert len(spans) <= host.config.max_num_seqs
-                assert sum(e - s for s, e in spans) <= max(host.config.max_num_batched_tokens, host.config.max_num_seqs)
+                if phase == "prefill":
+                    assert sum(e - s for s, e in spans) <= host.config.max_num_batched_tokens
+                else:
+                    assert all(e - s <= host.config.decode_steps for s, e in spans)
 
     def teardown(self) -> None:
         if hasattr(self, "host"):
