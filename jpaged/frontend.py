@@ -222,7 +222,7 @@ class Frontend:
 
         def named(top: list[tuple[int, float, int]]) -> dict[int, Logprob]:
             texts = [None if self.tokenizer is None else decode(self.tokenizer, [token], False) for token, *_ in top]
-            return {token: Logprob(*found, text) for (token, *found), text in zip(top, texts, strict=True)}
+            return {t: Logprob(lp, rank, text) for (t, lp, rank), text in zip(top, texts, strict=True)}
 
         return [None if top is None else named(top) for top in tops]
 

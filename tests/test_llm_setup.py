@@ -68,7 +68,7 @@ def test_default_pool(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jpaged.runtime.memory.CPU_POOL_BYTES", 10 * built.stats()["block_bytes"])
     assert LLM(params, **vars(engine(num_blocks=None))).stats()["num_blocks"] == 10
     monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 100_000)
-    with pytest.raises(ConfigError, match="no KV block of .* lower block_size=4, max_num_batched_tokens=16"):
+    with pytest.raises(ConfigError, match=r"no KV block of .* lower block_size=4, max_num_batched_tokens=16"):
         LLM(params, **vars(engine(num_blocks=None)))
 
 
