@@ -227,7 +227,7 @@ class Frontend:
         return [None if top is None else named(top) for top in tops]
 
 
-def completion(index: int, tokens: list[int], logprobs: list[float], reason: Any, **more: Any) -> CompletionOutput:
+def completion(index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any) -> CompletionOutput:
     """A CompletionOutput; more: its other fields."""
     found, total = np.array(logprobs, np.float32), float(np.sum(logprobs))
     more |= {"token_logprobs": found, "cumulative_logprob": total, "finish_reason": reason}

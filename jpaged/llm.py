@@ -25,7 +25,7 @@ from jpaged.frontend import Chat, Frontend
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, RequestOutput
 from jpaged.prompts import as_key, as_list, match_params
-from jpaged.runtime.compilation_cache import use_compilation_cache
+from jpaged.runtime.compiler import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.runner import BucketReport, Runner
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement

@@ -2,19 +2,25 @@
 
 A device holds the weights, the program's other arrays, what the steps need beside them (see footprint.py), and the
 pool, which takes what is left. On CPU the memory is others' too: there the pool is small by default and half of what
-is free stays free, which the steps' temporaries must fit.
+is free stays free, which the steps' temporaries must fit. Running out of it is told in terms of settings.
 """
 
+import contextlib
 import dataclasses
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
+from jpaged.errors import CapacityError, ConfigError
 
 CPU_POOL_BYTES = 4 << 30
 CGROUPS = {"2": ("memory.max", "memory.current"), "1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+ASKED = re.compile(r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))")  # in every backend's words for running out of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,8 +120,7 @@ def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int
     decided_by = min(sizes, key=lambda name: sizes[name])
     if sizes[decided_by] < 1:
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
-        knobs = ("block_size", "max_num_batched_tokens", "max_num_seqs")
-        lower = ", ".join(f"{name}={getattr(config, name)}" for name in knobs)
+        lower = _settings(config, "block_size", "max_num_batched_tokens", "max_num_seqs")
         raise ConfigError(
             f"no KV block of {block_bytes} bytes fits the {left} bytes left for the pool (weights take {weights}, "
             f"other arrays {other}, steps {needs.total}): lower {lower}, "
@@ -124,6 +129,30 @@ def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int
     held: dict[str, Any] = {"limit": limits.total, "weights": weights, "other": other, "needs": needs}
     held |= {"block_bytes": block_bytes, "block_size": config.block_size}
     return MemoryPlan(**held, num_blocks=sizes[decided_by], decided_by=decided_by)
+
+
+@contextlib.contextmanager
+def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterator[None]:
+    """Running out of memory inside becomes an error that names the settings to lower; anything else passes.
+
+    pool_bytes: of the pool that is allocated inside (a ConfigError then); None for a step (a CapacityError).
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as e:
+        if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        if pool_bytes is not None:
+            lower = _settings(config, "num_blocks", "memory_utilization", last=" or ")
+            raise ConfigError(f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}") from e
+        asked, knobs = ASKED.search(str(e)), ("num_blocks", "memory_utilization", "max_num_batched_tokens")
+        lower = _settings(config, *knobs, "max_num_seqs", last=" or ")
+        raise CapacityError(f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}") from e
+
+
+def _settings(config: EngineConfig, *names: str, last: str = ", ") -> str:
+    *others, end = (f"{name}={getattr(config, name)}" for name in names)
+    return last.join(filter(None, [", ".join(others), end]))
 
 
 def free_memory() -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jpaged import ConfigError, EngineConfig
+from jpaged import CapacityError, ConfigError, EngineConfig
 from jpaged.runtime import kv_cache, memory
 from tests.tiny import CONFIG, config
 
@@ -143,3 +143,36 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
     assert not np.asarray(shared).any()
     whole = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec(None)))
     assert whole.sharding.is_fully_replicated
+
+
+# Out of memory: a typed error that names bytes and settings, raised from the original.
+
+OOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 35184372088832 bytes.")
+TPU_OOM = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 1.50G. That was not possible."
+)
+
+
+def test_running_out_of_memory_names_what_to_lower() -> None:
+    settings = engine(num_blocks=7, max_num_batched_tokens=16)
+    wanted = pytest.raises(ConfigError, match=r"pool of 99 bytes.*num_blocks=7 or memory_utilization=0.9")
+    with wanted as caught, memory.explained(settings, pool_bytes=99):
+        raise OOM
+    assert caught.value.__cause__ is OOM
+    knobs = r"lower num_blocks=7, memory_utilization=0.9, max_num_batched_tokens=16 or max_num_seqs=4"
+    for error, size in ((OOM, "35184372088832 bytes"), (TPU_OOM, "1.50G"), (MemoryError(), "memory")):
+        with pytest.raises(CapacityError, match=f"could not get {size}: {knobs}"), memory.explained(settings):
+            raise error
+
+
+def test_other_errors_pass() -> None:
+    for error in (jax.errors.JaxRuntimeError("INTERNAL: no"), ValueError("RESOURCE_EXHAUSTED")):
+        with pytest.raises(type(error)) as caught, memory.explained(engine()):
+            raise error
+        assert caught.value is error
+
+
+def test_a_real_allocation_that_fails() -> None:
+    wanted = pytest.raises(ConfigError, match="KV pool of 70368744177664 bytes")
+    with wanted, memory.explained(engine(), pool_bytes=1 << 46):
+        kv_cache.zeros((1 << 46,), jnp.int8, SingleDeviceSharding(jax.devices()[0]))
