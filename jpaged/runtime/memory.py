@@ -77,10 +77,6 @@ class MemoryPlan:
         return self.num_blocks * self.block_bytes
 
     @property
-    def tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
     def account(self) -> dict[str, int]:
         """Bytes by what takes them."""
         steps = {"temporaries": self.needs.temporaries, "code": self.needs.code, "state": self.needs.state}
@@ -90,17 +86,6 @@ class MemoryPlan:
     def waste(self) -> int:
         """Bytes of the limit that nothing uses; below zero the plan does not fit."""
         return self.limit - sum(self.account.values())
-
-    def requests(self, length: int) -> int:
-        """How many sequences of so many tokens the pool holds at once."""
-        return self.num_blocks // -(-length // self.block_size)
-
-    def __str__(self) -> str:
-        parts = {**self.account, "unused": self.waste, "limit": self.limit}
-        share = 100 / max(self.limit, 1)
-        rows = [f"{k:<12}{n:>20,} bytes {n / 2**30:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()]
-        blocks = f"{self.num_blocks:,} blocks of {self.block_bytes:,} bytes, {self.block_size} tokens each"
-        return "\n".join([*rows, f"{blocks}: {self.tokens:,} tokens (decided by {self.decided_by})"])
 
 
 def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int = 0, needs: Needs) -> MemoryPlan:
