@@ -14,6 +14,7 @@ import argparse
 import collections
 import itertools
 import math
+import operator
 import re
 import resource
 import sys
@@ -34,8 +35,7 @@ from jpaged import SamplingParams
 from jpaged.errors import JpagedError
 
 CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
-CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|core_call|checkpoint|.*[(<].*")  # in op_name paths
-IDLE = "(no operation)"
+CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*")  # in op_name paths
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--context", type=int, default=300, help="prompt tokens of each (default: 300)")
     add("--steps", type=int, default=16, help="decode steps, or prefills, to measure (default: 16)")
     add("--ops", type=int, default=0, metavar="N", help="also list the N slowest operations")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: bfloat16")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     add("--trace", type=Path, metavar="DIR", help="keep the trace here (for xprof, or Perfetto)")
     args = parser.parse_args(argv)
     if (args.checkpoint is None) == (args.random is None):
@@ -57,28 +57,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
+
+
 class Steps:
     """Runs steps of one phase: `rows` sequences of `context` random tokens."""
 
     def __init__(self, args: argparse.Namespace):
         config = bench.model_config(args)
-        self.rows, self.context, self.steps = args.rows, args.context, args.steps
+        self.rows, self.steps = args.rows, args.steps
         model = args.checkpoint if args.checkpoint is not None else bench.random_params(config, args.dtype)
-        lengths = {"max_model_len": 1 << (args.context + 3 * args.steps + 64).bit_length()}
-        self.llm = jpaged.LLM(model, dtype=args.dtype, enable_prefix_caching=False, max_num_seqs=args.rows, **lengths)
+        options = {"dtype": args.dtype, "max_num_seqs": args.rows, "enable_prefix_caching": False}
+        self.llm = jpaged.LLM(model, max_model_len=1 << (args.context + 3 * args.steps + 64).bit_length(), **options)
         self.prompts = [[(7 * i + j) % config.vocab_size for j in range(args.context)] for i in range(args.rows)]
 
     def prefills(self) -> int:
         """`steps` times all prompts; the number of prefill steps that took."""
         before = self.llm.stats()["prefill_steps"]
         for _ in range(self.steps):
-            self.llm.generate(self.prompts, self._params(1), use_tqdm=False)
+            self.llm.generate(self.prompts, sampling(1), use_tqdm=False)
         return self.llm.stats()["prefill_steps"] - before
 
     def start_decoding(self) -> None:
         """Prefill all rows and decode a little: what follows are decode steps alone."""
         for prompt in self.prompts:
-            self.llm.add_request(prompt, self._params(2 * self.steps + 48))
+            self.llm.add_request(prompt, sampling(2 * self.steps + 48))
         self._step_until(16)
 
     def decodes(self) -> int:
@@ -90,9 +94,6 @@ class Steps:
         while (done := self.llm.stats()["decode_tokens"] - before) < steps * self.rows:
             self.llm.step()
         return done // self.rows
-
-    def _params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 class Event(NamedTuple):
@@ -241,10 +242,6 @@ def rate(matmul: Matmul, count: int) -> float:
     return min(timeit.repeat(lambda: jax.block_until_ready(run(fixed, weights)), number=1, repeat=5)) / count
 
 
-def slowest(times: dict[Any, float]) -> list[tuple[Any, float]]:
-    return sorted(times.items(), key=lambda item: -item[1])
-
-
 def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
     modules = programs(measured.events)
     unknown = Op("?", "(unknown)", None)
@@ -252,7 +249,6 @@ def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
     leaves = [e for e in measured.events if ops[e.program, e.op].opcode not in CONTAINERS]
     shares, idle = wall_shares(leaves)
     scopes, single, matmuls, counts = (collections.defaultdict[Any, float](float) for _ in range(4))
-    scopes[IDLE] = idle
     for event, share in zip(leaves, shares, strict=True):
         op = ops[event.program, event.op]
         scopes[op.scope] += share
@@ -260,16 +256,18 @@ def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
         if op.matmul is not None:
             matmuls[op.matmul] += share
             counts[op.matmul] += 1
+    scopes["(no operation)"] = idle
+    by_time = operator.itemgetter(1)
     span, per_step = sum(scopes.values()), 1e6 * measured.steps
     yield f"{name}: {measured.ms:.2f} ms a step, {measured.faults:.0f} page faults, untraced ({measured.steps} steps)"
     yield f"\n{'scope':<48}{'ms a step':>10}{'share':>8}"
-    for scope, ns in slowest(scopes):
+    for scope, ns in sorted(scopes.items(), key=by_time, reverse=True):
         yield f"{scope:<48}{ns / per_step:>10.3f}{ns / span:>8.1%}"
     yield f"{'all':<48}{span / per_step:>10.3f}{1:>8.1%}"
-    for (program, op), ns in slowest(single)[:num_ops]:
+    for (program, op), ns in sorted(single.items(), key=by_time, reverse=True)[:num_ops]:
         yield f"  {ns / per_step:>8.3f} ms  {op}  ({ops[program, op].scope})"
     yield f"\n{'matmul':<48}{'a step':>7}{'ms':>8}{'GFLOP/s':>9}{'(alone)':>9}{'weights GB/s':>13}{'(alone)':>9}"
-    for matmul, ns in slowest(matmuls):
+    for matmul, ns in sorted(matmuls.items(), key=by_time, reverse=True):
         count = counts[matmul] / measured.steps
         alone, seconds = rate(matmul, max(round(count), 1)), ns / 1e9 / counts[matmul]
         shapes = " . ".join(f"{t}{list(s)}" for t, s in zip(matmul.dtypes, matmul.shapes, strict=True))
@@ -287,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     with tempfile.TemporaryDirectory() as scratch:
         where = args.trace if args.trace is not None else Path(scratch)
-        steps.llm.generate(steps.prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # compiles
+        steps.llm.generate(steps.prompts, sampling(4), use_tqdm=False)  # compiles
         if args.phase != "decode":
             print(*report("prefill", measure(steps.prefills, where), args.ops), sep="\n", end="\n\n")
         if args.phase != "prefill":

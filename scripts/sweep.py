@@ -175,7 +175,7 @@ class Engines:
             return self._llm
         self.close()
         if self._dtype != point["dtype"]:
-            self._params = None  # before the others are made: both may not fit
+            self._params = self._dtype = None  # before the others are made: both may not fit
             self._params = (
                 bench.random_params(self.config, point["dtype"])
                 if self.args.checkpoint is None

@@ -70,6 +70,7 @@ class Engine:
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._in_flight: deque[tuple[Plan, Any, float]] = deque()
         self._is_broken = False
+        self._last_done = 0.0
         self.stats = Stats()
         self.scheduler = self._new_scheduler()
 
@@ -209,6 +210,7 @@ class Engine:
         done = time.perf_counter()
         self.stats.device_time_s += fetched - waiting
         self.stats.host_time_s += (waiting - started) + (done - fetched)
+        dispatched, self._last_done = max(dispatched, self._last_done), done  # what overlaps counts once
         if plan.phase == "prefill":
             self.stats.prefill_time_s += done - dispatched
         else:

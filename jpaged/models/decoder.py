@@ -58,14 +58,16 @@ class Attention(nnx.Module):
         weight = self.qkv[...]
         heads, group, dim, embed = weight.shape[0], weight.shape[1] - 2, weight.shape[2], weight.shape[3]
         lead = (1,) * (x.ndim - 1)
-        qkv = linear(x, weight.reshape(-1, embed)).reshape(*x.shape[:-1], heads, group + 2, dim)
+        with jax.named_scope("qkv"):
+            qkv = linear(x, weight.reshape(-1, embed)).reshape(*x.shape[:-1], heads, group + 2, dim)
         if self.config.qkv_bias:
             qkv = qkv + self.qkv_bias[...].astype(jnp.float32).reshape(lead + weight.shape[:3])
         qkv = qkv.astype(x.dtype)
         q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]  # [K, G, D], [K, D], [K, D]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        with jax.named_scope("rope"):
+            q, k = rotate(q, *rope), rotate(k, *rope)
         q = q.reshape(*x.shape[:-1], heads * group, dim)
         scale, window = dim**-0.5, self.config.sliding_window(layer)
         if cache is None:
@@ -76,7 +78,8 @@ class Attention(nnx.Module):
         else:
             cache = cache.write(layer, k, v)
             o = cache.attend(layer, q, scale=scale, sliding_window=window)
-        out = linear(o.reshape(*x.shape[:-1], heads * group * dim), self.out[...].reshape(embed, -1))
+        with jax.named_scope("out"):
+            out = linear(o.reshape(*x.shape[:-1], heads * group * dim), self.out[...].reshape(embed, -1))
         out = out if cache is None else cache.sum_over_heads(out)
         if self.config.out_bias:
             out = out + self.out_bias[...].astype(jnp.float32).reshape((*lead, embed))

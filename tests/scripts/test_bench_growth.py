@@ -29,7 +29,7 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setitem(growth.MODELS, "tiny", CONFIG)
     file = tmp_path / "growth.json"
     argv = ["--queue", "16", "8", "--context", "130", "64", "70", "--rows", "2", "--steps", "3", "--tokens", "100"]
-    argv += ["--repeat", "2", "--json", str(file), "--max-growth", "1000"]
+    argv += ["--repeat", "2", "--dtype", "float32", "--json", str(file), "--max-growth", "1000"]
     assert growth.main(argv) == 0
     out, err = capsys.readouterr()
     record = json.loads(file.read_text())

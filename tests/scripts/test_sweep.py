@@ -137,7 +137,7 @@ def test_a_broken_sweep_goes_on(
     table = report.table(rows)
     assert printed.count(table) == 2 and max(map(len, table.splitlines())) <= 120
     head = (
-        ["quickest"]
+        ["spread"]
         + ["tok/s"] * 3
         + ["p50", "ms", "p99", "ms"] * 2
         + ["waste", "steps", "in", "s", "MiB", "GB/s", "peak"]

@@ -1,0 +1,73 @@
+"""Time from process start to a first answer: cold, with a warm compilation cache, and with warmup() of every shape.
+
+    python scripts/bench_start.py CHECKPOINT [--repeat 3]
+
+Each start is a process of its own, with the seconds of its parts; the cache is a folder of this run's own.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CHILD = """
+import sys, time
+began = float(sys.argv[1])
+import jpaged
+imported = time.time()
+llm = jpaged.LLM(sys.argv[2], dtype="bfloat16", max_model_len=1024, compilation_cache_dir=sys.argv[3])
+loaded = time.time()
+warm = llm.warmup(use_tqdm=False) if sys.argv[4] == "warmup" else 0.0
+asked = time.time()
+out = llm.generate([list(range(10, 60))], jpaged.SamplingParams(max_tokens=16, ignore_eos=True), use_tqdm=False)
+ended = time.time()
+assert len(out[0].outputs[0].token_ids) == 16
+import json
+parts = {"import": imported - began, "load": loaded - imported, "warmup": warm, "answer": ended - asked}
+print(json.dumps(parts | {"total": ended - began, "compiles": llm.stats()["num_compiles"]}))
+"""
+
+
+def start(checkpoint: str, cache: str, kind: str) -> dict[str, float]:
+    """One process from start to a first answer of 50 tokens in and 16 out; seconds of its parts."""
+    command = [sys.executable, "-c", CHILD, repr(time.time()), checkpoint, cache, kind]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    if done.returncode:
+        raise RuntimeError(f"a start failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="a checkpoint folder")
+    parser.add_argument("--repeat", type=int, default=3, help="starts of each kind, of which the median counts")
+    parser.add_argument("--no-warmup", action="store_true", help="leave out the start that compiles every shape")
+    args = parser.parse_args(argv)
+    kinds = ["cold", "warm"] + ([] if args.no_warmup else ["warmup"])
+    print(f"{'start':<8}{'import s':>10}{'load s':>10}{'warmup s':>10}{'answer s':>10}{'total s':>10}{'compiles':>10}")
+    medians = {}
+    with tempfile.TemporaryDirectory() as kept:
+        start(args.checkpoint, kept, "fill")  # what the warm starts find
+        for kind in kinds:
+            runs = []
+            for _ in range(1 if kind == "warmup" else args.repeat):
+                with tempfile.TemporaryDirectory() as fresh:
+                    runs.append(start(args.checkpoint, kept if kind == "warm" else fresh, kind))
+            parts = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            medians[kind] = parts
+            shown = [parts[name] for name in ("import", "load", "warmup", "answer", "total")]
+            print(
+                f"{kind:<8}" + "".join(f"{value:>10.2f}" for value in shown) + f"{parts['compiles']:>10.0f}", flush=True
+            )
+    print(
+        json.dumps({kind: {name: round(value, 3) for name, value in parts.items()} for kind, parts in medians.items()})
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

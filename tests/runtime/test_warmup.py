@@ -1,0 +1,69 @@
+"""The compile contract: the table of shapes is known, and can be compiled ahead."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.engine.batch import bucket_table
+from jpaged.runtime import compilation_cache
+from jpaged.runtime.compilation_cache import default_folder, use_compilation_cache
+from tests.tiny import compiles, engine, make_params, make_prompts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+def test_warmup_compiles_the_table_once_and_nothing_is_met_later() -> None:
+    llm = LLM(make_params(), **vars(engine(decode_steps=2, swap_space_gib=0.001, max_model_len=16)))
+    assert all(report.compile_seconds is None is report.executable_bytes for report in llm.buckets())
+    assert llm.warmup(use_tqdm=False) > 0
+    reports = llm.buckets()
+    table = list(bucket_table(llm._running_runner().config))
+    shapes = [(r.phase, r.tokens, r.rows, r.blocks, r.steps, r.features) for r in reports]
+    assert shapes == sorted((b.phase, b.tokens, b.rows, b.blocks, b.steps, b.features) for b in table)
+    assert all(r.compile_seconds and r.temp_bytes and r.executable_bytes is not None and not r.hits for r in reports)
+    with compiles() as names:
+        assert llm.warmup(use_tqdm=False) < 1
+        full = SamplingParams(presence_penalty=1.0, prompt_logprobs=1, max_tokens=5, ignore_eos=True)
+        llm.generate(make_prompts(3, 11, 9), [GREEDY, full, GREEDY], use_tqdm=False)
+    assert set(names) <= {"jit(zeros)"}
+
+
+def test_buckets_count_hits_and_padding() -> None:
+    llm = LLM(make_params(), **vars(engine(decode_steps=4)))
+    llm.generate(make_prompts(5, 7), GREEDY, use_tqdm=False)
+    used = {(r.phase, r.features): r for r in llm.buckets() if r.hits}
+    assert set(used) == {("prefill", "plain"), ("sample", "plain"), ("decode", "plain")}
+    prefill, sample, decode = (used[phase, "plain"] for phase in ("prefill", "sample", "decode"))
+    assert (prefill.hits, prefill.padding_waste) == (1, 1 - 12 / 16)
+    assert (sample.hits, sample.padding_waste) == (1, 1 - 2 / 8)
+    assert (decode.hits, decode.steps, decode.padding_waste) == (1, 4, 1 - 8 / 32)
+
+
+@pytest.fixture
+def cache_setting():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_the_compilation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_setting: None) -> None:
+    """A folder of the user's cache, unless jax has one already; None changes nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = jax.config.jax_compilation_cache_dir
+    use_compilation_cache("auto")
+    use_compilation_cache(None)
+    assert jax.config.jax_compilation_cache_dir == own
+    jax.config.update("jax_compilation_cache_dir", None)
+    use_compilation_cache(None)
+    assert jax.config.jax_compilation_cache_dir is None
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    use_compilation_cache("auto")
+    assert jax.config.jax_compilation_cache_dir == str(default_folder())
+    assert default_folder().is_relative_to(tmp_path / "jpaged" / "compiled")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == compilation_cache.LEAST_SECONDS
+    use_compilation_cache(str(tmp_path / "mine"))
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
