@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
@@ -29,8 +28,6 @@ from jpaged.runtime.compiler import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.runner import BucketReport, Runner
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
-
-log = logging.getLogger("jpaged")
 
 Make = functools.partial[Any]  # makes a request, whose first argument is the prompt
 SamplingParamsLike = SamplingParams | List[SamplingParams] | None
@@ -146,8 +143,6 @@ class LLM:
                 raise CapacityError(f"sequence {i} of {len(ids)} tokens is longer than max_model_len={limit}")
             requests.append(Request([self._frontend.sequence(ids, params, score_only=True)]))
         self._reserve(requests)
-        for request in requests:
-            self._check_fits(request)
         # One token alone predicts nothing.
         self._run([r for r in requests if r.sequences[0].prompt_len > 1], use_tqdm=False)
         rows = [[top[0] for top in r.sequences[0].prompt_logprobs[1:] if top is not None] for r in requests]
@@ -164,7 +159,6 @@ class LLM:
         """Queue one prompt and return its id; `step` runs it. Raises RequestError at once if it can never run."""
         params = SamplingParams() if sampling_params is None else sampling_params
         request = self._frontend.request(prompt, params, fold_in(self._call_key(), 0), request_id)
-        self._check_fits(request)
         self._add(request)
         return request.request_id
 
@@ -341,14 +335,8 @@ class LLM:
         jobs = self._admit(makes, on_error)
         self._reserve([job for job in jobs if isinstance(job, Request)])
         for i, job in enumerate(jobs):
-            if isinstance(job, RequestOutput):
-                continue
-            try:
-                self._check_fits(job)
-            except CapacityError as e:
-                if on_error == "raise":
-                    raise
-                jobs[i] = self._frontend.failed(e, job.prompt, job.sequences[0].token_ids)
+            if on_error == "return" and isinstance(job, Request) and (error := self._misfit(job)):
+                jobs[i] = self._frontend.failed(error, job.prompt, job.sequences[0].token_ids)
         self._run([job for job in jobs if isinstance(job, Request)], use_tqdm)
         outputs = [self._frontend.output(job) if isinstance(job, Request) else job for job in jobs]
         failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
@@ -358,14 +346,17 @@ class LLM:
             raise GenerationError(said, outputs) from error
         return outputs
 
-    def _check_fits(self, request: Request) -> None:
-        """Refuse a prompt that the whole pool cannot hold."""
+    def _misfit(self, request: Request) -> CapacityError | None:
+        """What is wrong with a prompt that the whole pool cannot hold."""
         blocks, length = self._running_engine().scheduler.blocks, request.sequences[0].prompt_len
-        if blocks.blocks_for(length) > blocks.num_blocks:
-            pool = f"the KV pool of {blocks.num_blocks} blocks of {blocks.block_size}"
-            raise CapacityError(f"prompt of {length} tokens does not fit {pool}: shorten it or raise num_blocks")
+        if blocks.blocks_for(length) <= blocks.num_blocks:
+            return None
+        pool = f"the KV pool of {blocks.num_blocks} blocks of {blocks.block_size}"
+        return CapacityError(f"prompt of {length} tokens does not fit {pool}: shorten it or raise num_blocks")
 
     def _add(self, request: Request) -> None:
+        if error := self._misfit(request):
+            raise error
         request.weight_version = self.weight_version
         self._running_engine().add(request)
 
@@ -402,8 +393,6 @@ class LLM:
         engine = self._running_engine()
         try:
             for request in requests:
-                self._check_fits(request)
-            for request in requests:
                 self._add(request)
             while live:
                 if any(engine.requests.get(seq.request_id) is not seq.request for _, seq in live):
@@ -418,12 +407,10 @@ class LLM:
                         raise seq.error
                     if len(seq) > sent[seq] or seq.finish_reason is not None:
                         yield CompletionChunk(
-                            request_index=i,
-                            index=seq.index,
+                            request_index=i, index=seq.index, token_ids_delta=seq.token_ids[sent[seq] :],
                             text_delta=None if seq.text is None else seq.text.take_delta(),
-                            token_ids_delta=seq.token_ids[sent[seq] :],
                             finish_reason=seq.finish_reason,
-                        )
+                        )  # fmt: skip
                         sent[seq] = len(seq)
         finally:
             for _, seq in live:

@@ -38,7 +38,7 @@ def abstract(model: ModelConfig, dtype: str) -> Any:
 def test_largest_buckets() -> None:
     found = footprint.largest_buckets(engine(max_num_batched_tokens=40))
     sizes = {(b.phase, b.features, b.tokens, b.rows) for b in found}
-    assert sizes == {("prefill", "prompt", 64, 8), ("decode", "full", 8, 8)}
+    assert sizes == {("prefill", "prompt", 64, 8), ("sample", "full", 8, 8), ("decode", "full", 8, 8)}
 
 
 def probe(num_blocks: int | None = None) -> Runner:

@@ -7,8 +7,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.batch import bucket_table
-from jpaged.runtime import compilation_cache
-from jpaged.runtime.compilation_cache import default_folder, use_compilation_cache
+from jpaged.runtime.compiler import default_folder, use_compilation_cache
 from tests.tiny import compiles, engine, make_params, make_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
