@@ -124,19 +124,18 @@ class ModelConfig:
         for knob, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
             if hf.get(knob, wanted) not in (wanted, None):
                 raise ConfigError(f"{knob}={hf[knob]!r} is not supported (only {wanted!r})")
-        rope = dict(hf.get("rope_parameters") or {})
+        rope = hf["rope_parameters"]  # transformers moves every older name into it
         eos = raw.get("eos_token_id")  # not hf: some families default to an id that the file never named
         eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
         if not all(isinstance(token, int) for token in eos):
             raise ConfigError(f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers")
-        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         # A key that the family's own transformers code does not read is ignored here too.
         bias = family in ("qwen3", "llama") and bool(hf.get("attention_bias", False))
         return cls(
             **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
             family=family,  # pyright: ignore[reportArgumentType]
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rope_theta=float(rope["rope_theta"] or 10000.0),
             rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
             tie_word_embeddings=bool(hf["tie_word_embeddings"]),
             qk_norm=family == "qwen3",
@@ -313,7 +312,7 @@ def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, A
 
 
 def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"]
     if rope.get("partial_rotary_factor") not in (None, 1.0) or rope.get("mscale") or rope.get("mscale_all_dim"):
         raise ConfigError(f"rope_parameters={rope}: partial rotary and mscale are not supported")
     if kind == "default":
@@ -333,10 +332,7 @@ def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None
 def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
     """One window a layer; () where every layer attends to everything."""
     window, kinds = hf.get("sliding_window"), hf.get("layer_types")
-    if window is None or hf.get("use_sliding_window") is False:
-        return ()
-    if kinds is None:
-        return (window,) * hf["num_hidden_layers"]
+    kinds = ["sliding_attention"] * hf["num_hidden_layers"] if kinds is None else kinds
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
