@@ -178,46 +178,33 @@ ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "tpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once.
+    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once."""
 
-    max_model_len: tokens of prompt and completion together; None is the model's max_position_embeddings.
-    max_num_seqs: rows that run at once. max_num_batched_tokens: prefill tokens a step.
-    block_size: P, tokens a KV block. num_blocks: N; None sizes the pool from memory (see runtime/memory.py).
-    memory_utilization: share of an accelerator's memory that weights, temporaries and pool may take together.
-    dtype: serve in this dtype (one cast a weight version); None keeps the params' own.
-    attention: the kernel; "auto" takes the fastest that can run here, a named one that cannot is an error.
-    token_buckets, seq_buckets: the padded sizes that steps are compiled for, ascending.
-    max_n: samples that one request may ask for. swap_space_gib: host memory for the KV of preempted sequences, in GiB;
-    0 computes it again instead. swap_min_tokens: sequences shorter than this are computed again anyway.
-    decode_steps: tokens of a row that one dispatch draws at most, in a loop on the device.
-    max_logprobs, max_logit_bias, max_stop_ids: widths of what the steps are told and return.
-    strict: compile the whole bucket table at start; a shape outside it is then an error.
-    tensor_axis: mesh axis over which KV heads are split; "auto" takes the one that the params use.
-    compilation_cache_dir: where jax keeps compiled steps between processes; "auto" is a folder of the user's cache
-    unless jax was given one, None leaves jax's own setting.
-    """
-
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    block_size: int = 64
-    num_blocks: int | None = None
-    memory_utilization: float = 0.9
+    max_model_len: int | None = None  # tokens of prompt and completion together; None: max_position_embeddings
+    max_num_seqs: int = 256  # rows that run at once
+    max_num_batched_tokens: int = 8192  # prefill tokens a step
+    block_size: int = 64  # P, tokens a KV block
+    num_blocks: int | None = None  # N; None sizes the pool from memory (see runtime/memory.py)
+    memory_utilization: float = 0.9  # share of an accelerator's memory for weights, temporaries and pool together
     enable_prefix_caching: bool = True
-    max_n: int = 256
-    swap_space_gib: float = 0.0
-    swap_min_tokens: int = 64
-    dtype: str | None = None
-    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = "auto"
-    token_buckets: tuple[int, ...] | None = None
+    max_n: int = 256  # samples that one request may ask for
+    swap_space_gib: float = 0.0  # host memory for the KV of preempted sequences, GiB; 0 computes it again instead
+    swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
+    dtype: str | None = None  # serve in this dtype (one cast a weight version); None keeps the params' own
+    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = (
+        "auto"  # kernel; "auto": the fastest that can run
+    )
+    token_buckets: tuple[int, ...] | None = None  # the padded sizes that steps are compiled for, ascending
     seq_buckets: tuple[int, ...] | None = None
-    decode_steps: int | None = None
-    max_logprobs: int = 20
+    decode_steps: int | None = None  # tokens of a row that one dispatch draws at most, in a loop on the device
+    max_logprobs: int = 20  # this and the next two: widths of what the steps are told and return
     max_logit_bias: int = 64
     max_stop_ids: int = 16
-    strict: bool = False
+    strict: bool = False  # compile the whole bucket table at start; a shape outside it is then an error
     deterministic: bool = False
-    tensor_axis: str | None = "auto"
+    tensor_axis: str | None = "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
+    # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache unless jax was given one,
+    # None leaves jax's own setting.
     compilation_cache_dir: str | None = "auto"
 
     def __post_init__(self) -> None:
