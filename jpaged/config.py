@@ -191,9 +191,8 @@ class EngineConfig:
     swap_space_gib: float = 0.0  # host memory for the KV of preempted sequences, GiB; 0 computes it again instead
     swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
     dtype: str | None = None  # serve in this dtype (one cast a weight version); None keeps the params' own
-    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = (
-        "auto"  # kernel; "auto": the fastest that can run
-    )
+    # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
+    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = "auto"
     token_buckets: tuple[int, ...] | None = None  # the padded sizes that steps are compiled for, ascending
     seq_buckets: tuple[int, ...] | None = None
     decode_steps: int | None = None  # tokens of a row that one dispatch draws at most, in a loop on the device
@@ -275,14 +274,13 @@ def _at_least(least: int, config: Any, *names: str) -> None:
 def import_transformers() -> Any:
     """The transformers package, imported here alone: it takes a second, and would advise to install PyTorch."""
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(quiet)
-    os.environ[quiet] = "1"
+    is_set = quiet in os.environ
+    os.environ.setdefault(quiet, "1")
     try:
         return importlib.import_module("transformers")
     finally:
-        del os.environ[quiet]
-        if before is not None:
-            os.environ[quiet] = before
+        if not is_set:
+            del os.environ[quiet]
 
 
 def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:

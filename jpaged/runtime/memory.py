@@ -96,12 +96,12 @@ def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int
     """
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
+    sizes = {"memory": free // block_bytes}
+    sizes["max_num_seqs * max_model_len"] = config.max_num_seqs * config.max_blocks_per_seq
+    if limits.pool is not None:
+        sizes["the default pool of a CPU"] = limits.pool // block_bytes
     if config.num_blocks is not None:
         sizes = {"num_blocks": config.num_blocks}
-    else:
-        sizes = {"memory": free // block_bytes}
-        sizes |= {"max_num_seqs * max_model_len": config.max_num_seqs * config.max_blocks_per_seq}
-        sizes |= {} if limits.pool is None else {"the default pool of a CPU": limits.pool // block_bytes}
     decided_by = min(sizes, key=lambda name: sizes[name])
     if sizes[decided_by] < 1:
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
@@ -111,9 +111,10 @@ def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int
             f"other arrays {other}, steps {needs.total}): lower {lower}, "
             f"or raise memory_utilization={config.memory_utilization}"
         )
-    held: dict[str, Any] = {"limit": limits.total, "weights": weights, "other": other, "needs": needs}
-    held |= {"block_bytes": block_bytes, "block_size": config.block_size}
-    return MemoryPlan(**held, num_blocks=sizes[decided_by], decided_by=decided_by)
+    return MemoryPlan(
+        limit=limits.total, weights=weights, other=other, needs=needs, block_bytes=block_bytes,
+        block_size=config.block_size, num_blocks=sizes[decided_by], decided_by=decided_by,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
