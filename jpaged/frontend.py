@@ -102,9 +102,9 @@ class Frontend:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__}: pass SamplingParams")
         params.validate(self.config, self.model.vocab_size)
-        stops = len(self.eos_ids | set(params.stop_token_ids or ()))
-        if params.min_tokens and stops > (most := self.config.max_stop_ids):
-            raise RequestError(f"min_tokens with {stops} EOS and stop ids is above max_stop_ids={most} of EngineConfig")
+        count = len(self.eos_ids | set(params.stop_token_ids or ()))
+        if params.min_tokens and count > (most := self.config.max_stop_ids):
+            raise RequestError(f"min_tokens with {count} EOS and stop ids is above max_stop_ids={most} of EngineConfig")
         text, ids = self._prompt(prompt)
         if params.stop_strings:
             self.need_tokenizer("stop strings")
@@ -113,16 +113,13 @@ class Frontend:
         key = key if params.seed is None else key_from_seed(int(params.seed))
         request_id = self.new_id() if request_id is None else request_id
         watched = bool(params.stop_strings) or (streaming and self.tokenizer is not None)
+        keep, special = params.include_stop_str_in_output, params.skip_special_tokens
+        stops = {"stop": params.stop_strings, "include_stop": keep, "skip_special_tokens": special}
         samples, own = [], params
         for index in range(params.n):
-            stream = None
-            if watched:
-                keep, special = params.include_stop_str_in_output, params.skip_special_tokens
-                stream = TextStream(
-                    self.tokenizer, stop=params.stop_strings, include_stop=keep, skip_special_tokens=special
-                )
+            text_stream = TextStream(self.tokenizer, **stops) if watched else None
             how = {"request_id": request_id, "key": key, "index": index, "salt": cache_salt(prompt)}
-            samples.append(self.sequence(ids, own, text=stream, **how))
+            samples.append(self.sequence(ids, own, text=text_stream, **how))
             own = dataclasses.replace(params, prompt_logprobs=None)  # one sample scores the prompt for all
         return Request(samples, prompt=text)
 

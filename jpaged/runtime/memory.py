@@ -73,14 +73,10 @@ class MemoryPlan:
     decided_by: str
 
     @property
-    def pool(self) -> int:
-        return self.num_blocks * self.block_bytes
-
-    @property
     def account(self) -> dict[str, int]:
         """Bytes by what takes them."""
         steps = {"temporaries": self.needs.temporaries, "code": self.needs.code, "state": self.needs.state}
-        return {"weights": self.weights, "other": self.other, **steps, "pool": self.pool}
+        return {"weights": self.weights, "other": self.other, **steps, "pool": self.num_blocks * self.block_bytes}
 
     @property
     def waste(self) -> int:

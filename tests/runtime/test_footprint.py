@@ -143,4 +143,4 @@ def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, need
     llm.generate(make_prompts(*[16] * 9), wanted, use_tqdm=False)
     assert llm.stats()["peak_blocks_in_use"] == found.num_blocks, "to the last block"
     held = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
-    assert held == found.pool + found.needs.state
+    assert held == found.account["pool"] + found.needs.state
