@@ -115,12 +115,13 @@ class Frontend:
         watched = bool(params.stop_strings) or (streaming and self.tokenizer is not None)
         keep, special = params.include_stop_str_in_output, params.skip_special_tokens
         stops = {"stop": params.stop_strings, "include_stop": keep, "skip_special_tokens": special}
-        samples, own = [], params
+        others = dataclasses.replace(params, prompt_logprobs=None) if params.n > 1 else params
+        samples = []
         for index in range(params.n):
-            text_stream = TextStream(self.tokenizer, **stops) if watched else None
             how = {"request_id": request_id, "key": key, "index": index, "salt": cache_salt(prompt)}
-            samples.append(self.sequence(ids, own, text=text_stream, **how))
-            own = dataclasses.replace(params, prompt_logprobs=None)  # one sample scores the prompt for all
+            stream = TextStream(self.tokenizer, **stops) if watched else None
+            # One sample scores the prompt for all.
+            samples.append(self.sequence(ids, params if index == 0 else others, text=stream, **how))
         return Request(samples, prompt=text)
 
     def beam_search(
@@ -145,8 +146,8 @@ class Frontend:
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
         root = self.sequence(ids, params, salt=cache_salt(prompt))
-        how = {"length_penalty": float(length_penalty), "early_stopping": early_stopping, "prompt": text}
-        return BeamSearch(root, int(beam_width), **how)
+        how = {"early_stopping": early_stopping, "prompt": text}
+        return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, which leaves room for a token."""
