@@ -1,9 +1,10 @@
 """generate and score: functions of (params, prompts) whose engines are kept between calls."""
 
 import contextlib
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,29 +12,25 @@ from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.engine.beam import EarlyStopping
-from jpaged.engine.sampling_params import SamplingParams
-from jpaged.llm import LLM
+from jpaged.engine.keys import Key
+from jpaged.engine.sequence import Request
+from jpaged.llm import LLM, OnError, SamplingParamsLike
+from jpaged.models.params import Params
 from jpaged.outputs import RequestOutput
-from jpaged.prompts import as_key, as_list
+from jpaged.prompts import as_key
 from jpaged.runtime.weights import as_params
 
+log = logging.getLogger("jpaged")
+
 MAX_ENGINES = 2
-_engines: OrderedDict[Any, LLM] = OrderedDict()  # least recently used first
+_engines: OrderedDict[Any, "KeptLLM"] = OrderedDict()  # least recently used first
 
 
 def generate(
-    params: Any,
-    prompts: Any,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    *,
-    config: Any = None,
-    tokenizer: Any = None,
-    mesh: Mesh | None = None,
-    seed: int | jax.Array = 0,
-    engine_config: EngineConfig | None = None,
-    on_error: Literal["raise", "return"] = "raise",
-    use_tqdm: bool = False,
-) -> list[RequestOutput]:
+    params: Any, prompts: Any, sampling_params: SamplingParamsLike = None, *,
+    config: Any = None, tokenizer: Any = None, mesh: Mesh | None = None, seed: int | jax.Array = 0,
+    engine_config: EngineConfig | None = None, on_error: OnError = "raise", use_tqdm: bool = False,
+) -> list[RequestOutput]:  # fmt: skip
     """Complete each prompt with these weights; outputs in the order of the prompts.
 
     params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw trees need config=).
@@ -43,25 +40,15 @@ def generate(
     have finished; "return" puts each error into its own output. New params are new by the identity of their leaves:
     they are served at once, without a compile, and drop the prefix cache.
     """
-    with _serving(params, config, tokenizer, mesh, engine_config) as llm:
-        return llm._generate(as_list(prompts), sampling_params, as_key(seed), on_error, use_tqdm, grow=True)
+    with _serving(params, config, mesh, engine_config, tokenizer, seed) as llm:
+        return llm.generate(prompts, sampling_params, on_error=on_error, use_tqdm=use_tqdm)
 
 
 def beam_search(
-    params: Any,
-    prompts: Any,
-    beam_width: int = 4,
-    max_tokens: int | None = 16,
-    length_penalty: float = 1.0,
-    early_stopping: EarlyStopping = False,
-    *,
-    config: Any = None,
-    tokenizer: Any = None,
-    mesh: Mesh | None = None,
-    engine_config: EngineConfig | None = None,
-    on_error: Literal["raise", "return"] = "raise",
-    use_tqdm: bool = False,
-) -> list[RequestOutput]:
+    params: Any, prompts: Any, beam_width: int = 4, max_tokens: int | None = 16, length_penalty: float = 1.0,
+    early_stopping: EarlyStopping = False, *, config: Any = None, tokenizer: Any = None, mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None, on_error: OnError = "raise", use_tqdm: bool = False,
+) -> list[RequestOutput]:  # fmt: skip
     """The beam_width likeliest completions of each prompt that a beam search finds, best first.
 
     Each has a `score`, its cumulative_logprob / len(token_ids) ** length_penalty: above 0 favours long ones.
@@ -69,57 +56,89 @@ def beam_search(
     of them; "never" when none can. Candidates, order and scores are those of transformers' beam search. Beams share
     their blocks. Rows of beam_width a prompt; 2 * beam_width (more with several EOS ids) is at most max_logprobs.
     """
-    with _serving(params, config, tokenizer, mesh, engine_config) as llm:
+    with _serving(params, config, mesh, engine_config, tokenizer) as llm:
         how = (beam_width, max_tokens, length_penalty, early_stopping)
-        return llm._beam_search(prompts, how, on_error, use_tqdm, grow=True)
+        return llm.beam_search(prompts, *how, on_error=on_error, use_tqdm=use_tqdm)
 
 
 def score(
-    params: Any,
-    token_lists: Any,
-    *,
-    temperature: float = 1.0,
-    config: Any = None,
-    mesh: Mesh | None = None,
-    engine_config: EngineConfig | None = None,
-    return_greedy: bool = False,
-) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+    params: Any, token_lists: Any, *, temperature: float = 1.0, config: Any = None, mesh: Mesh | None = None,
+    engine_config: EngineConfig | None = None, return_greedy: bool = False,
+) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a sequence.
 
     return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
     """
-    with _serving(params, config, None, mesh, engine_config) as llm:
-        return llm._score(token_lists, temperature, return_greedy, grow=True)
+    with _serving(params, config, mesh, engine_config) as llm:
+        return llm.score(token_lists, temperature=temperature, return_greedy=return_greedy)
 
 
 def release(compiled: bool = False) -> None:
     """Free the pools and derived weights that generate and score keep between calls; executables too if `compiled`."""
     for llm in _engines.values():
-        llm._release()
+        llm.release()
     if compiled:
         _engines.clear()
 
 
-@contextlib.contextmanager
+class KeptLLM(LLM):
+    """An LLM kept between calls: it holds the caller's weights only during one, and its pool grows with the calls."""
+
+    def __init__(self, params: Params, config: EngineConfig, tokenizer: Any, mesh: Mesh | None):
+        self._setup(params, config, tokenizer, mesh, 0)
+
+    @contextlib.contextmanager
+    def serving(self, params: Params, seed: Any) -> Iterator["KeptLLM"]:
+        """These params for one call; copies of them that were made for serving stay."""
+        try:
+            self._key = as_key(seed)
+            self._bind(params)
+            yield self
+        finally:
+            self._params = None
+            if self._runner is not None:
+                self._runner.params = None
+
+    def release(self) -> None:
+        """Free the pool, the cached prefixes in it and the derived weights; compiled steps stay."""
+        self._weights.release()
+        if self._engine is not None and self._runner is not None:
+            self._engine.reset_prefix_cache()
+            self._runner.release()
+
+    def _call_key(self) -> Key:
+        return self._key  # the same call repeats itself
+
+    def _reserve(self, requests: list[Request]) -> None:
+        """Start with, or grow to, a pool that holds these requests at full length: a power of two, or num_blocks."""
+        sizes = [n for request in requests for n in request.blocks_needed(self.engine_config.block_size)]
+        needed = max(sum(sorted(sizes, reverse=True)[: self.engine_config.max_num_seqs]), 8)
+        held = 0 if self._engine is None else self._engine.scheduler.blocks.num_blocks
+        if held and (needed <= held or self.engine_config.num_blocks is not None):
+            return
+        blocks = self._most_blocks()
+        if self.engine_config.num_blocks is None:
+            blocks = min(1 << (needed - 1).bit_length(), blocks)
+        if blocks > held:
+            if held:
+                log.info("the KV pool grows from %d to %d blocks: steps compile again", held, blocks)
+            self._start(blocks)
+
+
 def _serving(
-    params: Any, config: Any, tokenizer: Any, mesh: Mesh | None, engine_config: EngineConfig | None
-) -> Iterator[LLM]:
+    params: Any, config: Any, mesh: Mesh | None, engine_config: EngineConfig | None, tokenizer: Any = None,
+    seed: int | jax.Array = 0,
+) -> contextlib.AbstractContextManager[LLM]:  # fmt: skip
     """The engine kept for params of this form, or a new one in place of the least recently used, with them bound."""
     own = as_params(params, config)
     engine_config = EngineConfig() if engine_config is None else engine_config
     form = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in jax.tree.leaves(own))
     tokens = own.source if tokenizer is None else id(tokenizer)
     key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, tokens)
-    llm = _engines.get(key)
-    if llm is None:
-        llm = LLM.__new__(LLM)
-        llm._setup(own, engine_config, tokenizer, mesh, 0)
+    if key not in _engines:
+        llm = KeptLLM(own, engine_config, tokenizer, mesh)
         while len(_engines) >= MAX_ENGINES:
             _engines.popitem(last=False)
         _engines[key] = llm
     _engines.move_to_end(key)
-    try:
-        llm._bind(own)
-        yield llm
-    finally:
-        llm._unbind()
+    return _engines[key].serving(own, seed)

@@ -124,19 +124,18 @@ class ModelConfig:
         for knob, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
             if hf.get(knob, wanted) not in (wanted, None):
                 raise ConfigError(f"{knob}={hf[knob]!r} is not supported (only {wanted!r})")
-        rope = dict(hf.get("rope_parameters") or {})
+        rope = hf["rope_parameters"]  # transformers moves every older name into it
         eos = raw.get("eos_token_id")  # not hf: some families default to an id that the file never named
         eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
         if not all(isinstance(token, int) for token in eos):
             raise ConfigError(f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers")
-        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         # A key that the family's own transformers code does not read is ignored here too.
         bias = family in ("qwen3", "llama") and bool(hf.get("attention_bias", False))
         return cls(
             **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
             family=family,  # pyright: ignore[reportArgumentType]
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rope_theta=float(rope["rope_theta"] or 10000.0),
             rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
             tie_word_embeddings=bool(hf["tie_word_embeddings"]),
             qk_norm=family == "qwen3",
@@ -179,46 +178,32 @@ ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "tpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once.
+    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once."""
 
-    max_model_len: tokens of prompt and completion together; None is the model's max_position_embeddings.
-    max_num_seqs: rows that run at once. max_num_batched_tokens: prefill tokens a step.
-    block_size: P, tokens a KV block. num_blocks: N; None sizes the pool from memory (see runtime/memory.py).
-    memory_utilization: share of an accelerator's memory that weights, temporaries and pool may take together.
-    dtype: serve in this dtype (one cast a weight version); None keeps the params' own.
-    attention: the kernel; "auto" takes the fastest that can run here, a named one that cannot is an error.
-    token_buckets, seq_buckets: the padded sizes that steps are compiled for, ascending.
-    max_n: samples that one request may ask for. swap_space_gib: host memory for the KV of preempted sequences, in GiB;
-    0 computes it again instead. swap_min_tokens: sequences shorter than this are computed again anyway.
-    decode_steps: tokens of a row that one dispatch draws at most, in a loop on the device.
-    max_logprobs, max_logit_bias, max_stop_ids: widths of what the steps are told and return.
-    strict: compile the whole bucket table at start; a shape outside it is then an error.
-    tensor_axis: mesh axis over which KV heads are split; "auto" takes the one that the params use.
-    compilation_cache_dir: where jax keeps compiled steps between processes; "auto" is a folder of the user's cache
-    unless jax was given one, None leaves jax's own setting.
-    """
-
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    block_size: int = 64
-    num_blocks: int | None = None
-    memory_utilization: float = 0.9
+    max_model_len: int | None = None  # tokens of prompt and completion together; None: max_position_embeddings
+    max_num_seqs: int = 256  # rows that run at once
+    max_num_batched_tokens: int = 8192  # prefill tokens a step
+    block_size: int = 64  # P, tokens a KV block
+    num_blocks: int | None = None  # N; None sizes the pool from memory (see runtime/memory.py)
+    memory_utilization: float = 0.9  # share of an accelerator's memory for weights, temporaries and pool together
     enable_prefix_caching: bool = True
-    max_n: int = 256
-    swap_space_gib: float = 0.0
-    swap_min_tokens: int = 64
-    dtype: str | None = None
+    max_n: int = 256  # samples that one request may ask for
+    swap_space_gib: float = 0.0  # host memory for the KV of preempted sequences, GiB; 0 computes it again instead
+    swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
+    dtype: str | None = None  # serve in this dtype (one cast a weight version); None keeps the params' own
+    # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
     attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = "auto"
-    token_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None  # the padded sizes that steps are compiled for, ascending
     seq_buckets: tuple[int, ...] | None = None
-    decode_steps: int | None = None
-    max_logprobs: int = 20
+    decode_steps: int | None = None  # tokens of a row that one dispatch draws at most, in a loop on the device
+    max_logprobs: int = 20  # this and the next two: widths of what the steps are told and return
     max_logit_bias: int = 64
     max_stop_ids: int = 16
-    strict: bool = False
+    strict: bool = False  # compile the whole bucket table at start; a shape outside it is then an error
     deterministic: bool = False
-    tensor_axis: str | None = "auto"
+    tensor_axis: str | None = "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
+    # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache unless jax was given one,
+    # None leaves jax's own setting.
     compilation_cache_dir: str | None = "auto"
 
     def __post_init__(self) -> None:
@@ -290,14 +275,13 @@ def _at_least(least: int, config: Any, *names: str) -> None:
 def import_transformers() -> Any:
     """The transformers package, imported here alone: it takes a second, and would advise to install PyTorch."""
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(quiet)
-    os.environ[quiet] = "1"
+    is_set = quiet in os.environ
+    os.environ.setdefault(quiet, "1")
     try:
         return importlib.import_module("transformers")
     finally:
-        del os.environ[quiet]
-        if before is not None:
-            os.environ[quiet] = before
+        if not is_set:
+            del os.environ[quiet]
 
 
 def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:
@@ -314,7 +298,7 @@ def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, A
 
 
 def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"]
     if rope.get("partial_rotary_factor") not in (None, 1.0) or rope.get("mscale") or rope.get("mscale_all_dim"):
         raise ConfigError(f"rope_parameters={rope}: partial rotary and mscale are not supported")
     if kind == "default":
@@ -334,10 +318,7 @@ def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None
 def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
     """One window a layer; () where every layer attends to everything."""
     window, kinds = hf.get("sliding_window"), hf.get("layer_types")
-    if window is None or hf.get("use_sliding_window") is False:
-        return ()
-    if kinds is None:
-        return (window,) * hf["num_hidden_layers"]
+    kinds = ["sliding_attention"] * hf["num_hidden_layers"] if kinds is None else kinds
     if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,6 +1,7 @@
 """Frontend: a caller's prompts in, Requests out; ended Requests in, RequestOutputs out. Owns the tokenizer."""
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import numpy as np
 
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.beam import BeamSearch, EarlyStopping, num_candidates
+from jpaged.engine.beam import BeamSearch, EarlyStopping, Hypothesis, num_candidates
 from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.sampling_params import SamplingParams, check_real, check_whole
 from jpaged.engine.sequence import Request, Sequence
@@ -26,7 +27,7 @@ class Chat:
     """A conversation as a prompt: a list of {"role", "content"}, and how the chat template is to render it."""
 
     messages: Any
-    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -42,38 +43,30 @@ class Frontend:
         self.model, self.config = model, config
         self.max_model_len = config.max_model_len
         self.source = source
-        self._tokenizer = tokenizer
-        self._tokenizer_sought = tokenizer is not None
+        self._given_tokenizer = tokenizer
         self._generation_config = load_generation_config(source) if source is not None else {}
-        self._eos_ids: frozenset[int] | None = None
         self._warned_of_eos = False
         self._ids = itertools.count()
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the source folder's, else None."""
-        if not self._tokenizer_sought:
-            self._tokenizer_sought = True
-            self._tokenizer = load_tokenizer(self.source) if self.source is not None else None
-        return self._tokenizer
+        if self._given_tokenizer is not None or self.source is None:
+            return self._given_tokenizer
+        return load_tokenizer(self.source)
 
-    @property
+    @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a completion: the union of config, generation_config and tokenizer."""
-        if self._eos_ids is None:
-            ids = set(self.model.eos_token_ids)
-            eos = self._generation_config.get("eos_token_id")
-            ids |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
-            own = getattr(self.tokenizer, "eos_token_id", None)
-            ids |= set() if own is None else {own}
-            self._eos_ids = frozenset(i for i in ids if 0 <= i < self.model.vocab_size)
-        return self._eos_ids
+        named = self._generation_config.get("eos_token_id")
+        named = named if isinstance(named, list) else [named]
+        ids = {*self.model.eos_token_ids, *named, getattr(self.tokenizer, "eos_token_id", None)} - {None}
+        return frozenset(i for i in ids if 0 <= i < self.model.vocab_size)
 
     def need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
-            raise RequestError(
-                f"{what} needs a tokenizer: pass tokenizer=, or load the params from a folder that has one"
-            )
+            remedy = "pass tokenizer=, or load the params from a folder that has one"
+            raise RequestError(f"{what} needs a tokenizer: {remedy}")
         return self.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
@@ -96,7 +89,7 @@ class Frontend:
                 return_dict=False,
                 add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
                 continue_final_message=chat.continue_final_message,
-                **chat.template_kwargs,
+                **(chat.template_kwargs or {}),
             )
         except Exception as e:  # jinja and transformers raise many types for messages that a template does not take
             raise RequestError(f"chat: the template refused the messages: {e}") from e
@@ -109,11 +102,9 @@ class Frontend:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params of type {type(params).__name__}: pass SamplingParams")
         params.validate(self.config, self.model.vocab_size)
-        stops = len(self.eos_ids | set(params.stop_token_ids or ()))
-        if params.min_tokens and stops > (limit := self.config.max_stop_ids):
-            raise RequestError(
-                f"min_tokens with {stops} EOS and stop ids is above max_stop_ids={limit} of EngineConfig"
-            )
+        count = len(self.eos_ids | set(params.stop_token_ids or ()))
+        if params.min_tokens and count > (most := self.config.max_stop_ids):
+            raise RequestError(f"min_tokens with {count} EOS and stop ids is above max_stop_ids={most} of EngineConfig")
         text, ids = self._prompt(prompt)
         if params.stop_strings:
             self.need_tokenizer("stop strings")
@@ -122,29 +113,21 @@ class Frontend:
         key = key if params.seed is None else key_from_seed(int(params.seed))
         request_id = self.new_id() if request_id is None else request_id
         watched = bool(params.stop_strings) or (streaming and self.tokenizer is not None)
-        samples = [
-            self.sequence(
-                ids,
-                # One sample scores the prompt for all.
-                params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
-                request_id=request_id,
-                key=key,
-                index=index,
-                salt=cache_salt(prompt),
-                text=self._text_stream(params) if watched else None,
-            )
-            for index in range(params.n)
-        ]
+        keep, special = params.include_stop_str_in_output, params.skip_special_tokens
+        stops = {"stop": params.stop_strings, "include_stop": keep, "skip_special_tokens": special}
+        others = dataclasses.replace(params, prompt_logprobs=None) if params.n > 1 else params
+        samples = []
+        for index in range(params.n):
+            how = {"request_id": request_id, "key": key, "index": index, "salt": cache_salt(prompt)}
+            stream = TextStream(self.tokenizer, **stops) if watched else None
+            # One sample scores the prompt for all.
+            samples.append(self.sequence(ids, params if index == 0 else others, text=stream, **how))
         return Request(samples, prompt=text)
 
     def beam_search(
-        self,
-        prompt: Any,
-        beam_width: int,
-        max_tokens: int | None,
-        length_penalty: float,
+        self, prompt: Any, beam_width: int, max_tokens: int | None, length_penalty: float,
         early_stopping: EarlyStopping,
-    ) -> BeamSearch:
+    ) -> BeamSearch:  # fmt: skip
         """Check one beam search in full and make its request."""
         check_whole("beam_width", beam_width, 1)
         check_real("length_penalty", length_penalty, -20.0, 20.0)
@@ -163,32 +146,21 @@ class Frontend:
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
         root = self.sequence(ids, params, salt=cache_salt(prompt))
-        return BeamSearch(
-            root, int(beam_width), length_penalty=float(length_penalty), early_stopping=early_stopping, prompt=text
-        )
+        how = {"early_stopping": early_stopping, "prompt": text}
+        return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, which leaves room for a token."""
         text, ids = self.tokens(self.render(prompt) if isinstance(prompt, Chat) else prompt)
-        if len(ids) >= self.max_model_len:
-            limit = f"max_model_len={self.max_model_len}"
-            raise CapacityError(
-                f"prompt of {len(ids)} tokens leaves no room in {limit}: shorten it or raise max_model_len"
-            )
+        if len(ids) >= (most := self.max_model_len):
+            said = f"prompt of {len(ids)} tokens leaves no room in max_model_len={most}"
+            raise CapacityError(f"{said}: shorten it or raise max_model_len")
         return text, ids
 
     def _warn_of_eos(self) -> None:
         if not self.eos_ids and not self._warned_of_eos:
             self._warned_of_eos = True
             warnings.warn("no EOS token is known: generation ends at max_tokens only", stacklevel=5)
-
-    def _text_stream(self, params: SamplingParams) -> TextStream:
-        return TextStream(
-            self.tokenizer,
-            stop=params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
 
     def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form but Chat, checked against the vocabulary."""
@@ -198,99 +170,63 @@ class Frontend:
         self, ids: list[int], params: SamplingParams, *, request_id: str | None = None, **fields: Any
     ) -> Sequence:
         """A Sequence with this model's limits; fields are Sequence's own."""
-        return Sequence(
-            self.new_id() if request_id is None else request_id,
-            ids,
-            params,
-            max_model_len=self.max_model_len,
-            eos_ids=self.eos_ids,
-            **fields,
-        )
+        request_id = self.new_id() if request_id is None else request_id
+        return Sequence(request_id, ids, params, max_model_len=self.max_model_len, eos_ids=self.eos_ids, **fields)
+
+    def new_id(self) -> str:
+        return str(next(self._ids))
 
     def output(self, request: Request) -> RequestOutput:
         """What became of a request that has ended."""
         first = request.sequences[0]
         if isinstance(request, BeamSearch):
-            completions = self._beams(request)
+            ended = [self._hypothesis(i, found) for i, found in enumerate(request.results())]
         else:
-            completions = [self._completion(seq) for seq in request.sequences]
-        prompt_logprobs = None
-        if first.params.prompt_logprobs is not None:
-            prompt_logprobs = [None if top is None else self._logprobs(top) for top in first.prompt_logprobs]
+            ended = [self._sample(seq) for seq in request.sequences]
         return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
+            request_id=request.request_id, prompt=request.prompt, outputs=ended,
             prompt_token_ids=first.token_ids[: first.prompt_len],
-            outputs=completions,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=first.num_cached,
-            error=request.error,
-            weight_version=request.weight_version,
-        )
-
-    def _completion(self, seq: Sequence) -> CompletionOutput:
-        tokens = seq.token_ids[seq.prompt_len :]
-        return CompletionOutput(
-            index=seq.index,
-            text=self._text(seq, tokens),
-            token_ids=tokens,
-            token_logprobs=np.array(seq.logprobs, np.float32),
-            cumulative_logprob=float(np.sum(seq.logprobs)) if seq.logprobs else 0.0,
-            logprobs=None if seq.params.logprobs is None else [self._logprobs(top) for top in seq.top_logprobs],
-            finish_reason=seq.finish_reason,  # pyright: ignore[reportArgumentType]
-            stop_reason=seq.stop_reason,
-        )
-
-    def _beams(self, search: BeamSearch) -> list[CompletionOutput]:
-        """The hypotheses of a search, best first."""
-        return [
-            CompletionOutput(
-                index=i,
-                text=self._decode(h.token_ids[:-1] if h.finish_reason == "stop" else h.token_ids),
-                token_ids=h.token_ids,
-                token_logprobs=np.array(h.logprobs, np.float32),
-                cumulative_logprob=float(np.sum(h.logprobs)),
-                finish_reason=h.finish_reason,
-                score=h.score,
-            )
-            for i, h in enumerate(search.results())
-        ]
+            prompt_logprobs=None if first.params.prompt_logprobs is None else self._logprobs(first.prompt_logprobs),
+            num_cached_tokens=first.num_cached, error=request.error, weight_version=request.weight_version,
+        )  # fmt: skip
 
     def failed(self, error: RequestError, prompt: Any, token_ids: list[int]) -> RequestOutput:
         """The output of a request that never ran."""
-        empty = CompletionOutput(
-            index=0,
-            text=None,
-            token_ids=[],
-            token_logprobs=np.zeros(0, np.float32),
-            cumulative_logprob=0.0,
-            finish_reason="error",
-        )
-        return RequestOutput(
-            request_id=self.new_id(),
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
-            outputs=[empty],
-            error=error,
-        )
+        text, ended = prompt if isinstance(prompt, str) else None, [completion(0, [], [], "error", text=None)]
+        new_id = self.new_id()
+        return RequestOutput(request_id=new_id, prompt=text, prompt_token_ids=token_ids, outputs=ended, error=error)
 
-    def new_id(self) -> str:
-        return str(next(self._ids))
-
-    def _text(self, seq: Sequence, tokens: list[int]) -> str | None:
+    def _sample(self, seq: Sequence) -> CompletionOutput:
+        tokens = seq.token_ids[seq.prompt_len :]
         if seq.text is not None:
-            return seq.text.finish()
-        if seq.finish_reason == "stop":  # by an id: a stop string would have had a TextStream
-            tokens = tokens[:-1]
-        return self._decode(tokens, seq.params.skip_special_tokens)
+            text = seq.text.finish()
+        else:  # "stop" is by an id then: a stop string would have had a TextStream
+            text = self._decode(tokens, seq.finish_reason, seq.params.skip_special_tokens)
+        more = {"text": text, "stop_reason": seq.stop_reason}
+        if seq.params.logprobs is not None:
+            more["logprobs"] = self._logprobs(seq.top_logprobs)
+        return completion(seq.index, tokens, seq.logprobs, seq.finish_reason, **more)
 
-    def _decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str | None:
+    def _hypothesis(self, index: int, found: Hypothesis) -> CompletionOutput:
+        more = {"text": self._decode(found.token_ids, found.finish_reason), "score": found.score}
+        return completion(index, found.token_ids, found.logprobs, found.finish_reason, **more)
+
+    def _decode(self, tokens: list[int], finish_reason: str | None, skip_special_tokens: bool = True) -> str | None:
+        tokens = tokens[:-1] if finish_reason == "stop" else tokens
         return None if self.tokenizer is None else decode(self.tokenizer, tokens, skip_special_tokens)
 
-    def _logprobs(self, top: list[tuple[int, float, int]]) -> dict[int, Logprob]:
-        """{token: Logprob} of the actual token, then of the top ones in order."""
-        tokenizer = self.tokenizer
-        return {
-            token: Logprob(logprob, rank, None if tokenizer is None else decode(tokenizer, [token], False))
-            for token, logprob, rank in top
-        }
+    def _logprobs(self, tops: Any) -> list[Any]:
+        """{token: Logprob} of each list of (token, logprob, rank), in its order; None stays None."""
+
+        def named(top: list[tuple[int, float, int]]) -> dict[int, Logprob]:
+            texts = [None if self.tokenizer is None else decode(self.tokenizer, [token], False) for token, *_ in top]
+            return {t: Logprob(lp, rank, text) for (t, lp, rank), text in zip(top, texts, strict=True)}
+
+        return [None if top is None else named(top) for top in tops]
+
+
+def completion(index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any) -> CompletionOutput:
+    """A CompletionOutput; more: its other fields."""
+    found, total = np.array(logprobs, np.float32), float(np.sum(logprobs))
+    more |= {"token_logprobs": found, "cumulative_logprob": total, "finish_reason": reason}
+    return CompletionOutput(index=index, token_ids=tokens, **more)

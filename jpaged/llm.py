@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
@@ -25,13 +24,12 @@ from jpaged.frontend import Chat, Frontend
 from jpaged.models.params import Params
 from jpaged.outputs import CompletionChunk, RequestOutput
 from jpaged.prompts import as_key, as_list, match_params
-from jpaged.runtime.compilation_cache import use_compilation_cache
+from jpaged.runtime.compiler import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.runner import BucketReport, Runner
 from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
 
-log = logging.getLogger("jpaged")
-
+Make = functools.partial[Any]  # makes a request, whose first argument is the prompt
 SamplingParamsLike = SamplingParams | List[SamplingParams] | None
 OnError = Literal["raise", "return"]
 # The host plans and packs the next dispatch while the device works on the last one.
@@ -59,15 +57,9 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        params: Any = None,
-        tokenizer: Any = None,
-        mesh: Mesh | None = None,
-        seed: int | jax.Array = 0,
-        **engine_config: Any,
-    ):
+        self, model: Any, *, params: Any = None, tokenizer: Any = None, mesh: Mesh | None = None,
+        seed: int | jax.Array = 0, **engine_config: Any,
+    ):  # fmt: skip
         known = [f.name for f in dataclasses.fields(EngineConfig)]
         if unknown := sorted(set(engine_config) - set(known)):
             raise ConfigError(f"{unknown[0]!r} is not a setting of LLM; EngineConfig has {', '.join(known)}")
@@ -83,11 +75,10 @@ class LLM:
         self._start(self._most_blocks())
 
     def _setup(self, params: Params, config: EngineConfig, tokenizer: Any, mesh: Mesh | None, seed: Any) -> None:
-        """Everything that needs the params' form but not the arrays: `generate` keeps an LLM that holds no weights."""
+        """Everything that needs the params' form but not the arrays."""
         self.model_config = params.config
-        self.engine_config = config.resolve(
-            params.config
-        )  # num_blocks may stay None: the pool is sized when it is made
+        # num_blocks may stay None: the pool is sized when it is made.
+        self.engine_config = config.resolve(params.config)
         use_compilation_cache(config.compilation_cache_dir)
         self._placement = placement(params, config, mesh)
         self._weights = ServingWeights(self._placement, config.dtype)
@@ -103,69 +94,64 @@ class LLM:
     # Many prompts at once
 
     def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParamsLike = None,
-        *,
-        on_error: OnError = "raise",
+        self, prompts: Any, sampling_params: SamplingParamsLike = None, *, on_error: OnError = "raise",
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]:  # fmt: skip
         """Complete each prompt; outputs in the order of the prompts. See jpaged.generate for the forms and errors."""
-        return self._generate(as_list(prompts), sampling_params, self._call_key(), on_error, use_tqdm)
+        return self._complete(self._makes(prompts, sampling_params), on_error, use_tqdm)
 
     def beam_search(
-        self,
-        prompts: Any,
-        beam_width: int = 4,
-        max_tokens: int | None = 16,
-        length_penalty: float = 1.0,
-        early_stopping: EarlyStopping = False,
-        *,
-        on_error: OnError = "raise",
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+        self, prompts: Any, beam_width: int = 4, max_tokens: int | None = 16, length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False, *, on_error: OnError = "raise", use_tqdm: bool = True,
+    ) -> list[RequestOutput]:  # fmt: skip
         """The beam_width likeliest completions of each prompt, best first: see jpaged.beam_search."""
         how = (beam_width, max_tokens, length_penalty, early_stopping)
-        return self._beam_search(prompts, how, on_error, use_tqdm)
+        makes = [functools.partial(self._frontend.beam_search, prompt, *how) for prompt in as_list(prompts)]
+        return self._complete(makes, on_error, use_tqdm)
 
     def chat(
-        self,
-        messages: List[Any],
-        sampling_params: SamplingParamsLike = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        on_error: OnError = "raise",
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+        self, messages: List[Any], sampling_params: SamplingParamsLike = None, *,
+        chat_template_kwargs: Mapping[str, Any] | None = None, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, on_error: OnError = "raise", use_tqdm: bool = True,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answer one conversation (a list of {"role", "content"}) or a list of them, by the tokenizer's chat template.
 
         sampling_params None generates up to the end of the context.
         """
-        chats = [
-            Chat(
-                messages=conversation,
-                template_kwargs=chat_template_kwargs or {},
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            for conversation in ([messages] if messages and isinstance(messages[0], Mapping) else messages)
-        ]
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "template_kwargs": chat_template_kwargs}
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chats = [Chat(messages=m, continue_final_message=continue_final_message, **how) for m in conversations]
         if sampling_params is None:
             sampling_params = SamplingParams(max_tokens=None)
-        return self._generate(chats, sampling_params, self._call_key(), on_error, use_tqdm)
+        return self.generate(chats, sampling_params, on_error=on_error, use_tqdm=use_tqdm)
 
     def stream(self, prompts: Any, sampling_params: SamplingParamsLike = None) -> Iterator[CompletionChunk]:
         """Yield each completion in pieces; text deltas add up to generate's text. Closing it aborts the rest."""
-        jobs = self._admit(as_list(prompts), sampling_params, self._call_key(), "raise", streaming=True)
+        jobs = self._admit(self._makes(prompts, sampling_params, streaming=True), "raise")
         return self._stream([job for job in jobs if isinstance(job, Request)])
 
     def score(
         self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
         """log p(token t+1 | tokens <= t) of given sequences: see jpaged.score."""
-        return self._score(token_lists, temperature, return_greedy)
+        if temperature == 0:
+            raise RequestError("temperature=0: a greedy distribution has no log-probabilities; pass a positive one")
+        params = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
+        params.validate(self.engine_config, self.model_config.vocab_size)
+        requests, limit = [], self._frontend.max_model_len
+        for i, token_list in enumerate(as_list(token_lists)):
+            _, ids = self._frontend.tokens(token_list)
+            if len(ids) > limit:
+                raise CapacityError(f"sequence {i} of {len(ids)} tokens is longer than max_model_len={limit}")
+            requests.append(Request([self._frontend.sequence(ids, params, score_only=True)]))
+        self._reserve(requests)
+        # One token alone predicts nothing.
+        self._run([r for r in requests if r.sequences[0].prompt_len > 1], use_tqdm=False)
+        rows = [[top[0] for top in r.sequences[0].prompt_logprobs[1:] if top is not None] for r in requests]
+        logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
+        if not return_greedy:
+            return logprobs
+        return logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]
 
     # One request at a time
 
@@ -175,7 +161,6 @@ class LLM:
         """Queue one prompt and return its id; `step` runs it. Raises RequestError at once if it can never run."""
         params = SamplingParams() if sampling_params is None else sampling_params
         request = self._frontend.request(prompt, params, fold_in(self._call_key(), 0), request_id)
-        self._check_fits(request)
         self._add(request)
         return request.request_id
 
@@ -198,7 +183,7 @@ class LLM:
         self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool
     ) -> list[int]:
         """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message."""
-        return self._frontend.render(Chat(messages=messages, template_kwargs=chat_template_kwargs or {}, **how))
+        return self._frontend.render(Chat(messages=messages, template_kwargs=chat_template_kwargs, **how))
 
     # Weights, cache, settings
 
@@ -290,19 +275,6 @@ class LLM:
                 self._engine.reset_prefix_cache()
                 self._cached_version = self._weights.version
 
-    def _unbind(self) -> None:
-        """Let go of the caller's arrays; copies that were made for serving stay."""
-        self._params = None
-        if self._runner is not None:
-            self._runner.params = None
-
-    def _release(self) -> None:
-        """Free the pool, the cached prefixes in it and the derived weights; compiled steps stay."""
-        self._weights.release()
-        if self._engine is not None and self._runner is not None:
-            self._engine.reset_prefix_cache()
-            self._runner.release()
-
     def _start(self, num_blocks: int) -> None:
         """Make the engine over a pool of so many blocks."""
         assert self._params is not None
@@ -317,19 +289,7 @@ class LLM:
         self._cached_version = self._weights.version
 
     def _reserve(self, requests: list[Request]) -> None:
-        """Start with, or grow to, a pool that holds these requests at full length: a power of two, or num_blocks."""
-        sizes = [n for request in requests for n in request.blocks_needed(self.engine_config.block_size)]
-        needed = max(sum(sorted(sizes, reverse=True)[: self.engine_config.max_num_seqs]), 8)
-        held = 0 if self._engine is None else self._engine.scheduler.blocks.num_blocks
-        if held and (needed <= held or self.engine_config.num_blocks is not None):
-            return
-        blocks = self._most_blocks()
-        if self.engine_config.num_blocks is None:
-            blocks = min(1 << (needed - 1).bit_length(), blocks)
-        if blocks > held:
-            if held:
-                log.info("the KV pool grows from %d to %d blocks: steps compile again", held, blocks)
-            self._start(blocks)
+        """Make room for these requests: this pool is of one size from the start."""
 
     def _most_blocks(self) -> int:
         """Blocks of the default pool, which is also as far as a pool grows."""
@@ -351,51 +311,14 @@ class LLM:
 
     # Running
 
-    def _generate(
-        self, prompts: list[Any], sampling_params: Any, key: Key, on_error: str, use_tqdm: bool, *, grow: bool = False
-    ) -> list[RequestOutput]:
-        return self._complete(self._admit(prompts, sampling_params, key, on_error), on_error, use_tqdm, grow=grow)
-
-    def _beam_search(
-        self, prompts: Any, how: tuple[Any, ...], on_error: str, use_tqdm: bool, *, grow: bool = False
-    ) -> list[RequestOutput]:
-        makes = [functools.partial(self._frontend.beam_search, prompt, *how) for prompt in as_list(prompts)]
-        return self._complete(self._made(makes, on_error), on_error, use_tqdm, grow=grow)
-
-    def _complete(
-        self, jobs: list[Request | RequestOutput], on_error: str, use_tqdm: bool, *, grow: bool
-    ) -> list[RequestOutput]:
-        """Run what was admitted and collect. grow: size the pool by it (what the function `generate` does)."""
-        if grow:
-            self._reserve([job for job in jobs if isinstance(job, Request)])
-        for i, job in enumerate(jobs):
-            if not isinstance(job, Request):
-                continue
-            try:
-                self._check_fits(job)
-            except CapacityError as e:
-                if on_error == "raise":
-                    raise
-                jobs[i] = self._frontend.failed(e, job.prompt, job.sequences[0].token_ids)
-        self._run([job for job in jobs if isinstance(job, Request)], use_tqdm)
-        outputs = [self._frontend.output(job) if isinstance(job, Request) else job for job in jobs]
-        failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
-        if failures and on_error == "raise":
-            i, error = failures[0]
-            raise GenerationError(
-                f"{len(failures)} of {len(outputs)} requests failed; request {i}: {error}", outputs
-            ) from error
-        return outputs
-
-    def _admit(
-        self, prompts: list[Any], sampling_params: Any, key: Key, on_error: str, *, streaming: bool = False
-    ) -> list[Request | RequestOutput]:
-        params = match_params(sampling_params, len(prompts))
+    def _makes(self, prompts: Any, sampling_params: Any, *, streaming: bool = False) -> list[Make]:
+        """What makes the request of each prompt, once called; the forms of both lists are checked here."""
+        prompts, key = as_list(prompts), self._call_key()
+        pairs = zip(prompts, match_params(sampling_params, len(prompts)), strict=True)
         make = functools.partial(self._frontend.request, streaming=streaming)
-        makes = [functools.partial(make, prompts[i], params[i], fold_in(key, i)) for i in range(len(prompts))]
-        return self._made(makes, on_error)
+        return [functools.partial(make, prompt, params, fold_in(key, i)) for i, (prompt, params) in enumerate(pairs)]
 
-    def _made(self, makes: list[functools.partial[Any]], on_error: str) -> list[Request | RequestOutput]:
+    def _admit(self, makes: list[Make], on_error: str) -> list[Request | RequestOutput]:
         """The Request of each prompt that can run, the failed output (or its error, raised) of each that cannot."""
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
@@ -409,16 +332,33 @@ class LLM:
                 jobs.append(self._frontend.failed(e, make.args[0], []))
         return jobs
 
-    def _check_fits(self, request: Request) -> None:
-        """Refuse a prompt that the whole pool cannot hold."""
+    def _complete(self, makes: list[Make], on_error: str, use_tqdm: bool) -> list[RequestOutput]:
+        """Admit, run and collect."""
+        jobs = self._admit(makes, on_error)
+        self._reserve([job for job in jobs if isinstance(job, Request)])
+        for i, job in enumerate(jobs):
+            if on_error == "return" and isinstance(job, Request) and (error := self._misfit(job)):
+                jobs[i] = self._frontend.failed(error, job.prompt, job.sequences[0].token_ids)
+        self._run([job for job in jobs if isinstance(job, Request)], use_tqdm)
+        outputs = [self._frontend.output(job) if isinstance(job, Request) else job for job in jobs]
+        failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
+        if failures and on_error == "raise":
+            i, error = failures[0]
+            said = f"{len(failures)} of {len(outputs)} requests failed; request {i}: {error}"
+            raise GenerationError(said, outputs) from error
+        return outputs
+
+    def _misfit(self, request: Request) -> CapacityError | None:
+        """What is wrong with a prompt that the whole pool cannot hold."""
         blocks, length = self._running_engine().scheduler.blocks, request.sequences[0].prompt_len
-        if blocks.blocks_for(length) > blocks.num_blocks:
-            raise CapacityError(
-                f"prompt of {length} tokens does not fit the KV pool of {blocks.num_blocks} blocks of "
-                f"{blocks.block_size}: shorten it or raise num_blocks"
-            )
+        if blocks.blocks_for(length) <= blocks.num_blocks:
+            return None
+        pool = f"the KV pool of {blocks.num_blocks} blocks of {blocks.block_size}"
+        return CapacityError(f"prompt of {length} tokens does not fit {pool}: shorten it or raise num_blocks")
 
     def _add(self, request: Request) -> None:
+        if error := self._misfit(request):
+            raise error
         request.weight_version = self.weight_version
         self._running_engine().add(request)
 
@@ -455,8 +395,6 @@ class LLM:
         engine = self._running_engine()
         try:
             for request in requests:
-                self._check_fits(request)
-            for request in requests:
                 self._add(request)
             while live:
                 if any(engine.requests.get(seq.request_id) is not seq.request for _, seq in live):
@@ -471,42 +409,15 @@ class LLM:
                         raise seq.error
                     if len(seq) > sent[seq] or seq.finish_reason is not None:
                         yield CompletionChunk(
-                            request_index=i,
-                            index=seq.index,
+                            request_index=i, index=seq.index, token_ids_delta=seq.token_ids[sent[seq] :],
                             text_delta=None if seq.text is None else seq.text.take_delta(),
-                            token_ids_delta=seq.token_ids[sent[seq] :],
                             finish_reason=seq.finish_reason,
-                        )
+                        )  # fmt: skip
                         sent[seq] = len(seq)
         finally:
             for _, seq in live:
                 if engine.requests.get(seq.request_id) is seq.request:
                     engine.abort(seq.request_id)
-
-    def _score(self, token_lists: Any, temperature: float, return_greedy: bool, *, grow: bool = False) -> Any:
-        if temperature == 0:
-            raise RequestError("temperature=0: a greedy distribution has no log-probabilities; pass a positive one")
-        params = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
-        params.validate(self.engine_config, self.model_config.vocab_size)
-        seqs = []
-        for i, token_list in enumerate(as_list(token_lists)):
-            _, ids = self._frontend.tokens(token_list)
-            if len(ids) > self._frontend.max_model_len:
-                limit = self._frontend.max_model_len
-                raise CapacityError(f"sequence {i} of {len(ids)} tokens is longer than max_model_len={limit}")
-            seqs.append(self._frontend.sequence(ids, params, score_only=True))
-        requests = [Request([seq]) for seq in seqs]
-        if grow:
-            self._reserve(requests)
-        for request in requests:
-            self._check_fits(request)
-        # One token alone predicts nothing.
-        self._run([r for r in requests if r.sequences[0].prompt_len > 1], use_tqdm=False)
-        rows = [[top[0] for top in seq.prompt_logprobs[1:] if top is not None] for seq in seqs]
-        logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
-        return (
-            (logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]) if return_greedy else logprobs
-        )
 
     def _call_key(self) -> Key:
         self._calls += 1

@@ -133,6 +133,15 @@ def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> 
         return found, f"{needs.source}, proved for CPUs only ({reason or 'as asked'})"
 
 
+def table(found: Any) -> str:
+    """The account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
+    parts, share = {**found.account, "unused": found.waste, "limit": found.limit}, 100 / max(found.limit, 1)
+    rows = [f"{k:<12}{n:>20,} bytes {n / GIB:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()]
+    blocks = f"{found.num_blocks:,} blocks of {found.block_bytes:,} bytes, {found.block_size} tokens each"
+    tokens = found.num_blocks * found.block_size
+    return "\n".join([*rows, f"{blocks}: {tokens:,} tokens (decided by {found.decided_by})"])
+
+
 def report(args: argparse.Namespace) -> None:
     import bench
 
@@ -143,11 +152,10 @@ def report(args: argparse.Namespace) -> None:
     config = EngineConfig(**{k: v for k in names if (v := getattr(args, k)) is not None}).resolve(model)
     found, source = make_plan(args, config, model, dtype)
     print(f"{args.checkpoint or args.random} in {dtype} on {args.card or 'the device at hand'}; steps: {source}")
-    print(found)
+    print(table(found))
     for length in args.length:
-        print(
-            f"requests of {length:,} tokens: {found.requests(length):,} in the pool, {config.max_num_seqs} run at once"
-        )
+        held = found.num_blocks // -(-length // found.block_size)
+        print(f"requests of {length:,} tokens: {held:,} in the pool, {config.max_num_seqs} run at once")
     print(f"waste: {found.waste:,} bytes of the limit that nothing uses")
 
 

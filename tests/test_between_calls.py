@@ -104,7 +104,7 @@ def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -
     made = []
     setup = LLM._setup
     monkeypatch.setattr(LLM, "_setup", lambda self, *args: (made.append(args), setup(self, *args))[1])
-    monkeypatch.setattr(LLM, "_generate", lambda self, *args, **how: [])
+    monkeypatch.setattr(LLM, "generate", lambda self, *args, **how: [])
     jpaged.release(compiled=True)
     a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)
     for settings, count in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5)):

@@ -1,5 +1,6 @@
 """Orbax folders: config.json, tokenizer files, and the canonical tree as an Orbax checkpoint in `params/`."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -133,14 +134,11 @@ def _read(name: str, array: Any, out: np.ndarray) -> None:
 
 def _config_json(params: Params) -> str:
     """The source's own config.json where it still describes these params, else one made from the config."""
-    if params.source is not None:
-        try:
-            raw = read_json(params.source / "config.json")
-            if ModelConfig.from_hf(raw) == params.config:
-                return json.dumps(raw, indent=2) + "\n"
-        except ConfigError:
-            pass  # the folder has gone or changed since
     raw = params.config.to_hf()
+    if params.source is not None:
+        with contextlib.suppress(ConfigError):  # the folder has gone or changed since
+            own = read_json(params.source / "config.json")
+            raw = own if ModelConfig.from_hf(own) == params.config else raw
     if ModelConfig.from_hf(raw) != params.config:
         raise ConfigError(f"no {params.config.family} config.json can express {params.config}")
     return json.dumps(raw, indent=2) + "\n"

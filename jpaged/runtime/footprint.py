@@ -65,35 +65,23 @@ def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, par
 
 def largest_buckets(config: EngineConfig) -> list[Bucket]:
     """Of each phase the bucket with the most features, then tokens, then rows: no other of the phase needs more."""
-    largest: dict[str, Bucket] = {}
-    for bucket in bucket_table(config):
-        held = largest.get(bucket.phase)
-        if held is None or _size(bucket) > _size(held):
-            largest[bucket.phase] = bucket
-    return list(largest.values())
+    ascending = sorted(bucket_table(config), key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows))
+    return list({bucket.phase: bucket for bucket in ascending}.values())
 
 
 def measured(probe: Runner) -> Needs:
     """What the compiled steps say; compiles the largest of each phase."""
-    compiled = [probe.lower(bucket).compile() for bucket in largest_buckets(probe.config)]
+    found = [probe.lower(bucket).compile().memory_analysis() for bucket in largest_buckets(probe.config)]
     steps = len(list(bucket_table(probe.config)))
     return Needs(
-        temporaries=max(map(step_temp_bytes, compiled)),
-        code=max(map(code_bytes, compiled)) * (steps if probe.config.strict else min(steps, RESIDENT_STEPS)),
+        # With results of their own: those that do not take an argument's place.
+        temporaries=max(m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found),
+        # None on CPU and CUDA, megabytes a step on TPUs.
+        code=max(m.generated_code_size_in_bytes for m in found)
+        * (steps if probe.config.strict else min(steps, RESIDENT_STEPS)),
         state=state_bytes(probe.model, probe.config, probe.block_bytes // probe.placement.axis_size),
         source=f"compiled for {probe.placement.device.device_kind}",
     )
-
-
-def step_temp_bytes(compiled: Any) -> int:
-    """Bytes of a device that a running step takes beside its arguments: temporaries, and results of their own."""
-    found = compiled.memory_analysis()
-    return found.temp_size_in_bytes + max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-
-
-def code_bytes(compiled: Any) -> int:
-    """Bytes of device memory that a compiled step's code fills: none on CPU and CUDA, megabytes on TPUs."""
-    return compiled.memory_analysis().generated_code_size_in_bytes
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
@@ -117,22 +105,13 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
     attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
     logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
-    weights = 4 * num_weights(model) if jnp.dtype(dtype) == jnp.float16 else 0
+    shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
+    weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
     indices = 4 * rows * (tokens + config.max_blocks_per_seq + 2 * config.max_logprobs + config.max_logit_bias)
     temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices + TILES
     return Needs(temporaries=temporaries, state=state_bytes(model, config, block_bytes), source="an upper bound")
 
 
-def num_weights(model: ModelConfig) -> int:
-    return sum(
-        math.prod(shape) for shape in jax.tree.leaves(param_shapes(model), is_leaf=lambda x: isinstance(x, tuple))
-    )
-
-
 def bytes_on_device(tree: Any) -> int:
     """Bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _size(bucket: Bucket) -> tuple[int, int, int]:
-    return FEATURES.index(bucket.features), bucket.tokens, bucket.rows

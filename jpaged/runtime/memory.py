@@ -2,19 +2,25 @@
 
 A device holds the weights, the program's other arrays, what the steps need beside them (see footprint.py), and the
 pool, which takes what is left. On CPU the memory is others' too: there the pool is small by default and half of what
-is free stays free, which the steps' temporaries must fit.
+is free stays free, which the steps' temporaries must fit. Running out of it is told in terms of settings.
 """
 
+import contextlib
 import dataclasses
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
+from jpaged.errors import CapacityError, ConfigError
 
 CPU_POOL_BYTES = 4 << 30
 CGROUPS = {"2": ("memory.max", "memory.current"), "1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+ASKED = re.compile(r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))")  # in every backend's words for running out of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,34 +73,15 @@ class MemoryPlan:
     decided_by: str
 
     @property
-    def pool(self) -> int:
-        return self.num_blocks * self.block_bytes
-
-    @property
-    def tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
-    @property
     def account(self) -> dict[str, int]:
         """Bytes by what takes them."""
         steps = {"temporaries": self.needs.temporaries, "code": self.needs.code, "state": self.needs.state}
-        return {"weights": self.weights, "other": self.other, **steps, "pool": self.pool}
+        return {"weights": self.weights, "other": self.other, **steps, "pool": self.num_blocks * self.block_bytes}
 
     @property
     def waste(self) -> int:
         """Bytes of the limit that nothing uses; below zero the plan does not fit."""
         return self.limit - sum(self.account.values())
-
-    def requests(self, length: int) -> int:
-        """How many sequences of so many tokens the pool holds at once."""
-        return self.num_blocks // -(-length // self.block_size)
-
-    def __str__(self) -> str:
-        parts = {**self.account, "unused": self.waste, "limit": self.limit}
-        share = 100 / max(self.limit, 1)
-        rows = [f"{k:<12}{n:>20,} bytes {n / 2**30:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()]
-        blocks = f"{self.num_blocks:,} blocks of {self.block_bytes:,} bytes, {self.block_size} tokens each"
-        return "\n".join([*rows, f"{blocks}: {self.tokens:,} tokens (decided by {self.decided_by})"])
 
 
 def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int = 0, needs: Needs) -> MemoryPlan:
@@ -105,25 +92,49 @@ def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int
     """
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
+    sizes = {"memory": free // block_bytes}
+    sizes["max_num_seqs * max_model_len"] = config.max_num_seqs * config.max_blocks_per_seq
+    if limits.pool is not None:
+        sizes["the default pool of a CPU"] = limits.pool // block_bytes
     if config.num_blocks is not None:
         sizes = {"num_blocks": config.num_blocks}
-    else:
-        sizes = {"memory": free // block_bytes}
-        sizes |= {"max_num_seqs * max_model_len": config.max_num_seqs * config.max_blocks_per_seq}
-        sizes |= {} if limits.pool is None else {"the default pool of a CPU": limits.pool // block_bytes}
     decided_by = min(sizes, key=lambda name: sizes[name])
     if sizes[decided_by] < 1:
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
-        knobs = ("block_size", "max_num_batched_tokens", "max_num_seqs")
-        lower = ", ".join(f"{name}={getattr(config, name)}" for name in knobs)
+        lower = _settings(config, "block_size", "max_num_batched_tokens", "max_num_seqs")
         raise ConfigError(
             f"no KV block of {block_bytes} bytes fits the {left} bytes left for the pool (weights take {weights}, "
             f"other arrays {other}, steps {needs.total}): lower {lower}, "
             f"or raise memory_utilization={config.memory_utilization}"
         )
-    held: dict[str, Any] = {"limit": limits.total, "weights": weights, "other": other, "needs": needs}
-    held |= {"block_bytes": block_bytes, "block_size": config.block_size}
-    return MemoryPlan(**held, num_blocks=sizes[decided_by], decided_by=decided_by)
+    return MemoryPlan(
+        limit=limits.total, weights=weights, other=other, needs=needs, block_bytes=block_bytes,
+        block_size=config.block_size, num_blocks=sizes[decided_by], decided_by=decided_by,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterator[None]:
+    """Running out of memory inside becomes an error that names the settings to lower; anything else passes.
+
+    pool_bytes: of the pool that is allocated inside (a ConfigError then); None for a step (a CapacityError).
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as e:
+        if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        if pool_bytes is not None:
+            lower = _settings(config, "num_blocks", "memory_utilization", last=" or ")
+            raise ConfigError(f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}") from e
+        asked, knobs = ASKED.search(str(e)), ("num_blocks", "memory_utilization", "max_num_batched_tokens")
+        lower = _settings(config, *knobs, "max_num_seqs", last=" or ")
+        raise CapacityError(f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}") from e
+
+
+def _settings(config: EngineConfig, *names: str, last: str = ", ") -> str:
+    *others, end = (f"{name}={getattr(config, name)}" for name in names)
+    return last.join(filter(None, [", ".join(others), end]))
 
 
 def free_memory() -> int:

@@ -30,7 +30,7 @@ from jpaged.models.layout import param_specs
 from jpaged.runtime import kv_cache
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.compiler import compile_step
-from jpaged.runtime.oom import explained
+from jpaged.runtime.memory import explained
 from jpaged.runtime.steps import COUNTS_CHUNK, make_step, set_counts
 
 log = logging.getLogger("jpaged")

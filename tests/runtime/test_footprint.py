@@ -135,7 +135,7 @@ def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, need
     monkeypatch.setattr(memory, "free_memory", lambda: needs.total + 24 * whole + whole // 2)
     monkeypatch.setattr(footprint, "measured", lambda probe: needs)
     found = footprint.plan_pool(CONFIG, engine(), HERE, dict(params))
-    assert (found.num_blocks, found.decided_by, found.waste) == (24, "memory", whole // 2), str(found)
+    assert (found.num_blocks, found.decided_by, found.waste) == (24, "memory", whole // 2)
     before = {id(x) for x in jax.live_arrays()}
     settings = {name: getattr(engine(), name) for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
     llm = jpaged.LLM(params, **settings, max_logprobs=5, num_blocks=found.num_blocks)
@@ -143,4 +143,4 @@ def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, need
     llm.generate(make_prompts(*[16] * 9), wanted, use_tqdm=False)
     assert llm.stats()["peak_blocks_in_use"] == found.num_blocks, "to the last block"
     held = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
-    assert held == found.pool + found.needs.state
+    assert held == found.account["pool"] + found.needs.state

@@ -7,8 +7,8 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine.batch import bucket_table
-from jpaged.runtime import compilation_cache
-from jpaged.runtime.compilation_cache import default_folder, use_compilation_cache
+from jpaged.runtime import compiler
+from jpaged.runtime.compiler import default_folder, use_compilation_cache
 from tests.tiny import compiles, engine, make_params, make_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -64,6 +64,6 @@ def test_the_compilation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     use_compilation_cache("auto")
     assert jax.config.jax_compilation_cache_dir == str(default_folder())
     assert default_folder().is_relative_to(tmp_path / "jpaged" / "compiled")
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == compilation_cache.LEAST_SECONDS
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == compiler.LEAST_SECONDS
     use_compilation_cache(str(tmp_path / "mine"))
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.runtime import memory
 from tests.kernels import aot_cuda, aot_tpu
 from tests.tiny import CONFIG, config
 
@@ -59,6 +60,17 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert long.startswith("requests of 100 tokens: 9 in the pool, 8 run at once")
     assert short.startswith("requests of 16 tokens: 64 in the pool")
     assert waste == f"waste: {account['unused']:,} bytes of the limit that nothing uses"
+
+
+def test_the_account_as_a_table() -> None:
+    limits, sizes = memory.Limits(total=64 << 20), EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG)
+    found = memory.plan(sizes, limits, block_bytes=1 << 20, weights=16 << 20, needs=memory.Needs())
+    *rows, last = plan_memory.table(found).splitlines()
+    assert [row.split()[0] for row in rows] == [
+        "weights", "other", "temporaries", "code", "state", "pool", "unused", "limit"
+    ]  # fmt: skip
+    assert rows[0].split()[1:] == ["16,777,216", "bytes", "0.016", "GiB", "25.0%"] and rows[-1].endswith("100.0%")
+    assert last == "16 blocks of 1,048,576 bytes, 16 tokens each: 256 tokens (decided by max_num_seqs * max_model_len)"
 
 
 def test_a_card_that_nothing_here_compiles_for(
