@@ -177,18 +177,20 @@ class Frontend:
         return str(next(self._ids))
 
     def output(self, request: Request) -> RequestOutput:
-        """What became of a request that has ended."""
+        """What became of a request that has ended; its sequences are let go of."""
         first = request.sequences[0]
         if isinstance(request, BeamSearch):
             ended = [self._hypothesis(i, found) for i, found in enumerate(request.results())]
         else:
             ended = [self._sample(seq) for seq in request.sequences]
-        return RequestOutput(
+        output = RequestOutput(
             request_id=request.request_id, prompt=request.prompt, outputs=ended,
             prompt_token_ids=first.token_ids[: first.prompt_len],
             prompt_logprobs=None if first.params.prompt_logprobs is None else self._logprobs(first.prompt_logprobs),
             num_cached_tokens=first.num_cached, error=request.error, weight_version=request.weight_version,
         )  # fmt: skip
+        request.sequences = []  # each knows its request: without the cycle they are freed now, not by a collection
+        return output
 
     def failed(self, error: RequestError, prompt: Any, token_ids: list[int]) -> RequestOutput:
         """The output of a request that never ran."""

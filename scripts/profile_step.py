@@ -70,6 +70,7 @@ class Steps:
         model = args.checkpoint if args.checkpoint is not None else bench.random_params(config, args.dtype)
         options = {"dtype": args.dtype, "max_num_seqs": args.rows, "enable_prefix_caching": False}
         self.llm = jpaged.LLM(model, max_model_len=1 << (args.context + 3 * args.steps + 64).bit_length(), **options)
+        self.llm._running_engine().depth = 1  # no dispatch under way when a trace begins or ends
         self.prompts = [[(7 * i + j) % config.vocab_size for j in range(args.context)] for i in range(args.rows)]
 
     def prefills(self) -> int:

@@ -1,5 +1,6 @@
 """LLM: a checkpoint folder with its tokenizer, one object, every method of the contract."""
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import jpaged
 from jpaged import LLM, CapacityError, Params, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
+from jpaged.engine.sequence import Request, Sequence
 from tests.text_model import CONFIG_EOS, TILDE, TOKENIZER_EOS, write_folder
 from tests.tiny import (
     ENGINE,
@@ -426,3 +428,16 @@ def test_score(llm: LLM) -> None:
             np.testing.assert_allclose(a, b, atol=1e-6)
     assert len(llm.score("abcd")[0]) == 3
     jpaged.release(compiled=True)
+
+
+def test_ended_requests_are_freed_without_a_collection(llm: LLM) -> None:
+    """Nothing that a request leaves behind waits for the garbage collector: host memory stays flat."""
+    generate(llm, ["abc", "hello"], ENDLESS)
+    gc.collect()
+    gc.disable()
+    try:
+        generate(llm, ["abc", "hello"], ENDLESS)
+        llm.step()  # commits what was still in flight
+        assert not [x for x in gc.get_objects() if isinstance(x, Sequence | Request)]
+    finally:
+        gc.enable()
