@@ -5,6 +5,7 @@ tests. With a PagedCache it takes one packed row of tokens [T]; each layer first
 pool, then attends through the block table. Everything else is the same code.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,9 +161,14 @@ class Decoder(nnx.Module):
 
 def bind(config: ModelConfig, tree: Any) -> Decoder:
     """The Decoder whose parameters are the arrays (or tracers) of a canonical tree; no array is copied."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    model = nnx.merge(*_abstract(config), copy=True)
     nnx.update(model, {**tree, "layers": {int(i): layer for i, layer in tree["layers"].items()}})
     return model
+
+
+@functools.cache
+def _abstract(config: ModelConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def to_tree(model: Any) -> Any:

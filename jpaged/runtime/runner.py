@@ -139,9 +139,7 @@ class Runner:
 
     def _dispatch(self, batch: Batch) -> Handle:
         buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-        self._allocate(full=bool(batch.count_rows) or any(bucket.is_full for bucket in buckets))
-        for bucket in buckets:
-            self.executable(bucket)
+        self._prepare(buckets, full=bool(batch.count_rows) or any(bucket.is_full for bucket in buckets))
         for slot, token_ids, prompt_len in batch.count_rows:
             self._enter_counts(slot, token_ids, prompt_len)
         packed = self.put(batch.packed)
@@ -156,6 +154,20 @@ class Runner:
         if scored is not None:
             outs.append(scored)
         return Handle(batch=batch, outs=tuple(outs), done=hidden)
+
+    def _prepare(self, buckets: list[Bucket], *, full: bool) -> None:
+        """Have the arrays and the steps of a dispatch: what is missing of them is made side by side."""
+        missing = [bucket for bucket in buckets if bucket not in self._steps]
+        if self._pool is not None and not missing:
+            self._allocate(full=full)
+            return
+        with ThreadPoolExecutor() as threads:
+            made = [threads.submit(self._allocate, full=full)]
+            made += [
+                threads.submit(self._compile, bucket, time.perf_counter(), self.lower(bucket)) for bucket in missing
+            ]
+            for future in made:
+                future.result()
 
     def _draw(self, bucket: Bucket, batch: Batch, packed: Array, hidden: Array | None = None) -> Array:
         """Run the step that draws: a whole decode, or what follows a prefill's hidden states."""
@@ -243,19 +255,20 @@ class Runner:
         return jax.device_get(array)
 
     def executable(self, bucket: Bucket) -> Any:
-        """The compiled step of a bucket; compiling it now is logged, and an error once the table is sealed."""
+        """The compiled step of a bucket."""
         step = self._steps.get(bucket)
-        if step is None:
-            if self._sealed:
-                raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
-            started = time.perf_counter()
-            step = self._steps[bucket] = compile_step(self.lower(bucket), self.placement.device.platform)
-            self.compile_seconds[bucket] = time.perf_counter() - started
-            log.info("compiled %s in %.1f s", bucket, self.compile_seconds[bucket])
+        return self._compile(bucket, time.perf_counter(), self.lower(bucket)) if step is None else step
+
+    def _compile(self, bucket: Bucket, started: float, lowered: Any) -> Any:
+        step = self._steps[bucket] = compile_step(lowered, self.placement.device.platform)
+        self.compile_seconds[bucket] = time.perf_counter() - started
+        log.info("compiled %s in %.1f s", bucket, self.compile_seconds[bucket])
         return step
 
     def lower(self, bucket: Bucket) -> Any:
-        """The lowered (not yet compiled) step of a bucket."""
+        """The lowered (not yet compiled) step of a bucket; an error once the table is sealed."""
+        if self._sealed:
+            raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
         axis = self.placement.axis if self.placement.axis_size > 1 else None
         step = make_step(bucket, self.model, self.config, axis, self.kernel)
         assert self.config.seq_buckets is not None

@@ -235,7 +235,7 @@ class HostMachine(RuleBasedStateMachine):
                 if phase == "prefill":
                     assert sum(e - s for s, e in spans) <= host.config.max_num_batched_tokens
                 else:
-                    assert all(e - s <= host.config.decode_steps for s, e in spans)
+                    assert all(e - s <= (host.config.decode_steps or 1) for s, e in spans)
 
     def teardown(self) -> None:
         if hasattr(self, "host"):
