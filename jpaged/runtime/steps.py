@@ -125,33 +125,28 @@ def _make_decode(to: _Setting) -> Callable[..., Any]:
         fields = to.unpack(packed)
         decoder, table_SM, slots_S = bind(to.model, params), fields["block_table"], fields["slots"]
 
-        def one(i: Array, token_S: Array, steps_S: Array, pool: Array, counts_RV: Array | None):
+        def body(state: Any) -> Any:
             """Step i of the rows that have more than i steps; the others are as if they were padding."""
+            i, last_S, steps_S, pool, counts_RV, outputs = state
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, fields["context_lens"] + i, 0)
             positions_S = context_lens_S - 1
             written_S = _slots(jnp.asarray(row_S), positions_S, table_SM, block_size, pool)
             cache = to.cache(pool, table_SM, context_lens_S, jnp.asarray(starts_S1), written_S)
-            x_SE, cache = decoder(token_S, jnp.maximum(positions_S, 0), cache)
+            x_SE, cache = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), cache)
             assert cache is not None
             drawn = _draw(to, decoder.logits(x_SE), fields, context_lens_S, counts_RV, fields["open_after"] - i)
             counts_RV = _count(counts_RV, jnp.where(runs_S, slots_S, to.config.max_num_seqs), drawn.token_S)
+            last_S = jnp.where(runs_S, _last(drawn), last_S)
             steps_S = jnp.where(runs_S & drawn.stops_S, i + 1, steps_S)
-            return drawn, steps_S, cache.pool, counts_RV
+            outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
+            return i + 1, last_S, steps_S, cache.pool, counts_RV, outputs
 
         pool = copy_blocks(pool, fields["copies"], num_layers=to.model.num_layers)
-        token_S = jnp.where(fields["tokens"] < 0, jnp.take(last_R, slots_S, mode="clip"), fields["tokens"])
-        steps_S = jnp.where(token_S < 0, 0, fields["steps"])  # none for those that stopped in the dispatch before
+        last_S = jnp.where(fields["tokens"] < 0, jnp.take(last_R, slots_S, mode="clip"), fields["tokens"])
+        steps_S = jnp.where(last_S < 0, 0, fields["steps"])  # none for those that stopped in the dispatch before
         outputs = {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in to.drawn().items()}
-        state = (jnp.int32(0), token_S, steps_S, pool, counts_RV, outputs)
-
-        def body(state: Any) -> Any:
-            i, last_S, steps_S, pool, counts_RV, outputs = state
-            drawn, left_S, pool, counts_RV = one(i, jnp.maximum(last_S, 0), steps_S, pool, counts_RV)
-            last_S = jnp.where(i < steps_S, _last(drawn), last_S)
-            outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
-            return i + 1, last_S, left_S, pool, counts_RV, outputs
-
+        state = (jnp.int32(0), last_S, steps_S, pool, counts_RV, outputs)
         if most == 1:
             state = body(state)
         else:

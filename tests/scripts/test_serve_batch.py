@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 CONTEXT = 64
 # The fake engine again, for what only a process of its own can show.
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's child has it ignored
 from test_serve_batch import FakeLLM, serve_batch
 delay = float(sys.argv.pop(1))
 serve_batch.make_llm = lambda args: FakeLLM(delay=delay)
