@@ -24,7 +24,7 @@ def test_warmup_compiles_the_table_once_and_nothing_is_met_later() -> None:
     assert shapes == sorted((b.phase, b.tokens, b.rows, b.blocks, b.steps, b.features) for b in table)
     assert all(r.compile_seconds and r.temp_bytes and r.executable_bytes is not None and not r.hits for r in reports)
     with compiles() as names:
-        assert llm.warmup(use_tqdm=False) < 1
+        llm.warmup(use_tqdm=False)
         full = SamplingParams(presence_penalty=1.0, prompt_logprobs=1, max_tokens=5, ignore_eos=True)
         llm.generate(make_prompts(3, 11, 9), [GREEDY, full, GREEDY], use_tqdm=False)
     assert set(names) <= {"jit(zeros)"}
