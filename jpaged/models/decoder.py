@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -20,11 +21,23 @@ from jpaged.models.layout import param_shapes
 from jpaged.models.rope import rotate, rotation
 from jpaged.runtime.attention import PagedCache
 
+FEW_ROWS = 64  # up to here the weight goes first on CPU
+
 
 def linear(x: Array, weight: Array) -> Array:
     """x [..., E] times weight [out, E] transposed, accumulated and returned in f32: [..., out]."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+    plain = functools.partial(jax.lax.dot_general, dimension_numbers=contract, preferred_element_type=jnp.float32)
+    if x.ndim == 2 and x.shape[0] <= FEW_ROWS and x.dtype == jnp.bfloat16:
+        return jax.lax.platform_dependent(x, weight, cpu=_weight_first, default=plain)
+    return plain(x, weight)
+
+
+def _weight_first(x_TE: Array, weight: Array) -> Array:
+    # XLA:CPU packs a product's right operand anew at each call. With few rows the weight is what takes the time: on
+    # the left it is read once, as it lies. The barrier keeps XLA from turning the product round again.
+    product = jax.lax.dot_general(weight, x_TE, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(product).T
 
 
 class RMSNorm(nnx.Module):
@@ -55,7 +68,9 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (RMSNorm(c.head_dim, eps=c.rms_norm_eps, dtype=dtype) for _ in "qk")
         self.config = c
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: int):
+    def __call__(
+        self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: Array | int, window: int | None
+    ):
         weight = self.qkv[...]
         heads, group, dim, embed = weight.shape[0], weight.shape[1] - 2, weight.shape[2], weight.shape[3]
         lead = (1,) * (x.ndim - 1)
@@ -70,7 +85,7 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             q, k = rotate(q, *rope), rotate(k, *rope)
         q = q.reshape(*x.shape[:-1], heads * group, dim)
-        scale, window = dim**-0.5, self.config.sliding_window(layer)
+        scale = dim**-0.5
         if cache is None:
             # jax's reference attention: f32 softmax, causal by index, differentiable. It mixes bf16 with f32.
             local = None if window is None else (window - 1, 0)
@@ -105,7 +120,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm transformer layer."""
+    """Pre-norm transformer layer. layer: its index; window: of its attention, or None."""
 
     def __init__(self, config: ModelConfig, shapes: dict[str, Any], *, rngs: nnx.Rngs, dtype: DTypeLike):
         self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -113,9 +128,11 @@ class Layer(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, shapes["mlp"], rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: int):
+    def __call__(
+        self, x: Array, rope: tuple[Array, Array], cache: PagedCache | None, layer: Array | int, window: int | None
+    ):
         with jax.named_scope("attention"):
-            attended, cache = self.attention(self.input_norm(x), rope, cache, layer)
+            attended, cache = self.attention(self.input_norm(x), rope, cache, layer, window)
         x = x + attended
         with jax.named_scope("mlp"):
             return x + self.mlp(self.post_norm(x), cache), cache
@@ -150,13 +167,19 @@ class Decoder(nnx.Module):
         with jax.named_scope("embed"):
             x = jnp.take(self.embed.weight[...], tokens, axis=0, mode="clip")
         for i, layer in enumerate(self.layers):
-            x, cache = layer(x, rope, cache, i)
+            x, cache = _run_layer(*nnx.split(layer), x, rope, cache, np.int32(i), self.config.sliding_window(i))
         return self.norm(x), cache
 
     def logits(self, x: Array) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""
         with jax.named_scope("head"):
             return linear(x, (self.embed if self.config.tie_word_embeddings else self.lm_head).weight[...])
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "window"))
+def _run_layer(graph: Any, params: Any, x: Array, rope: Any, cache: Any, layer: Any, window: int | None):
+    # Inside another jit: layers of one form are traced and lowered once, not once each. XLA inlines the calls.
+    return nnx.merge(graph, params)(x, rope, cache, layer, window)
 
 
 def bind(config: ModelConfig, tree: Any) -> Decoder:

@@ -94,7 +94,7 @@ class PagedCache:
     kernel: Kernel = dataclasses.field(default=Kernel(), metadata={"static": True})
     tiles: Array | None = None
 
-    def write(self, layer: int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
+    def write(self, layer: Array | int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
         """Put this step's keys and values into their slots of one layer."""
         kv = jnp.stack([k_TKD, v_TKD], axis=2).reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]).astype(self.pool.dtype)
         kv = self.kernel.module.to_pool(kv) if self.kernel.name == "tpu" else kv
@@ -102,7 +102,7 @@ class PagedCache:
             pool = write_kv(self.pool, layer, kv, self.slot_mapping_T, num_layers=self.num_layers)
         return dataclasses.replace(self, pool=pool)
 
-    def attend(self, layer: int, q_THD: Array, *, scale: float, sliding_window: int | None) -> Array:
+    def attend(self, layer: Array | int, q_THD: Array, *, scale: float, sliding_window: int | None) -> Array:
         """Attention of this step's queries over each row's whole context, in q's dtype."""
         args = (q_THD, self.pool, layer, self.block_table_SM, self.context_lens_S)
         options: dict[str, Any] = {"num_layers": self.num_layers, "scale": scale, "sliding_window": sliding_window}
