@@ -200,6 +200,7 @@ class EngineConfig:
     max_logit_bias: int = 64
     max_stop_ids: int = 16
     strict: bool = False  # compile the whole bucket table at start; a shape outside it is then an error
+    # Tokens and logprobs whose bits depend on the request alone: every step is of PINNED tokens, whatever the buckets.
     deterministic: bool = False
     tensor_axis: str | None = "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
     # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache unless jax was given one,
@@ -225,8 +226,8 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
         if self.attention not in ATTENTION:
             raise ConfigError(f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}")
-        if self.deterministic:
-            raise ConfigError("deterministic=True is not built yet")
+        if self.deterministic and self.decode_steps not in (None, 1):
+            raise ConfigError(f"decode_steps={self.decode_steps}: deterministic=True draws one token a dispatch")
 
     def resolve(self, model: ModelConfig) -> Self:
         """The same settings with every size filled in for a model; num_blocks stays as it is (memory.py knows it)."""
@@ -240,8 +241,13 @@ class EngineConfig:
             raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={self.max_num_batched_tokens}")
         if rows[-1] < self.max_num_seqs:
             raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={self.max_num_seqs}")
+        resolved = self
+        if self.deterministic:
+            tokens = rows = (PINNED,)
+            least = {name: min(getattr(self, name), PINNED) for name in ("max_num_seqs", "max_num_batched_tokens")}
+            resolved = dataclasses.replace(self, **least)
         return dataclasses.replace(
-            self, max_model_len=max_model_len, token_buckets=tokens, seq_buckets=rows,
+            resolved, max_model_len=max_model_len, token_buckets=tokens, seq_buckets=rows,
             decode_steps=self.decode_steps or 1, max_logprobs=min(self.max_logprobs, model.vocab_size),
         )  # fmt: skip
 
@@ -255,6 +261,7 @@ class EngineConfig:
 
 # At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a single row is a slow
 # path of XLA on CPU.
+PINNED = 64  # tokens and rows of every step with deterministic=True: the bits of a matmul's rows depend on their number
 TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 SEQ_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 

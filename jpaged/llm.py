@@ -285,7 +285,9 @@ class LLM:
         if config.strict:
             runner.warmup()
             runner.seal()
-        self._runner, self._engine = runner, Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
+        # A step of pinned shape takes its tokens from the host, so it waits for them.
+        depth = 1 if config.deterministic else DISPATCHES_IN_FLIGHT
+        self._runner, self._engine = runner, Engine(config, runner, depth=depth)
         self._cached_version = self._weights.version
 
     def _reserve(self, requests: list[Request]) -> None:

@@ -95,6 +95,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-blocks", type=int)
     add("--decode-steps", type=int)
     add("--attention")
+    add("--deterministic", action="store_true")
     add("--prefix-caching", dest="enable_prefix_caching", action="store_true")
     args = parser.parse_args(argv)
     if (args.checkpoint is None) == (args.random is None):
@@ -154,6 +155,7 @@ def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> A
     names = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "decode_steps", "attention", "dtype")
     engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     engine |= {"enable_prefix_caching": args.enable_prefix_caching, "max_model_len": work.max_len}
+    engine |= {"deterministic": args.deterministic}
     model = args.checkpoint if args.checkpoint is not None else random_params(config, args.dtype)
     return jpaged.LLM(model, **engine)
 

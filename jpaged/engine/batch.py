@@ -39,6 +39,7 @@ class Bucket:
 
     prefill: tokens T, packed, of `rows` rows; features "prompt" scores the prompt's tokens too. sample: draws one token
     for each of `rows` rows of a prefill. decode: one token a row, `steps` times, drawing included; tokens equal rows.
+    With deterministic=True there is no decode: its rows go through the one prefill shape that all tokens go through.
     blocks: M, width of the block table. features "full" has penalties, biases, bans and top lists.
     """
 
@@ -71,10 +72,10 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
         return _lay_out({"context_lens": (most,), **_row_shapes(most, config, full=True)})
     shapes: dict[str, tuple[int, ...]] = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_table"] = (rows, bucket.blocks)
+    if bucket.phase == "decode" or config.deterministic:
+        shapes["copies"] = (rows, 2)  # a row writes one block, so it needs one copy at most
     if bucket.phase == "decode":
-        # A row writes one block, so it needs one copy at most.
-        shapes |= {"copies": (rows, 2), "steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
-        return _lay_out(shapes)
+        return _lay_out(shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)})
     shapes |= {"query_starts": (rows + 1,), "drawn_at": (most,)}
     if bucket.features == "prompt":
         shapes |= {"targets": (bucket.tokens,), "scoring": (rows, 2)}
@@ -180,7 +181,7 @@ def choose_buckets(plan: "Plan", config: EngineConfig) -> tuple[Bucket, Bucket |
     drawing = [e.seq.params for e in plan.entries if e.draws]
     features: Features = "plain" if all(p.is_plain for p in drawing) else "full"
     rows, blocks = _ceil(config.seq_buckets, len(drawing)), config.max_blocks_per_seq
-    if plan.phase == "decode":
+    if plan.phase == "decode" and not config.deterministic:
         steps = config.decode_steps
         return Bucket(phase="decode", tokens=rows, rows=rows, blocks=blocks, steps=steps, features=features), None
     sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
@@ -200,7 +201,8 @@ def bucket_table(config: EngineConfig) -> Iterable[Bucket]:
     for rows in config.seq_buckets:
         for features in kinds:
             yield Bucket(phase="sample", tokens=rows, rows=rows, features=features)
-            yield Bucket(phase="decode", tokens=rows, rows=rows, blocks=blocks, steps=steps, features=features)
+            if not config.deterministic:
+                yield Bucket(phase="decode", tokens=rows, rows=rows, blocks=blocks, steps=steps, features=features)
     kinds = ("plain", "prompt")
     for tokens in config.token_buckets:
         for rows in _prefill_rows(tokens, config):
@@ -233,14 +235,15 @@ def pack(plan: "Plan", config: EngineConfig) -> Batch:
     for row, entry in enumerate(computed):
         blocks = np.frombuffer(entry.seq.block_table, np.int32)
         table[row, : len(blocks)] = blocks
-    if plan.phase == "decode":
+    if "copies" in view:
+        view["copies"][: len(plan.copies)] = plan.copies or np.zeros((0, 2), np.int32)
+    if bucket.phase == "decode":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
         view["steps"][:rows] = [e.draws for e in drawing]
         # A token that is still in flight is known to the device alone.
         known = (e.seq.token_ids[e.start] if e.start < len(e.seq.token_ids) else ON_DEVICE for e in drawing)
         view["tokens"][:rows] = list(known)
-        view["copies"][: len(plan.copies)] = plan.copies or np.zeros((0, 2), np.int32)
         _pack_rows(view, drawing, config)
     else:
         view["context_lens"][: len(computed)] = [e.end for e in computed]

@@ -85,6 +85,8 @@ class _Setting:
 def _make_prefill(to: _Setting) -> Callable[..., Any]:
     def step(params: Any, pool: Array, packed: Array):
         fields = to.unpack(packed)
+        if "copies" in fields:
+            pool = copy_blocks(pool, fields["copies"], num_layers=to.model.num_layers)
         starts_S1, context_lens_S, table_SM = fields["query_starts"], fields["context_lens"], fields["block_table"]
         row_T, positions_T = _locate(starts_S1, context_lens_S, to.bucket.tokens)
         slots_T = _slots(row_T, positions_T, table_SM, to.config.block_size, pool)
@@ -92,7 +94,8 @@ def _make_prefill(to: _Setting) -> Callable[..., Any]:
         cache = to.cache(pool, table_SM, context_lens_S, starts_S1, slots_T)
         x_TE, written = decoder(fields["tokens"], jnp.maximum(positions_T, 0), cache)
         assert written is not None
-        out = None
+        # What follows does not fuse into the last norm: a token's bits are those of a prefill that scores its prompt.
+        x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if to.bucket.features == "prompt":
             out = to.pack(_score_prompt(decoder, x_TE, fields, row_T, to.config))
         hidden_RE = jnp.take(x_TE, fields["drawn_at"], axis=0, mode="clip")
