@@ -2,18 +2,22 @@
 
 import contextlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
 from jpaged.engine.beam import EarlyStopping
 from jpaged.engine.keys import Key
 from jpaged.engine.sequence import Request
+from jpaged.errors import CapacityError, ConfigError
 from jpaged.llm import LLM, OnError, SamplingParamsLike
 from jpaged.models.params import Params
 from jpaged.outputs import RequestOutput
@@ -33,7 +37,8 @@ def generate(
 ) -> list[RequestOutput]:  # fmt: skip
     """Complete each prompt with these weights; outputs in the order of the prompts.
 
-    params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw trees need config=).
+    params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw trees need config=), or
+    a checkpoint folder, which each call reads anew.
     prompts: str, list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list of them, mixed.
     sampling_params: one for all or one each; None is SamplingParams(). seed: int or jax key; the same call repeats
     itself. on_error: "raise" checks everything first, then raises GenerationError (with `.outputs`) once the others
@@ -69,8 +74,25 @@ def score(
 
     return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
     """
-    with _serving(params, config, mesh, engine_config) as llm:
+    with _serving(params, config, mesh, engine_config, any_tokenizer=True) as llm:
         return llm.score(token_lists, temperature=temperature, return_greedy=return_greedy)
+
+
+def warmup(
+    params: Any, max_prompt_len: int, max_tokens: int, batch: int, *, config: Any = None, tokenizer: Any = None,
+    mesh: Mesh | None = None, engine_config: EngineConfig | None = None, use_tqdm: bool = False,
+) -> float:  # fmt: skip
+    """Compile ahead all that generate and score will need, and size the pool; returns the seconds that it took.
+
+    batch: completions of one call, `n` of each prompt. Later calls with as many, of prompts and max_tokens up to these,
+    with params of these shapes and the same keyword arguments, compile nothing. Raises CapacityError or ConfigError.
+    """
+    sizes = {"max_prompt_len": max_prompt_len, "max_tokens": max_tokens, "batch": batch}
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+    with _serving(params, config, mesh, engine_config, tokenizer) as llm:
+        return llm.warmup_for(max_prompt_len + max_tokens, batch, use_tqdm=use_tqdm)
 
 
 def release(compiled: bool = False) -> None:
@@ -99,19 +121,31 @@ class KeptLLM(LLM):
             if self._runner is not None:
                 self._runner.params = None
 
+    def warmup_for(self, length: int, batch: int, *, use_tqdm: bool) -> float:
+        """Compile what so many completions of so many tokens, prompts included, can need; seconds that it took."""
+        began, limit = time.perf_counter(), self.engine_config.max_model_len
+        assert limit is not None
+        if length > limit:
+            raise CapacityError(f"max_prompt_len + max_tokens = {length} is beyond max_model_len={limit}")
+        self._hold([-(-length // self.engine_config.block_size)] * batch)
+        runner = self._running_runner()
+        runner.warmup(tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
+        runner.allocate(full=True)
+        return time.perf_counter() - began
+
     def release(self) -> None:
-        """Free the pool, the cached prefixes in it and the derived weights; compiled steps stay."""
-        self._weights.release()
-        if self._engine is not None and self._runner is not None:
-            self._engine.reset_prefix_cache()
-            self._runner.release()
+        """Free what is kept on the device between calls; compiled steps stay."""
+        self._free()
 
     def _call_key(self) -> Key:
         return self._key  # the same call repeats itself
 
     def _reserve(self, requests: list[Request]) -> None:
         """Start with, or grow to, a pool that holds these requests at full length: a power of two, or num_blocks."""
-        sizes = [n for request in requests for n in request.blocks_needed(self.engine_config.block_size)]
+        self._hold([n for request in requests for n in request.blocks_needed(self.engine_config.block_size)])
+
+    def _hold(self, sizes: list[int]) -> None:
+        """Have a pool for sequences of so many blocks each, of which max_num_seqs run at once."""
         needed = max(sum(sorted(sizes, reverse=True)[: self.engine_config.max_num_seqs]), 8)
         held = 0 if self._engine is None else self._engine.scheduler.blocks.num_blocks
         if held and (needed <= held or self.engine_config.num_blocks is not None):
@@ -127,14 +161,18 @@ class KeptLLM(LLM):
 
 def _serving(
     params: Any, config: Any, mesh: Mesh | None, engine_config: EngineConfig | None, tokenizer: Any = None,
-    seed: int | jax.Array = 0,
-) -> contextlib.AbstractContextManager[LLM]:  # fmt: skip
+    seed: int | jax.Array = 0, any_tokenizer: bool = False,
+) -> contextlib.AbstractContextManager["KeptLLM"]:  # fmt: skip
     """The engine kept for params of this form, or a new one in place of the least recently used, with them bound."""
+    if isinstance(params, str | Path):
+        params = load_params(params, mesh=mesh)
     own = as_params(params, config)
     engine_config = EngineConfig() if engine_config is None else engine_config
     form = tuple((x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in jax.tree.leaves(own))
     tokens = own.source if tokenizer is None else id(tokenizer)
     key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, tokens)
+    if any_tokenizer and key not in _engines:
+        key = next((other for other in reversed(_engines) if other[:-1] == key[:-1]), key)
     if key not in _engines:
         llm = KeptLLM(own, engine_config, tokenizer, mesh)
         while len(_engines) >= MAX_ENGINES:

@@ -87,6 +87,7 @@ class LLM:
         self._calls = 0
         self._ready: list[RequestOutput] = []  # ended while another caller was stepping the engine
         self._params: Params | None = None
+        self._asleep = False
         self._cached_version = 0  # weight version that the prefix cache is of
         self._engine: Engine | None = None
         self._runner: Runner | None = None
@@ -187,23 +188,41 @@ class LLM:
 
     # Weights, cache, settings
 
-    def update_params(self, params: Any, *, mode: Literal["refuse", "abort"] = "refuse") -> None:
+    def update_params(self, params: Any, *, mode: Literal["refuse", "abort"] = "refuse", donate: bool = False) -> None:
         """Serve these weights from now on; the same objects keep the prefix cache, any others drop it.
 
-        Refused with RequestError while requests are unfinished, unless mode="abort" ends them first.
+        Refused with RequestError while requests are unfinished, unless mode="abort" ends them first. donate: the old
+        weights are given up: their arrays are deleted, whoever holds them, except those that the new ones share.
         """
-        if mode not in ("refuse", "abort"):
-            raise RequestError(f"mode={mode!r}: must be 'refuse' or 'abort'")
-        engine = self._running_engine()
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         if fresh.config != self.model_config:
             raise ConfigError(f"params of another architecture: {fresh.config} is not {self.model_config}")
-        if engine.has_unfinished() and mode == "refuse":
-            raise RequestError(f"{len(engine.requests)} requests are unfinished: finish them, or pass mode='abort'")
-        for request_id in list(engine.requests):
-            output = self.abort(request_id)
-            self._ready += [output] if output is not None else []
+        self._finish(mode)
+        if donate:
+            kept = {id(leaf) for leaf in jax.tree.leaves(fresh)}
+            for leaf in jax.tree.leaves(self._params):
+                if isinstance(leaf, jax.Array) and id(leaf) not in kept and not leaf.is_deleted():
+                    leaf.delete()
         self._bind(fresh)
+
+    def sleep(self, *, mode: Literal["refuse", "abort"] = "refuse") -> None:
+        """Give the device's memory to others until `wake`: the pool, its prefixes, and weights made for serving.
+
+        The params themselves stay, since they are the caller's; so do compiled steps. Refused while requests are
+        unfinished, unless mode="abort" ends them first. update_params may be called meanwhile.
+        """
+        self._finish(mode)
+        self._free()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Allocate the pool again and serve; CapacityError where the memory is not there."""
+        runner = self._runner
+        if not self._asleep or runner is None or self._params is None:
+            return
+        runner.allocate()
+        self._asleep = False
+        self._bind(self._params)
 
     def snapshot(self) -> Snapshot:
         """The unfinished requests, their KV and their randomness, as a value that `restore` takes any number of times.
@@ -218,7 +237,7 @@ class LLM:
 
         Raises RequestError for one of another LLM or of other weights.
         """
-        engine = self._running_engine()
+        engine = self._awake()
         if snapshot.owner is not engine.identity:
             raise RequestError("snapshot of another LLM, or of a pool that has since been replaced")
         if (taken := snapshot.weight_version) != self.weight_version:
@@ -255,20 +274,42 @@ class LLM:
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
         """Compile every shape of `buckets` now, in parallel threads, so that none is met later; returns seconds."""
+        self._awake()
         return self._running_runner().warmup(use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; the object is of no use afterwards."""
         self._engine = self._runner = self._params = None
-        self._ready = []
+        self._ready, self._asleep = [], False
         self._weights.release()
 
     # Weights and engine
 
+    def _finish(self, mode: str) -> None:
+        """Have no unfinished requests: refuse where there are any, or abort them."""
+        if mode not in ("refuse", "abort"):
+            raise RequestError(f"mode={mode!r}: must be 'refuse' or 'abort'")
+        engine = self._running_engine()
+        if engine.has_unfinished() and mode == "refuse":
+            raise RequestError(f"{len(engine.requests)} requests are unfinished: finish them, or pass mode='abort'")
+        for request_id in list(engine.requests):
+            output = self.abort(request_id)
+            self._ready += [output] if output is not None else []
+
+    def _free(self) -> None:
+        """Free the pool, the cached prefixes in it and the derived weights; compiled steps stay."""
+        self._weights.release()
+        if self._engine is not None and self._runner is not None:
+            self._engine.reset_prefix_cache()
+            self._runner.release()
+            self._runner.params = None
+
     def _bind(self, params: Params) -> None:
-        """Serve these params from the next step on."""
-        self._weights.update(params)
+        """Serve these params from the next step on, or once awake."""
         self._params = params
+        if self._asleep:
+            return
+        self._weights.update(params)
         if self._engine is not None and self._runner is not None:
             self._runner.params = self._weights.tree(params)
             if self._cached_version != self._weights.version:
@@ -305,6 +346,11 @@ class LLM:
         if self._engine is None or self._params is None:
             raise ConfigError("this LLM is closed")
         return self._engine
+
+    def _awake(self) -> Engine:
+        if self._asleep:
+            raise ConfigError("this LLM sleeps: call wake() first")
+        return self._running_engine()
 
     def _running_runner(self) -> Runner:
         self._running_engine()
@@ -362,7 +408,7 @@ class LLM:
         if error := self._misfit(request):
             raise error
         request.weight_version = self.weight_version
-        self._running_engine().add(request)
+        self._awake().add(request)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until these requests have ended; on any exception none of them is left behind."""

@@ -193,21 +193,26 @@ def choose_buckets(plan: "Plan", config: EngineConfig) -> tuple[Bucket, Bucket |
     return Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=blocks, features=kind), sample
 
 
-def bucket_table(config: EngineConfig) -> Iterable[Bucket]:
-    """Every bucket that choose_buckets can return for a resolved config, those of the smallest shapes first."""
+def bucket_table(config: EngineConfig, *, tokens: int | None = None, rows: int | None = None) -> Iterable[Bucket]:
+    """Every bucket that choose_buckets can return for a resolved config, those of the smallest shapes first.
+
+    tokens, rows: of prompts, and of completions, that there are at most; None: as many as the config allows.
+    """
     assert config.token_buckets is not None and config.seq_buckets is not None and config.decode_steps is not None
     blocks, steps = config.max_blocks_per_seq, config.decode_steps
+    rows = config.max_num_seqs if rows is None else min(rows, config.max_num_seqs)
+    tokens = config.max_num_batched_tokens if tokens is None else min(tokens, config.max_num_batched_tokens)
     kinds: tuple[Features, ...] = ("plain", "full")
-    for rows in config.seq_buckets:
+    for S in _up_to(config.seq_buckets, rows):
         for features in kinds:
-            yield Bucket(phase="sample", tokens=rows, rows=rows, features=features)
+            yield Bucket(phase="sample", tokens=S, rows=S, features=features)
             if not config.deterministic:
-                yield Bucket(phase="decode", tokens=rows, rows=rows, blocks=blocks, steps=steps, features=features)
+                yield Bucket(phase="decode", tokens=S, rows=S, blocks=blocks, steps=steps, features=features)
     kinds = ("plain", "prompt")
-    for tokens in config.token_buckets:
-        for rows in _prefill_rows(tokens, config):
+    for T in _up_to(config.token_buckets, tokens):
+        for S in _up_to(_prefill_rows(T, config), min(rows, T)):
             for features in kinds:
-                yield Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=blocks, features=features)
+                yield Bucket(phase="prefill", tokens=T, rows=S, blocks=blocks, features=features)
 
 
 def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:
@@ -347,6 +352,11 @@ def _lay_out(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Section], in
         sections[name] = Section(offset, shape)
         offset += math.prod(shape)
     return sections, offset
+
+
+def _up_to(sizes: tuple[int, ...], value: int) -> tuple[int, ...]:
+    """The sizes that anything up to `value` takes."""
+    return sizes[: bisect.bisect_left(sizes, value) + 1]
 
 
 def _ceil(sizes: tuple[int, ...], value: int) -> int:

@@ -159,10 +159,10 @@ class Runner:
         """Have the arrays and the steps of a dispatch: what is missing of them is made side by side."""
         missing = [bucket for bucket in buckets if bucket not in self._steps]
         if self._pool is not None and not missing:
-            self._allocate(full=full)
+            self.allocate(full=full)
             return
         with ThreadPoolExecutor() as threads:
-            made = [threads.submit(self._allocate, full=full)]
+            made = [threads.submit(self.allocate, full=full)]
             made += [
                 threads.submit(self._compile, bucket, time.perf_counter(), self.lower(bucket)) for bucket in missing
             ]
@@ -198,7 +198,7 @@ class Runner:
         """Copy blocks to the host in one transfer, padded to a power of two: into pinned memory where there is any."""
         if not block_ids:
             return None
-        self._allocate(full=False)
+        self.allocate()
         size = padded_blocks(len(block_ids))
         blocks = self._move("read_blocks", size)(self._pool, self.put(_padded(block_ids, size)))
         if "pinned_host" not in {memory.kind for memory in self.placement.device.addressable_memories()}:
@@ -210,7 +210,7 @@ class Runner:
         """Put what read_blocks gave into these blocks, in one transfer; ids of -1 are left out."""
         if data is None:
             return
-        self._allocate(full=False)
+        self.allocate()
         size = padded_blocks(len(block_ids))
         self.uploads += 1
         blocks = jax.device_put(data, self._pool_sharding())
@@ -320,12 +320,13 @@ class Runner:
             reports.append(report)
         return reports
 
-    def warmup(self, *, use_tqdm: bool = False) -> float:
-        """Compile whatever of the table is not compiled yet, several at once; seconds that it took."""
+    def warmup(self, *, tokens: int | None = None, rows: int | None = None, use_tqdm: bool = False) -> float:
+        """Compile whatever of the table (see bucket_table) is not compiled yet, several at once; seconds it took."""
         started = time.perf_counter()
         sizes = {padded_blocks(n) for n in range(1, self.config.max_blocks_per_seq + 1)}
         moves: list[Literal["read_blocks", "write_blocks"]] = ["read_blocks", "write_blocks"]
-        jobs = [functools.partial(self.executable, b) for b in sorted(bucket_table(self.config), reverse=True)]
+        table = bucket_table(self.config, tokens=tokens, rows=rows)
+        jobs = [functools.partial(self.executable, bucket) for bucket in sorted(table, reverse=True)]
         jobs += [functools.partial(self._move, m, n) for m in moves for n in sizes if self.config.swap_space_gib]
         jobs.append(functools.partial(self._counts_step))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -338,7 +339,8 @@ class Runner:
         """Let no shape in that is not compiled (strict mode)."""
         self._sealed = True
 
-    def _allocate(self, *, full: bool) -> None:
+    def allocate(self, *, full: bool = False) -> None:
+        """Have the pool and the device slots, and for full steps the counts; CapacityError where memory runs out."""
         where, slots = self.placement.replicated, self.config.max_num_seqs
         if self._pool is None:
             with explained(self.config, pool_bytes=self.layout.num_blocks * self.block_bytes):
