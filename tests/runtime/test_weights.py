@@ -61,7 +61,7 @@ def test_every_form_gives_the_same_leaves(form: Any) -> None:
 def test_where_the_config_comes_from() -> None:
     params = make_params()
     assert as_params(params).config is CONFIG
-    assert as_params(bind(CONFIG, dict(params))).config is CONFIG, "our own module knows it"
+    assert as_params(bind(CONFIG, dict(params))).config == CONFIG, "our own module knows it"
     assert as_params(dict(params), CONFIG.to_hf()).config == CONFIG
     with pytest.raises(ConfigError, match=r"params of type dict need config= "):
         as_params(dict(params))
