@@ -1,0 +1,95 @@
+"""The examples run and do what they say."""
+
+import contextlib
+import importlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jpaged
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports one by name, as `python examples/NAME.py` would find it and those that it imports."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module
+    jpaged.release(compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("x = ", "1 + 2\nnever looked at (", 1.0),
+        ("for name in ", "names:\n", 1.0),  # a header without its body
+        ("x = ", "1 +\n", 0.0),
+        ("x = ", "'\0'\n", 0.0),
+        ("x = ", "1", 0.5),
+    ],
+)
+def test_grpo_reward(example: Any, prompt: str, completion: str, expected: float) -> None:
+    assert example("grpo").reward(prompt, completion) == expected
+
+
+@pytest.mark.train
+def test_grpo(example: Any, tmp_path: Path) -> None:
+    """A few updates: records, no compile once warm, a plot; that the reward rises is the slow test's."""
+    grpo = example("grpo")
+    history = grpo.train(grpo.Settings(updates=4, samples=2, max_tokens=6))
+    assert [record["update"] for record in history] == [0, 1, 2, 3]
+    assert history[0]["compiles"] > 0 and history[-1]["compiles"] == 0
+    assert all(0 <= record["reward"] <= 1 and np.isfinite(record["loss"]) for record in history)
+    grpo.plot(history, tmp_path / "rewards.png")
+    assert (tmp_path / "rewards.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+@pytest.mark.train
+def test_grpo_learns(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = example("grpo").main(["--updates", "30", "--json", str(tmp_path / "run.jsonl")])
+    rewards = [json.loads(line)["reward"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert rewards == [record["reward"] for record in history]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15
+    assert "mean reward of the first" in capsys.readouterr().out
+
+
+def test_best_of_n(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """More samples never pass less often, since the first k are among the first 2k."""
+    passed = example("best_of_n").main(["-n", "8"])
+    assert list(passed) == [1, 2, 4, 8] and list(passed.values()) == sorted(passed.values())
+    assert passed[8] > passed[1]
+    said = re.search(r"computed: (\d+), by one request a sample: (\d+)", capsys.readouterr().out)
+    assert said is not None and int(said[1]) < int(said[2]) // 2
+
+
+def test_tree_search(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = example("tree_search")
+    assert tree.is_prefix("def f(x):\n") and tree.is_prefix("if x:\n    y = 1\n") and not tree.is_prefix("if (x:\n")
+    found = tree.main(["--lines", "2", "--width", "4", "--expansions", "12"])
+    assert found and [node.score for node in found] == sorted((node.score for node in found), reverse=True)
+    for node in found:
+        assert node.text.startswith(tree.PROMPT) and node.lines >= 2 and tree.is_prefix(node.text)
+    hits = int(capsys.readouterr().out.split("; ")[1].split("%")[0])
+    assert hits > 30, "children find their parent's blocks"
+
+
+def test_quickstart_notebook() -> None:
+    """Every cell runs, in order; what is committed holds no outputs."""
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 8 and not any(cell.get("outputs") for cell in notebook["cells"])
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for i, cell in enumerate(cells):
+            exec(compile(cell, f"cell {i}", "exec"), names)
+    jpaged.release(compiled=True)
+    assert "weight version 1 -> 2" in printed.getvalue()
+    assert names["arrays"]["completion_ids"].shape == (3, 16) and names["stats"]["decode_tokens"] > 0
