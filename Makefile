@@ -4,7 +4,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env demo lint test test-all clean
+.PHONY: env demo lint test test-all docs clean
 
 env: $(VENV)/stamp
 	@:
@@ -34,6 +34,11 @@ test-all: lint
 	@test -d .venv-cuda || $(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps \
 	    --target .venv-cuda $$($(PY) -c 'import jax; print(*(f"jax-cuda13-{p}=={jax.__version__}" for p in ("plugin", "pjrt")))')
 	@PYTHONPATH=.venv-cuda $(PY) -m pytest
+
+# The public API's pages from its docstrings, in build/api.
+docs: env
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[test,docs]'
+	@$(PY) -W error -m pdoc -o build/api jpaged '!jpaged.demo' kernels_pallas
 
 clean:
 	rm -rf $(VENV) .venv-golden .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build
