@@ -3,22 +3,26 @@
 `make test-clients` has the packages; where one is missing, the tests of it are not collected.
 """
 
-import importlib.util
+import importlib
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import jax
 import pytest
 
-PACKAGES = {"test_tunix.py": "tunix", "test_lm_eval.py": "lm_eval"}
-collect_ignore = [file for file, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
+# What each file imports of others.
+MODULES = {
+    "test_tunix.py": ("tunix.rl.grpo.grpo_learner", "tunix.models.qwen3.model", "qwix"),
+    "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
+}
+collect_ignore = [file for file, (name, *_) in MODULES.items() if find_spec(name.partition(".")[0]) is None]
 SETTINGS = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what these say when they are imported
-    for file, package in PACKAGES.items():
-        if file not in collect_ignore:
-            importlib.import_module(f"jpaged.integrations.{package}")
+    for name in (name for file, names in MODULES.items() if file not in collect_ignore for name in names):
+        importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)
