@@ -149,6 +149,7 @@ class JPagedRollout(BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Take new weights, or new LoRA parts alone; the next call converts them. Nothing is copied or moved here."""
         del filter_types  # what `params` was filtered by; it holds what it holds
+        params = params if isinstance(params, nnx.State) else nnx.State(params)
         known = {path for path, _ in nnx.to_flat_state(nnx.state(self._model))}
         if extra := [path for path, _ in nnx.to_flat_state(params) if path not in known]:
             name = ".".join(map(str, extra[0]))

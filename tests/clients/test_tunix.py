@@ -24,7 +24,8 @@ from jpaged.integrations.tunix import JPagedRollout
 from scripts import tunix_grpo as grpo
 from tests import tiny
 
-DEPRECATED = (  # of flax and jax, in tunix and qwix
+DEPRECATED = (  # of flax, jax and optax, in tunix and qwix
+    "optax.global_norm is deprecated",
     "'sharding' is deprecated", "'.value' access is now deprecated", "'VariableState' was removed",
     r"The 'm.iter_modules\(\)' method", "`with mesh", "jax.interpreters.pxla.thread_resources is",
 )  # fmt: skip
