@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
+from tqdm import tqdm
 
 from jpaged.checkpoint import load_params
 from jpaged.engine.sampling_params import SamplingParams
@@ -34,6 +36,7 @@ except ImportError as e:
     raise ImportError("jpaged.integrations.lm_eval needs lm-eval: pip install 'jpaged[clients]'") from e
 
 HARNESS_DEVICE = "cuda:0"  # what its command line passes when nobody said anything
+SCORED_AT_ONCE = 1024  # sequences: bounds what is held for each token
 # What a task's generation_kwargs may hold beside until, do_sample and the number of tokens.
 CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]  # (cache key, context, continuation)
@@ -128,7 +131,6 @@ class JPagedLM(TemplateLM):
         """(log-probability of the continuation, whether it is greedy); too long ones lose tokens on the left."""
         if kwargs:
             raise TypeError(f"_loglikelihood_tokens has no argument {next(iter(kwargs))!r}")
-        del disable_tqdm  # jpaged shows none here
         for i, (_, context, continuation) in enumerate(requests):
             if not context or not 1 <= len(continuation) <= self.max_length:
                 lengths = f"{len(context)} and {len(continuation)} tokens"
@@ -137,21 +139,30 @@ class JPagedLM(TemplateLM):
                     f"at most max_length={self.max_length}"
                 )
         whole = [tuple((context + continuation)[-(self.max_length + 1) :]) for _, context, continuation in requests]
-        order = {sequence: i for i, sequence in enumerate(dict.fromkeys(whole))}  # choices often share what they say
-        scores: Any = self._llm.score([list(sequence) for sequence in order], return_greedy=True)
+        scores = self._score(list(dict.fromkeys(whole)), disable_tqdm)  # choices often say the same
         results = []
         for (key, _, continuation), sequence in zip(requests, whole, strict=True):
-            logprobs, greedy = (x[order[sequence]][-len(continuation) :] for x in scores)
+            logprobs, greedy = (x[-len(continuation) :] for x in scores[sequence])
             answer = (float(logprobs.sum()), bool(greedy.all()))
             results.append(answer)
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return results
 
+    def _score(
+        self, sequences: list[tuple[int, ...]], disable_tqdm: bool
+    ) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
+        """(log-probabilities, whether greedy) of every token but the first of each sequence."""
+        scores = {}
+        for i in tqdm(range(0, len(sequences), SCORED_AT_ONCE), desc="Scoring", disable=disable_tqdm):
+            some = sequences[i : i + SCORED_AT_ONCE]
+            logprobs, greedy = self._llm.score([list(sequence) for sequence in some], return_greedy=True)
+            scores |= dict(zip(some, zip(logprobs, greedy, strict=True), strict=True))
+        return scores
+
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in windows of max_length tokens in which each token counts once."""
-        del disable_tqdm
-        totals = []
+        totals = [0.0] * len(requests)
         windows: list[TokenRequest] = []
         owners = []
         for i, (text,) in enumerate(request.args for request in requests):
@@ -162,10 +173,9 @@ class JPagedLM(TemplateLM):
             pairs = [make_disjoint_window(pair) for pair in rolling]
             windows += [(None, context, continuation) for context, continuation in pairs]
             owners += [i] * len(pairs)
-        scores = self._loglikelihood_tokens(windows)
-        for i, request in enumerate(requests):
-            total = sum(score for owner, (score, _) in zip(owners, scores, strict=True) if owner == i)
-            totals.append(total)
+        for owner, (score, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += score
+        for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 

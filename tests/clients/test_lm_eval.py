@@ -47,8 +47,9 @@ def assert_near(model: JPagedLM, found: Any, stored: Any, text: str) -> None:
         assert found == stored
 
 
-def test_pairs(model: JPagedLM):
-    """Empty contexts, requests past max_length, spaces at the end of the context."""
+def test_pairs(model: JPagedLM, monkeypatch: pytest.MonkeyPatch):
+    """Empty contexts, requests past max_length, spaces at the end of the context; a few at a time."""
+    monkeypatch.setattr("jpaged.integrations.lm_eval.SCORED_AT_ONCE", 3)
     answers = model.loglikelihood(instances("loglikelihood", cases.PAIRS), disable_tqdm=True)
     lengths = [len(model.tok_encode(context + continuation)) for context, continuation in cases.PAIRS]
     assert max(lengths) > cases.MAX_LENGTH + 1
@@ -81,7 +82,9 @@ def test_tasks(model: JPagedLM, tmp_path: Path):
 def test_command_line(tmp_path: Path):
     """`python -m jpaged.integrations.lm_eval --model jpaged` on one of the tasks."""
     cases.write_tasks(tmp_path)
-    sizes = ",".join(f"{name}={size}" for name, size in {"max_length": 64, "num_blocks": 64, "block_size": 16}.items())
+    sizes = ",".join(
+        f"{name}={size}" for name, size in {"max_length": 64, "num_blocks": 64, "max_num_batched_tokens": 64}.items()
+    )
     command = [
         sys.executable, "-m", "jpaged.integrations.lm_eval", "--model", "jpaged", "--include_path", str(tmp_path),
         "--model_args", f"pretrained={MODEL_PATH},dtype=float32,{sizes}", "--tasks", "jpaged_choice",
