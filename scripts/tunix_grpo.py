@@ -145,23 +145,23 @@ def train(engine: Any, seed: int, steps: int, **sizes: int) -> Run:
     return Run(rewards)
 
 
-def throughput(engine: Any, *, rows: int = 64, max_tokens: int = 128, repeat: int = 5) -> float:
-    """Tokens a second, best of `repeat` calls, of completions that EOS ends or max_tokens."""
+def throughput(*, rows: int = 64, max_tokens: int = 128, rounds: int = 6) -> dict[str, float]:
+    """Tokens a second of each engine, best of the rounds after the first; completions end by EOS or max_tokens."""
     config = RolloutConfig(
         max_tokens_to_generate=max_tokens, max_prompt_length=16, kv_cache_size=256, temperature=1.0
     )  # fmt: skip
-    model = make_model(0)
-    cluster = make_cluster(engine, model, rollout=config)
+    clusters = {name: make_cluster(engine, make_model(0), rollout=config) for name, engine in ENGINES.items()}
     prompts = [prompt for prompt in PROMPTS for _ in range(rows // len(PROMPTS))]
-    rates = []
-    for _ in range(repeat + 1):
-        fresh = jax.tree.map(lambda x: x + 0, nnx.state(cluster.actor_trainer.model, nnx.Param))
-        nnx.update(cluster.actor_trainer.model, jax.block_until_ready(fresh))
-        cluster.rollout.update_params(nnx.state(cluster.actor_trainer.model, nnx.Param))
-        began = time.perf_counter()
-        out = cluster.generate(prompts)
-        rates.append(sum(len(tokens) for tokens in out.tokens) / (time.perf_counter() - began))
-    return max(rates[1:])  # the first compiles
+    rates: dict[str, list[float]] = {name: [] for name in clusters}
+    for _ in range(rounds):  # in turn, so that both see the same machine
+        for name, cluster in clusters.items():
+            model = cluster.actor_trainer.model
+            nnx.update(model, jax.block_until_ready(jax.tree.map(lambda x: x + 0, nnx.state(model, nnx.Param))))
+            cluster.rollout.update_params(nnx.state(model, nnx.Param))
+            began = time.perf_counter()
+            out = cluster.generate(prompts)
+            rates[name].append(sum(len(tokens) for tokens in out.tokens) / (time.perf_counter() - began))
+    return {name: max(measured[1:]) for name, measured in rates.items()}
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     engines = {"one key": "vanilla", **ENGINES}
     runs = {name: [train(engine, seed, args.steps) for seed in range(args.seeds)] for name, engine in engines.items()}
-    rates = {name: throughput(engine) for name, engine in ENGINES.items()}
+    rates = throughput()
     print(f"{'engine':<8}{'seed':>5}{'first':>8}{'last':>8}")
     for name, trained in runs.items():
         for seed, run in enumerate(trained):
