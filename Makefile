@@ -1,10 +1,12 @@
 # make demo: generate with the embedded model. make test: lint, types and the quick tests. Both make .venv first.
+# make test-clients: tests/clients in .venv-clients, which has google-tunix and lm-eval.
 # Another Python: make demo PYTHON=/path/to/python3.12
 
 VENV := .venv
 PY := $(VENV)/bin/python
+CLIENTS := .venv-clients
 
-.PHONY: env demo lint test test-all docs clean
+.PHONY: env demo lint test test-all test-clients docs clean
 
 env: $(VENV)/stamp
 	@:
@@ -26,7 +28,7 @@ lint: env
 	@$(PY) -m pyright --pythonpath $(PY)
 
 test: lint
-	@$(PY) -m pytest -m "not slow"
+	@$(PY) -m pytest -m "not slow and not clients"
 
 # With what compiles for chips that are not there; CUDA's plugin apart, since jax would look for a card in every run.
 test-all: lint
@@ -40,6 +42,18 @@ docs: env
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[test,docs]'
 	@$(PY) -W error -m pdoc -o build/api jpaged '!jpaged.demo' kernels_pallas
 
+# Apart, since google-tunix takes older transformers and safetensors than constraints.txt has.
+$(CLIENTS)/stamp: pyproject.toml constraints-clients.txt
+	@python=$$(PYTHON='$(PYTHON)' sh scripts/find_python.sh) || exit 1; \
+	    echo "making $(CLIENTS) with $$python (a few minutes, 2.5 GB)"; \
+	    "$$python" -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints-clients.txt \
+	    -e '.[clients]' pytest hypothesis
+	@touch $@
+
+test-clients: $(CLIENTS)/stamp
+	@$(CLIENTS)/bin/python -m pytest tests/clients
+
 clean:
-	rm -rf $(VENV) .venv-golden .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(CLIENTS) .venv-golden .venv-cuda .pytest_cache .ruff_cache .hypothesis *.egg-info build
 	find jpaged kernels_pallas scripts tests examples -name __pycache__ -type d -exec rm -rf {} +

@@ -6,7 +6,7 @@ block size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V vo
 """
 
 from jpaged.api import beam_search, generate, release, score, warmup
-from jpaged.checkpoint import load_params, save_params
+from jpaged.checkpoint import load_params, params_from, save_params
 from jpaged.config import EngineConfig, ModelConfig
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import (
@@ -27,5 +27,5 @@ __all__ = [
     "LLM", "BucketReport", "CapacityError", "CheckpointError", "CompletionChunk", "CompletionOutput", "ConfigError",
     "EngineConfig", "GenerationError", "JpagedError", "Logprob", "ModelConfig", "Params", "RequestError",
     "RequestOutput", "SamplingParams", "Snapshot", "UnsupportedError", "beam_search", "generate", "load_params",
-    "release", "save_params", "score", "to_arrays", "warmup",
+    "params_from", "release", "save_params", "score", "to_arrays", "warmup",
 ]  # fmt: skip

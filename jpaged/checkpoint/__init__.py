@@ -1,7 +1,8 @@
-"""Checkpoints on disk: Hugging Face and Orbax folders to Params, Params to Orbax folders, the tokenizer beside them."""
+"""Checkpoints on disk (Hugging Face, Orbax) to Params and back, the tokenizer beside them; other projects' trees."""
 
+from jpaged.checkpoint.foreign import params_from
 from jpaged.checkpoint.load import load_params
 from jpaged.checkpoint.orbax import save_params
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 
-__all__ = ["load_generation_config", "load_params", "load_tokenizer", "save_params"]
+__all__ = ["load_generation_config", "load_params", "load_tokenizer", "params_from", "save_params"]

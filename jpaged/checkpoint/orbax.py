@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jpaged.models.layout import param_shapes
 from jpaged.models.params import Params
 
 MARK = "_METADATA"  # the file that every finished Orbax tree has
+TRAIN_STATE = ("params.params.", "params.", "model.")  # linen's, a plain state's, nnx's
 CHUNK_BYTES = 4 * 2**20
 
 
@@ -95,8 +97,9 @@ def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
     context = ts.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
     try:
         metadata = read_json(root / MARK)
-        names = [".".join(key["key"] for key in entry["key_metadata"]) for entry in metadata["tree_metadata"].values()]
-        specs = {name: _spec(root, name, metadata) for name in names if name in wanted}
+        stored = [".".join(key["key"] for key in entry["key_metadata"]) for entry in metadata["tree_metadata"].values()]
+        names = our_names(stored, wanted)
+        specs = {name: _spec(root, at, metadata) for name, at in names.items() if name in wanted}
         opening = {name: ts.open(spec, context=context, read=True) for name, spec in specs.items()}
         arrays = {name: future.result() for name, future in opening.items()}
     except Exception as e:  # damage shows as anything from KeyError to tensorstore's own
@@ -107,6 +110,20 @@ def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
         name: [Part(DTYPES[array.dtype.name], functools.partial(_read, f"{root}: {name}", array))]
         for name, array in arrays.items()
     }
+
+
+def our_names(stored: Iterable[str], wanted: Container[str]) -> dict[str, str]:
+    """Our name of each stored tensor: {"norm.scale": "params.norm.scale.value", ...}.
+
+    nnx saves a Variable as its `value`. In a training loop's state the weights are one part, which TRAIN_STATE names;
+    its other parts (optimizer, step) are left out.
+    """
+    plain = {name.removesuffix(".value"): name for name in stored}
+    for prefix in TRAIN_STATE:
+        part = {name.removeprefix(prefix): at for name, at in plain.items() if name.startswith(prefix)}
+        if "norm.scale" in part and "norm.scale" in wanted:
+            return part
+    return plain
 
 
 def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:

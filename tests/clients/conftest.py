@@ -1,0 +1,36 @@
+"""Clients run as they would in their own programs: standard promotion in every thread, and their warnings are theirs.
+
+`make test-clients` has the packages; where one is missing, the tests of it are not collected.
+"""
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+# What each file imports of others.
+MODULES = {
+    "test_tunix.py": ("tunix.rl.grpo.grpo_learner", "tunix.models.qwen3.model", "qwix"),
+    "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
+}
+collect_ignore = [file for file, (name, *_) in MODULES.items() if find_spec(name.partition(".")[0]) is None]
+SETTINGS = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what these say when they are imported
+    for name in (name for file, names in MODULES.items() if file not in collect_ignore for name in names):
+        importlib.import_module(name)
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    """The clients have threads of their own, which a context manager's settings would not reach."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    for name, value in SETTINGS.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
