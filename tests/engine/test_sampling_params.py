@@ -87,7 +87,7 @@ NO_NUMBERS = [
     [1.0],
     (),
     {},
-    object(),
+    ...,
     1j,
     b"1",
     np.array([1, 2]),
