@@ -15,12 +15,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import xxhash
-
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import ConfigError, RequestError
 from jpaged.frontend import Chat
 from jpaged.integrations import batch_io
+from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
 from jpaged.outputs import Logprob, RequestOutput
 
@@ -178,11 +177,6 @@ class JPagedPredictor:
                 None if o is None or o.error is not None else [e and _top(e) for e in o.prompt_logprobs] for o in good
             ]
         return {name: (types[name], values[name]) for name in types}
-
-
-def stable_seed(seed: int, name: str) -> int:
-    """The seed of a named row in a run of this seed, 63 bits: that of the batch file's line with this id."""
-    return xxhash.xxh64_intdigest(f"{seed} {name}".encode(errors="backslashreplace")) >> 1
 
 
 def _prompt(value: Any) -> Any:
