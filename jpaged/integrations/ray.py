@@ -18,7 +18,8 @@ from typing import Any
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import ConfigError, RequestError
 from jpaged.frontend import Chat
-from jpaged.integrations import batch_io
+from jpaged.integrations.batch.fields import SAMPLING
+from jpaged.integrations.batch.lines import MAX_TOKENS
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
 from jpaged.outputs import Logprob, RequestOutput
@@ -31,7 +32,9 @@ except ImportError as e:
 
 TOP = pa.list_(pa.struct({"token_id": pa.int64(), "logprob": pa.float32(), "rank": pa.int64(), "token": pa.string()}))
 # The columns that are added to every row; those of a completion are lists where `sampling` says n > 1.
-OF_COMPLETION = {"generated_text": pa.string(), "generated_token_ids": pa.list_(pa.int64()), "finish_reason": pa.string()}
+OF_COMPLETION = {
+    "generated_text": pa.string(), "generated_token_ids": pa.list_(pa.int64()), "finish_reason": pa.string(),
+}  # fmt: skip
 OF_REQUEST = {
     "prompt_tokens": pa.int64(), "completion_tokens": pa.int64(), "cached_tokens": pa.int64(), "error": pa.string(),
     "error_type": pa.string(),
@@ -75,7 +78,7 @@ class JPagedPredictor:
                 raise ConfigError(f"sampling has {unknown[0]!r}: SamplingParams has {', '.join(known)}")
             self._params = dataclasses.replace(self._llm.default_sampling_params(), **given)
             if "max_tokens" not in given:
-                self._longest = {True: batch_io.MAX_TOKENS["chat"], False: batch_io.MAX_TOKENS["bare"]}
+                self._longest = {True: MAX_TOKENS["chat"], False: MAX_TOKENS["bare"]}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
         self._done: dict[str, RequestOutput] = {}  # finished, not yet taken by the batch they belong to
 
@@ -93,9 +96,10 @@ class JPagedPredictor:
                 pending -= self._step(pending)
                 await asyncio.sleep(0)
         except BaseException:
-            for request_id in filter(lambda answer: isinstance(answer, str), answers):
-                self._llm.abort(request_id)
-                self._done.pop(request_id, None)
+            for answer in answers:
+                if isinstance(answer, str):
+                    self._llm.abort(answer)
+                    self._done.pop(answer, None)
             raise
         outputs = [self._done.pop(answer) if isinstance(answer, str) else answer for answer in answers]
         for name, (kind, values) in self._columns(outputs).items():
@@ -196,16 +200,16 @@ def _row_sampling(value: Any) -> dict[str, Any]:
     for name, field in value.items():
         if field is None:
             continue
-        if name in SHAPING or name not in batch_io.SAMPLING:
+        if name in SHAPING or name not in SAMPLING:
             raise RequestError(f"{name}={field!r}: not a row's to set; one of {', '.join(_ROW_FIELDS)} is")
         try:
-            given[name] = batch_io.SAMPLING[name](field)
+            given[name] = SAMPLING[name](field)
         except ValueError as e:
             raise RequestError(f"{name}={field!r}: {e}") from None
     return given
 
 
-_ROW_FIELDS = [name for name in batch_io.SAMPLING if name not in SHAPING]
+_ROW_FIELDS = [name for name in SAMPLING if name not in SHAPING]
 
 
 def _top(entries: Mapping[int, Logprob]) -> list[dict[str, Any]]:

@@ -6,7 +6,9 @@ Needs Ray: pip install 'jpaged[ray]'.
 
 import collections
 import dataclasses
+import importlib
 import itertools
+import logging
 import signal
 import threading
 import time
@@ -23,8 +25,7 @@ from jpaged.llm import LLM
 from jpaged.outputs import RequestOutput
 
 try:
-    import ray  # pyright: ignore[reportMissingImports]
-    from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+    ray: Any = importlib.import_module("ray")  # to type checkers `import ray` is the module beside this one
 except ImportError as e:
     raise ImportError("jpaged.integrations.ray_llm needs Ray: pip install 'jpaged[ray]'") from e
 
@@ -187,9 +188,7 @@ class RayLLM:
     def has_unfinished(self) -> bool:
         return bool(self._unfinished or self._ready)
 
-    def render_chat(
-        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool
-    ) -> Chat:
+    def render_chat(self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool) -> Chat:
         """A conversation as a prompt for add_request: the replica renders it."""
         return Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)
 
@@ -250,8 +249,8 @@ class RayLLM:
             return  # of an actor that another of its calls showed to be dead
         try:
             result = ray.get(ref)
-        except RayError as e:
-            cause = e.cause if isinstance(e, RayTaskError) else e
+        except ray.exceptions.RayError as e:
+            cause = e.cause if isinstance(e, ray.exceptions.RayTaskError) else e
             if slot.starting is not None and isinstance(cause, JpagedError):
                 raise cause from None  # the model or the settings: every replica would say the same
             self._lost(slot, cause)
@@ -321,7 +320,7 @@ def connect(address: str, replicas: int) -> bool:
     """Connect this process to Ray, unless it is; whether that was done here."""
     if ray.is_initialized():
         return False
-    how: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "warning"}
+    how: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.WARNING}
     if address == "local":
         how |= {"include_dashboard": False, "num_cpus": max(replicas, 2)}
     before = signal.getsignal(signal.SIGTERM)

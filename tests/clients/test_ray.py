@@ -8,23 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-
-import pyarrow as pa
-
 import jpaged
 from jpaged import ConfigError, SamplingParams
 from jpaged.demo import MODEL_PATH
-from jpaged.integrations.batch_io import BatchRequest, Settings
-from jpaged.integrations.ray import JPagedPredictor
+from jpaged.integrations.batch import BatchRequest, Settings
+
+ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+pa: Any = pytest.importorskip("pyarrow", reason="the extra 'ray' is not installed")
+from jpaged.integrations.ray import JPagedPredictor  # noqa: E402
 
 # Ray warns of its own settings, and leaves sockets and processes to the end of the program.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
     for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
 ]
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,), "num_blocks": 128}
-SMALL |= {"block_size": 8, "max_model_len": 96, "max_logprobs": 5}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,), "num_blocks": 128,
+    "block_size": 8, "max_model_len": 96, "max_logprobs": 5,
+}  # fmt: skip
 SAMPLING = {"temperature": 0.9, "max_tokens": 8}
 
 
@@ -33,16 +34,16 @@ def predictor() -> JPagedPredictor:
     return JPagedPredictor(str(MODEL_PATH), sampling=SAMPLING, id_column="id", sampling_column="sampling", **SMALL)
 
 
-def run(predictor: JPagedPredictor, *batches: Any) -> list[pa.Table]:
+def run(predictor: JPagedPredictor, *batches: Any) -> list[Any]:
     """The answers of batches that an actor has in flight together."""
 
-    async def all_of_them() -> list[pa.Table]:
+    async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(predictor(batch) for batch in batches))
 
     return asyncio.run(all_of_them())
 
 
-def rows(**columns: list[Any]) -> pa.Table:
+def rows(**columns: list[Any]) -> Any:
     count = len(next(iter(columns.values())))
     return pa.table({"id": list(range(count)), "sampling": [None] * count} | columns)
 
@@ -92,7 +93,8 @@ def test_a_row_that_cannot_run_is_kept_with_its_error_and_inputs_are_not_touched
 def test_a_row_gives_the_same_text_in_any_batch_and_the_text_of_its_line(predictor: JPagedPredictor) -> None:
     prompts = [f"def f{i % 3}(" for i in range(12)]
     whole = run(predictor, rows(prompt=prompts))[0]
-    halves = run(predictor, whole.select(["id", "prompt", "sampling"])[6:], whole.select(["id", "prompt", "sampling"])[:6])
+    batch = whole.select(["id", "prompt", "sampling"])
+    halves = run(predictor, batch[6:], batch[:6])
     texts = whole["generated_text"].to_pylist()
     assert [*halves[1]["generated_text"].to_pylist(), *halves[0]["generated_text"].to_pylist()] == texts
     assert len(set(texts)) > 8  # equal prompts of other ids draw otherwise
@@ -129,7 +131,7 @@ def test_what_is_wrong_with_every_row_raises() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Any:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()

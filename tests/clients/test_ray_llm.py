@@ -6,29 +6,31 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-
 import jpaged
 from jpaged import CheckpointError, ConfigError, SamplingParams
 from jpaged.demo import MODEL_PATH
 from jpaged.errors import ReplicaError
-from jpaged.integrations import ray_llm
-from jpaged.integrations.ray_llm import RayLLM
+
+ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+from jpaged.integrations import ray_llm  # noqa: E402
+from jpaged.integrations.ray_llm import RayLLM  # noqa: E402
 
 # Ray warns of its own settings, and leaves sockets and processes to the end of the program.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
     for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
 ]
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,)}
-SMALL |= {"num_blocks": 128, "block_size": 8, "max_model_len": 96}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,), "num_blocks": 128,
+    "block_size": 8, "max_model_len": 96,
+}  # fmt: skip
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
 PROMPTS = [f"def f{i % 7}(" for i in range(40)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -99,7 +101,7 @@ def test_an_engine_that_raises_is_replaced_and_one_that_cannot_start_ends_the_ru
     marker = tmp_path / "raised"
 
     class Frail(ray_llm.Replica):
-        def start(self, *args: Any) -> Any:
+        def start(self, model: Any, seed: int, engine_config: Any) -> SamplingParams:
             if marker.exists():
                 raise MemoryError("no room for the model")
             return SamplingParams()
@@ -112,7 +114,7 @@ def test_an_engine_that_raises_is_replaced_and_one_that_cannot_start_ends_the_ru
     llm = RayLLM(None, replicas=1, max_retries=1)
     try:
         llm.add_request("a")
-        with pytest.raises(ReplicaError, match="no replica can be kept up: 2 starts.*no room for the model"):
+        with pytest.raises(ReplicaError, match=r"no replica can be kept up: 2 starts.*no room for the model"):
             finish(llm)
     finally:
         llm.close()
@@ -140,7 +142,7 @@ def test_requests_go_to_the_replicas_that_have_the_fewest_and_can_be_aborted() -
 
 
 def test_what_every_replica_would_say_is_raised_at_once(tmp_path: Any) -> None:
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         RayLLM(tmp_path, replicas=1)
     with pytest.raises(ConfigError, match="replicas=0"):
         RayLLM(None, replicas=0)

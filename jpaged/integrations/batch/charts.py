@@ -83,7 +83,7 @@ def histogram(title: str, values: Sequence[float] | np.ndarray, unit: str, *, wh
     counts, _ = np.histogram(found, edges)
     x, y = Axis(low=edges[0], high=edges[-1], is_log=is_log), Axis(low=0, high=1.05 * counts.max())
     body = _frame(x, y, f"{unit}, logarithmic" if is_log else unit, "lines")
-    for count, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
+    for count, left, right in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
         if count:
             left_px, right_px, top = _x(x, left), _x(x, right), _y(y, count)
             width, height = max(right_px - left_px - 1, 0.5), HEIGHT - BOTTOM - top

@@ -12,11 +12,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import xxhash
-
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.integrations.batch import fields as check
 from jpaged.integrations.batch.fields import LineError, short, take
+from jpaged.integrations.seeds import stable_seed
 
 URLS: dict[str, Literal["chat", "completion"]] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 # Tokens a line may generate when neither it nor the run says: OpenAI's own defaults, and enough for a bare prompt.
@@ -194,7 +193,7 @@ class BatchRequest:
     def _seed(self, seed: int) -> int:
         """A seed of the line's own: the same in a whole run, a resumed one and a shard."""
         key = f"line {self.number}" if self.id is None else f"id {self.id}"
-        return xxhash.xxh64_intdigest(f"{seed} {key}".encode()) >> 1  # 63 bits: a signed 64-bit seed holds it
+        return stable_seed(seed, key)
 
 
 def identify(raw: bytes, number: int) -> str | int | None:

@@ -1,7 +1,7 @@
 """A run's counters for Prometheus, over HTTP, while it runs. Needs prometheus_client: pip install 'jpaged[metrics]'."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jpaged.errors import ConfigError
@@ -19,21 +19,22 @@ class Collector:
 
         stats, engine = self._stats, dict(self._stats.engine)
 
-        def metric(kind: Any, name: str, what: str, label: str, values: dict[str, float]) -> Any:
+        def metric(kind: Any, name: str, what: str, label: str, values: Mapping[str, float]) -> Any:
             family = kind(f"jpaged_{name}", what, labels=[label] if label else [])
             for key, value in values.items():
                 family.add_metric([key] if label else [], value)
             return family
 
-        def counter(name: str, what: str, value: float | dict[str, float], label: str = "") -> Any:
-            return metric(CounterMetricFamily, name, what, label, value if isinstance(value, dict) else {"": value})
+        def counter(name: str, what: str, value: float | Mapping[str, float], label: str = "") -> Any:
+            return metric(CounterMetricFamily, name, what, label, value if isinstance(value, Mapping) else {"": value})
 
-        def gauge(name: str, what: str, value: float | dict[str, float], label: str = "") -> Any:
-            return metric(GaugeMetricFamily, name, what, label, value if isinstance(value, dict) else {"": value})
+        def gauge(name: str, what: str, value: float | Mapping[str, float], label: str = "") -> Any:
+            return metric(GaugeMetricFamily, name, what, label, value if isinstance(value, Mapping) else {"": value})
 
         # Another thread changes them: copied in one go before they are gone through.
         errors, reasons = dict(stats.errors), dict(stats.reasons)
-        yield counter("requests", "Lines that this run has answered.", {"ok": stats.ok, "failed": stats.failed}, "outcome")
+        outcomes = {"ok": stats.ok, "failed": stats.failed}
+        yield counter("requests", "Lines that this run has answered.", outcomes, "outcome")
         yield counter("request_errors", "Lines that failed, by the code of their error.", errors, "code")
         yield counter("completions", "Completions by what ended them.", reasons, "finish_reason")
         yield gauge("requests_running", "Requests in the engine, those that wait for a row too.", stats.running)
@@ -48,7 +49,7 @@ class Collector:
             yield counter(f"{phase}_tokens", f"Tokens that the engine has computed in {phase} steps.", value)
         rates = {"in": stats.tokens_in / stats.seconds, "out": stats.tokens_out / stats.seconds}
         yield gauge("throughput_tokens_per_second", "Of the answered lines, on average so far.", rates, "direction")
-        yield counter("preemptions", "Sequences that were preempted for want of KV blocks.", engine.get("preemptions", 0))
+        yield counter("preemptions", "Sequences preempted for want of KV blocks.", engine.get("preemptions", 0))
         yield gauge("kv_blocks", "KV blocks of the pool.", engine.get("num_blocks", 0))
         yield gauge("kv_blocks_in_use", "KV blocks that running sequences hold.", engine.get("blocks_in_use", 0))
         yield gauge("run_start_time_seconds", "When the run began, in seconds since 1970.", stats.began_at)

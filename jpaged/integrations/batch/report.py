@@ -88,9 +88,9 @@ def render(
         f'<div class="tiles">{"".join(_tiles(stats))}</div>',
         f'<h2>Over time, and by line</h2><div class="charts">{"".join(charts)}</div>',
         "<h2>Errors by kind</h2>",
-        _counts("kind", "lines", "where, and what the first said", errors, "bad") if errors else "<p>No line failed.</p>",
+        _counts("kind", "lines", "where, and what the first said", errors, "bad"),
         "<h2>What ended the answers</h2>",
-        _counts("finish reason", "answers", "", reasons, "") if reasons else "<p>No line was answered.</p>",
+        _counts("finish reason", "answers", "", reasons, ""),
         f'<h2>Summary</h2><div class="card"><pre>{_text(stats.table())}</pre></div>',
         f'<h2>Settings</h2><div class="card"><table><tbody>{"".join(_settings(settings))}</tbody></table></div>',
     ]
@@ -113,7 +113,7 @@ def write_report(path: str | Path, page: str) -> None:
 def _throughput(stats: BatchStats) -> str:
     edges, rates = stats.timeline.rates()
     if len(edges) < 2:
-        return '<figure><figcaption>Throughput</figcaption><p>Too short a run to draw.</p></figure>'
+        return "<figure><figcaption>Throughput</figcaption><p>Too short a run to draw.</p></figure>"
     named = {"generated": rates["decode_tokens"], "prompt tokens computed": rates["prefill_tokens"]}
     return line_chart("Throughput", edges, named, "tokens/s")
 
@@ -140,10 +140,13 @@ def _where(stats: BatchStats, code: str) -> str:
 
 def _counts(name: str, unit: str, note: str, rows: Mapping[str, tuple[int, str]], kind: str) -> str:
     """A table of how often what came, each with a bar."""
+    if not rows:
+        return "<p>None.</p>"
     most = max(count for count, _ in rows.values())
     body = "".join(
         f'<tr class="{kind}"><th>{_text(key)}</th><td class="count">{count}</td>'
-        f'<td class="share"><i style="width:{100 * count / most:.1f}%"></i></td><td class="note">{_text(more)}</td></tr>'
+        f'<td class="share"><i style="width:{100 * count / most:.1f}%"></i></td>'
+        f'<td class="note">{_text(more)}</td></tr>'
         for key, (count, more) in rows.items()
     )
     head = f"<tr><th>{name}</th><th>{unit}</th><th></th><th>{note}</th></tr>"

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from jpaged.integrations.batch.answers import Failure
+from jpaged.integrations.batch.timeline import Timeline
 from jpaged.outputs import RequestOutput
 
 FIRST = 5  # line numbers that are kept of each kind of error
-COUNTERS = ("prefill_tokens", "decode_tokens", "preemptions", "num_compiles", "compile_time_s")  # of LLM.stats
+TIMED = ("prefill_tokens", "decode_tokens")  # of these, those whose course is kept
+COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # of LLM.stats
 
 
 @dataclasses.dataclass
@@ -36,7 +38,8 @@ class BatchStats:
     """Counters of one run. Lines that an earlier run answered are counted apart; `total` is of all of them.
 
     total: lines to answer, None where nothing is known; total_is_exact: else it is estimated from the bytes read.
-    errors: failed lines by code; first_lines: the first line numbers of each. ignored: unknown fields left out.
+    errors: failed lines by code; first_lines: the first line numbers of each.
+    first_messages: and what the first of them said. ignored: unknown fields left out.
     """
 
     began: float = dataclasses.field(default_factory=time.perf_counter)
@@ -55,7 +58,9 @@ class BatchStats:
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     first_lines: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    first_messages: dict[str, str] = dataclasses.field(default_factory=dict)
     ignored: Counter[str] = dataclasses.field(default_factory=Counter)
+    timeline: Timeline = dataclasses.field(default_factory=lambda: Timeline(TIMED))
     answered: Answered = dataclasses.field(default_factory=Answered)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)  # LLM.stats() as it was last read
     engine_began: dict[str, Any] = dataclasses.field(default_factory=dict)  # and as the run began
@@ -91,6 +96,7 @@ class BatchStats:
         """Read the engine's counters: those that it starts with, the first time."""
         self.engine = llm.stats()
         self.engine_began = self.engine_began or {name: self.engine.get(name, 0) for name in COUNTERS}
+        self.timeline.add([self.counted(name) for name in TIMED], at=self.seconds)
 
     def add(self, output: RequestOutput, latency: float) -> None:
         """A line is answered; latency in seconds."""
@@ -109,6 +115,7 @@ class BatchStats:
         """A line is an error."""
         code = Failure.of(error).code
         self.failed += 1
+        self.first_messages.setdefault(code, str(error))
         self.errors[code] += 1
         if len(first := self.first_lines.setdefault(code, [])) < FIRST:
             first.append(number)

@@ -1,5 +1,6 @@
 """How a run's counters went over time, in bounded memory."""
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ class Timeline:
         stride = max(-(-(len(self.times) - 1) // points), 1)
         kept = sorted({*range(0, len(self.times), stride), len(self.times) - 1} - {-1})
         edges, rates = [self.times[i] for i in kept], {name: list[float]() for name in self.names}
-        for a, b in zip(kept, kept[1:], strict=False):
+        for a, b in itertools.pairwise(kept):
             seconds = max(self.times[b] - self.times[a], 1e-9)
             for k, name in enumerate(self.names):
                 rates[name].append(max(self.rows[b][k] - self.rows[a][k], 0) / seconds)
