@@ -13,6 +13,7 @@ on the way; 3 stopped by --max-error-rate; 130 or 143 stopped by Ctrl-C or SIGTE
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ from jpaged.errors import RequestError
 from jpaged.integrations.batch.journal import shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
-from jpaged.integrations.batch.run import BROKEN_PIPE, FATAL, BatchError, Job, run_batch, sentence
+from jpaged.integrations.batch.run import BROKEN_PIPE, FATAL, BatchError, Existing, Job, run_batch, sentence
 from jpaged.integrations.batch.source import Source, guess_format, open_source
 
 FORMATS = ("auto", "jsonl", "text", "parquet", "dataset")
@@ -238,7 +239,7 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def ask(args: argparse.Namespace) -> str:
+def ask(args: argparse.Namespace) -> Existing:
     """What to do with an output that is there already: a person at a terminal is asked."""
     if args.existing is not None:
         return args.existing
@@ -246,8 +247,8 @@ def ask(args: argparse.Namespace) -> str:
     if not there or args.input == "-" or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return "refuse"
     print(f"{args.output} exists. Resume it, overwrite it, or quit? [R/o/q] ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline().strip().lower() or "r"
-    return {"r": "resume", "o": "overwrite"}.get(answer[:1], "refuse")
+    answers: dict[str, Existing] = {"": "resume", "r": "resume", "o": "overwrite"}
+    return answers.get(sys.stdin.readline().strip().lower()[:1], "refuse")
 
 
 def resuming(args: argparse.Namespace) -> tuple[str, ...]:
@@ -261,24 +262,25 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(
         args.input, format=args.format, max_line_bytes=args.max_line_bytes, columns=args.columns, split=args.split
     )
-    if args.check:
-        from jpaged.integrations.batch.check import check
+    with contextlib.closing(source):
+        if args.check:
+            from jpaged.integrations.batch.check import check
 
-        return check(args, source, make_settings)
-    output = args.output
-    if output not in (None, "-") and os.path.exists(output) and os.path.exists(args.input):
-        if os.path.samefile(output, args.input):
-            raise BatchError(f"--output {output} is the input itself")
-    job = Job(
-        output=output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered, grace=args.grace,
-        window=args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs), error_style=args.error_style,
-        max_error_rate=args.max_error_rate, shard=args.shard, summary=args.summary, again=resuming(args),
-    )  # fmt: skip
+            return check(args, source, make_settings)
+        both = args.output not in (None, "-") and os.path.exists(args.output) and os.path.exists(args.input)
+        if both and os.path.samefile(args.output, args.input):
+            raise BatchError(f"--output {args.output} is the input itself")
+        window = args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs)
+        job = Job(
+            output=args.output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered,
+            window=window, grace=args.grace, max_error_rate=args.max_error_rate, error_style=args.error_style,
+            shard=args.shard, summary=args.summary, again=resuming(args),
+        )  # fmt: skip
 
-    def settings_of(llm: Any) -> Settings:
-        return make_settings(args, llm.default_sampling_params(), source)
+        def settings_of(llm: Any) -> Settings:
+            return make_settings(args, llm.default_sampling_params(), source)
 
-    return run_batch(job, source, manifest_of(args, source), lambda: make_llm(args), settings_of)
+        return run_batch(job, source, manifest_of(args, source), lambda: make_llm(args), settings_of)
 
 
 def main(argv: list[str] | None = None) -> int:
