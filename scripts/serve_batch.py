@@ -23,12 +23,12 @@ from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.errors import RequestError
-from jpaged.integrations.batch.journal import shard_path
+from jpaged.errors import ConfigError, RequestError
+from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
-from jpaged.integrations.batch.run import BROKEN_PIPE, FATAL, BatchError, Existing, Job, run_batch, sentence
-from jpaged.integrations.batch.source import Source, guess_format, open_source
+from jpaged.integrations.batch.run import BROKEN_PIPE, FAILED_LINES, FATAL, OK, Job, run_batch, sentence
+from jpaged.integrations.batch.source import BatchError, Source, guess_format, open_source
 
 FORMATS = ("auto", "jsonl", "text", "parquet", "dataset")
 SAMPLING = ("max_tokens", "temperature", "top_p")
@@ -257,6 +257,25 @@ def resuming(args: argparse.Namespace) -> tuple[str, ...]:
     return ("python", program, *(a for a in args.argv if a not in ("--resume", "--overwrite")), "--resume")
 
 
+def run_check(args: argparse.Namespace, source: Source) -> int:
+    from jpaged.integrations.batch.check import Rate, check
+
+    given = {name: value for name in ENGINE if (value := getattr(args, name)) is not None}
+    earlier = f"{args.output}.summary.json" if args.output not in (None, "-") else ""
+    rates = args.rates or (earlier if os.path.exists(earlier) else None)
+
+    def settings_of(llm: Any) -> Settings:
+        return make_settings(args, llm.default_sampling_params(), source)
+
+    try:
+        config = EngineConfig(**given)
+    except ConfigError as e:
+        raise BatchError(str(e)) from None
+    rate = None if rates is None else Rate.read(rates)
+    good = check(source, model_path(args), config, settings_of, shard=args.shard, rate=rate)
+    return OK if good else FAILED_LINES
+
+
 def run(args: argparse.Namespace) -> int:
     """Everything between the command line and the exit status. Raises BatchError, KeyboardInterrupt, OSError."""
     source = open_source(
@@ -264,9 +283,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with contextlib.closing(source):
         if args.check:
-            from jpaged.integrations.batch.check import check
-
-            return check(args, source, make_settings)
+            return run_check(args, source)
         both = args.output not in (None, "-") and os.path.exists(args.output) and os.path.exists(args.input)
         if both and os.path.samefile(args.output, args.input):
             raise BatchError(f"--output {args.output} is the input itself")
@@ -293,8 +310,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("JPAGED_DEBUG"):
             raise
         return FATAL
-    except KeyboardInterrupt as e:
-        print(f"serve_batch: interrupted: {e or 'nothing had run'}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("serve_batch: interrupted: nothing had run", file=sys.stderr)
         return 130
     except OSError as e:  # of writing: reading and opening are BatchErrors
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains when it flushes stdout at exit

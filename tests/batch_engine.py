@@ -49,6 +49,13 @@ def start(*argv: Any, delay: float = 0.0, **pipes: Any) -> Any:
     return subprocess.Popen(command, env=env | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, stderr=subprocess.PIPE, **pipes)
 
 
+def serve(*argv: Any, llm: Any = None) -> int:
+    """serve_batch on an engine of this process; its exit status."""
+    script = load_script("serve_batch")
+    script.make_llm = lambda args: llm or FakeLLM()
+    return script.main([str(a) for a in argv])
+
+
 def peak_memory() -> int:
     """Bytes of this process at its largest. Not getrusage's: that counts what the parent held at the fork."""
     status = Path("/proc/self/status").read_text()
@@ -60,11 +67,11 @@ class FakeLLM:
 
     engine_config = EngineConfig(max_model_len=CONTEXT)
 
-    def __init__(self, *, delay=0.0, fail_at=None, fail_prompt=None):
+    def __init__(self, *, delay=0.0, fail_at=None, fail_prompt=None, with_seed=False):
         self.waiting: dict = {}
         self.added: Counter[str] = Counter()  # by request id
         self.conversations: list = []  # that render_chat was given, with how
-        self.delay, self.fail_at, self.fail_prompt = delay, fail_at, fail_prompt
+        self.delay, self.fail_at, self.fail_prompt, self.with_seed = delay, fail_at, fail_prompt, with_seed
         self.steps = self.most_waiting = 0
 
     @property
@@ -110,12 +117,13 @@ class FakeLLM:
             raise RuntimeError("the device is gone")
         request_id, (ids, params) = self.waiting.popitem()
         full = bytes(ids).decode(errors="replace").upper()
+        text = f"{full} {params.seed}" if self.with_seed else None
         length = len(ids) if params.max_tokens is None else min(len(ids), params.max_tokens)
         reason = "length" if length < len(ids) else "stop"
         done = [
             CompletionOutput(
-                index=i, text=full[:length], token_ids=ids[:length], token_logprobs=np.zeros(length, np.float32),
-                cumulative_logprob=0.0, finish_reason=reason,
+                index=i, text=text or full[:length], token_ids=ids[:length], cumulative_logprob=0.0,
+                token_logprobs=np.zeros(length, np.float32), finish_reason=reason,
             )
             for i in range(params.n)
         ]  # fmt: skip

@@ -109,10 +109,8 @@ class Run:
                 if line is None:
                     break
                 self._admit(line)
-            if self.interrupts.is_late:
-                for request_id in pending:
-                    self.llm.abort(request_id)
-                pending.clear()
+            if pending and self.interrupts.is_late:
+                return self._cut_off()
             if pending:
                 self._step()
             self.writer.flush()
@@ -123,6 +121,13 @@ class Run:
                 return "stopped" if self.interrupts.signal is not None else "hopeless"
             self.stats.running = len(pending)
             progress.update(self.llm)
+
+    def _cut_off(self) -> Ending:
+        """End what runs; it is not answered."""
+        for request_id in self._pending:
+            self.llm.abort(request_id)
+        self._pending.clear()
+        return "stopped"
 
     @property
     def _must_stop(self) -> bool:
@@ -174,7 +179,7 @@ def run_batch(
     """Everything from an opened source to the exit status.
 
     Nothing of an output file is changed before the engine is there. Raises BatchError (with what is answered already,
-    and how to resume, in its message), KeyboardInterrupt (likewise) and OSError where the output cannot be written.
+    and how to resume, in its message) and OSError where the output cannot be written.
     """
     journal = Journal(job.output, manifest, _grows(source)) if job.is_file and job.output is not None else None
     try:
@@ -223,7 +228,8 @@ def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm
                 raise
             writer.flush(everything=True)
             if isinstance(e, KeyboardInterrupt):
-                raise KeyboardInterrupt(_answered(job, stats)) from None
+                print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
+                return 128 + (interrupts.signal or signal.SIGINT)
             raise BatchError(f"the run stopped: {sentence(e)} ({_answered(job, stats)})") from e
         finally:
             reader.close()

@@ -68,13 +68,17 @@ class LineSource:
         except OSError as e:
             raise BatchError(f"cannot read {path}: {e.strerror}") from None
         self._size = info.st_size if stat.S_ISREG(info.st_mode) else None
-        suffix = Path(path).suffix if path != "-" else ""
+        suffix = "" if path == "-" else Path(path).suffix
         self._compressed = suffix in (".gz", ".zst")
         self._file: Any = self._raw
         if suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=self._raw)
         elif suffix == ".zst":
-            self._file = _open_zst(self._raw, path)
+            try:
+                self._file = _open_zst(self._raw, path)
+            except BatchError:
+                self.close()
+                raise
 
     def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
         number, longest = 0, self._longest
