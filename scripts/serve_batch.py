@@ -13,6 +13,7 @@ on the way; 3 stopped by --max-error-rate; 130 or 143 stopped by Ctrl-C or SIGTE
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -22,12 +23,12 @@ from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.errors import RequestError
-from jpaged.integrations.batch.journal import shard_path
+from jpaged.errors import ConfigError, RequestError
+from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
-from jpaged.integrations.batch.run import BROKEN_PIPE, FATAL, BatchError, Job, run_batch, sentence
-from jpaged.integrations.batch.source import Source, guess_format, open_source
+from jpaged.integrations.batch.run import BROKEN_PIPE, FAILED_LINES, FATAL, OK, Job, run_batch, sentence
+from jpaged.integrations.batch.source import BatchError, Source, guess_format, open_source
 
 FORMATS = ("auto", "jsonl", "text", "parquet", "dataset")
 SAMPLING = ("max_tokens", "temperature", "top_p")
@@ -238,7 +239,7 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def ask(args: argparse.Namespace) -> str:
+def ask(args: argparse.Namespace) -> Existing:
     """What to do with an output that is there already: a person at a terminal is asked."""
     if args.existing is not None:
         return args.existing
@@ -246,8 +247,8 @@ def ask(args: argparse.Namespace) -> str:
     if not there or args.input == "-" or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return "refuse"
     print(f"{args.output} exists. Resume it, overwrite it, or quit? [R/o/q] ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline().strip().lower() or "r"
-    return {"r": "resume", "o": "overwrite"}.get(answer[:1], "refuse")
+    answers: dict[str, Existing] = {"": "resume", "r": "resume", "o": "overwrite"}
+    return answers.get(sys.stdin.readline().strip().lower()[:1], "refuse")
 
 
 def resuming(args: argparse.Namespace) -> tuple[str, ...]:
@@ -256,29 +257,47 @@ def resuming(args: argparse.Namespace) -> tuple[str, ...]:
     return ("python", program, *(a for a in args.argv if a not in ("--resume", "--overwrite")), "--resume")
 
 
+def run_check(args: argparse.Namespace, source: Source) -> int:
+    from jpaged.integrations.batch.check import Rate, check
+
+    given = {name: value for name in ENGINE if (value := getattr(args, name)) is not None}
+    earlier = f"{args.output}.summary.json" if args.output not in (None, "-") else ""
+    rates = args.rates or (earlier if os.path.exists(earlier) else None)
+
+    def settings_of(llm: Any) -> Settings:
+        return make_settings(args, llm.default_sampling_params(), source)
+
+    try:
+        config = EngineConfig(**given)
+    except ConfigError as e:
+        raise BatchError(str(e)) from None
+    rate = None if rates is None else Rate.read(rates)
+    good = check(source, model_path(args), config, settings_of, shard=args.shard, rate=rate)
+    return OK if good else FAILED_LINES
+
+
 def run(args: argparse.Namespace) -> int:
     """Everything between the command line and the exit status. Raises BatchError, KeyboardInterrupt, OSError."""
     source = open_source(
         args.input, format=args.format, max_line_bytes=args.max_line_bytes, columns=args.columns, split=args.split
     )
-    if args.check:
-        from jpaged.integrations.batch.check import check
+    with contextlib.closing(source):
+        if args.check:
+            return run_check(args, source)
+        both = args.output not in (None, "-") and os.path.exists(args.output) and os.path.exists(args.input)
+        if both and os.path.samefile(args.output, args.input):
+            raise BatchError(f"--output {args.output} is the input itself")
+        window = args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs)
+        job = Job(
+            output=args.output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered,
+            window=window, grace=args.grace, max_error_rate=args.max_error_rate, error_style=args.error_style,
+            shard=args.shard, summary=args.summary, again=resuming(args),
+        )  # fmt: skip
 
-        return check(args, source, make_settings)
-    output = args.output
-    if output not in (None, "-") and os.path.exists(output) and os.path.exists(args.input):
-        if os.path.samefile(output, args.input):
-            raise BatchError(f"--output {output} is the input itself")
-    job = Job(
-        output=output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered, grace=args.grace,
-        window=args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs), error_style=args.error_style,
-        max_error_rate=args.max_error_rate, shard=args.shard, summary=args.summary, again=resuming(args),
-    )  # fmt: skip
+        def settings_of(llm: Any) -> Settings:
+            return make_settings(args, llm.default_sampling_params(), source)
 
-    def settings_of(llm: Any) -> Settings:
-        return make_settings(args, llm.default_sampling_params(), source)
-
-    return run_batch(job, source, manifest_of(args, source), lambda: make_llm(args), settings_of)
+        return run_batch(job, source, manifest_of(args, source), lambda: make_llm(args), settings_of)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -291,8 +310,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("JPAGED_DEBUG"):
             raise
         return FATAL
-    except KeyboardInterrupt as e:
-        print(f"serve_batch: interrupted: {e or 'nothing had run'}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("serve_batch: interrupted: nothing had run", file=sys.stderr)
         return 130
     except OSError as e:  # of writing: reading and opening are BatchErrors
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains when it flushes stdout at exit

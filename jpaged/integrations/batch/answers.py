@@ -112,6 +112,7 @@ def encode_line(line: dict[str, Any]) -> bytes:
     except UnicodeEncodeError:
         return json.dumps(line).encode() + b"\n"
 
+
 def _bare(request: BatchRequest) -> dict[str, Any]:
     return {"line": request.number} | ({} if request.id is None else {"id": request.id})
 

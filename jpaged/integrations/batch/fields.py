@@ -146,7 +146,8 @@ def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
     """Calls that a model once made, their arguments as the object that templates write, not as its JSON."""
     made = []
     for call in calls if isinstance(calls, list) else [None]:
-        function = call.get("function") if isinstance(call, dict) else None
+        call = call if isinstance(call, dict) else {}
+        function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"message {i} has a tool call without a function's name")
         given = function.get("arguments")
@@ -201,5 +202,3 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(line, dict):
         raise LineError(f"{short(line)} is not a JSON object", code="invalid_json")
     return line
-
-

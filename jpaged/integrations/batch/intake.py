@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from jpaged.integrations.batch.compact import IdSet
 from jpaged.integrations.batch.fields import LineError
@@ -43,7 +43,7 @@ class Intake:
         self.seen = 0  # lines of this shard so far, those that are skipped too
         self.ended = False
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Generator[Line]:
         """Raises whatever reading raises, and BatchError where the input is not the one that was answered."""
         for number, raw in self._source:
             mine = self._shard is None or (number - 1) % self._shard[1] == self._shard[0]

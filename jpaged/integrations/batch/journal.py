@@ -15,6 +15,8 @@ from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.integrations.batch.manifest import check_same, manifest_path, read_manifest, write_json
 from jpaged.integrations.batch.source import BatchError
 
+Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an output that is there already
+
 
 class Writer:
     """Answers to a file, as JSONL or as text that a person reads; in input order through a buffer if asked.
@@ -71,7 +73,7 @@ class Journal:
         self.found = rows.Found(path=path)
         self._file: IO[bytes] | None = None
 
-    def open(self, existing: Literal["resume", "overwrite", "refuse"], *, retry_failed: bool = False) -> None:
+    def open(self, existing: Existing, *, retry_failed: bool = False) -> None:
         """Open for appending, and find what is there already. Raises BatchError.
 
         existing: what to do with rows that are there. retry_failed: lines whose row is an error count as not done.

@@ -1,7 +1,7 @@
 """The manifest of an output file: what made it. A run resumes only what it would have made itself.
 
-Files are known by their size and a digest of samples that always hold the first and the last bytes: a changed checkpoint
-or input is found without reading gigabytes, and an input that has only grown still matches at its old size.
+Files are known by their size and a digest of samples, the first and the last bytes among them: a changed checkpoint or
+input is found without reading gigabytes, and an input that has only grown still matches at its old size.
 """
 
 import json

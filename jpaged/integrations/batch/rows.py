@@ -137,7 +137,7 @@ class Replacement:
         self.path, self.part = path, f"{path}.part"
 
     def __enter__(self) -> IO[bytes]:
-        self._file = open(self.part, "wb")  # noqa: SIM115
+        self._file = open(self.part, "wb")
         return self._file
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

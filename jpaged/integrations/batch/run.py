@@ -13,7 +13,7 @@ from typing import IO, Any, Literal
 from jpaged.errors import JpagedError
 from jpaged.integrations.batch.answers import ErrorStyle, answer_line, error_line
 from jpaged.integrations.batch.intake import Intake, Line, ReadAhead
-from jpaged.integrations.batch.journal import Journal, Writer
+from jpaged.integrations.batch.journal import Existing, Journal, Writer
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.manifest import write_json
 from jpaged.integrations.batch.progress import Progress
@@ -29,14 +29,15 @@ Ending = Literal["complete", "stopped", "hopeless"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run, where its answers go, and when to stop. None for `output` prints to read, "-" writes JSONL to stdout.
+    """What to run, where its answers go, and when to stop.
 
-    window: requests in the engine at once. grace: seconds that running requests have after a signal. max_error_rate:
-    failed by answered lines above which the run ends. again: the command line that resumes it.
+    output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once. grace: seconds that
+    running requests have after a signal. max_error_rate: failed by answered lines above which the run ends. again: the
+    command line that resumes it.
     """
 
     output: str | None
-    existing: Literal["resume", "overwrite", "refuse"] = "refuse"
+    existing: Existing = "refuse"
     retry_failed: bool = False
     ordered: bool = False
     window: int = 1024
@@ -103,26 +104,30 @@ class Run:
         """
         pending, window = self._pending, self.job.window
         while True:
-            self.stats.total, self.stats.total_is_exact = intake.total()
             while len(pending) < window and self.writer.held < 8 * window and not self._must_stop:
                 line = reader.next(wait=None if pending else POLL_S)
                 if line is None:
                     break
                 self._admit(line)
-            self.writer.flush()
-            if self.interrupts.is_late:
-                for request_id in pending:
-                    self.llm.abort(request_id)
-                pending.clear()
+            if pending and self.interrupts.is_late:
+                return self._cut_off()
             if pending:
                 self._step()
-            elif reader.ended:
-                self.stats.total, self.stats.total_is_exact = intake.total()
+            self.writer.flush()
+            self.stats.total, self.stats.total_is_exact = intake.total()
+            if not pending and reader.ended:
                 return "complete"
-            elif self._must_stop:
+            if not pending and self._must_stop:
                 return "stopped" if self.interrupts.signal is not None else "hopeless"
             self.stats.running = len(pending)
             progress.update(self.llm)
+
+    def _cut_off(self) -> Ending:
+        """End what runs; it is not answered."""
+        for request_id in self._pending:
+            self.llm.abort(request_id)
+        self._pending.clear()
+        return "stopped"
 
     @property
     def _must_stop(self) -> bool:
@@ -174,7 +179,7 @@ def run_batch(
     """Everything from an opened source to the exit status.
 
     Nothing of an output file is changed before the engine is there. Raises BatchError (with what is answered already,
-    and how to resume, in its message), KeyboardInterrupt (likewise) and OSError where the output cannot be written.
+    and how to resume, in its message) and OSError where the output cannot be written.
     """
     journal = Journal(job.output, manifest, _grows(source)) if job.is_file and job.output is not None else None
     try:
@@ -187,7 +192,6 @@ def run_batch(
     finally:
         if journal is not None:
             journal.close()
-        source.close()
 
 
 def _grows(source: Source) -> str | None:
@@ -224,7 +228,8 @@ def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm
                 raise
             writer.flush(everything=True)
             if isinstance(e, KeyboardInterrupt):
-                raise KeyboardInterrupt(_answered(job, stats)) from None
+                print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
+                return 128 + (interrupts.signal or signal.SIGINT)
             raise BatchError(f"the run stopped: {sentence(e)} ({_answered(job, stats)})") from e
         finally:
             reader.close()
@@ -241,8 +246,9 @@ def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm
         print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
         return 128 + (interrupts.signal or signal.SIGINT)
     if ending == "hopeless":
-        rate = f"{stats.failed} of {stats.ok + stats.failed} lines failed, above --max-error-rate {job.max_error_rate:g}"
-        print(f"serve_batch: {rate}: {_answered(job, stats)}", file=sys.stderr)
+        seen = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
+        message = f"{seen}, above --max-error-rate {job.max_error_rate:g}: {_answered(job, stats)}"
+        print(f"serve_batch: {message}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
 

@@ -62,35 +62,42 @@ class LineSource:
         self._newline = True  # whether the last of them was a whole one
         try:
             # Not sys.stdin: its lock, held by the thread that reads, would stop the exit.
-            self._raw: IO[bytes] = open(0, "rb", closefd=False) if path == "-" else open(path, "rb")
+            given: Any = 0 if path == "-" else path
+            self._raw: IO[bytes] = open(given, "rb", closefd=path != "-")  # noqa: SIM115
             info = os.fstat(self._raw.fileno())
         except OSError as e:
             raise BatchError(f"cannot read {path}: {e.strerror}") from None
         self._size = info.st_size if stat.S_ISREG(info.st_mode) else None
-        suffix = Path(path).suffix if path != "-" else ""
+        suffix = "" if path == "-" else Path(path).suffix
         self._compressed = suffix in (".gz", ".zst")
         self._file: Any = self._raw
         if suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=self._raw)
         elif suffix == ".zst":
-            self._file = _open_zst(self._raw, path)
+            try:
+                self._file = _open_zst(self._raw, path)
+            except BatchError:
+                self.close()
+                raise
 
     def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
         number, longest = 0, self._longest
         while line := self._file.readline(longest + 1):
             number += 1
             length = len(line)
+            self._taken += length
+            self._newline = line.endswith(b"\n")
             if length > longest and not line.endswith(b"\n"):
                 piece = line
                 while piece and not piece.endswith(b"\n"):
                     piece = self._file.readline(PIECE)
                     length += len(piece)
+                    self._newline = self._newline or piece.endswith(b"\n")
+                self._taken += length - len(line)
                 message = f"{length} bytes are above --max-line-bytes {longest}"
                 yield number, LineError(message, code="line_too_long")
             elif not line.isspace():
                 yield number, line
-            self._taken += length
-            self._newline = line.endswith(b"\n") or length > longest
 
     def total(self) -> int | None:
         return None
@@ -114,7 +121,8 @@ class LineSource:
         return {"kind": "compressed lines", **file_identity(self.path), "newline": self._newline}
 
     def close(self) -> None:
-        self._raw.close()
+        if self.path != "-":  # a thread may wait for stdin, and closing would wait for the thread
+            self._raw.close()
 
 
 def _open_zst(raw: IO[bytes], path: str) -> Any:
@@ -183,6 +191,9 @@ def guess_format(path: str) -> str:
     if path.startswith("hf:"):
         return "dataset"
     if os.path.isdir(path):
-        return "parquet" if any(Path(path).glob("*.parquet")) else "dataset"
+        if any(Path(path).glob("*.parquet")):
+            return "parquet"
+        saved = any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
+        return "dataset" if saved else "jsonl"
     names = Path(path).name.removesuffix(".gz").removesuffix(".zst")
     return {".parquet": "parquet", ".txt": "text"}.get(Path(names).suffix, "jsonl")

@@ -57,7 +57,7 @@ class ParquetSource(Table):
         if split is not None:
             raise BatchError(f"--split {split}: {path} is Parquet, which has no splits")
         try:
-            import pyarrow.parquet as parquet
+            import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise BatchError(f"cannot read {path}: Parquet needs pyarrow: pip install 'jpaged[data]'") from None
         self._paths = sorted(Path(path).glob("*.parquet")) if os.path.isdir(path) else [Path(path)]
@@ -95,7 +95,7 @@ class DatasetSource(Table):
         if not path.startswith("hf:") and not os.path.isdir(path):
             raise BatchError(f"cannot read {path}: no such folder (hf:NAME streams a data set by its name)")
         try:
-            import datasets
+            import datasets  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise BatchError(f"cannot read {path}: data sets need datasets: pip install 'jpaged[data]'") from None
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import CapacityError, GenerationError, RequestError
-from jpaged.integrations.batch_io import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
+from jpaged.integrations.batch import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 
 SETTINGS = Settings(defaults=SamplingParams(temperature=0.6, top_p=0.95), model="m")
@@ -148,14 +148,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "param", "code"),
         [
-            ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_field"),
+            ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+            ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+            ({"cache_salt": 3}, "cache_salt", "invalid_value"),
             ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
             ({"stream": True}, "stream", "unsupported_field"),
             ({"echo": True}, "echo", "unsupported_field"),
             ({"best_of": 3}, "best_of", "unsupported_field"),
             ({"suffix": "x"}, "suffix", "unsupported_field"),
-            ({"n": 2}, "n", "unsupported_field"),
-            ({"n": True}, "n", "unsupported_field"),
+            ({"n": True}, "n", "invalid_value"),
             ({"functions": [{}]}, "functions", "unsupported_field"),
             ({"guided_json": {}}, "guided_json", "unsupported_field"),
             ({"chat_template": "{{x}}"}, "chat_template", "unsupported_field"),
