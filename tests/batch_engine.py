@@ -42,11 +42,11 @@ def load_script(name: str) -> Any:
     return module
 
 
-def start(*argv: Any, delay: float = 0.0, **pipes: Any) -> Any:
-    """serve_batch on a FakeLLM, in a process of its own; delay: seconds a step."""
+def start(*argv: Any, delay: float = 0.0, terminal: Any = subprocess.PIPE, **pipes: Any) -> Any:
+    """serve_batch on a FakeLLM, in a process of its own; delay: seconds a step; terminal: its stderr."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", DRIVER, str(delay), *map(str, argv)]
-    return subprocess.Popen(command, env=env | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, stderr=subprocess.PIPE, **pipes)
+    return subprocess.Popen(command, env=env | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, stderr=terminal, **pipes)
 
 
 def serve(*argv: Any, llm: Any = None) -> int:

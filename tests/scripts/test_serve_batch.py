@@ -14,7 +14,7 @@ import pytest
 
 from jpaged.errors import CheckpointError
 from jpaged.integrations.batch import progress
-from tests.batch_engine import ROOT, FakeLLM, load_script, start
+from tests.batch_engine import ROOT, FakeLLM, load_script, serve, start
 
 serve_batch = load_script("serve_batch")
 
@@ -284,9 +284,7 @@ class TestInterrupted:
         said = f"serve_batch: interrupted: {len(answered)} lines were answered in {target}; to go on: python "
         assert last.startswith(said) and "Traceback" not in err
         again = shlex.split(last.split("; to go on: ")[1])
-        with start(*again[2:]) as process:
-            process.communicate(timeout=60)
-        assert process.returncode == 0
+        assert serve(*again[2:]) == 0
         assert sorted(json.loads(x)["line"] for x in target.read_text().splitlines()) == [*range(1, 301)]
         return answered
 

@@ -161,8 +161,13 @@ class Run:
             if output.error is not None:
                 self._fail(request, output.error)
             elif all(done.finish_reason != "abort" for done in output.outputs):  # what was cut off is not done
+                try:
+                    line = answer_line(request, output)
+                except Exception as e:
+                    self._fail(request, e)
+                    continue
                 self.stats.add(output, time.perf_counter() - began)
-                self.writer.write(request, answer_line(request, output))
+                self.writer.write(request, line)
 
     def _fail(self, request: BatchRequest, error: BaseException | str) -> None:
         self.stats.fail(request.number, error)
