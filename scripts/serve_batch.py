@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,6 +70,12 @@ def make_parser() -> Parser:
     add("--error-style", choices=("openai", "vllm"), default="openai", help="form of failed batch requests: the error "
         "in the body, or beside the response as vLLM's run_batch has it (default: openai)")  # fmt: skip
     add("--summary", metavar="FILE", help="where the run's figures go (default: OUTPUT.summary.json)")
+    add("--report", metavar="FILE", help="a page for any browser: throughput over time, latencies, lengths, errors "
+        "(default: none)")  # fmt: skip
+    add("--metrics-port", type=int, metavar="PORT", help="answer Prometheus at this port while the run lasts, 0 is off "
+        "(default: 0)", default=0)  # fmt: skip
+    add("--metrics-host", metavar="ADDRESS", default="127.0.0.1", help="where to listen for it; 0.0.0.0 is every "
+        "address of this machine (default: 127.0.0.1)")  # fmt: skip
 
     add = parser.add_argument_group("starting, stopping, resuming").add_argument
     how: dict[str, Any] = {"dest": "existing", "action": "store_const"}
@@ -95,6 +101,16 @@ def make_parser() -> Parser:
     add("--temperature", type=float, help="0 is greedy (default: the model's, else 1)")
     add("--top-p", type=float, help="nucleus sampling, 1 is off (default: the model's, else 1)")
     add("--seed", type=int, default=0, help="mixed with each line's id or number: one line, one stream (default: 0)")
+
+    add = parser.add_argument_group("engines on a Ray cluster, pip install 'jpaged[ray]'").add_argument
+    add("--ray", metavar="ADDRESS|local", help="run the engines as actors there, auto is the cluster of this machine; "
+        "local starts Ray here (default: one engine in this process)")  # fmt: skip
+    add("--replicas", type=int, default=1, metavar="N", help="engines, each with all rows of --max-num-seqs "
+        "(default: 1)")  # fmt: skip
+    add("--replica-resources", nargs="+", metavar="NAME=COUNT", help="what Ray sets aside for an engine: GPU=2 or "
+        "TPU=4 (default: a GPU, or a host's TPU chips where the cluster has them, else a CPU)")  # fmt: skip
+    add("--replica-retries", type=int, default=3, metavar="TIMES", help="how often a line is run again whose engine "
+        "died, before it is an error line (default: 3)")  # fmt: skip
 
     add = parser.add_argument_group("engine").add_argument
     add("--model", help="checkpoint folder, Hugging Face's layout or Orbax (default: the embedded demo model)")
@@ -123,17 +139,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if "input" not in args:
         parser.error("give an input: a file, or - for stdin")
     args.argv = argv
-    for name, least in (("window", 1), ("max_line_bytes", 1), ("grace", 0)):
+    leasts = (("window", 1), ("max_line_bytes", 1), ("grace", 0), ("replicas", 1), ("replica_retries", 0))
+    for name, least in leasts:
         if getattr(args, name) is not None and not getattr(args, name) >= least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     if args.max_error_rate is not None and not 0 <= args.max_error_rate < 1:
         parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
+    if args.ray is None and (args.replicas != 1 or args.replica_resources):
+        parser.error("--replicas and --replica-resources need --ray")
+    if args.ray is not None and args.check:
+        parser.error("--check plans one engine on this machine: leave out --ray")
+    if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
+        parser.error(f"--report {args.report}: no such folder")
     if args.retry_failed and args.existing != "resume":
         parser.error("--retry-failed needs --resume")
     if args.existing == "resume" and args.output in (None, "-"):
         parser.error("--resume needs the --output of the run to go on with")
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
     try:
+        args.replica_resources = parse_resources(args.replica_resources or ())
         SamplingParams(**args.overrides).validate(EngineConfig(), vocab_size=1)
         args.shard = parse_shard(args.shard, os.environ)
     except (RequestError, ValueError) as e:
@@ -198,14 +222,34 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
     return None if int(n) == 1 else (int(i), int(n))
 
 
+def parse_resources(texts: Sequence[str]) -> dict[str, float]:
+    """{name: count} of texts "NAME=COUNT". Raises ValueError."""
+    found = {}
+    for text in texts:
+        name, _, count = text.partition("=")
+        try:
+            found[name] = float(count)
+        except ValueError:
+            raise ValueError(f"--replica-resources {text}: must be NAME=COUNT, as in GPU=1") from None
+    return found
+
+
 def make_llm(args: argparse.Namespace) -> Any:
     """The engine on the checkpoint, or BatchError with what is wrong with either."""
     given = {name: getattr(args, name) for name in ENGINE}
+    given = {k: v for k, v in given.items() if v is not None}
     path = model_path(args)
     try:
+        if args.ray is not None:
+            from jpaged.integrations.ray_llm import RayLLM
+
+            return RayLLM(
+                args.model, address=args.ray, replicas=args.replicas, resources=args.replica_resources,
+                max_retries=args.replica_retries, seed=args.seed, **given,
+            )  # fmt: skip
         import jpaged
 
-        return jpaged.LLM(path, seed=args.seed, **{k: v for k, v in given.items() if v is not None})
+        return jpaged.LLM(path, seed=args.seed, **given)
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
 
@@ -287,17 +331,32 @@ def run(args: argparse.Namespace) -> int:
         both = args.output not in (None, "-") and os.path.exists(args.output) and os.path.exists(args.input)
         if both and os.path.samefile(args.output, args.input):
             raise BatchError(f"--output {args.output} is the input itself")
-        window = args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs)
+        window = args.window or 4 * args.replicas * (args.max_num_seqs or EngineConfig.max_num_seqs)
         job = Job(
             output=args.output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered,
             window=window, grace=args.grace, max_error_rate=args.max_error_rate, error_style=args.error_style,
-            shard=args.shard, summary=args.summary, again=resuming(args),
+            shard=args.shard, summary=args.summary, again=resuming(args), report=args.report, settings=told(args),
+            metrics=(args.metrics_host, args.metrics_port) if args.metrics_port else None,
         )  # fmt: skip
 
         def settings_of(llm: Any) -> Settings:
             return make_settings(args, llm.default_sampling_params(), source)
 
-        return run_batch(job, source, manifest_of(args, source), lambda: make_llm(args), settings_of)
+        manifest, stdout = manifest_of(args, source), sys.stdout.buffer
+        # What libraries print (Ray does, when an actor dies) is not to come among the answers.
+        with contextlib.redirect_stdout(sys.stderr if args.output == "-" else sys.stdout):
+            return run_batch(job, source, manifest, lambda: make_llm(args), settings_of, stdout)
+
+
+def told(args: argparse.Namespace) -> dict[str, Any]:
+    """What this run was told, for its report: the flags that are not at their defaults."""
+    flags = {a.dest: a for a in make_parser()._actions if a.dest not in ("help", "input")}
+    given = {"input": args.input, "model": args.model or "the embedded one"}
+    return given | {
+        name: " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, action in flags.items()
+        if (value := getattr(args, name)) != action.default and value not in (None, {})
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

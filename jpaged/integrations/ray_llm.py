@@ -10,6 +10,7 @@ import importlib
 import itertools
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -325,6 +326,9 @@ def connect(address: str, replicas: int) -> bool:
         how |= {"include_dashboard": False, "num_cpus": max(replicas, 2)}
     before = signal.getsignal(signal.SIGTERM)
     try:
+        host, _, port = address.rpartition(":")
+        if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(**how)
     except Exception as e:
         raise ConfigError(f"cannot reach Ray at {address!r}: {e}") from e

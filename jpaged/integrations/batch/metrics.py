@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jpaged.errors import ConfigError
+from jpaged.integrations.batch.source import BatchError
 from jpaged.integrations.batch.stats import BatchStats
 
 
@@ -56,21 +56,21 @@ class Collector:
 
 
 @contextlib.contextmanager
-def serve_metrics(stats: BatchStats, port: int, *, host: str = "127.0.0.1") -> Iterator[int]:
+def serve_metrics(stats: BatchStats, host: str, port: int) -> Iterator[int]:
     """Answer GET /metrics from a thread for as long as the block runs; yields the port, a free one for port 0.
 
-    Raises ConfigError where it cannot.
+    Raises BatchError where it cannot.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as e:
-        raise ConfigError("--metrics-port needs prometheus_client: pip install 'jpaged[metrics]'") from e
+        raise BatchError("--metrics-port needs prometheus_client: pip install 'jpaged[metrics]'") from e
     registry = CollectorRegistry()
     registry.register(Collector(stats))
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except (OSError, OverflowError) as e:
-        raise ConfigError(f"--metrics-port {port}: cannot listen on {host}: {e}") from e
+        raise BatchError(f"--metrics-port {port}: cannot listen on {host}: {e}") from e
     try:
         yield server.server_port
     finally:

@@ -14,7 +14,8 @@ class Progress:
 
     def __init__(self, mode: Literal["bar", "lines", "none"], stats: BatchStats):
         self._stats, self._mode, self._bar = stats, mode, None
-        self._last, self._tokens = time.perf_counter(), (0.0, 0.0)
+        self._watched = self._shown = time.perf_counter()
+        self._tokens = (0.0, 0.0)
         if mode == "bar":
             from tqdm import tqdm
 
@@ -23,13 +24,14 @@ class Progress:
 
     def update(self, llm: Any, *, now: bool = False) -> None:
         """Show the state if it is time."""
-        elapsed = time.perf_counter() - self._last
-        if not now and elapsed < (LINES_EVERY_S if self._mode == "lines" else BAR_EVERY_S):
+        at = time.perf_counter()
+        if now or at - self._watched >= BAR_EVERY_S:
+            self._stats.watch(llm)
+            self._watched = at
+        elapsed = at - self._shown
+        if self._mode == "none" or not (now or elapsed >= (LINES_EVERY_S if self._mode == "lines" else BAR_EVERY_S)):
             return
-        self._stats.watch(llm)
-        self._last += elapsed
-        if self._mode == "none":
-            return
+        self._shown = at
         text = self._text(max(elapsed, 1e-9))
         if self._bar is not None:
             self._bar.total = self._stats.total

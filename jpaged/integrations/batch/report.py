@@ -3,7 +3,7 @@
 import html
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from jpaged.integrations.batch.charts import histogram, line_chart, number
 from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.stats import BatchStats
 
-LONGEST = 600  # characters of a prompt or an answer that are shown
+LONGEST = 1500  # characters of a prompt with its answer that are shown
 STYLE = """
 :root { color-scheme: light dark; --text: #1f2430; --soft: #5b6475; --back: #f5f6f8; --card: #fff; --edge: #d9dde5;
   --one: #1d5fd1; --two: #c2590a; --bad: #b3261e; }
@@ -63,16 +63,13 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.45
   .counts tr { display: flex; flex-wrap: wrap; border-bottom: 1px solid var(--edge); padding: 4px 0; }
   .counts tr > * { border: 0; padding-block: 2px; width: auto; } .counts td.share { flex: 1; }
   .counts td.note { flex-basis: 100%; } .counts td:empty { display: none; } .counts td.share { display: block; } }
-.sample + .sample { margin-top: 10px; }
-.sample pre { margin-top: 4px; border-left: 3px solid var(--edge); padding-left: 10px; }
-.sample pre.answer { border-color: var(--one); }
+.sample { border-left: 3px solid var(--edge); padding-left: 10px; }
+.sample + .sample { margin-top: 14px; }
 """
 
 
-def render(
-    stats: BatchStats, *, title: str, settings: Mapping[str, Any], samples: Sequence[tuple[str, str, str]] = ()
-) -> str:
-    """The page. settings: what the run was told, by name. samples: (name, prompt, answer) of a few lines."""
+def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str:
+    """The page. settings: what the run was told, by name."""
     charts = [_throughput(stats)]
     if len(stats.answered):
         charts += [
@@ -94,8 +91,8 @@ def render(
         f'<h2>Summary</h2><div class="card"><pre>{_text(stats.table())}</pre></div>',
         f'<h2>Settings</h2><div class="card"><table><tbody>{"".join(_settings(settings))}</tbody></table></div>',
     ]
-    if samples:
-        shown = "".join(_sample(*sample) for sample in samples)
+    if stats.samples:
+        shown = "".join(f'<pre class="sample">{_text(_cut(sample.strip()))}</pre>' for sample in stats.samples)
         parts.append(f'<h2>The first answers</h2><div class="card">{shown}</div>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\
 <meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">\
@@ -155,11 +152,6 @@ def _counts(name: str, unit: str, note: str, rows: Mapping[str, tuple[int, str]]
 
 def _settings(settings: Mapping[str, Any]) -> list[str]:
     return [f"<tr><th>{_text(name)}</th><td>{_text(str(value))}</td></tr>" for name, value in settings.items()]
-
-
-def _sample(name: str, prompt: str, answer: str) -> str:
-    shown = f'<pre>{_text(_cut(prompt))}</pre><pre class="answer">{_text(_cut(answer))}</pre>'
-    return f'<div class="sample"><p>{_text(name)}</p>{shown}</div>'
 
 
 def _cut(text: str) -> str:

@@ -1,5 +1,6 @@
 """A run over a batch file: keep a window of requests in the engine, write what finishes, lose nothing."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -13,12 +14,14 @@ from typing import IO, Any, Literal
 from jpaged.errors import JpagedError
 from jpaged.integrations.batch.answers import ErrorStyle, answer_line, error_line
 from jpaged.integrations.batch.intake import Intake, Line, ReadAhead
-from jpaged.integrations.batch.journal import Existing, Journal, Writer
+from jpaged.integrations.batch.journal import Existing, Journal, Writer, to_read
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.manifest import write_json
+from jpaged.integrations.batch.metrics import serve_metrics
 from jpaged.integrations.batch.progress import Progress
+from jpaged.integrations.batch.report import render, write_report
 from jpaged.integrations.batch.source import BatchError, Source
-from jpaged.integrations.batch.stats import BatchStats
+from jpaged.integrations.batch.stats import SAMPLES, BatchStats
 
 OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = 0, 1, 2, 3, 141  # exit statuses; 128 + its number after a signal
 ENOUGH_LINES = 100  # before an error rate says anything
@@ -33,7 +36,8 @@ class Job:
 
     output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once. grace: seconds that
     running requests have after a signal. max_error_rate: failed by answered lines above which the run ends. again: the
-    command line that resumes it.
+    command line that resumes it. report: where the page about the run goes; settings: what it says the run was told.
+    metrics: (host, port) to answer Prometheus at.
     """
 
     output: str | None
@@ -47,6 +51,9 @@ class Job:
     shard: tuple[int, int] | None = None
     summary: str | None = None
     again: tuple[str, ...] = ()
+    report: str | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: tuple[str, int] | None = None
 
     @property
     def is_file(self) -> bool:
@@ -168,6 +175,8 @@ class Run:
                     continue
                 self.stats.add(output, time.perf_counter() - began)
                 self.writer.write(request, line)
+                if len(self.stats.samples) < SAMPLES:
+                    self.stats.samples.append(to_read(request, line).decode())
 
     def _fail(self, request: BatchRequest, error: BaseException | str) -> None:
         self.stats.fail(request.number, error)
@@ -180,8 +189,9 @@ def run_batch(
     manifest: Mapping[str, Any],
     make_llm: Callable[[], Any],
     make_settings: Callable[[Any], Settings],
+    stdout: IO[bytes] | None = None,
 ) -> int:
-    """Everything from an opened source to the exit status.
+    """Everything from an opened source to the exit status. stdout: for answers that go to no file.
 
     Nothing of an output file is changed before the engine is there. Raises BatchError (with what is answered already,
     and how to resume, in its message) and OSError where the output cannot be written.
@@ -192,7 +202,7 @@ def run_batch(
             journal.open(job.existing, retry_failed=job.retry_failed)
         llm = make_llm()
         settings = make_settings(llm)
-        file = sys.stdout.buffer if journal is None else journal.begin()
+        file = (stdout or sys.stdout.buffer) if journal is None else journal.begin()
         return _run(job, source, journal, file, llm, settings)
     finally:
         if journal is not None:
@@ -219,7 +229,8 @@ def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm
         print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr, flush=True)
         os._exit(128 + (interrupts.signal or signal.SIGTERM))  # the device does not return; all answers are written
 
-    with Interrupts(job.grace, late) as interrupts:
+    metrics = serve_metrics(stats, *job.metrics) if job.metrics is not None else contextlib.nullcontext()
+    with metrics, Interrupts(job.grace, late) as interrupts:
         try:
             ending = Run(llm, writer, stats, job=job, interrupts=interrupts).serve(intake, reader, progress)
             complete = ending == "complete" and reader.error is None
@@ -245,6 +256,9 @@ def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm
     summary = job.summary or (f"{job.output}.summary.json" if found is not None else None)
     if summary is not None:
         write_json(summary, {"status": ending if reader.error is None else "input error", **stats.record()})
+    if job.report is not None:
+        title = f"Batch run: {os.path.basename(job.output) if job.is_file and job.output else 'answers'}"
+        write_report(job.report, render(stats, title=title, settings=job.settings))
     if reader.error is not None:
         raise BatchError(f"cannot read the input any further: {sentence(reader.error)} ({_answered(job, stats)})")
     if ending == "stopped":

@@ -13,6 +13,7 @@ from jpaged.integrations.batch.timeline import Timeline
 from jpaged.outputs import RequestOutput
 
 FIRST = 5  # line numbers that are kept of each kind of error
+SAMPLES = 3  # answers that are kept for a person to read
 TIMED = ("prefill_tokens", "decode_tokens")  # of these, those whose course is kept
 COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # of LLM.stats
 
@@ -60,6 +61,7 @@ class BatchStats:
     first_lines: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     first_messages: dict[str, str] = dataclasses.field(default_factory=dict)
     ignored: Counter[str] = dataclasses.field(default_factory=Counter)
+    samples: list[str] = dataclasses.field(default_factory=list)  # the first lines that were answered, to read
     timeline: Timeline = dataclasses.field(default_factory=lambda: Timeline(TIMED))
     answered: Answered = dataclasses.field(default_factory=Answered)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)  # LLM.stats() as it was last read
@@ -164,6 +166,8 @@ class BatchStats:
             rows["answers"] = "median {median:.0f} tokens, p99 {p99:.0f}, longest {max:.0f}".format(**length)
         if self.preemptions:
             rows["preemptions"] = str(self.preemptions)
+        if lost := self.engine.get("replicas_lost"):
+            rows["replicas"] = f"{lost} died; {self.engine['requests_retried']} requests were run again on others"
         if compiles := int(self.counted("num_compiles")):
             rows["compiled"] = f"{compiles} steps in {self.counted('compile_time_s'):.1f} s of that time"
         rows |= errors_by_kind(self)

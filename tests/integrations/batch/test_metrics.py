@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jpaged.errors import ConfigError
 from jpaged.integrations.batch.metrics import serve_metrics
+from jpaged.integrations.batch.source import BatchError
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.outputs import RequestOutput
 from tests.integrations.batch.test_report import make_stats
@@ -36,7 +36,7 @@ def test_a_scrape_has_every_counter_and_sees_it_move() -> None:
     stats = make_stats()
     stats.watch(Engine())
     stats.running = 12
-    with serve_metrics(stats, 0) as port:
+    with serve_metrics(stats, "127.0.0.1", 0) as port:
         families, found = scrape(port)
         assert all(f.name.startswith("jpaged_") and f.documentation and f.type in ("counter", "gauge")
                    for f in families.values())  # fmt: skip
@@ -70,8 +70,8 @@ def test_a_run_of_unknown_length_expects_nothing_and_a_port_in_use_is_said() -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--metrics-port {port}: cannot listen on 127\.0\.0\.1"):
-            serve_metrics(BatchStats(), port).__enter__()
-    with serve_metrics(BatchStats(), 0) as port:
+        with pytest.raises(BatchError, match=rf"--metrics-port {port}: cannot listen on 127\.0\.0\.1"):
+            serve_metrics(BatchStats(), "127.0.0.1", port).__enter__()
+    with serve_metrics(BatchStats(), "127.0.0.1", 0) as port:
         _, found = scrape(port)
     assert ("jpaged_requests_expected", "") not in found and found["jpaged_requests_total", "ok"] == 0

@@ -44,8 +44,9 @@ def make_stats(count: int = 2000, seconds: float = 600.0) -> BatchStats:
 
 def page() -> str:
     settings = {"model": "/models/small", "input": f"prompts {NASTY}.jsonl", "temperature": 0.7}
-    samples = [("line 1", f"def main(): {NASTY}", f"return {NASTY}"), ("line 2", "x" * 5000, "y")]
-    return render(make_stats(), title=f"answers {NASTY}", settings=settings, samples=samples)
+    stats = make_stats()
+    stats.samples = [f"=== line 1\ndef main(): {NASTY}\n--- answer\nreturn {NASTY}", "x" * 5000]
+    return render(stats, title=f"answers {NASTY}", settings=settings)
 
 
 class Reader(HTMLParser):
@@ -74,7 +75,7 @@ def test_the_page_is_self_contained_and_escapes_what_it_shows() -> None:
     shown = NASTY.replace("\x00", "\ufffd").replace("\u202e", "\ufffd")
     for text in ("answers ", "prompts ", "def main(): ", "return ", "not JSON: "):
         assert text + shown in found.text
-    assert "x" * 300 in found.text and "x" * 301 not in found.text
+    assert "x" * 750 in found.text and "x" * 751 not in found.text
     for part in ("Throughput", "Latency", "context_length_exceeded", "invalid_json", "stop", "/models/small", "0.7"):
         assert part in found.text
     assert make_stats().table() in found.text
