@@ -204,6 +204,8 @@ class RayLLM:
         for stats in (slot.stats for slot in self._slots):
             for name in totals(stats) | {name: stats[name] for name in OF_NOW if name in stats}:
                 total[name] = total.get(name, 0) + stats[name]
+        # They compile side by side.
+        total["compile_time_s"] = max((slot.stats.get("compile_time_s", 0.0) for slot in self._slots), default=0.0)
         computed, padded = (total.get("prefill_tokens", 0) + total.get("decode_tokens", 0)), total.get("padded_tokens")
         prompt, cached = total.get("prompt_tokens"), total.get("cached_tokens", 0)
         total["padding_waste"] = 1 - computed / padded if padded else 0.0

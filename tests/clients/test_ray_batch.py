@@ -21,7 +21,7 @@ ENGINE += ("--block-size", "16", "--dtype", "float32")
 COUNT = 120
 
 
-def start(*argv: Any, **pipes: Any) -> "subprocess.Popen[bytes]":
+def start(*argv: Any, **pipes: Any) -> Any:
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "scripts" / "serve_batch.py"), *map(str, argv), *ENGINE]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, **pipes)

@@ -11,18 +11,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 WIDTH, HEIGHT = 400, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 22, 40  # margins of the plot
+LEFT, RIGHT, TOP, BOTTOM = 50, 20, 22, 40  # margins of the plot
 BINS = 45  # of a histogram, about
 LOG_FROM = 12  # a largest value of so many medians is shown on a logarithmic axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """From low to high, linear or logarithmic, with round ticks."""
+    """From low to high, linear or logarithmic, with round ticks; is_whole: at whole numbers alone."""
 
     low: float
     high: float
     is_log: bool = False
+    is_whole: bool = False
 
     def at(self, value: float) -> float:
         """0 at low, 1 at high."""
@@ -41,6 +42,7 @@ class Axis:
                     return found
             return found[:: math.ceil(len(found) / most)]
         step = round_up((self.high - self.low) / most)
+        step = max(step, 1.0) if self.is_whole else step
         return [i * step for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
 
 
@@ -63,7 +65,7 @@ def line_chart(title: str, times: Sequence[float], series: Mapping[str, Sequence
     scale, time_unit = next(
         (s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s")) if times[-1] - times[0] >= 3 * s or s == 1
     )
-    x = Axis(low=times[0] / scale, high=max(times[-1], times[0] + 1e-3) / scale)
+    x = Axis(low=0, high=max(times[-1], 1e-3) / scale)
     y = Axis(low=0, high=1.05 * max([*(v for values in series.values() for v in values), 1e-9]))
     body = _frame(x, y, f"time, {time_unit}", unit)
     for i, values in enumerate(series.values()):
@@ -81,14 +83,16 @@ def histogram(title: str, values: Sequence[float] | np.ndarray, unit: str, *, wh
     is_log = low > 0 and high > LOG_FROM * median
     edges = _edges(float(low), float(high), is_log, whole)
     counts, _ = np.histogram(found, edges)
-    x, y = Axis(low=edges[0], high=edges[-1], is_log=is_log), Axis(low=0, high=1.05 * counts.max())
+    x = Axis(low=edges[0], high=edges[-1], is_log=is_log, is_whole=whole and not is_log)
+    y = Axis(low=0, high=1.05 * counts.max(), is_whole=True)
     body = _frame(x, y, f"{unit}, logarithmic" if is_log else unit, "lines")
     for count, left, right in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
         if count:
             left_px, right_px, top = _x(x, left), _x(x, right), _y(y, count)
             width, height = max(right_px - left_px - 1, 0.5), HEIGHT - BOTTOM - top
             where = f'x="{left_px:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
-            body += f'<rect class="bar" {where}><title>{number(left)} to {number(right)}: {count}</title></rect>'
+            name = number(left + 0.5) if left % 1 == 0.5 else f"{number(left)} to {number(right)}"
+            body += f'<rect class="bar" {where}><title>{name}: {count}</title></rect>'
     for name, value in (("median", median), ("p99", p99)):
         at = _x(x, min(max(value, edges[0]), edges[-1]))
         body += f'<line class="mark {name}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
@@ -99,11 +103,13 @@ def histogram(title: str, values: Sequence[float] | np.ndarray, unit: str, *, wh
 
 
 def _edges(low: float, high: float, is_log: bool, whole: bool) -> list[float]:
-    """About BINS bins, round ones where the axis is linear."""
+    """About BINS bins, round ones where the axis is linear; a bin around each where the values are few whole ones."""
     if is_log:
         return np.geomspace(low, high * (1 + 1e-9), BINS + 1).tolist()
-    step = round_up((high - low) / BINS) if high > low else (1.0 if whole else round_up(max(abs(low), 1e-9) / 10))
-    step = max(step, 1.0) if whole else step
+    if whole and high - low <= BINS:
+        beside = max(8 - int(high - low), 0) // 2
+        return [i - 0.5 for i in range(max(int(low) - beside, 0), int(high) + beside + 2)]
+    step = round_up((high - low) / BINS if high > low else max(abs(low), 1e-9) / 10)
     first, last = math.floor(low / step), math.floor(high / step) + 1
     return [i * step for i in range(first, last + 1)]
 
