@@ -284,8 +284,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.closing(source):
         if args.check:
             return run_check(args, source)
-        both = args.output not in (None, "-") and os.path.exists(args.output) and os.path.exists(args.input)
-        if both and os.path.samefile(args.output, args.input):
+        if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(args.output, args.input):
             raise BatchError(f"--output {args.output} is the input itself")
         window = args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs)
         job = Job(

@@ -249,7 +249,7 @@ BAD_LINES = st.one_of(
     st.binary(min_size=1, max_size=40).map(lambda raw: raw.replace(b"\n", b" ")).filter(lambda raw: not raw.isspace()),
     JSON.map(json.dumps).map(str.encode),
     st.dictionaries(FIELDS, JSON, max_size=4).map(json.dumps).map(str.encode),
-    st.dictionaries(FIELDS, JSON, max_size=4).map(lambda body: json.dumps(openai("x", **{"body": body})).encode()),
+    st.dictionaries(FIELDS, JSON, max_size=4).map(lambda body: json.dumps({**openai("x"), "body": body}).encode()),
 )
 
 

@@ -61,12 +61,14 @@ class Interrupts:
 
     def __init__(self, grace: float, late: Callable[[], None] = lambda: None):
         self._grace, self._late = grace, late
+        self._old: dict[int, Any] = {}
         self.signal: int | None = None
         self._deadline = 0.0
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":
-        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -180,11 +182,14 @@ def run_batch(
     manifest: Mapping[str, Any],
     make_llm: Callable[[], Any],
     make_settings: Callable[[Any], Settings],
+    *,
+    stats: BatchStats | None = None,
 ) -> int:
     """Everything from an opened source to the exit status.
 
-    Nothing of an output file is changed before the engine is there. Raises BatchError (with what is answered already,
-    and how to resume, in its message) and OSError where the output cannot be written.
+    stats: counters to count in, for whoever watches them from outside; they begin when the engine is there. Nothing of
+    an output file is changed before that. Raises BatchError (with what is answered already, and how to resume, in its
+    message) and OSError where the output cannot be written.
     """
     journal = Journal(job.output, manifest, _grows(source)) if job.is_file and job.output is not None else None
     try:
@@ -193,7 +198,7 @@ def run_batch(
         llm = make_llm()
         settings = make_settings(llm)
         file = sys.stdout.buffer if journal is None else journal.begin()
-        return _run(job, source, journal, file, llm, settings)
+        return _run(job, source, journal, file, llm, settings, BatchStats() if stats is None else stats)
     finally:
         if journal is not None:
             journal.close()
@@ -203,9 +208,11 @@ def _grows(source: Source) -> str | None:
     return source.path if "bytes" in source.identity() else None
 
 
-def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm: Any, settings: Settings) -> int:
+def _run(
+    job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm: Any, settings: Settings, stats: BatchStats
+) -> int:  # fmt: skip
     found = None if journal is None or not journal.is_regular else journal.found
-    stats = BatchStats()
+    stats.began, stats.began_at = time.perf_counter(), time.time()
     if found is not None:
         stats.earlier_ok, stats.earlier_failed = len(found.done) - len(found.failed), len(found.failed)
     stats.watch(llm)
