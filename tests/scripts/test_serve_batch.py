@@ -303,7 +303,7 @@ class TestInterrupted:
 def test_a_step_that_does_not_return_ends_with_the_grace_period(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    with start(source, "--output", target, "--grace", "0.1", delay=8, stdout=subprocess.PIPE) as process:
+    with start(source, "--output", target, "--grace", "0.1", delay=4, stdout=subprocess.PIPE) as process:
         while not (target.exists() and target.stat().st_size):
             assert process.poll() is None
             time.sleep(0.01)

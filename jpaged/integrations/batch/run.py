@@ -220,61 +220,49 @@ def _run(
     writer = Writer(file, readable=job.output is None, ordered=job.ordered, found=found)
     progress = Progress(_progress_mode(job), stats)
     reader = ReadAhead(intake, job.window)
-    ending: Ending = "stopped"
 
-    def late() -> None:
-        print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr, flush=True)
-        os._exit(128 + (interrupts.signal or signal.SIGTERM))  # the device does not return; all answers are written
+    def answered() -> str:
+        """What there is of a run that does not reach its end, and how to go on."""
+        text = f"{stats.done if found is None else len(found.done)} lines were answered"
+        return f"{text} in {job.output}; to go on: {shlex.join(job.again)}" if job.is_file else text
 
-    with Interrupts(job.grace, late) as interrupts:
+    def stopped() -> int:
+        print(f"serve_batch: interrupted: {answered()}", file=sys.stderr, flush=True)
+        return 128 + (interrupts.signal or signal.SIGINT)
+
+    # A device that does not return is left as it is: what was answered is in the file.
+    with Interrupts(job.grace, lambda: os._exit(stopped())) as interrupts:
         try:
             ending = Run(llm, writer, stats, job=job, interrupts=interrupts).serve(intake, reader, progress)
-            complete = ending == "complete" and reader.error is None
             writer.flush(everything=True)
             if journal is not None:
-                journal.finish(
-                    complete=complete, lines=intake.seen, ordered=job.ordered, source=source.identity()
-                )  # fmt: skip
-        except (KeyboardInterrupt, Exception) as e:
-            if isinstance(e, OSError):
-                raise
+                complete = ending == "complete" and reader.error is None
+                journal.finish(complete=complete, lines=intake.seen, ordered=job.ordered, source=source.identity())
+        except OSError:
+            raise
+        except KeyboardInterrupt:
             writer.flush(everything=True)
-            if isinstance(e, KeyboardInterrupt):
-                print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
-                return 128 + (interrupts.signal or signal.SIGINT)
-            raise BatchError(f"the run stopped: {sentence(e)} ({_answered(job, stats)})") from e
+            return stopped()
+        except Exception as e:
+            writer.flush(everything=True)
+            raise BatchError(f"the run stopped: {sentence(e)} ({answered()})") from e
         finally:
             reader.close()
             progress.close()
     stats.ended = time.perf_counter()
     stats.watch(llm)
     print(stats.table(), file=sys.stderr if job.output == "-" else sys.stdout, flush=True)
-    summary = job.summary or (f"{job.output}.summary.json" if found is not None else None)
-    if summary is not None:
+    if (summary := job.summary or (f"{job.output}.summary.json" if found is not None else None)) is not None:
         write_json(summary, {"status": ending if reader.error is None else "input error", **stats.record()})
     if reader.error is not None:
-        raise BatchError(f"cannot read the input any further: {sentence(reader.error)} ({_answered(job, stats)})")
+        raise BatchError(f"cannot read the input any further: {sentence(reader.error)} ({answered()})")
     if ending == "stopped":
-        print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
-        return 128 + (interrupts.signal or signal.SIGINT)
+        return stopped()
     if ending == "hopeless":
-        seen = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
-        message = f"{seen}, above --max-error-rate {job.max_error_rate:g}: {_answered(job, stats)}"
-        print(f"serve_batch: {message}", file=sys.stderr)
+        seen = f"{stats.failed} of {stats.ok + stats.failed} lines failed, above --max-error-rate {job.max_error_rate}"
+        print(f"serve_batch: {seen}: {answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
-
-
-def _stopped(job: Job, stats: BatchStats) -> str:
-    return f"interrupted: {_answered(job, stats)}"
-
-
-def _answered(job: Job, stats: BatchStats) -> str:
-    """What there is of a run that did not reach its end, and how to go on."""
-    text = f"{stats.done} lines were answered"
-    if not job.is_file:
-        return text
-    return f"{text} in {job.output}; to go on: {shlex.join(job.again)}"
 
 
 def _progress_mode(job: Job) -> Literal["bar", "lines", "none"]:
