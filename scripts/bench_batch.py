@@ -4,7 +4,7 @@
     python scripts/bench_batch.py path/to/checkpoint --requests 256 --rounds 5
 
 The batch run reads a JSONL file, parses, seeds, formats and writes each line, and flushes as answers finish; `generate`
-gets lists of token ids. Flags are bench.py's; prompts are random ids, and EOS is ignored. A first round of each compiles.
+gets lists of token ids. Flags are bench.py's; prompts are random ids, EOS is ignored. A first round of each compiles.
 """
 
 import contextlib

@@ -27,8 +27,11 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
+from jpaged.integrations.batch.metrics import serve_metrics
+from jpaged.integrations.batch.report import render, write_report
 from jpaged.integrations.batch.run import BROKEN_PIPE, FAILED_LINES, FATAL, OK, Job, run_batch, sentence
 from jpaged.integrations.batch.source import BatchError, Source, guess_format, open_source
+from jpaged.integrations.batch.stats import BatchStats
 
 FORMATS = ("auto", "jsonl", "text", "parquet", "dataset")
 SAMPLING = ("max_tokens", "temperature", "top_p")
@@ -328,24 +331,31 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.closing(source):
         if args.check:
             return run_check(args, source)
-        both = args.output not in (None, "-") and os.path.exists(args.output) and os.path.exists(args.input)
-        if both and os.path.samefile(args.output, args.input):
+        if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(args.output, args.input):
             raise BatchError(f"--output {args.output} is the input itself")
         window = args.window or 4 * args.replicas * (args.max_num_seqs or EngineConfig.max_num_seqs)
         job = Job(
             output=args.output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered,
             window=window, grace=args.grace, max_error_rate=args.max_error_rate, error_style=args.error_style,
-            shard=args.shard, summary=args.summary, again=resuming(args), report=args.report, settings=told(args),
-            metrics=(args.metrics_host, args.metrics_port) if args.metrics_port else None,
+            shard=args.shard, summary=args.summary, again=resuming(args),
         )  # fmt: skip
 
         def settings_of(llm: Any) -> Settings:
             return make_settings(args, llm.default_sampling_params(), source)
 
-        manifest, stdout = manifest_of(args, source), sys.stdout.buffer
-        # What libraries print (Ray does, when an actor dies) is not to come among the answers.
-        with contextlib.redirect_stdout(sys.stderr if args.output == "-" else sys.stdout):
-            return run_batch(job, source, manifest, lambda: make_llm(args), settings_of, stdout)
+        manifest, stats, stdout = manifest_of(args, source), BatchStats(), sys.stdout.buffer
+        with contextlib.ExitStack() as stack:
+            # What libraries print (Ray does, when an actor dies) is not to come among the answers.
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr if args.output == "-" else sys.stdout))
+            if args.metrics_port:
+                stack.enter_context(serve_metrics(stats, args.metrics_host, args.metrics_port))
+            try:
+                return run_batch(job, source, manifest, lambda: make_llm(args), settings_of, stats=stats, stdout=stdout)
+            finally:
+                if args.report is not None and stats.engine:  # it began, however it ended
+                    name = os.path.basename(args.output or "-")
+                    title = "Batch run" if name == "-" else f"Batch run: {name}"
+                    write_report(args.report, render(stats, title=title, settings=told(args)))
 
 
 def told(args: argparse.Namespace) -> dict[str, Any]:

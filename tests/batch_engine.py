@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's c
 from tests.batch_engine import FakeLLM, load_script, peak_memory
 serve_batch = load_script("serve_batch")
 delay = float(sys.argv.pop(1))
-serve_batch.make_llm = lambda args: FakeLLM(delay=delay)
+serve_batch.make_llm = lambda args: FakeLLM(delay=delay, at_once="PEAK" in os.environ)
 status = serve_batch.main()
 if "PEAK" in os.environ:
     print("peak", peak_memory())
@@ -67,8 +67,9 @@ class FakeLLM:
 
     engine_config = EngineConfig(max_model_len=CONTEXT)
 
-    def __init__(self, *, delay=0.0, fail_at=None, fail_prompt=None, with_seed=False):
+    def __init__(self, *, delay=0.0, fail_at=None, fail_prompt=None, with_seed=False, at_once=False):
         self.waiting: dict = {}
+        self.at_once = at_once  # answer all that waits in a step, and remember nothing
         self.added: Counter[str] = Counter()  # by request id
         self.conversations: list = []  # that render_chat was given, with how
         self.delay, self.fail_at, self.fail_prompt, self.with_seed = delay, fail_at, fail_prompt, with_seed
@@ -100,7 +101,8 @@ class FakeLLM:
             raise CapacityError(f"the prompt has {len(ids)} tokens, above max_model_len={CONTEXT}")
         assert request_id not in self.waiting
         self.waiting[request_id] = (ids, sampling_params)
-        self.added[request_id] += 1
+        if not self.at_once:
+            self.added[request_id] += 1
         self.most_waiting = max(self.most_waiting, len(self.waiting))
         return request_id
 
@@ -115,6 +117,9 @@ class FakeLLM:
         self.steps += 1
         if self.steps == self.fail_at:
             raise RuntimeError("the device is gone")
+        return [self.answer() for _ in range(len(self.waiting) if self.at_once else 1)]
+
+    def answer(self):
         request_id, (ids, params) = self.waiting.popitem()
         full = bytes(ids).decode(errors="replace").upper()
         text = f"{full} {params.seed}" if self.with_seed else None
@@ -130,7 +135,7 @@ class FakeLLM:
         error = GenerationError("out of blocks", []) if full == self.fail_prompt else None
         out = RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=ids, outputs=done, error=error)
         out.num_cached_tokens = 2
-        return [out]
+        return out
 
     def stats(self):
         tokens = {"prefill_tokens": 10 * self.steps, "decode_tokens": 20 * self.steps}

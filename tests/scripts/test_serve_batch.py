@@ -16,7 +16,7 @@ from jpaged.errors import CheckpointError
 from jpaged.integrations.batch import progress
 from tests.batch_engine import ROOT, FakeLLM, load_script, serve, start
 
-serve_batch = load_script("serve_batch")
+serve_batch, merge_shards = load_script("serve_batch"), load_script("merge_shards")
 
 
 @pytest.fixture
@@ -300,6 +300,21 @@ class TestInterrupted:
         self.run(tmp_path, "--grace", "1000", signals=signal.SIGTERM, twice=True)
 
 
+def test_a_step_that_does_not_return_ends_with_the_grace_period(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with start(source, "--output", target, "--grace", "0.1", delay=4, stdout=subprocess.PIPE) as process:
+        while not (target.exists() and target.stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and out == b"", "it did not get to its summary"
+    assert b"interrupted: 1 lines were answered in" in err.splitlines()[-1]
+    assert serve(source, "--output", target, "--resume") == 0
+    assert sorted(json.loads(x)["text"] for x in target.read_text().splitlines()) == ["A", "B"]
+
+
 def test_a_broken_pipe_is_quiet(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"prompt": "a" * 60}) + "\n" for i in range(3000)))
@@ -368,12 +383,16 @@ class TestEmbeddedModel:
         assert len(alone[2]["logprobs"]) == 5 and len(alone[2]["logprobs"][0]["top_logprobs"]) == 2
         assert len(alone[3]["prompt_logprobs"]) == alone[3]["usage"]["prompt_tokens"]
 
-    def test_a_shard_answers_as_the_whole_run(self, tmp_path):
-        lines = [{"prompt": f"def f{i % 3}(", "max_tokens": 10} for i in range(9)]
+    def test_shards_answer_as_the_whole_run(self, tmp_path):
+        lines = [{"prompt": f"def f{i % 3}(", "max_tokens": 10, "temperature": i % 2} for i in range(9)]
         whole = self.answers(tmp_path, lines)
         assert len({x["text"] for x in whole}) > 3  # equal prompts on different lines differ
-        shard = self.answers(tmp_path, [line if i % 2 else "" for i, line in enumerate(lines)])
-        assert [(x["line"], x["text"]) for x in shard] == [(x["line"], x["text"]) for x in whole[1::2]]
+        source, target = tmp_path / "real.jsonl", tmp_path / "sharded.jsonl"
+        for shard in ("0/2", "1/2"):
+            assert serve_batch.main([str(source), "--output", str(target), "--shard", shard, *self.FLAGS]) == 0
+        assert merge_shards.main([str(target)]) == 0
+        merged = [json.loads(line) for line in target.read_text().splitlines()]
+        assert [(x["line"], x["text"]) for x in merged] == [(x["line"], x["text"]) for x in whole]
 
     @pytest.mark.parametrize("damage", ["architecture", "weights", "config"])
     def test_damaged_folders(self, tmp_path, capfd, damage):

@@ -35,7 +35,7 @@ class TestHelp:
     def test_every_flag_is_told_with_its_default(self, capsys: pytest.CaptureFixture[str]) -> None:
         parser = serve_batch.make_parser()
         groups = [group.title for group in parser._action_groups if group._group_actions]
-        assert len(groups) == 6  # --help stands alone
+        assert len(groups) == 7  # --help stands alone
         for action in parser._actions:
             if action.dest not in ("help", "input"):
                 assert action.help and "(default: " in action.help and action.help.endswith(")"), action.dest
@@ -249,7 +249,7 @@ BAD_LINES = st.one_of(
     st.binary(min_size=1, max_size=40).map(lambda raw: raw.replace(b"\n", b" ")).filter(lambda raw: not raw.isspace()),
     JSON.map(json.dumps).map(str.encode),
     st.dictionaries(FIELDS, JSON, max_size=4).map(json.dumps).map(str.encode),
-    st.dictionaries(FIELDS, JSON, max_size=4).map(lambda body: json.dumps(openai("x", **{"body": body})).encode()),
+    st.dictionaries(FIELDS, JSON, max_size=4).map(lambda body: json.dumps({**openai("x"), "body": body}).encode()),
 )
 
 

@@ -148,11 +148,11 @@ def _report(stats: BatchStats, prompts: array, most: int, checker: Checker, rate
     rows |= errors_by_kind(stats)
     if stats.ignored:
         rows["ignored"] = "unknown fields " + ", ".join(f"{k} ({n} lines)" for k, n in stats.ignored.most_common(8))
+    tokens = int(np.frombuffer(prompts, np.uint32).sum(dtype=np.int64)) if prompts else 0
     if prompts:
-        found = np.frombuffer(prompts, np.uint32)
-        low, median, high, top = np.percentile(found, (0, 50, 99, 100))
+        low, median, high, top = np.percentile(np.frombuffer(prompts, np.uint32), (0, 50, 99, 100))
         rows["prompts"] = f"min {low:.0f}, median {median:.0f}, p99 {high:.0f}, max {top:.0f} tokens"
-        rows["tokens"] = f"{found.sum(dtype=np.int64):,} in, at most {most:,} out (every answer up to its limit)"
+        rows["tokens"] = f"{tokens:,} in, at most {most:,} out (every answer up to its limit)"
         rows["time"] = _time(len(prompts), most, rate)
     plan = checker.plan
     rows["memory"] = f"{plan.limit / GIB:.2f} GiB can be used; steps: {plan.needs.source}"
@@ -161,7 +161,7 @@ def _report(stats: BatchStats, prompts: array, most: int, checker: Checker, rate
     held = plan.num_blocks * plan.block_size
     rows["KV pool"] = f"{plan.num_blocks:,} blocks, {held:,} tokens (decided by {plan.decided_by})"
     if prompts:
-        mean = -(-(most + int(found.sum(dtype=np.int64))) // len(prompts))
+        mean = -(-(most + tokens) // len(prompts))
         at_once = min(held // max(mean, 1), checker.engine_config.max_num_seqs)
         rows["at once"] = f"{at_once:,} requests of mean length, their answers up to their limit"
     return "\n".join(f"{name:<14} {value}" for name, value in rows.items())

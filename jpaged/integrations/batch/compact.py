@@ -87,4 +87,4 @@ class IdSet:
 
 
 def _empty(size: int) -> array:
-    return array("Q", bytes(8 * size))
+    return array("Q", (0,)) * size

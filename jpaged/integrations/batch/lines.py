@@ -31,11 +31,12 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "length_penalty": (1, 1.0),
     "bad_words": ([],), "include_reasoning": (True,), "vllm_xargs": ({},), "kv_transfer_params": ({},),
     "max_repetition_pattern_size": (0,), "min_repetition_pattern_size": (0,), "repetition_min_count": (0,),
+    "truncation_side": ("left",), "watermarking": (False,),
 } | dict.fromkeys((
     "stream_options", "audio", "prediction", "verbosity", "web_search_options", "allowed_token_ids", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern",
     "structured_outputs", "chat_template", "documents", "logits_processors", "mm_processor_kwargs",
-    "add_special_tokens", "prompt_embeds", "thinking_token_budget", "repetition_detection",
+    "add_special_tokens", "prompt_embeds", "logprob_token_ids", "thinking_token_budget", "repetition_detection",
 ), ())  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """A run over a batch file: keep a window of requests in the engine, write what finishes, lose nothing."""
 
-import contextlib
 import dataclasses
 import os
 import shlex
@@ -17,9 +16,7 @@ from jpaged.integrations.batch.intake import Intake, Line, ReadAhead
 from jpaged.integrations.batch.journal import Existing, Journal, Writer, to_read
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.manifest import write_json
-from jpaged.integrations.batch.metrics import serve_metrics
 from jpaged.integrations.batch.progress import Progress
-from jpaged.integrations.batch.report import render, write_report
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import SAMPLES, BatchStats
 
@@ -36,8 +33,7 @@ class Job:
 
     output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once. grace: seconds that
     running requests have after a signal. max_error_rate: failed by answered lines above which the run ends. again: the
-    command line that resumes it. report: where the page about the run goes; settings: what it says the run was told.
-    metrics: (host, port) to answer Prometheus at.
+    command line that resumes it.
     """
 
     output: str | None
@@ -51,9 +47,6 @@ class Job:
     shard: tuple[int, int] | None = None
     summary: str | None = None
     again: tuple[str, ...] = ()
-    report: str | None = None
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    metrics: tuple[str, int] | None = None
 
     @property
     def is_file(self) -> bool:
@@ -68,12 +61,14 @@ class Interrupts:
 
     def __init__(self, grace: float, late: Callable[[], None] = lambda: None):
         self._grace, self._late = grace, late
+        self._old: dict[int, Any] = {}
         self.signal: int | None = None
         self._deadline = 0.0
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":
-        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -189,12 +184,15 @@ def run_batch(
     manifest: Mapping[str, Any],
     make_llm: Callable[[], Any],
     make_settings: Callable[[Any], Settings],
+    *,
+    stats: BatchStats | None = None,
     stdout: IO[bytes] | None = None,
 ) -> int:
-    """Everything from an opened source to the exit status. stdout: for answers that go to no file.
+    """Everything from an opened source to the exit status. stdout: where answers go that go to no file.
 
-    Nothing of an output file is changed before the engine is there. Raises BatchError (with what is answered already,
-    and how to resume, in its message) and OSError where the output cannot be written.
+    stats: counters to count in, for whoever watches them from outside; they begin when the engine is there. Nothing of
+    an output file is changed before that. Raises BatchError (with what is answered already, and how to resume, in its
+    message) and OSError where the output cannot be written.
     """
     journal = Journal(job.output, manifest, _grows(source)) if job.is_file and job.output is not None else None
     try:
@@ -203,7 +201,7 @@ def run_batch(
         llm = make_llm()
         settings = make_settings(llm)
         file = (stdout or sys.stdout.buffer) if journal is None else journal.begin()
-        return _run(job, source, journal, file, llm, settings)
+        return _run(job, source, journal, file, llm, settings, BatchStats() if stats is None else stats)
     finally:
         if journal is not None:
             journal.close()
@@ -213,9 +211,11 @@ def _grows(source: Source) -> str | None:
     return source.path if "bytes" in source.identity() else None
 
 
-def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm: Any, settings: Settings) -> int:
+def _run(
+    job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm: Any, settings: Settings, stats: BatchStats
+) -> int:  # fmt: skip
     found = None if journal is None or not journal.is_regular else journal.found
-    stats = BatchStats()
+    stats.began, stats.began_at = time.perf_counter(), time.time()
     if found is not None:
         stats.earlier_ok, stats.earlier_failed = len(found.done) - len(found.failed), len(found.failed)
     stats.watch(llm)
@@ -223,65 +223,49 @@ def _run(job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm
     writer = Writer(file, readable=job.output is None, ordered=job.ordered, found=found)
     progress = Progress(_progress_mode(job), stats)
     reader = ReadAhead(intake, job.window)
-    ending: Ending = "stopped"
 
-    def late() -> None:
-        print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr, flush=True)
-        os._exit(128 + (interrupts.signal or signal.SIGTERM))  # the device does not return; all answers are written
+    def answered() -> str:
+        """What there is of a run that does not reach its end, and how to go on."""
+        text = f"{stats.done if found is None else len(found.done)} lines were answered"
+        return f"{text} in {job.output}; to go on: {shlex.join(job.again)}" if job.is_file else text
 
-    metrics = serve_metrics(stats, *job.metrics) if job.metrics is not None else contextlib.nullcontext()
-    with metrics, Interrupts(job.grace, late) as interrupts:
+    def stopped() -> int:
+        print(f"serve_batch: interrupted: {answered()}", file=sys.stderr, flush=True)
+        return 128 + (interrupts.signal or signal.SIGINT)
+
+    # A device that does not return is left as it is: what was answered is in the file.
+    with Interrupts(job.grace, lambda: os._exit(stopped())) as interrupts:
         try:
             ending = Run(llm, writer, stats, job=job, interrupts=interrupts).serve(intake, reader, progress)
-            complete = ending == "complete" and reader.error is None
             writer.flush(everything=True)
             if journal is not None:
-                journal.finish(
-                    complete=complete, lines=intake.seen, ordered=job.ordered, source=source.identity()
-                )  # fmt: skip
-        except (KeyboardInterrupt, Exception) as e:
-            if isinstance(e, OSError):
-                raise
+                complete = ending == "complete" and reader.error is None
+                journal.finish(complete=complete, lines=intake.seen, ordered=job.ordered, source=source.identity())
+        except OSError:
+            raise
+        except KeyboardInterrupt:
             writer.flush(everything=True)
-            if isinstance(e, KeyboardInterrupt):
-                print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
-                return 128 + (interrupts.signal or signal.SIGINT)
-            raise BatchError(f"the run stopped: {sentence(e)} ({_answered(job, stats)})") from e
+            return stopped()
+        except Exception as e:
+            writer.flush(everything=True)
+            raise BatchError(f"the run stopped: {sentence(e)} ({answered()})") from e
         finally:
             reader.close()
             progress.close()
     stats.ended = time.perf_counter()
     stats.watch(llm)
     print(stats.table(), file=sys.stderr if job.output == "-" else sys.stdout, flush=True)
-    summary = job.summary or (f"{job.output}.summary.json" if found is not None else None)
-    if summary is not None:
+    if (summary := job.summary or (f"{job.output}.summary.json" if found is not None else None)) is not None:
         write_json(summary, {"status": ending if reader.error is None else "input error", **stats.record()})
-    if job.report is not None:
-        title = f"Batch run: {os.path.basename(job.output) if job.is_file and job.output else 'answers'}"
-        write_report(job.report, render(stats, title=title, settings=job.settings))
     if reader.error is not None:
-        raise BatchError(f"cannot read the input any further: {sentence(reader.error)} ({_answered(job, stats)})")
+        raise BatchError(f"cannot read the input any further: {sentence(reader.error)} ({answered()})")
     if ending == "stopped":
-        print(f"serve_batch: {_stopped(job, stats)}", file=sys.stderr)
-        return 128 + (interrupts.signal or signal.SIGINT)
+        return stopped()
     if ending == "hopeless":
-        seen = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
-        message = f"{seen}, above --max-error-rate {job.max_error_rate:g}: {_answered(job, stats)}"
-        print(f"serve_batch: {message}", file=sys.stderr)
+        seen = f"{stats.failed} of {stats.ok + stats.failed} lines failed, above --max-error-rate {job.max_error_rate}"
+        print(f"serve_batch: {seen}: {answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
-
-
-def _stopped(job: Job, stats: BatchStats) -> str:
-    return f"interrupted: {_answered(job, stats)}"
-
-
-def _answered(job: Job, stats: BatchStats) -> str:
-    """What there is of a run that did not reach its end, and how to go on."""
-    text = f"{stats.done} lines were answered"
-    if not job.is_file:
-        return text
-    return f"{text} in {job.output}; to go on: {shlex.join(job.again)}"
 
 
 def _progress_mode(job: Job) -> Literal["bar", "lines", "none"]:
