@@ -20,7 +20,7 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import ConfigError, JpagedError, ReplicaError, RequestError
-from jpaged.frontend import Chat, completion
+from jpaged.frontend import completion
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
 from jpaged.outputs import RequestOutput
@@ -58,7 +58,8 @@ class Replica:
             self._llm.abort(request_id)
         for request_id, prompt, params in requests:
             try:
-                self._llm.add_request(prompt, params, request_id=request_id)
+                made = prompt(self._llm) if callable(prompt) else prompt
+                self._llm.add_request(made, params, request_id=request_id)
             except Exception as e:  # whatever one request provokes is that request's error
                 ended.append(failed(request_id, prompt, e))
         until = time.perf_counter() + EXCHANGE_S
@@ -115,6 +116,8 @@ class RayLLM:
     none can be kept up.
     """
 
+    is_remote = True  # prompts are rendered and tokenized best where they run
+
     def __init__(
         self, model: str | Path | None, *, address: str = "local", replicas: int = 1, seed: int = 0,
         resources: Mapping[str, float] | None = None, max_retries: int = 3, start_timeout_s: float = 900.0,
@@ -150,7 +153,10 @@ class RayLLM:
     def add_request(
         self, prompt: Any, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
-        """Queue one prompt and return its id. A request that can never run is an output with its error."""
+        """Queue one prompt and return its id. A request that can never run is an output with its error.
+
+        prompt: what LLM takes; or a function that makes it of the replica's LLM, which leaves that work to the replica.
+        """
         params = SamplingParams() if sampling_params is None else sampling_params
         request_id = str(next(self._ids)) if request_id is None else request_id
         if request_id in self._unfinished:
@@ -188,10 +194,6 @@ class RayLLM:
 
     def has_unfinished(self) -> bool:
         return bool(self._unfinished or self._ready)
-
-    def render_chat(self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool) -> Chat:
-        """A conversation as a prompt for add_request: the replica renders it."""
-        return Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the checkpoint's generation_config.json."""

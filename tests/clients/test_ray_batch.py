@@ -31,6 +31,8 @@ def write_input(path: Path) -> Path:
     lines = [{"id": f"a{i}", "prompt": f"def f{i % 7}(", "max_tokens": 20, "ignore_eos": True} for i in range(COUNT)]
     texts = [json.dumps(line) for line in lines]
     texts[10], texts[20], texts[30] = "{broken", json.dumps({"prompt": "x" * 2000}), json.dumps({"prompt": "a", "n": 0})
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "truncate_prompt_tokens": 8}
+    texts[40] = json.dumps(chat)
     path.write_text("\n".join(texts) + "\n")
     return path
 

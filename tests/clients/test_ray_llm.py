@@ -10,6 +10,8 @@ import jpaged
 from jpaged import CheckpointError, ConfigError, SamplingParams
 from jpaged.demo import MODEL_PATH
 from jpaged.errors import ReplicaError
+from jpaged.frontend import Chat
+from jpaged.integrations.batch import BatchRequest, Settings
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from jpaged.integrations import ray_llm  # noqa: E402
@@ -133,10 +135,15 @@ def test_requests_go_to_the_replicas_that_have_the_fewest_and_can_be_aborted() -
         for i in range(30):
             llm.abort(f"r{i}")
         assert not llm.has_unfinished()
-        chat = llm.render_chat([{"role": "user", "content": "hi"}], add_generation_prompt=True)
-        llm.add_request(chat, PARAMS, request_id="chat")
+        llm.add_request(Chat(messages=[{"role": "user", "content": "hi"}]), PARAMS, request_id="chat")
+        line = BatchRequest(number=1)
+        line.parse(
+            b'{"prompt": "a b c d e f", "truncate_prompt_tokens": 2, "cache_salt": "s"}', Settings(defaults=PARAMS)
+        )
+        llm.add_request(line.prompt_for, line.params, request_id="line")
         ended = finish(llm)
-        assert set(ended) == {"chat"} and "chat" not in done and ended["chat"].error is None
+        assert set(ended) == {"chat", "line"} and not done & set(ended)
+        assert ended["chat"].error is ended["line"].error is None and len(ended["line"].prompt_token_ids) == 2
     finally:
         llm.close()
 

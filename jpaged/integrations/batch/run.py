@@ -149,7 +149,8 @@ class Run:
             return
         try:
             began, request_id = time.perf_counter(), f"line-{request.number}"
-            prompt = request.prompt_for(self.llm)
+            is_remote = getattr(self.llm, "is_remote", False)  # then the engine's own process makes the prompt
+            prompt = request.prompt_for if is_remote else request.prompt_for(self.llm)
             self._pending[self.llm.add_request(prompt, request.params, request_id=request_id)] = request, began
         except Exception as e:  # whatever one line provokes is that line's error
             self._fail(request, e)
