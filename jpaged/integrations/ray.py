@@ -3,7 +3,7 @@
     ds.map_batches(
         JPagedPredictor,
         fn_constructor_kwargs={"model": "DIR", "sampling": {"temperature": 0.7, "max_tokens": 64}, "id_column": "id"},
-        compute=ray.data.ActorPoolStrategy(size=4), batch_size=256, num_gpus=1,
+        compute=ray.data.ActorPoolStrategy(size=4), batch_size=256, num_gpus=1, max_concurrency=2,
     )
 
 Needs Ray: pip install 'jpaged[ray]'. docs/cluster.md has the whole example.

@@ -166,3 +166,25 @@ def test_a_dataset_whose_actor_is_killed_loses_nothing(
     expected = run(predictor, rows(prompt=prompts))[0]
     assert [row["generated_text"] for row in found] == expected["generated_text"].to_pylist()
     assert [row["prompt"] for row in found] == prompts
+
+
+@pytest.mark.parametrize(("blocks", "more"), [(1, {}), (4, {"max_concurrency": 2})])
+def test_batches_of_an_actor_overlap(cluster: None, blocks: int, more: dict[str, Any]) -> None:
+    class Counting(JPagedPredictor):
+        """Adds how many batches the actor had at most when one of them was done."""
+
+        running = most = 0
+
+        async def __call__(self, batch: Any) -> Any:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            table = await super().__call__(batch)
+            self.running -= 1
+            return table.append_column("most", pa.array([self.most] * len(table)))
+
+    ds = ray.data.from_items([{"prompt": f"def f{i}("} for i in range(32)], override_num_blocks=blocks)
+    answered = ds.map_batches(
+        Counting, fn_constructor_kwargs={"model": str(MODEL_PATH), "sampling": SAMPLING, **SMALL},
+        compute=ray.data.ActorPoolStrategy(size=1), batch_size=8, num_cpus=1, **more,
+    )  # fmt: skip
+    assert max(row["most"] for row in answered.take_all()) >= 2
