@@ -34,25 +34,20 @@ def write_lines(path: Path, prompts: list[list[int]], outputs: list[int], temper
             file.write(json.dumps(line) + "\n")
 
 
-def time_batch(llm: Any, source: Path, output: Path) -> float:
-    """Seconds of one batch run, from opening the input to the output's last byte on the disk."""
-    began = time.perf_counter()
+def run_file(llm: Any, source: Path, output: Path) -> None:
+    """One batch run, from opening the input to the output's last byte on the disk."""
     opened = open_source(str(source))
     job = Job(output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs)
     manifest = make_manifest(model={}, settings={}, source=opened.identity(), shard=None)
     with contextlib.closing(opened), contextlib.redirect_stdout(io.StringIO()):
         status = run_batch(job, opened, manifest, lambda: llm, lambda llm: Settings(defaults=SamplingParams()))
-    seconds = time.perf_counter() - began
     assert status == OK, f"exit status {status}"
-    return seconds
 
 
-def time_generate(llm: Any, prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
-    """Seconds of one call."""
+def run_generate(llm: Any, prompts: list[list[int]], outputs: list[int], temperature: float) -> None:
+    """The same requests in one call."""
     params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in outputs]
-    began = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - began
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,20 +60,27 @@ def main(argv: list[str] | None = None) -> int:
     except JpagedError as e:
         print(f"bench_batch: {e}", file=sys.stderr)
         return 1
-    times: dict[str, list[float]] = {"generate": [], "batch": []}
+    found: dict[str, list[tuple[float, float]]] = {"generate": [], "batch": []}
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
         write_lines(source, prompts, outputs, work.temperature)
-        for _ in range(1 + args.repeat):
-            times["generate"].append(time_generate(llm, prompts, outputs, work.temperature))
-            times["batch"].append(time_batch(llm, source, output))
-    tokens = sum(outputs)
-    for name, found in times.items():
-        later = sorted(found[1:])
-        rates = ", ".join(f"{tokens / s:.1f}" for s in later)
-        print(f"{name:<9} {tokens / statistics.median(later):8.1f} output tok/s in the median ({rates})")
-    ratio = statistics.median(a / b for a, b in zip(times["generate"][1:], times["batch"][1:], strict=True))
-    print(f"ratio     {ratio:8.3f} (median of {args.repeat} rounds, batch by generate)")
+        for i in range(1 + args.repeat):
+            # Each goes first every other time: what disturbs the machine then disturbs both.
+            for name in sorted(found, reverse=bool(i % 2)):
+                began = time.perf_counter(), time.process_time()
+                if name == "batch":
+                    run_file(llm, source, output)
+                else:
+                    run_generate(llm, prompts, outputs, work.temperature)
+                found[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    for i, clock in enumerate(("wall", "CPU")):
+        times = {name: sorted(pair[i] for pair in pairs[1:]) for name, pairs in found.items()}  # the first compiles
+        for name, seconds in times.items():
+            told = ", ".join(f"{s:.2f}" for s in seconds)
+            print(f"{clock:<5} {name:<9} {sum(outputs) / seconds[0]:8.1f} output tok/s at best; seconds: {told}")
+        best = times["generate"][0] / times["batch"][0]
+        median = statistics.median(times["generate"]) / statistics.median(times["batch"])
+        print(f"{clock:<5} ratio     {best:8.3f} of the best runs, {median:.3f} of the medians")
     return 0
 
 
