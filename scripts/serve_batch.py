@@ -360,13 +360,12 @@ def run(args: argparse.Namespace) -> int:
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
     """What this run was told, for its report: the flags that are not at their defaults."""
-    flags = {a.dest: a for a in make_parser()._actions if a.dest not in ("help", "input")}
-    given = {"input": args.input, "model": args.model or "the embedded one"}
-    return given | {
-        name: " ".join(map(str, value)) if isinstance(value, list | tuple) else value
-        for name, action in flags.items()
-        if (value := getattr(args, name)) != action.default and value not in (None, {})
-    }
+    found = {"input": args.input, "model": args.model or "the embedded one"}
+    for action in make_parser()._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest not in found and value not in (None, {}, action.default):
+            found[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
