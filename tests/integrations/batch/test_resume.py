@@ -81,7 +81,7 @@ def files(tmp_path: Path) -> Files:
 def test_cut_anywhere_and_resumed(files: Files, ordered: bool, capsys: pytest.CaptureFixture[str]) -> None:
     whole, flags = files.undisturbed(), ["--window", "6", *(["--ordered"] if ordered else [])]
     assert len(whole) == sum(line != b"" for line in files.lines)
-    assert files.run(*flags) == 2
+    assert files.run(*flags, "--resume") == 2, "where there is nothing, it starts"
     done = files.output.read_bytes()
     for cut in [0, 1, len(done) - 1, len(done), *random.Random(2).sample(range(len(done)), 12)]:
         files.output.write_bytes(done[:cut])
@@ -213,12 +213,12 @@ def test_a_damaged_input_keeps_what_was_answered(tmp_path: Path, capsys: pytest.
     assert serve(source, "--output", output) == 1
     err = capsys.readouterr().err
     assert "cannot read the input any further: EOFError" in err and "--resume" in err
-    done = len(output.read_text().splitlines())
-    assert 0 < done < 3000
+    done, manifest = len(output.read_text().splitlines()), tmp_path / "out.jsonl.manifest.json"
+    assert 0 < done < 3000 and "complete" not in json.loads(manifest.read_text())
     source.write_bytes(data)  # the rest has arrived
     llm = FakeLLM()
     assert serve(source, "--output", output, "--resume", llm=llm) == 0
-    assert len(llm.added) == 3000 - done
+    assert len(llm.added) == 3000 - done and json.loads(manifest.read_text())["complete"] is True
     assert sorted(json.loads(x)["line"] for x in output.read_text().splitlines()) == [*range(1, 3001)]
 
 
