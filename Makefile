@@ -30,9 +30,11 @@ lint: env
 test: lint
 	@$(PY) -m pytest -m "not slow and not clients"
 
-# With what compiles for chips that are not there; CUDA's plugin apart, since jax would look for a card in every run.
+# With what reads data sets, and what compiles for chips that are not there; CUDA's plugin apart, since jax would look
+# for a card in every run.
 test-all: lint
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt libtpu
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt libtpu \
+	    -e '.[data]'
 	@test -d .venv-cuda || $(PY) -m pip install -qq --disable-pip-version-check --no-input --no-deps \
 	    --target .venv-cuda $$($(PY) -c 'import jax; print(*(f"jax-cuda13-{p}=={jax.__version__}" for p in ("plugin", "pjrt")))')
 	@PYTHONPATH=.venv-cuda $(PY) -m pytest

@@ -34,3 +34,7 @@ class GenerationError(JpagedError):
     def __init__(self, message: str, outputs: list):
         super().__init__(message)
         self.outputs = outputs
+
+
+class ReplicaError(JpagedError):
+    """A request, or all of them, lost with the engine of a cluster that ran it, more often than is tried again."""

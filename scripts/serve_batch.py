@@ -1,404 +1,371 @@
-"""Answer a file of prompts: JSONL (OpenAI batch requests or bare objects) or plain text in, JSONL out.
+"""Answer a file of prompts: OpenAI batch requests, bare objects, plain text or a table in, JSONL out.
 
     python scripts/serve_batch.py prompts.jsonl                          # prints prompts and answers to read
     python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl
+    python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl --resume
+    python scripts/serve_batch.py batch.jsonl --model DIR --check       # validates and plans, runs nothing
     cat prompts.txt | python scripts/serve_batch.py - --format text --output -
 
-The input is read as a stream, a bounded window at a time. A bad line is an error line, never the end of the run. The
-forms of a line: jpaged/integrations/batch_io.py. Exit status: 0 all answered, 2 some lines failed, 1 nothing could run
-or the engine stopped, 130 interrupted, 141 the reader of stdout went away.
+The input is read as a stream, a bounded window at a time; answers are written as they finish. A bad line is an error
+line, never the end of the run. A run that was killed goes on with --resume. Forms of lines, rules of resuming, shards:
+docs/batch.md. Exit status: 0 all answered; 2 some lines failed; 1 nothing could run, or the engine or the input failed
+on the way; 3 stopped by --max-error-rate; 130 or 143 stopped by Ctrl-C or SIGTERM; 141 the reader of stdout went away.
 """
 
 import argparse
-import collections
 import contextlib
-import dataclasses
+import json
 import os
-import queue
-import stat
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
 from jpaged.engine.sampling_params import SamplingParams
-from jpaged.errors import JpagedError, RequestError
-from jpaged.integrations import batch_io
-from jpaged.integrations.batch_io import BatchRequest, LineError, Settings
+from jpaged.errors import ConfigError, RequestError
+from jpaged.integrations.batch.journal import Existing, shard_path
+from jpaged.integrations.batch.lines import Settings
+from jpaged.integrations.batch.manifest import make_manifest, model_identity
+from jpaged.integrations.batch.metrics import serve_metrics
+from jpaged.integrations.batch.report import render, write_report
+from jpaged.integrations.batch.run import BROKEN_PIPE, FAILED_LINES, FATAL, OK, Job, run_batch, sentence
+from jpaged.integrations.batch.source import BatchError, Source, guess_format, open_source
+from jpaged.integrations.batch.stats import BatchStats
 
-LINES_EVERY_S, BAR_EVERY_S, PIPE_WAIT_S = 5.0, 0.5, 0.05
-
-
-class Fatal(Exception):
-    """The run cannot start or go on; the message is the one sentence that the user sees."""
+FORMATS = ("auto", "jsonl", "text", "parquet", "dataset")
+SAMPLING = ("max_tokens", "temperature", "top_p")
+ENGINE = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "dtype",
+    "memory_utilization", "swap_space_gib", "enable_prefix_caching",
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse exits 2, which here means that some lines failed
-        self.exit(1, f"serve_batch: {message} (--help lists the flags)\n")
+    """argparse exits 2, which here means that some lines failed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(FATAL, f"serve_batch: {message} (--help lists the flags)\n")
+
+
+def make_parser() -> Parser:
+    """Every flag, in groups; flags that were not given are None, and the engine's or the model's defaults hold."""
+    parser = Parser(prog="serve_batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    switch: Any = argparse.BooleanOptionalAction
+
+    add = parser.add_argument_group("input").add_argument
+    add("input", nargs="?", default=argparse.SUPPRESS, help="a file of lines (also .gz, .zst), a Parquet file or a "
+        "folder of them, a data set's folder, hf:NAME, or - for stdin (required, here or in --config)")  # fmt: skip
+    add("--format", choices=FORMATS, default="auto", help="what the input is (default: auto, by its name)")
+    add("--columns", nargs="+", metavar="[FIELD=]COLUMN", help="columns of a table to read, each as the field of its "
+        "name or as FIELD (default: all)")  # fmt: skip
+    add("--split", help="split of a data set (default: the only one)")
+    add("--max-line-bytes", type=int, default=16 << 20, metavar="BYTES", help="longer lines are error lines, and never "
+        "held in memory (default: 16777216)")  # fmt: skip
+    add("--ignore-unknown", action=switch, default=False, help="run lines with unknown fields, without those; they are "
+        "counted in the summary (default: an error line)")  # fmt: skip
+    add("--shard", metavar="I/N", help="answer every N-th line from the I-th on, I from 0, into a file of its own: "
+        "scripts/merge_shards.py (default: a SLURM array task's own, else 0/1: all)")  # fmt: skip
+
+    add = parser.add_argument_group("output").add_argument
+    add("--output", help="where the JSONL goes, - for stdout (default: print prompts and answers to read)")
+    add("--ordered", action=switch, default=False, help="write in input order (default: as answers finish)")
+    add("--error-style", choices=("openai", "vllm"), default="openai", help="form of failed batch requests: the error "
+        "in the body, or beside the response as vLLM's run_batch has it (default: openai)")  # fmt: skip
+    add("--summary", metavar="FILE", help="where the run's figures go (default: OUTPUT.summary.json)")
+    add("--report", metavar="FILE", help="a page for any browser: throughput over time, latencies, lengths, errors "
+        "(default: none)")  # fmt: skip
+    add("--metrics-port", type=int, metavar="PORT", help="answer Prometheus at this port while the run lasts, 0 is off "
+        "(default: 0)", default=0)  # fmt: skip
+    add("--metrics-host", metavar="ADDRESS", default="127.0.0.1", help="where to listen for it; 0.0.0.0 is every "
+        "address of this machine (default: 127.0.0.1)")  # fmt: skip
+
+    add = parser.add_argument_group("starting, stopping, resuming").add_argument
+    how: dict[str, Any] = {"dest": "existing", "action": "store_const"}
+    add("--resume", const="resume", **how, help="go on with the output that is there (default: ask on a terminal, "
+        "else refuse)")  # fmt: skip
+    add("--overwrite", const="overwrite", **how, help="start the output again (default: as for --resume)")
+    add("--retry-failed", action=switch, default=False, help="with --resume: run the lines again that failed; the new "
+        "answer supersedes (default: they are done)")  # fmt: skip
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="for running requests to finish after Ctrl-C or "
+        "SIGTERM; a second one stops at once (default: 30)")  # fmt: skip
+    add("--max-error-rate", type=float, metavar="SHARE", help="end the run once more than this share of its lines "
+        "failed, 100 lines at the least (default: never)")  # fmt: skip
+    add("--check", action="store_true", help="validate the whole input, count its tokens, plan memory and time; run "
+        "nothing (default: off)")  # fmt: skip
+    add("--rates", metavar="TOK_S|SUMMARY", help="for --check: tokens a second to expect, or the summary.json of a run "
+        "that measured them (default: OUTPUT.summary.json if there is one)")  # fmt: skip
+    add("--config", metavar="FILE", help="flags by name as YAML or JSON; those given here win (default: none)")
+
+    add = parser.add_argument_group("sampling, for lines that do not say (else the model's generation_config)")
+    add = add.add_argument
+    add("--max-tokens", type=int, help="tokens to generate (default: 256 for prompts, 16 for /v1/completions, the rest "
+        "of the context for chat)")  # fmt: skip
+    add("--temperature", type=float, help="0 is greedy (default: the model's, else 1)")
+    add("--top-p", type=float, help="nucleus sampling, 1 is off (default: the model's, else 1)")
+    add("--seed", type=int, default=0, help="mixed with each line's id or number: one line, one stream (default: 0)")
+
+    add = parser.add_argument_group("engines on a Ray cluster, pip install 'jpaged[ray]'").add_argument
+    add("--ray", metavar="ADDRESS|local", help="run the engines as actors there, auto is the cluster of this machine; "
+        "local starts Ray here (default: one engine in this process)")  # fmt: skip
+    add("--replicas", type=int, default=1, metavar="N", help="engines, each with all rows of --max-num-seqs "
+        "(default: 1)")  # fmt: skip
+    add("--replica-resources", nargs="+", metavar="NAME=COUNT", help="what Ray sets aside for an engine: GPU=2 or "
+        "TPU=4 (default: a GPU, or a host's TPU chips where the cluster has them, else a CPU)")  # fmt: skip
+    add("--replica-retries", type=int, default=3, metavar="TIMES", help="how often a line is run again whose engine "
+        "died, before it is an error line (default: 3)")  # fmt: skip
+
+    add = parser.add_argument_group("engine").add_argument
+    add("--model", help="checkpoint folder, Hugging Face's layout or Orbax (default: the embedded demo model)")
+    add("--window", type=int, help="requests in the engine at once (default: 4 * max_num_seqs)")
+    add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's)")
+    add("--max-num-seqs", type=int, help=f"rows that run at once (default: {EngineConfig.max_num_seqs})")
+    add("--max-num-batched-tokens", type=int, help="prefill tokens a step (default: "
+        f"{EngineConfig.max_num_batched_tokens})")  # fmt: skip
+    add("--block-size", type=int, help=f"tokens a KV block (default: {EngineConfig.block_size})")
+    add("--num-blocks", type=int, help="KV blocks (default: from the memory there is)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="serve in this dtype (default: the checkpoint's)")
+    add("--memory-utilization", type=float, help="share of an accelerator's memory to use (default: "
+        f"{EngineConfig.memory_utilization})")  # fmt: skip
+    add("--swap-space-gib", type=float, help="host memory for preempted requests, GiB (default: 0: compute again)")
+    add("--prefix-caching", dest="enable_prefix_caching", action=switch, default=None, help="compute equal beginnings "
+        "of prompts once (default: on)")  # fmt: skip
+    return parser
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; flags that were not given are None, and the engine's or the model's defaults hold."""
-    parser = Parser(prog="serve_batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("input", help="JSONL or text file, or - for stdin")
-    add("--model", help="checkpoint folder, Hugging Face's layout or Orbax (default: the embedded demo model)")
-    add("--output", help="where the JSONL goes, - for stdout (default: print prompts and answers to read)")
-    add("--format", choices=("auto", "jsonl", "text"), default="auto", help="auto: text if the name ends in .txt")
-    add("--ordered", action="store_true", help="write in input order, not as answers finish")
-    add("--window", type=int, help="requests in the engine at once (default: 4 * max_num_seqs)")
-    add = parser.add_argument_group(
-        "sampling, for lines that do not say (else the model's generation_config)"
-    ).add_argument
-    add(
-        "--max-tokens",
-        type=int,
-        help="default: 256 for prompts, 16 for /v1/completions, the rest of the context for chat",
-    )
-    add("--temperature", type=float)
-    add("--top-p", type=float)
-    add("--seed", type=int, default=0, help="mixed with each line's id or number: one line, one stream (default: 0)")
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-model-len", type=int, help="tokens of prompt and answer together")
-    add("--max-num-seqs", type=int, help=f"rows that run at once (default: {EngineConfig.max_num_seqs})")
-    add("--max-num-batched-tokens", type=int, help="prefill tokens a step")
-    add("--block-size", type=int, help="tokens a KV block")
-    add("--num-blocks", type=int, help="KV blocks (default: from the memory there is)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="serve in this dtype (default: the checkpoint's)")
-    add("--no-prefix-caching", dest="enable_prefix_caching", action="store_false", default=None)
-    args = parser.parse_args(argv)
-    if args.window is not None and args.window < 1:
-        parser.error(f"--window {args.window}: must be at least 1")
-    args.overrides = {
-        k: getattr(args, k) for k in ("max_tokens", "temperature", "top_p") if getattr(args, k) is not None
-    }
+    """The command line over the file of --config. Exits with status 1 and one sentence where they cannot work."""
+    parser = make_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    first = parser.parse_args(argv)
+    args = parser.parse_args(argv, config_args(parser, first.config)) if first.config is not None else first
+    if "input" not in args:
+        parser.error("give an input: a file, or - for stdin")
+    args.argv = argv
+    leasts = (("window", 1), ("max_line_bytes", 1), ("grace", 0), ("replicas", 1), ("replica_retries", 0))
+    for name, least in leasts:
+        if getattr(args, name) is not None and not getattr(args, name) >= least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    if args.max_error_rate is not None and not 0 <= args.max_error_rate < 1:
+        parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
+    if args.ray is None and (args.replicas != 1 or args.replica_resources):
+        parser.error("--replicas and --replica-resources need --ray")
+    if args.ray is not None and args.check:
+        parser.error("--check plans one engine on this machine: leave out --ray")
+    if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
+        parser.error(f"--report {args.report}: no such folder")
+    if args.retry_failed and args.existing != "resume":
+        parser.error("--retry-failed needs --resume")
+    if args.existing == "resume" and args.output in (None, "-"):
+        parser.error("--resume needs the --output of the run to go on with")
+    args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
     try:
+        args.replica_resources = parse_resources(args.replica_resources or ())
         SamplingParams(**args.overrides).validate(EngineConfig(), vocab_size=1)
-    except RequestError as e:
+        args.shard = parse_shard(args.shard, os.environ)
+    except (RequestError, ValueError) as e:
         parser.error(str(e))
+    if args.shard is not None and args.output not in (None, "-"):
+        args.output = shard_path(args.output, args.shard)
     return args
 
 
-def make_llm(args: argparse.Namespace) -> Any:
-    """The engine on the checkpoint, or Fatal with what is wrong with either."""
-    path = args.model
-    if path is not None and not Path(path).is_dir():
-        raise Fatal(f"--model {path}: no such folder (nothing is downloaded: pass a local checkpoint)")
-    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "dtype")
-    given = {name: getattr(args, name) for name in (*names, "enable_prefix_caching")}
+def config_args(parser: Parser, path: str) -> argparse.Namespace:
+    """What the flags of a YAML or JSON file come to: a mapping of names, with - or _, to values."""
     try:
+        text = Path(path).read_text()
+        if path.endswith(".json"):
+            found = json.loads(text)
+        else:
+            import yaml
+
+            try:
+                found = yaml.safe_load(text)
+            except yaml.YAMLError as e:
+                raise ValueError(" ".join(str(e).split())) from e
+    except (OSError, ValueError) as e:
+        parser.error(f"--config {path}: {e}")
+    if not isinstance(found, dict):
+        parser.error(f"--config {path}: must be a mapping of flags by name")
+    flags: list[str] = []
+    # With its prefix, as it is written: --no-ordered is a flag, "no_ordered" no key.
+    known = {a.option_strings[0][2:]: a for a in parser._actions if a.option_strings and a.dest != "config"}
+    for key, value in found.items():
+        name = str(key).replace("_", "-")
+        values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+        if name == "input":
+            flags = [*values, *flags]
+        elif name not in known or name == "help":
+            parser.error(f"--config {path}: {key!r} is no flag; there are input, {', '.join(sorted(known))}")
+        elif isinstance(known[name], argparse.BooleanOptionalAction) and isinstance(value, bool):
+            flags += [f"--{name}" if value else f"--no-{name}"]
+        elif known[name].nargs == 0 and isinstance(value, bool):
+            flags += [f"--{name}"] if value else []
+        elif known[name].nargs == 0:
+            parser.error(f"--config {path}: {key!r} is {value!r}: must be true or false")
+        elif value is not None:
+            flags += [f"--{name}", *values]
+    own = Parser(prog="serve_batch", parents=[parser], add_help=False, conflict_handler="resolve")
+    own.error = lambda message: parser.error(f"--config {path}: {message}")
+    return own.parse_args(flags)
+
+
+def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """(i, N) of "i/N", or of the SLURM array task that this is; None for all lines. Raises ValueError."""
+    if text is None:
+        if "SLURM_ARRAY_TASK_ID" not in environ:
+            return None
+        task, low, step, count = (
+            int(environ.get(f"SLURM_ARRAY_TASK_{k}", d)) for k, d in (("ID", 0), ("MIN", 0), ("STEP", 1), ("COUNT", 1))
+        )
+        text = f"{(task - low) // step}/{count}"
+    i, _, n = text.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+        raise ValueError(f"--shard {text}: must be I/N with I from 0 to N - 1")
+    return None if int(n) == 1 else (int(i), int(n))
+
+
+def parse_resources(texts: Sequence[str]) -> dict[str, float]:
+    """{name: count} of texts "NAME=COUNT". Raises ValueError."""
+    found = {}
+    for text in texts:
+        name, _, count = text.partition("=")
+        try:
+            found[name] = float(count)
+        except ValueError:
+            raise ValueError(f"--replica-resources {text}: must be NAME=COUNT, as in GPU=1") from None
+    return found
+
+
+def make_llm(args: argparse.Namespace) -> Any:
+    """The engine on the checkpoint, or BatchError with what is wrong with either."""
+    given = {name: getattr(args, name) for name in ENGINE}
+    given = {k: v for k, v in given.items() if v is not None}
+    path = model_path(args)
+    try:
+        if args.ray is not None:
+            from jpaged.integrations.ray_llm import RayLLM
+
+            return RayLLM(
+                args.model, address=args.ray, replicas=args.replicas, resources=args.replica_resources,
+                max_retries=args.replica_retries, seed=args.seed, **given,
+            )  # fmt: skip
         import jpaged
 
-        if path is None:
-            from jpaged.demo import MODEL_PATH as path
-        return jpaged.LLM(str(path), seed=args.seed, **{k: v for k, v in given.items() if v is not None})
+        return jpaged.LLM(path, seed=args.seed, **given)
     except Exception as e:
-        raise Fatal(f"cannot start the engine on {path}: {_sentence(e)}") from e
+        raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
 
 
-class Reader:
-    """Numbered, non-blank lines of the input, read ahead by a thread so that a slow pipe never holds the engine up."""
+def model_path(args: argparse.Namespace) -> str:
+    if args.model is None:
+        from jpaged.demo import MODEL_PATH
 
-    def __init__(self, file: IO[bytes], ahead: int):
-        self._lines: queue.Queue[tuple[int, bytes] | Exception | None] = queue.Queue(ahead)
-        self._patience = PIPE_WAIT_S
-        self.ended = False
-        threading.Thread(target=self._read, args=(file,), daemon=True).start()
-
-    def _read(self, file: IO[bytes]) -> None:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    self._lines.put((number, line))
-            self._lines.put(None)
-        except Exception as e:  # handed over: the main thread ends the run
-            self._lines.put(e)
-
-    def next(self, wait: bool) -> tuple[int, bytes] | None:
-        """The next line; None at the end (`ended` is then set), or when none is there yet and `wait` is off.
-
-        Even then a pipe that was not slow last time gets a moment, so that the engine's first batches are full ones.
-        """
-        if self.ended:
-            return None
-        try:
-            item = self._lines.get(timeout=None if wait else self._patience)
-        except queue.Empty:
-            self._patience = 0.0001
-            return None
-        self._patience = PIPE_WAIT_S
-        if isinstance(item, Exception):
-            raise Fatal(f"cannot read the input: {_sentence(item)}")
-        self.ended = item is None
-        return item
+        return str(MODEL_PATH)
+    if not Path(args.model).is_dir():
+        raise BatchError(f"--model {args.model}: no such folder (nothing is downloaded: pass a local checkpoint)")
+    return args.model
 
 
-class Writer:
-    """Answers to JSONL or to text that a person reads; in input order through a bounded buffer if asked."""
-
-    def __init__(self, file: IO[bytes], *, readable: bool, ordered: bool):
-        self._file, self._readable, self._ordered = file, readable, ordered
-        self._waiting: dict[int, bytes] = {}  # finished lines by their place, behind one that still runs
-        self._places: collections.deque[int] = collections.deque()  # line numbers, in input order, not written yet
-
-    @property
-    def held(self) -> int:
-        """Lines that were begun and not written yet; only an ordered writer counts them."""
-        return len(self._places)
-
-    def begin(self, number: int) -> None:
-        if self._ordered:
-            self._places.append(number)
-
-    def write(self, request: BatchRequest, line: dict[str, Any]) -> None:
-        data = _to_read(request, line) if self._readable else batch_io.encode_line(line)
-        if not self._ordered:
-            self._file.write(data)
-            return
-        self._waiting[request.number] = data
-        while self._places and self._places[0] in self._waiting:
-            self._file.write(self._waiting.pop(self._places.popleft()))
-
-    def flush(self, everything: bool = False) -> None:
-        """To the file; `everything` also lets go what waits behind a line that will not come (the run was cut off)."""
-        if everything:
-            for number in sorted(self._waiting):
-                self._file.write(self._waiting.pop(number))
-        self._file.flush()
+def make_settings(args: argparse.Namespace, defaults: SamplingParams, source: Source) -> Settings:
+    name = "jpaged-demo" if args.model is None else Path(args.model).resolve().name
+    return Settings(
+        defaults=defaults, model=name, overrides=args.overrides, seed=args.seed, text=source.text,
+        ignore_unknown=args.ignore_unknown,
+    )  # fmt: skip
 
 
-@dataclasses.dataclass
-class Tally:
-    """What the run did so far; the summary."""
-
-    began: float = dataclasses.field(default_factory=time.perf_counter)
-    ok: int = 0
-    failed: int = 0
-    tokens_in: int = 0
-    tokens_cached: int = 0
-    tokens_out: int = 0
-    reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, output: Any) -> None:
-        self.ok += 1
-        self.tokens_in += len(output.prompt_token_ids)
-        self.tokens_cached += output.num_cached_tokens
-        self.tokens_out += len(output.outputs[0].token_ids)
-        self.reasons[output.outputs[0].finish_reason] += 1
-
-    def summary(self, stats: dict[str, Any]) -> str:
-        seconds = max(time.perf_counter() - self.began, 1e-9)
-        share = 100 * self.tokens_cached / max(self.tokens_in, 1)
-        rows = {
-            "requests": f"{self.ok + self.failed} ({self.ok} ok, {self.failed} failed)",
-            "tokens": f"{self.tokens_in} in, {self.tokens_out} out",
-            "time": f"{seconds:.1f} s, {self.tokens_out / seconds:.1f} tok/s out, "
-            f"{(self.tokens_in + self.tokens_out) / seconds:.1f} tok/s in all",
-            "cache hits": f"{self.tokens_cached} tokens ({share:.1f}% of the prompts)",
-            "finished by": ", ".join(f"{k} {n}" for k, n in self.reasons.most_common()) or "-",
-        }
-        if stats.get("num_compiles"):
-            rows["compiled"] = f"{stats['num_compiles']} steps in {stats.get('compile_time_s', 0.0):.1f} s of that time"
-        text = "\n".join(f"{name:<12} {value}" for name, value in rows.items())
-        if self.reasons["length"] * 5 > self.ok:
-            cut = f"{self.reasons['length']} of {self.ok} answers were cut off by their token limit"
-            text += f"\nwarning: {cut} (finish_reason 'length'): raise --max-tokens or --max-model-len"
-        return text
+def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
+    """Everything that an answer depends on, from files and flags alone."""
+    format = guess_format(args.input) if args.format == "auto" else args.format
+    settings = {name: getattr(args, name) for name in ("max_line_bytes", "ignore_unknown", "error_style", "seed")}
+    settings |= {name: getattr(args, name) for name in (*SAMPLING, "max_model_len", "dtype")}
+    return make_manifest(
+        model=model_identity(model_path(args)), settings={"format": format, **settings}, source=source.identity(),
+        shard=args.shard,
+    )  # fmt: skip
 
 
-class Progress:
-    """tqdm on a terminal, a plain line every few seconds elsewhere; prefill and decode tok/s of the last interval."""
-
-    def __init__(self, mode: str, total: int | None):
-        self._bar, self._mode, self._total = None, mode, total
-        self._last, self._stats = time.perf_counter(), dict[str, Any]()
-        if mode == "bar":
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit="req", dynamic_ncols=True, file=sys.stderr)
-
-    def update(self, tally: Tally, llm: Any) -> None:
-        now = time.perf_counter()
-        if self._mode == "none" or now - self._last < (BAR_EVERY_S if self._bar is not None else LINES_EVERY_S):
-            return
-        self._show(tally, llm.stats())
-        self._last = now
-
-    def _show(self, tally: Tally, stats: dict[str, Any]) -> None:
-        rates = []
-        for phase in ("prefill", "decode"):
-            tokens, seconds = (stats.get(k, 0) - self._stats.get(k, 0) for k in (f"{phase}_tokens", f"{phase}_time_s"))
-            rates.append(f"{phase} {tokens / seconds if seconds > 0 else 0.0:.0f} tok/s")
-        self._stats, done, text = stats, tally.ok + tally.failed, ", ".join(rates)
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{text}, {tally.failed} failed", refresh=False)
-            self._bar.update(done - self._bar.n)
-        else:
-            of = "" if self._total is None else f"/{self._total}"
-            clock = f"[{time.perf_counter() - tally.began:.0f} s]"
-            print(f"{clock} {done}{of} done, {tally.failed} failed, {text}", file=sys.stderr, flush=True)
-
-    def close(self, tally: Tally, llm: Any) -> None:
-        if self._bar is not None:
-            with contextlib.suppress(Exception):  # the engine may be what failed
-                self._show(tally, llm.stats())
-            self._bar.close()
-            self._bar = None
+def ask(args: argparse.Namespace) -> Existing:
+    """What to do with an output that is there already: a person at a terminal is asked."""
+    if args.existing is not None:
+        return args.existing
+    there = args.output not in (None, "-") and os.path.isfile(args.output) and os.path.getsize(args.output)
+    if not there or args.input == "-" or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return "refuse"
+    print(f"{args.output} exists. Resume it, overwrite it, or quit? [R/o/q] ", end="", file=sys.stderr, flush=True)
+    answers: dict[str, Existing] = {"": "resume", "r": "resume", "o": "overwrite"}
+    return answers.get(sys.stdin.readline().strip().lower()[:1], "refuse")
 
 
-def serve(
-    llm: Any, reader: Reader, writer: Writer, settings: Settings, window: int, tally: Tally, progress: Progress
-) -> None:
-    """The run: keep at most `window` requests in the engine, step it, write what finishes.
-
-    An ordered run also stops reading while 8 windows of lines wait for one that is slow: memory stays bounded.
-    """
-    pending: dict[str, BatchRequest] = {}
-    seen: set[int] = set()  # hashes of the ids, 64 bits each
-
-    def failed(request: BatchRequest, error: BaseException | str) -> None:
-        tally.failed += 1
-        writer.write(request, batch_io.error_line(request, error))
-
-    def admit(number: int, raw: bytes) -> None:
-        request = BatchRequest(number=number)
-        writer.begin(number)
-        try:
-            request.parse(raw, settings)
-            if request.id is not None:
-                if (digest := hash(str(request.id))) in seen:
-                    raise LineError(f"id {request.id!r} is an earlier line's", param="custom_id", code="duplicate_id")
-                seen.add(digest)
-            prompt = request.prompt
-            if request.messages is not None:
-                prompt = llm.render_chat(request.messages, **request.template)
-            pending[llm.add_request(prompt, request.params, request_id=f"line-{number}")] = request
-        except Exception as e:  # whatever one line provokes is that line's error
-            failed(request, e)
-
-    while True:
-        while len(pending) < window and writer.held < 8 * window and (item := reader.next(wait=not pending)):
-            admit(*item)
-            if not pending:
-                writer.flush()
-        if not pending and reader.ended:
-            return
-        finished = llm.step()
-        if not finished and not llm.has_unfinished():
-            raise Fatal(f"the engine is idle with {len(pending)} requests unanswered")
-        for output in finished:
-            request = pending.pop(output.request_id)
-            if output.error is not None:
-                failed(request, output.error)
-            else:
-                tally.add(output)
-                writer.write(request, batch_io.answer_line(request, output))
-        writer.flush()
-        progress.update(tally, llm)
+def resuming(args: argparse.Namespace) -> tuple[str, ...]:
+    """The command line that goes on with this run."""
+    program = sys.argv[0] if sys.argv[0].endswith("serve_batch.py") else "scripts/serve_batch.py"
+    return ("python", program, *(a for a in args.argv if a not in ("--resume", "--overwrite")), "--resume")
 
 
-def _to_read(request: BatchRequest, line: dict[str, Any]) -> bytes:
-    """A prompt and its answer for a person's eyes."""
-    if request.messages is not None:
-        prompt = "\n".join(f"{m['role']}: {m['content']}" for m in request.messages)
-    else:
-        prompt = f"token ids {request.prompt}" if isinstance(request.prompt, list) else request.prompt or ""
-    if len(prompt) > 1000:
-        prompt = f"{prompt[:500]}\n... ({len(prompt) - 1000} characters) ...\n{prompt[-500:]}"
-    body = (line.get("response") or {}).get("body", line)
-    error = body.get("error") or line.get("error")
-    name = f"line {request.number}" + ("" if request.id is None else f" ({request.id})")
-    if error is not None:
-        prompt = f"{prompt.rstrip()}\n" if prompt else ""
-        return f"=== {name}\n{prompt}--- error\n{error['message']}\n\n".encode(errors="replace")
-    choice = body["choices"][0] if "choices" in body else body
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    text = f"token ids {choice['token_ids']}" if text is None else text
-    ending = f"{choice['finish_reason']}, {body['usage']['completion_tokens']} tokens"
-    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-    ending += f", {cached} prompt tokens from the cache" if cached else ""
-    return f"=== {name}\n{prompt.rstrip()}\n--- answer ({ending})\n{text.rstrip()}\n\n".encode(errors="replace")
+def run_check(args: argparse.Namespace, source: Source) -> int:
+    from jpaged.integrations.batch.check import Rate, check
 
+    given = {name: value for name in ENGINE if (value := getattr(args, name)) is not None}
+    earlier = f"{args.output}.summary.json" if args.output not in (None, "-") else ""
+    rates = args.rates or (earlier if os.path.exists(earlier) else None)
 
-def open_input(path: str) -> tuple[IO[bytes], int | None]:
-    """The input as bytes, and how many requests it holds (None for a pipe)."""
-    if path == "-":
-        return open(0, "rb", closefd=False), None  # not sys.stdin: its lock, held by the reader, would stop the exit
+    def settings_of(llm: Any) -> Settings:
+        return make_settings(args, llm.default_sampling_params(), source)
+
     try:
-        total = None
-        if stat.S_ISREG(os.stat(path).st_mode):
-            with open(path, "rb") as file:
-                total = sum(1 for line in file if not line.isspace())
-        return open(path, "rb"), total
-    except OSError as e:
-        raise Fatal(f"cannot read {path}: {e.strerror}") from None
-
-
-@contextlib.contextmanager
-def open_output(path: str | None, source: str) -> Iterator[IO[bytes]]:
-    """The output file, opened before the model is loaded but only emptied by the first write."""
-    if path in (None, "-"):
-        yield sys.stdout.buffer
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            if source != "-" and os.path.exists(path) and os.path.samefile(path, source):
-                raise Fatal(f"--output {path} is the input itself")
-            file = stack.enter_context(open(path, "ab"))
-        except OSError as e:
-            raise Fatal(f"cannot write {path}: {e.strerror}") from None
-        yield file
+        config = EngineConfig(**given)
+    except ConfigError as e:
+        raise BatchError(str(e)) from None
+    rate = None if rates is None else Rate.read(rates)
+    good = check(source, model_path(args), config, settings_of, shard=args.shard, rate=rate)
+    return OK if good else FAILED_LINES
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything between the command line and the exit status. Raises Fatal, KeyboardInterrupt, BrokenPipeError."""
-    source, total = open_input(args.input)
-    readable = args.output is None
-    talk = sys.stderr if args.output == "-" else sys.stdout
-    with source, open_output(args.output, args.input) as file:
-        llm = make_llm(args)
-        text = args.format == "text" or (args.format == "auto" and args.input.endswith(".txt"))
-        name = "jpaged-demo" if args.model is None else Path(args.model).resolve().name
-        settings = Settings(
-            defaults=llm.default_sampling_params(), model=name, overrides=args.overrides, seed=args.seed, text=text
-        )
-        if file is not sys.stdout.buffer and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.truncate(0)
-        terminal = sys.stderr.isatty()
-        mode = "none" if readable and terminal and sys.stdout.isatty() else "bar" if terminal else "lines"
-        window = args.window or 4 * (args.max_num_seqs or EngineConfig.max_num_seqs)
-        tally, progress, reader = Tally(), Progress(mode, total), Reader(source, window)
-        writer = Writer(file, readable=readable, ordered=args.ordered)
-        try:
-            serve(llm, reader, writer, settings, window, tally, progress)
-        except (KeyboardInterrupt, Exception) as e:
-            progress.close(tally, llm)
-            if isinstance(e, OSError):
-                raise
-            with contextlib.suppress(OSError):
-                writer.flush(everything=True)
-            done = f"{tally.ok + tally.failed} lines were answered" + (
-                "" if args.output in (None, "-") else f" in {args.output}"
-            )
-            if isinstance(e, KeyboardInterrupt):
-                raise KeyboardInterrupt(done) from None
-            raise Fatal(f"the run stopped: {_sentence(e)} ({done})") from e
-        writer.flush()
-        progress.close(tally, llm)
-        print(tally.summary(llm.stats()), file=talk, flush=True)
-        return 2 if tally.failed else 0
+    """Everything between the command line and the exit status. Raises BatchError, KeyboardInterrupt, OSError."""
+    source = open_source(
+        args.input, format=args.format, max_line_bytes=args.max_line_bytes, columns=args.columns, split=args.split
+    )
+    with contextlib.closing(source):
+        if args.check:
+            return run_check(args, source)
+        if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(args.output, args.input):
+            raise BatchError(f"--output {args.output} is the input itself")
+        window = args.window or 4 * args.replicas * (args.max_num_seqs or EngineConfig.max_num_seqs)
+        job = Job(
+            output=args.output, existing=ask(args), retry_failed=args.retry_failed, ordered=args.ordered,
+            window=window, grace=args.grace, max_error_rate=args.max_error_rate, error_style=args.error_style,
+            shard=args.shard, summary=args.summary, again=resuming(args),
+        )  # fmt: skip
+
+        def settings_of(llm: Any) -> Settings:
+            return make_settings(args, llm.default_sampling_params(), source)
+
+        manifest, stats, stdout = manifest_of(args, source), BatchStats(), sys.stdout.buffer
+        with contextlib.ExitStack() as stack:
+            # What libraries print (Ray does, when an actor dies) is not to come among the answers.
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr if args.output == "-" else sys.stdout))
+            if args.metrics_port:
+                stack.enter_context(serve_metrics(stats, args.metrics_host, args.metrics_port))
+            try:
+                return run_batch(job, source, manifest, lambda: make_llm(args), settings_of, stats=stats, stdout=stdout)
+            finally:
+                if args.report is not None and stats.engine:  # it began, however it ended
+                    name = os.path.basename(args.output or "-")
+                    title = "Batch run" if name == "-" else f"Batch run: {name}"
+                    write_report(args.report, render(stats, title=title, settings=told(args)))
 
 
-def _sentence(error: BaseException) -> str:
-    """An error in one line: our own errors and Fatal as they are, others with their type."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror + (f": {error.filename}" if error.filename else "")
-    return text if isinstance(error, JpagedError | Fatal | OSError) else f"{type(error).__name__}: {text}"
+def told(args: argparse.Namespace) -> dict[str, Any]:
+    """What this run was told, for its report: the flags that are not at their defaults."""
+    found = {"input": args.input, "model": args.model or "the embedded one"}
+    for action in make_parser()._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest not in found and value not in (None, {}, action.default):
+            found[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -406,20 +373,20 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         return run(args)
-    except Fatal as e:
+    except BatchError as e:
         print(f"serve_batch: {e}", file=sys.stderr)
         if os.environ.get("JPAGED_DEBUG"):
             raise
-        return 1
-    except KeyboardInterrupt as e:
-        print(f"serve_batch: interrupted: {e or 'nothing had run'}", file=sys.stderr)
+        return FATAL
+    except KeyboardInterrupt:
+        print("serve_batch: interrupted: nothing had run", file=sys.stderr)
         return 130
-    except OSError as e:  # of writing: reading and opening are Fatal
+    except OSError as e:  # of writing: reading and opening are BatchErrors
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains when it flushes stdout at exit
         if isinstance(e, BrokenPipeError):
-            return 141
-        print(f"serve_batch: cannot write: {_sentence(e)}", file=sys.stderr)
-        return 1
+            return BROKEN_PIPE
+        print(f"serve_batch: cannot write: {sentence(e)}", file=sys.stderr)
+        return FATAL
 
 
 if __name__ == "__main__":

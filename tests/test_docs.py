@@ -20,5 +20,5 @@ def test_files_that_are_named_exist(page: Path) -> None:
     quoted = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^ {4}(?:\w+=\S+ )*(?:python|bash|make) .*$", text, re.M)
     named = {path for quote in quoted for path in NAMED.findall(quote) if not path.isupper()}
     assert len(named) >= 2
-    missing = sorted(path for path in named if not any((home / path).exists() for home in HOMES))
+    missing = sorted(path for path in named if not any((home / path).exists() for home in (*HOMES, page.parent)))
     assert not missing, f"{page.name} names {missing}"

@@ -101,7 +101,7 @@ def test_nothing_to_write() -> None:
 def test_through_the_runner(dtype: Any) -> None:
     """To the host and back, in sizes that are no power of two; what was read does not follow the pool."""
     runner = make_runner(BLOCKS, dtype)
-    runner._allocate(full=False)
+    runner.allocate()
     pool = jnp.arange(math.prod(runner.layout.shape), dtype=jnp.int32).astype(dtype).reshape(runner.layout.shape)
     runner._pool = pool + jnp.zeros_like(pool)
     layers = np.asarray(pool.astype(jnp.float32)).reshape(CONFIG.num_layers, BLOCKS, -1)

@@ -1,105 +1,22 @@
 """scripts/serve_batch.py end to end: on a fake engine that keeps the contract, and once on the embedded model."""
 
-import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jpaged.config import EngineConfig
-from jpaged.engine.sampling_params import SamplingParams
-from jpaged.errors import CapacityError, CheckpointError, GenerationError, RequestError
-from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.errors import CheckpointError
+from jpaged.integrations.batch import progress
+from tests.batch_engine import ROOT, FakeLLM, load_script, serve, start
 
-ROOT = Path(__file__).parents[2]
-CONTEXT = 64
-# The fake engine again, for what only a process of its own can show.
-DRIVER = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's child has it ignored
-from test_serve_batch import FakeLLM, serve_batch
-delay = float(sys.argv.pop(1))
-serve_batch.make_llm = lambda args: FakeLLM(delay=delay)
-sys.exit(serve_batch.main())
-"""
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-serve_batch = load_script("serve_batch")
-
-
-class FakeLLM:
-    """Answers each prompt with itself in capitals, the youngest of the running requests first; a byte is a token."""
-
-    def __init__(self, *, delay=0.0, fail_at=None, fail_prompt=None):
-        self.waiting: dict = {}
-        self.delay, self.fail_at, self.fail_prompt = delay, fail_at, fail_prompt
-        self.steps = self.most_waiting = 0
-
-    def default_sampling_params(self):
-        return SamplingParams(temperature=0.5)
-
-    def render_chat(
-        self, messages, chat_template_kwargs=None, add_generation_prompt=True, continue_final_message=False
-    ):
-        if messages[0]["role"] == "system":
-            raise RequestError("the tokenizer has no chat template: pass prompts, or a tokenizer that has one")
-        return list("|".join(m["content"] for m in messages).encode())
-
-    def add_request(self, prompt, sampling_params: Any = None, *, request_id=None):
-        ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-        sampling_params.validate(EngineConfig(), vocab_size=256)
-        if not ids:
-            raise RequestError("the prompt is empty")
-        if len(ids) > CONTEXT:
-            raise CapacityError(f"the prompt has {len(ids)} tokens, above max_model_len={CONTEXT}")
-        assert request_id not in self.waiting
-        self.waiting[request_id] = (ids, sampling_params)
-        self.most_waiting = max(self.most_waiting, len(self.waiting))
-        return request_id
-
-    def has_unfinished(self):
-        return bool(self.waiting)
-
-    def step(self):
-        time.sleep(self.delay)
-        self.steps += 1
-        if self.steps == self.fail_at:
-            raise RuntimeError("the device is gone")
-        request_id, (ids, params) = self.waiting.popitem()
-        full = bytes(ids).decode(errors="replace").upper()
-        length = len(ids) if params.max_tokens is None else min(len(ids), params.max_tokens)
-        done = CompletionOutput(
-            index=0,
-            text=full[:length],
-            token_ids=ids[:length],
-            token_logprobs=np.zeros(length, np.float32),
-            cumulative_logprob=0.0,
-            finish_reason="length" if length < len(ids) else "stop",
-        )
-        error = GenerationError("out of blocks", []) if full == self.fail_prompt else None
-        out = RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=ids, outputs=[done], error=error)
-        out.num_cached_tokens = 2
-        return [out]
-
-    def stats(self):
-        tokens = {"prefill_tokens": 10 * self.steps, "decode_tokens": 20 * self.steps}
-        return tokens | {"prefill_time_s": 0.5 * self.steps, "decode_time_s": 0.5 * self.steps, "num_compiles": 0}
+serve_batch, merge_shards = load_script("serve_batch"), load_script("merge_shards")
 
 
 @pytest.fixture
@@ -110,7 +27,7 @@ def run(monkeypatch, tmp_path, capfdbinary):
         monkeypatch.setattr(serve_batch, "make_llm", lambda args: llm or FakeLLM())
         source, target = tmp_path / name, tmp_path / "out.jsonl"
         source.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
-        where = [] if "--output" in flags or "read" in flags else ["--output", str(target)]
+        where = [] if "--output" in flags or "read" in flags else ["--output", str(target), "--overwrite"]
         status = serve_batch.main([str(source), *where, *(f for f in flags if f != "read")])
         out, err = capfdbinary.readouterr()
         text = target.read_bytes() if where else out
@@ -267,9 +184,9 @@ def test_an_engine_that_loses_requests_does_not_hang(run):
 
 
 def test_progress_lines(run, monkeypatch):
-    monkeypatch.setattr(serve_batch, "LINES_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LINES_EVERY_S", 0.0)
     err = run([{"prompt": x} for x in "ab"])[3]
-    assert "1/2 done, 0 failed, prefill 20 tok/s, decode 40 tok/s\n" in err
+    assert re.search(r"^\[0 s\] 1/2 done, 0 failed, \d+ tok/s in, \d+ out, cache 200%, 0s left$", err, re.M)
 
 
 class TestNothingRuns:
@@ -294,11 +211,15 @@ class TestNothingRuns:
     def test_missing_model(self, capsys, source, tmp_path):
         kept = tmp_path / "kept.jsonl"
         kept.write_text("precious\n")
-        error = self.check(capsys, source, "--model", tmp_path / "none", "--output", kept)
+        error = self.check(capsys, source, "--model", tmp_path / "none", "--output", kept, "--overwrite")
         assert "no such folder" in error and kept.read_text() == "precious\n"
 
     def test_output(self, capsys, source, tmp_path):
         assert "cannot write" in self.check(capsys, source, "--output", tmp_path / "no" / "out.jsonl")
+        done = tmp_path / "done.jsonl"
+        done.write_text('{"line": 1}\n')
+        error = self.check(capsys, source, "--output", done)
+        assert "--resume" in error and "--overwrite" in error and done.read_text() == '{"line": 1}\n'
         assert "cannot write" in self.check(capsys, source, "--output", tmp_path)
         assert "is the input itself" in self.check(capsys, source, "--output", source)
         assert source.read_text() == '{"prompt": "a"}\n'
@@ -327,13 +248,6 @@ class TestNothingRuns:
         assert flags[0].strip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
 
 
-def start(*argv, delay=0.0, **pipes) -> Any:
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", DRIVER, str(delay), *map(str, argv)]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, **pipes)
-
-
 def test_a_slow_pipe_is_answered_as_it_comes_and_interrupted_cleanly():
     with start("-", "--output", "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         for text in ("a", "b"):
@@ -341,23 +255,64 @@ def test_a_slow_pipe_is_answered_as_it_comes_and_interrupted_cleanly():
             process.stdin.flush()
             assert json.loads(process.stdout.readline())["text"] == text.upper()  # while the pipe stays open
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, b"")
-    assert err == b"serve_batch: interrupted: 2 lines were answered\n"
+        assert process.wait(timeout=60) == 130  # while the pipe stays open, still
+        out, err = process.stdout.read(), process.stderr.read()
+    assert out == b""
+    assert err.splitlines()[-1] == b"serve_batch: interrupted: 2 lines were answered"
 
 
-def test_interrupted_while_running(tmp_path):
+class TestInterrupted:
+    """While 300 lines run, 0.01 s each: what was answered is whole, and the command that is told goes on with it."""
+
+    def run(self, tmp_path, *flags, signals, twice=False):
+        source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(300)))
+        with start(source, "--output", target, *flags, delay=0.01) as process:
+            while not (target.exists() and target.stat().st_size):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signals)
+            if twice:
+                while b"a second signal stops at once" not in process.stderr.readline():
+                    assert process.poll() is None
+                process.send_signal(signals)
+            err = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == 128 + signals
+        answered = [json.loads(line)["line"] for line in target.read_text().splitlines()]
+        assert len(set(answered)) == len(answered)
+        last = err.splitlines()[-1]
+        said = f"serve_batch: interrupted: {len(answered)} lines were answered in {target}; to go on: python "
+        assert last.startswith(said) and "Traceback" not in err
+        again = shlex.split(last.split("; to go on: ")[1])
+        assert serve(*again[2:]) == 0
+        assert sorted(json.loads(x)["line"] for x in target.read_text().splitlines()) == [*range(1, 301)]
+        return answered
+
+    def test_what_runs_is_finished(self, tmp_path):
+        answered = self.run(tmp_path, "--window", "5", signals=signal.SIGINT)
+        assert set(answered) == set(range(1, len(answered) + 1))  # the fake engine leaves the oldest to the last
+
+    def test_grace_ends(self, tmp_path):
+        answered = self.run(tmp_path, "--grace", "0.05", "--overwrite", signals=signal.SIGTERM)
+        assert set(answered) != set(range(1, len(answered) + 1))  # what had waited in the engine was cut off
+
+    def test_a_second_signal(self, tmp_path):
+        self.run(tmp_path, "--grace", "1000", signals=signal.SIGTERM, twice=True)
+
+
+def test_a_step_that_does_not_return_ends_with_the_grace_period(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(1000)))
-    with start(source, "--output", target, delay=0.02) as process:
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with start(source, "--output", target, "--grace", "0.1", delay=4, stdout=subprocess.PIPE) as process:
         while not (target.exists() and target.stat().st_size):
             assert process.poll() is None
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=60)[1].decode()
-    assert process.returncode == 130
-    answered = [json.loads(line) for line in target.read_text().splitlines()]
-    assert f"interrupted: {len(answered)} lines were answered in {target}" in err and "Traceback" not in err
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and out == b"", "it did not get to its summary"
+    assert b"interrupted: 1 lines were answered in" in err.splitlines()[-1]
+    assert serve(source, "--output", target, "--resume") == 0
+    assert sorted(json.loads(x)["text"] for x in target.read_text().splitlines()) == ["A", "B"]
 
 
 def test_a_broken_pipe_is_quiet(tmp_path):
@@ -387,7 +342,8 @@ class TestEmbeddedModel:
     def answers(self, tmp_path, lines, *flags, status=0):
         source, target = tmp_path / "real.jsonl", tmp_path / "answers.jsonl"
         source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-        assert serve_batch.main([str(source), "--output", str(target), "--ordered", *self.FLAGS, *flags]) == status
+        where = ["--output", str(target), "--overwrite", "--ordered"]
+        assert serve_batch.main([str(source), *where, *self.FLAGS, *flags]) == status
         return [json.loads(line) for line in target.read_text().splitlines()]
 
     def test_the_shipped_prompts(self, capfd):
@@ -427,12 +383,16 @@ class TestEmbeddedModel:
         assert len(alone[2]["logprobs"]) == 5 and len(alone[2]["logprobs"][0]["top_logprobs"]) == 2
         assert len(alone[3]["prompt_logprobs"]) == alone[3]["usage"]["prompt_tokens"]
 
-    def test_a_shard_answers_as_the_whole_run(self, tmp_path):
-        lines = [{"prompt": f"def f{i % 3}(", "max_tokens": 10} for i in range(9)]
+    def test_shards_answer_as_the_whole_run(self, tmp_path):
+        lines = [{"prompt": f"def f{i % 3}(", "max_tokens": 10, "temperature": i % 2} for i in range(9)]
         whole = self.answers(tmp_path, lines)
         assert len({x["text"] for x in whole}) > 3  # equal prompts on different lines differ
-        shard = self.answers(tmp_path, [line if i % 2 else "" for i, line in enumerate(lines)])
-        assert [(x["line"], x["text"]) for x in shard] == [(x["line"], x["text"]) for x in whole[1::2]]
+        source, target = tmp_path / "real.jsonl", tmp_path / "sharded.jsonl"
+        for shard in ("0/2", "1/2"):
+            assert serve_batch.main([str(source), "--output", str(target), "--shard", shard, *self.FLAGS]) == 0
+        assert merge_shards.main([str(target)]) == 0
+        merged = [json.loads(line) for line in target.read_text().splitlines()]
+        assert [(x["line"], x["text"]) for x in merged] == [(x["line"], x["text"]) for x in whole]
 
     @pytest.mark.parametrize("damage", ["architecture", "weights", "config"])
     def test_damaged_folders(self, tmp_path, capfd, damage):

@@ -1,15 +1,20 @@
 """Lines to requests and back: every form, every check, and the shapes of OpenAI's output."""
 
+import contextlib
 import dataclasses
 import json
 import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import CapacityError, GenerationError, RequestError
-from jpaged.integrations.batch_io import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
+from jpaged.integrations.batch import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
+from jpaged.integrations.batch.answers import row_failed, row_id, row_number
+from jpaged.integrations.batch.lines import identify
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 
 SETTINGS = Settings(defaults=SamplingParams(temperature=0.6, top_p=0.95), model="m")
@@ -148,14 +153,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "param", "code"),
         [
-            ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_field"),
+            ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+            ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+            ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+            ({"cache_salt": 3}, "cache_salt", "invalid_value"),
             ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
             ({"stream": True}, "stream", "unsupported_field"),
             ({"echo": True}, "echo", "unsupported_field"),
             ({"best_of": 3}, "best_of", "unsupported_field"),
             ({"suffix": "x"}, "suffix", "unsupported_field"),
-            ({"n": 2}, "n", "unsupported_field"),
-            ({"n": True}, "n", "unsupported_field"),
+            ({"n": True}, "n", "invalid_value"),
             ({"functions": [{}]}, "functions", "unsupported_field"),
             ({"guided_json": {}}, "guided_json", "unsupported_field"),
             ({"chat_template": "{{x}}"}, "chat_template", "unsupported_field"),
@@ -347,3 +355,80 @@ class TestAnswers:
     def test_encoding(self):
         assert encode_line({"a": "é\n"}) == '{"a": "é\\n"}\n'.encode()
         assert json.loads(encode_line({"a": "\ud800"})) == {"a": "\ud800"}
+
+    def test_errors_in_the_form_of_vllm(self):
+        line = error_line(parse(openai()), LineError("bad", param="x", code="c"), "vllm")
+        assert line["response"] == {"status_code": 400, "request_id": "req_3", "body": None}
+        details = {"message": "line 3: bad", "type": "BadRequestError", "param": "x", "code": 400}
+        assert line["error"] == {"error": details} and line["custom_id"] == "a"
+        lost = error_line(parse(openai()), RuntimeError("gone"), "vllm")["error"]["error"]
+        assert (lost["type"], lost["code"]) == ("InternalServerError", 500)
+        for request in (parse({"prompt": "a"}), BatchRequest(number=3)):  # vLLM has no such lines
+            assert error_line(request, "x", "vllm") == error_line(request, "x")
+
+    def test_samples(self):
+        done = output()
+        done.outputs.append(dataclasses.replace(done.outputs[0], index=1, text="cd", token_ids=[67, 68, 69]))
+        body = answer_line(parse(openai(n=2)), done)["response"]["body"]
+        assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [(0, "ab"), (1, "cd")]
+        assert body["usage"]["completion_tokens"] == 5 and body["usage"]["total_tokens"] == 12
+        bare = answer_line(parse({"prompt": "a", "n": 2}), done)
+        assert [c["text"] for c in bare["choices"]] == ["ab", "cd"] and "text" not in bare
+
+    def test_a_row_tells_its_line(self):
+        good = [parse(openai()), parse(completion()), parse({"prompt": "a"})]
+        good.append(parse({"prompt": "a", "id": "batch_req_9"}))
+        for request in (*good, BatchRequest(number=3)):
+            styles = [error_line(request, "x", style) for style in ("openai", "vllm")]
+            rows = [(row, True) for row in styles]
+            rows += [(answer_line(request, output()), False)] if request in good else []
+            for row, failed in rows:
+                row = json.loads(encode_line(row))
+                assert (row_number(row), row_id(row), row_failed(row)) == (3, request.id, failed)
+        for foreign in ([], 3, {}, {"id": "batch_req_3"}, {"line": "3"}, {"line": True}, {"id": "x", "response": {}}):
+            assert row_number(foreign) is None
+
+
+class TestVllmFields:
+    def test_conversations_with_tools(self):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        made = parse(openai(messages=[said, {"role": "tool", "tool_call_id": "1", "content": "2"}])).messages
+        called = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+        assert made is not None
+        assert made[0] == {"role": "assistant", "content": "", "tool_calls": [called]}
+        assert made[1]["tool_call_id"] == "1"
+        for arguments in ("{", "[1]", 3):
+            bad = {**said, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+            assert refused(openai(messages=[bad]))[1].param == "messages"
+        for calls in ([{}], "f", [{"function": {}}]):
+            assert refused(openai(messages=[{**said, "tool_calls": calls}]))[1].param == "messages"
+
+    def test_what_the_template_is_told(self):
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        given = parse(openai(tools=tools, tool_choice="none", reasoning_effort="low")).template["chat_template_kwargs"]
+        assert given == {"tools": tools, "reasoning_effort": "low"}
+        for fields in ({"tools": tools, "tool_choice": "none"}, {"reasoning_effort": "low"}):
+            assert refused(completion(**fields))[1].code == "unsupported_field"
+
+    def test_unknown_fields_are_left_out_if_asked(self):
+        settings = dataclasses.replace(SETTINGS, ignore_unknown=True)
+        request = parse(openai(lable=1) | {"note": 2}, settings=settings)
+        assert sorted(request.ignored) == ["lable", "note"]
+        with pytest.raises(LineError):  # known, and would change the answer
+            parse(openai(guided_json={}), settings=settings)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["id", "custom_id", "body", "url", "x"]), st.none() | st.integers() | st.text() | st.booleans()
+    ),
+    st.booleans(),
+)
+def test_an_id_is_the_same_however_it_is_read(line, escaped):
+    text = json.dumps(line, ensure_ascii=escaped)
+    raw = text.replace('"id"', '"\\u0069d"').encode() if escaped else text.encode(errors="replace")
+    request = BatchRequest(number=2)
+    with contextlib.suppress(LineError, RequestError):
+        request.parse(raw, SETTINGS)
+    assert identify(raw, 2) == request.id

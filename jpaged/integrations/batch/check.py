@@ -1,0 +1,178 @@
+"""A dry run: every line is parsed, rendered, tokenized and judged as the engine would, and nothing is run.
+
+What the lines would need of memory is planned from the model's config alone, no weight is loaded; what they would take
+of time is told from a rate that was given or measured, never guessed.
+"""
+
+import dataclasses
+import json
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpaged.config import EngineConfig, ModelConfig, read_json
+from jpaged.engine.sampling_params import SamplingParams
+from jpaged.errors import CapacityError, JpagedError
+from jpaged.frontend import Chat, Frontend
+from jpaged.integrations.batch.intake import Intake
+from jpaged.integrations.batch.lines import BatchRequest, Settings
+from jpaged.integrations.batch.progress import duration
+from jpaged.integrations.batch.source import BatchError, Source
+from jpaged.integrations.batch.stats import BatchStats, errors_by_kind
+from jpaged.models.layout import param_shapes
+from jpaged.runtime import footprint
+from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan
+from jpaged.runtime.runner import Placement
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Output tokens a second of a whole run, prefill and all, and how that is known.
+
+    mean: tokens of a completion, where a run measured them too.
+    """
+
+    tokens_per_second: float
+    source: str
+    mean: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> "Rate | None":
+        """From a number, or from the summary.json of a run (None if it answered nothing). Raises BatchError."""
+        try:
+            if not 0 < (rate := float(text)) < float("inf"):
+                raise BatchError(f"--rates {text}: must be above 0")
+            return cls(tokens_per_second=rate, source="as given")
+        except ValueError:
+            pass  # then it is a file
+        try:
+            found = json.loads(Path(text).read_text())
+            rate, lines = float(found["tokens_per_second"]["out"]), int(found["lines"]["ok"])
+            mean = float(found["completion_tokens"]["mean"]) if lines else 0.0
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise BatchError(f"--rates {text}: neither a number nor the summary.json of a run ({e})") from None
+        measured = f"measured over the {lines} answers of {text}"
+        return cls(tokens_per_second=rate, source=measured, mean=mean) if lines else None
+
+
+class Checker:
+    """What judges a line: the part of LLM that needs neither weights nor a device."""
+
+    def __init__(self, folder: str, config: EngineConfig):
+        self.model = ModelConfig.coerce(folder)
+        self.engine_config = config.resolve(self.model)
+        self._frontend = Frontend(self.model, self.engine_config, None, Path(folder))
+        raw = read_json(Path(folder) / "config.json")
+        self.dtype = config.dtype or raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+        self.plan = plan_memory(self.model, self.engine_config, self.dtype)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._frontend.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        return self._frontend.default_sampling_params()
+
+    def render_chat(self, messages: Any, *, chat_template_kwargs: Any = None, **how: bool) -> list[int]:
+        return self._frontend.render(Chat(messages=messages, template_kwargs=chat_template_kwargs, **how))
+
+    def tokens(self, request: BatchRequest) -> tuple[int, int]:
+        """Tokens of the prompt, and the most that its completions can have. Raises RequestError."""
+        params = request.params
+        params.validate(self.engine_config, self.model.vocab_size)
+        one = dataclasses.replace(params, n=1)
+        made = self._frontend.request(request.prompt_for(self), one, (0, 0))
+        prompt, most = made.sequences[0].prompt_len, self._frontend.max_model_len
+        if prompt > (held := self.plan.num_blocks * self.plan.block_size):
+            raise CapacityError(f"prompt of {prompt} tokens does not fit the KV pool of {held}: raise num_blocks")
+        return prompt, params.n * min(params.max_tokens or most, most - prompt)
+
+
+def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str) -> MemoryPlan:
+    """Where the memory of the device at hand would go. Raises ConfigError where nothing fits."""
+    where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    shapes, sharding = param_shapes(model), where.replicated
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )  # fmt: skip
+    weights = footprint.bytes_on_device(params)
+    limits = Limits.of(where.device, config.memory_utilization)
+    if limits.pool is None:
+        limits = dataclasses.replace(limits, in_use=limits.in_use + weights)
+    else:
+        limits = dataclasses.replace(limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0))
+    return footprint.plan_within(config, limits, footprint.probe_runner(model, config, where, params))
+
+
+def check(
+    source: Source, folder: str, config: EngineConfig, make_settings: Callable[[Any], Settings], *,
+    shard: tuple[int, int] | None = None, rate: Rate | None = None,
+) -> bool:  # fmt: skip
+    """Print what a run of this input would meet; whether every line of it can run. Raises BatchError."""
+    try:
+        checker = Checker(folder, config)
+    except JpagedError as e:
+        raise BatchError(f"cannot plan for {folder}: {e}") from e
+    stats, prompts, most = BatchStats(), array("I"), 0
+    intake = Intake(source, make_settings(checker), shard=shard)
+    try:
+        for line in intake.lines():
+            stats.ignored.update(line.request.ignored)
+            try:
+                if line.error is not None:
+                    raise line.error
+                prompt, completion = checker.tokens(line.request)
+            except Exception as e:  # whatever one line provokes is that line's error
+                stats.fail(line.request.number, e)
+                continue
+            prompts.append(prompt)
+            most += completion
+    except Exception as e:
+        print(f"serve_batch: cannot read the input any further: {type(e).__name__}: {e}", file=sys.stderr)
+        print(_report(stats, prompts, most, checker, rate))
+        return False
+    print(_report(stats, prompts, most, checker, rate))
+    return not stats.failed
+
+
+def _report(stats: BatchStats, prompts: array, most: int, checker: Checker, rate: Rate | None) -> str:
+    rows = {"lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)"}
+    rows |= errors_by_kind(stats)
+    if stats.ignored:
+        rows["ignored"] = "unknown fields " + ", ".join(f"{k} ({n} lines)" for k, n in stats.ignored.most_common(8))
+    tokens = int(np.frombuffer(prompts, np.uint32).sum(dtype=np.int64)) if prompts else 0
+    if prompts:
+        low, median, high, top = np.percentile(np.frombuffer(prompts, np.uint32), (0, 50, 99, 100))
+        rows["prompts"] = f"min {low:.0f}, median {median:.0f}, p99 {high:.0f}, max {top:.0f} tokens"
+        rows["tokens"] = f"{tokens:,} in, at most {most:,} out (every answer up to its limit)"
+        rows["time"] = _time(len(prompts), most, rate)
+    plan = checker.plan
+    rows["memory"] = f"{plan.limit / GIB:.2f} GiB can be used; steps: {plan.needs.source}"
+    for name, size in {**plan.account, "unused": plan.waste}.items():
+        rows[f"  {name}"] = f"{size / GIB:8.3f} GiB"
+    held = plan.num_blocks * plan.block_size
+    rows["KV pool"] = f"{plan.num_blocks:,} blocks, {held:,} tokens (decided by {plan.decided_by})"
+    if prompts:
+        mean = -(-(most + tokens) // len(prompts))
+        at_once = min(held // max(mean, 1), checker.engine_config.max_num_seqs)
+        rows["at once"] = f"{at_once:,} requests of mean length, their answers up to their limit"
+    return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+
+
+def _time(lines: int, most: int, rate: Rate | None) -> str:
+    if rate is None:
+        return "not known: --rates takes tokens a second, or the summary.json of an earlier run"
+    told = f"at {rate.tokens_per_second:,.0f} output tok/s ({rate.source})"
+    limit = f"at most {duration(most / rate.tokens_per_second)}"
+    if rate.mean is None:
+        return f"{limit} {told}, if every answer goes to its limit"
+    likely = min(lines * rate.mean, most) / rate.tokens_per_second
+    return f"{duration(likely)} if answers are as long as there (mean {rate.mean:.0f} tokens), {limit}; {told}"

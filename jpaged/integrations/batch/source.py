@@ -1,0 +1,199 @@
+"""Where the lines of a run come from: files of lines, plain or compressed, and pipes. Never more than a line at once.
+
+A source is iterated once and yields (number, line): numbers from 1, blank lines counted but left out. A line is its
+bytes, or the LineError that stands for it.
+"""
+
+import contextlib
+import gzip
+import importlib
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from jpaged.errors import JpagedError
+from jpaged.integrations.batch.fields import LineError
+
+PIECE = 1 << 16  # bytes of an over-long line that are read, and dropped, at once
+COMPRESSED = 1 << 12  # bytes of .zst that are decompressed at once: repetitive text grows a thousandfold
+
+
+class BatchError(JpagedError):
+    """A run that cannot start or go on; the message is the one sentence that the user sees."""
+
+
+class Source(Protocol):
+    """Lines of one input."""
+
+    path: str
+    text: bool  # whether a line is a prompt as it stands
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]: ...
+
+    def total(self) -> int | None:
+        """How many lines there are, if that is known without reading them."""
+        ...
+
+    def fraction(self) -> float | None:
+        """How much of the input has been read, 0 to 1; None for a pipe."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this input from another, for the manifest."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LineSource:
+    """Lines of a file (plain, .gz or .zst) or of stdin ("-").
+
+    Lines of more than max_line_bytes are dropped as they are read, a piece at a time. Raises BatchError where the input
+    cannot be opened; iterating raises OSError, EOFError or the decompressor's error where it is damaged.
+    """
+
+    def __init__(self, path: str, *, max_line_bytes: int, text: bool = False):
+        self.path, self.text = path, text
+        self._longest = max_line_bytes
+        self._taken = 0  # bytes of the lines that were read
+        self._newline = True  # whether the last of them was a whole one
+        try:
+            # Not sys.stdin: its lock, held by the thread that reads, would stop the exit.
+            given: Any = 0 if path == "-" else path
+            self._raw: IO[bytes] = open(given, "rb", closefd=path != "-")  # noqa: SIM115
+            info = os.fstat(self._raw.fileno())
+        except OSError as e:
+            raise BatchError(f"cannot read {path}: {e.strerror}") from None
+        self._size = info.st_size if stat.S_ISREG(info.st_mode) else None
+        suffix = "" if path == "-" else Path(path).suffix
+        self._compressed = suffix in (".gz", ".zst")
+        self._file: Any = self._raw
+        if suffix == ".gz":
+            self._file = gzip.GzipFile(fileobj=self._raw)
+        elif suffix == ".zst":
+            try:
+                self._file = _open_zst(self._raw, path)
+            except BatchError:
+                self.close()
+                raise
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
+        number, longest = 0, self._longest
+        while line := self._file.readline(longest + 1):
+            number += 1
+            length = len(line)
+            self._taken += length
+            self._newline = line.endswith(b"\n")
+            if length > longest and not line.endswith(b"\n"):
+                piece = line
+                while piece and not piece.endswith(b"\n"):
+                    piece = self._file.readline(PIECE)
+                    length += len(piece)
+                    self._newline = self._newline or piece.endswith(b"\n")
+                self._taken += length - len(line)
+                message = f"{length} bytes are above --max-line-bytes {longest}"
+                yield number, LineError(message, code="line_too_long")
+            elif not line.isspace():
+                yield number, line
+
+    def total(self) -> int | None:
+        return None
+
+    def fraction(self) -> float | None:
+        if not self._size:
+            return None
+        try:
+            return min((self._raw.tell() if self._compressed else self._taken) / self._size, 1.0)
+        except ValueError:  # closed
+            return 1.0
+
+    def identity(self) -> dict[str, Any]:
+        from jpaged.integrations.batch.manifest import file_identity
+
+        if self._size is None:
+            return {"kind": "a pipe"}
+        if not self._compressed:
+            return {"kind": "lines", **file_identity(self.path)}
+        # The last character of its text is known once all of it was read.
+        return {"kind": "compressed lines", **file_identity(self.path), "newline": self._newline}
+
+    def close(self) -> None:
+        if self.path != "-":  # a thread may wait for stdin, and closing would wait for the thread
+            self._raw.close()
+
+
+def _open_zst(raw: IO[bytes], path: str) -> Any:
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("compression.zstd").ZstdFile(raw)  # Python 3.14
+    try:
+        import zstandard
+    except ImportError:
+        needs = "needs Python 3.14 or the zstandard package: pip install 'jpaged[zstd]'"
+        raise BatchError(f"cannot read {path}: .zst {needs}") from None
+    return io.BufferedReader(_Zstd(raw, zstandard), PIECE)
+
+
+class _Zstd(io.RawIOBase):
+    """Decompressed bytes of frames that follow each other; EOFError where the last one is cut short."""
+
+    def __init__(self, raw: IO[bytes], zstandard: Any):
+        self._raw, self._new = raw, zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._input = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._input = self._input or self._raw.read(COMPRESSED)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the compressed file ends in the middle")
+                return 0
+            self._frame = self._frame or self._new()
+            self._ready = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def open_source(
+    path: str, *, format: str = "auto", max_line_bytes: int = 16 << 20, columns: list[str] | None = None,
+    split: str | None = None,
+) -> Source:  # fmt: skip
+    """The source for a path: "-" for stdin, a file of lines, a Parquet file, a folder of them, or a data set.
+
+    format: "jsonl", "text", "parquet", "dataset", or "auto" by the name. columns: of tables, those that are read, each
+    as NAME or FIELD=NAME. split: of a data set. Raises BatchError.
+    """
+    if format == "auto":
+        format = guess_format(path)
+    if format in ("parquet", "dataset"):
+        from jpaged.integrations.batch import tables
+
+        kind = tables.ParquetSource if format == "parquet" else tables.DatasetSource
+        return kind(path, columns=columns, split=split)
+    for flag, value in (("--columns", columns), ("--split", split)):
+        if value is not None:
+            raise BatchError(f"{flag}: {path} is read as {format}, which has no {flag.strip('-')}")
+    return LineSource(path, max_line_bytes=max_line_bytes, text=format == "text")
+
+
+def guess_format(path: str) -> str:
+    """What a name says: "parquet", "dataset", "text" (.txt), else "jsonl"."""
+    if path.startswith("hf:"):
+        return "dataset"
+    if os.path.isdir(path):
+        if any(Path(path).glob("*.parquet")):
+            return "parquet"
+        saved = any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
+        return "dataset" if saved else "jsonl"
+    names = Path(path).name.removesuffix(".gz").removesuffix(".zst")
+    return {".parquet": "parquet", ".txt": "text"}.get(Path(names).suffix, "jsonl")

@@ -1,0 +1,151 @@
+"""Parquet files and Hugging Face data sets as lines: a row is the bare object of its columns, nulls left out."""
+
+import datetime
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jpaged.integrations.batch.fields import LineError
+from jpaged.integrations.batch.source import BatchError
+
+ROWS = 256  # of a Parquet file that are turned into Python objects at once
+
+
+class Table:
+    """What the two have in common: columns, and rows as JSON lines."""
+
+    text = False
+
+    def __init__(self, path: str, *, columns: list[str] | None, split: str | None):
+        self.path, self._split = path, split
+        pairs = [name.rpartition("=") for name in columns or []]
+        self._fields = {column: field or column for field, _, column in pairs}  # field of a line, by column
+        self._number = 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
+        for row in self._rows():
+            self._number += 1
+            yield self._number, as_line({self._fields.get(k, k): v for k, v in row.items()})
+
+    def fraction(self) -> float | None:
+        total = self.total()
+        return None if total is None else self._number / max(total, 1)
+
+    def total(self) -> int | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return None
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _check(self, there: list[str]) -> list[str] | None:
+        """The columns to read, None for all."""
+        if missing := sorted(set(self._fields) - set(there)):
+            raise BatchError(f"--columns {missing[0]}: {self.path} has {', '.join(there)}")
+        return list(self._fields) or None
+
+
+class ParquetSource(Table):
+    """A Parquet file or a folder of them in the order of their names, read a row group at a time."""
+
+    def __init__(self, path: str, *, columns: list[str] | None = None, split: str | None = None):
+        super().__init__(path, columns=columns, split=split)
+        if split is not None:
+            raise BatchError(f"--split {split}: {path} is Parquet, which has no splits")
+        try:
+            import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise BatchError(f"cannot read {path}: Parquet needs pyarrow: pip install 'jpaged[data]'") from None
+        self._paths = sorted(Path(path).glob("*.parquet")) if os.path.isdir(path) else [Path(path)]
+        self._open = parquet.ParquetFile
+        try:
+            files = [self._open(p) for p in self._paths]
+        except (OSError, ValueError) as e:  # pyarrow's errors are of these kinds
+            raise BatchError(f"cannot read {path}: {' '.join(str(e).split())}") from None
+        self._total = sum(file.metadata.num_rows for file in files)
+        self._names = [self._check(file.schema_arrow.names) for file in files]
+
+    def total(self) -> int | None:
+        return self._total
+
+    def identity(self) -> dict[str, Any]:
+        from jpaged.integrations.batch.manifest import file_identity
+
+        return {"kind": "Parquet", "files": {p.name: file_identity(str(p)) for p in self._paths}} | self._mapping()
+
+    def _mapping(self) -> dict[str, Any]:
+        return {"columns": {field: column for column, field in self._fields.items()}}
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for path, names in zip(self._paths, self._names, strict=True):
+            with self._open(path, memory_map=True) as file:
+                for batch in file.iter_batches(batch_size=ROWS, columns=names):
+                    yield from batch.to_pylist(maps_as_pydicts="lossy")
+
+
+class DatasetSource(Table):
+    """A data set of the `datasets` library: a folder that save_to_disk wrote, or hf:NAME (or hf:FOLDER), streamed."""
+
+    def __init__(self, path: str, *, columns: list[str] | None = None, split: str | None = None):
+        super().__init__(path, columns=columns, split=split)
+        if not path.startswith("hf:") and not os.path.isdir(path):
+            raise BatchError(f"cannot read {path}: no such folder (hf:NAME streams a data set by its name)")
+        try:
+            import datasets  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise BatchError(f"cannot read {path}: data sets need datasets: pip install 'jpaged[data]'") from None
+        try:
+            if path.startswith("hf:"):
+                found: Any = datasets.load_dataset(path.removeprefix("hf:"), split=split, streaming=True)
+            else:
+                found = datasets.load_from_disk(path)
+        except Exception as e:  # the library raises many types
+            raise BatchError(f"cannot read {path}: {' '.join(str(e).split())}") from e
+        if isinstance(found, Mapping):
+            if split is None and len(found) > 1:
+                raise BatchError(f"{path} has the splits {', '.join(map(str, found))}: name one with --split")
+            if split is not None and split not in found:
+                raise BatchError(f"--split {split}: {path} has {', '.join(map(str, found))}")
+            found = found[split] if split is not None else next(iter(found.values()))
+        elif split is not None and not path.startswith("hf:"):
+            raise BatchError(f"--split {split}: {path} has no splits")
+        if names := self._check(list(found.column_names or self._fields)):
+            found = found.select_columns(names)
+        self._data = found
+
+    def total(self) -> int | None:
+        return len(self._data) if hasattr(self._data, "__len__") else None
+
+    def identity(self) -> dict[str, Any]:
+        rows, columns = self.total(), {field: column for column, field in self._fields.items()}
+        known = {} if rows is None else {"rows": rows, "fingerprint": self._data._fingerprint}
+        name = {"name": self.path} if rows is None else {}
+        return {"kind": "a data set", **name, "split": self._split, "columns": columns, **known}
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        return iter(self._data)
+
+
+def as_line(row: Mapping[str, Any]) -> bytes | LineError:
+    """A row as the bytes of a JSON line."""
+    try:
+        return json.dumps(_without_nulls(row), ensure_ascii=False, default=_plain).encode()
+    except (TypeError, ValueError) as e:
+        return LineError(f"a column holds what JSON does not: {e}", code="invalid_value")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns are null where a row does not say, and so are the fields of objects that other rows have."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} {str(value)[:40]!r}")

@@ -1,0 +1,40 @@
+"""Put the shards of one batch run together, in the order of the input.
+
+    python scripts/merge_shards.py answers.jsonl                # from answers.0-of-4.jsonl to answers.3-of-4.jsonl
+    python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
+
+Refused: shards of different runs, a shard that is missing or has not ended (--partial merges what there is), and an
+output that exists (--overwrite). The merged file has the manifest of an undivided run: serve_batch.py goes on with it.
+Exit status 0: merged; 2: some lines are errors; 1: not merged.
+"""
+
+import argparse
+import os
+import sys
+
+from jpaged.integrations.batch.merge import find_shards, merge
+from jpaged.integrations.batch.source import BatchError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", help="the merged file")
+    parser.add_argument("shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)")
+    parser.add_argument("--partial", action="store_true", help="merge what there is of a run that has not ended")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
+    args = parser.parse_args(argv)
+    try:
+        if os.path.exists(args.output) and not args.overwrite:
+            raise BatchError(f"{args.output} exists: --overwrite replaces it")
+        result = merge(args.shards or find_shards(args.output), args.output, partial=args.partial)
+    except (BatchError, OSError) as e:
+        print(f"merge_shards: {e}", file=sys.stderr)
+        return 1
+    print(f"{args.output}: {result['rows']} rows, {result['failed']} of them errors")
+    for path in result["missing"]:
+        print(f"missing: {path}")
+    return 2 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""RayLLM: two engines on a local Ray cluster, killed in the middle; nothing is lost, nothing comes twice."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import jpaged
+from jpaged import CheckpointError, ConfigError, SamplingParams
+from jpaged.demo import MODEL_PATH
+from jpaged.errors import ReplicaError
+from jpaged.frontend import Chat
+from jpaged.integrations.batch import BatchRequest, Settings
+
+ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+from jpaged.integrations import ray_llm  # noqa: E402
+from jpaged.integrations.ray_llm import RayLLM  # noqa: E402
+
+# Ray warns of its own settings, and leaves sockets and processes to the end of the program.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+]
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,), "num_blocks": 128,
+    "block_size": 8, "max_model_len": 96,
+}  # fmt: skip
+PARAMS = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
+PROMPTS = [f"def f{i % 7}(" for i in range(40)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def finish(llm: RayLLM, outputs: list[jpaged.RequestOutput] | None = None) -> dict[str, jpaged.RequestOutput]:
+    """Everything that is unfinished, each request once."""
+    ended = [] if outputs is None else outputs
+    while llm.has_unfinished():
+        ended += llm.step()
+    assert len({output.request_id for output in ended}) == len(ended)
+    return {output.request_id: output for output in ended}
+
+
+def texts(outputs: dict[str, jpaged.RequestOutput]) -> dict[str, str | None]:
+    return {request_id: output.outputs[0].text for request_id, output in outputs.items()}
+
+
+def test_a_killed_replica_loses_nothing() -> None:
+    llm = RayLLM(MODEL_PATH, replicas=2, **SMALL)
+    try:
+        for i, prompt in enumerate(PROMPTS):
+            llm.add_request(prompt, PARAMS, request_id=f"r{i}")
+        llm.add_request("x" * 500, PARAMS, request_id="long")
+        outputs = llm.step()
+        while not all(slot.is_up and slot.jobs for slot in llm._slots):  # both are at work
+            outputs += llm.step()
+        pid = ray.get(llm._slots[0].actor.__ray_call__.remote(lambda self: os.getpid()))
+        os.kill(pid, 9)
+        ended = finish(llm, outputs)
+        stats = llm.stats()
+        assert stats["replicas_lost"] == 1 and stats["requests_retried"] > 0
+        assert set(ended) == {*(f"r{i}" for i in range(40)), "long"}
+        error = ended.pop("long").error
+        assert isinstance(error, jpaged.CapacityError) and "max_model_len" in str(error)
+        assert all(o.error is None and len(o.outputs[0].token_ids) == 24 for o in ended.values())
+        again = {llm.add_request(p, PARAMS, request_id=f"r{i}") for i, p in enumerate(PROMPTS)}
+        assert texts(finish(llm)) == texts(ended) and again == set(ended)  # the same on any replica, at any time
+        assert llm.stats()["decode_tokens"] >= 2 * 40 * 23
+    finally:
+        llm.close()
+
+
+def test_a_request_that_kills_engines_is_found_without_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mortal(ray_llm.Replica):
+        def exchange(self, requests: list[Any], aborted: list[str]) -> Any:
+            if any(prompt == "poison" for _, prompt, _ in requests):
+                os.kill(os.getpid(), 9)
+            return super().exchange(requests, aborted)
+
+    monkeypatch.setattr(ray_llm, "Replica", Mortal)
+    llm = RayLLM(MODEL_PATH, replicas=1, max_retries=2, **SMALL)
+    try:
+        for i in range(12):
+            llm.add_request("poison" if i == 5 else f"def f{i}(", PARAMS, request_id=f"r{i}")
+        ended = finish(llm)
+        assert len(ended) == 12
+        error = ended.pop("r5").error
+        assert isinstance(error, ReplicaError) and "each of the 3 times" in str(error)
+        assert all(output.error is None for output in ended.values())
+        assert llm.stats()["replicas_lost"] == 3
+    finally:
+        llm.close()
+
+
+def test_an_engine_that_raises_is_replaced_and_one_that_cannot_start_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    marker = tmp_path / "raised"
+
+    class Frail(ray_llm.Replica):
+        def start(self, model: Any, seed: int, engine_config: Any) -> SamplingParams:
+            if marker.exists():
+                raise MemoryError("no room for the model")
+            return SamplingParams()
+
+        def exchange(self, requests: list[Any], aborted: list[str]) -> Any:
+            marker.touch()
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ray_llm, "Replica", Frail)
+    llm = RayLLM(None, replicas=1, max_retries=1)
+    try:
+        llm.add_request("a")
+        with pytest.raises(ReplicaError, match=r"no replica can be kept up: 2 starts.*no room for the model"):
+            finish(llm)
+    finally:
+        llm.close()
+
+
+def test_requests_go_to_the_replicas_that_have_the_fewest_and_can_be_aborted() -> None:
+    llm = RayLLM(MODEL_PATH, replicas=1, **SMALL)
+    try:
+        for i in range(30):
+            llm.add_request("def f(", PARAMS, request_id=f"r{i}")
+        with pytest.raises(jpaged.RequestError, match="in use"):
+            llm.add_request("a", request_id="r0")
+        outputs = llm.step()
+        assert len(llm._slots[0].jobs) <= 2 * SMALL["max_num_seqs"] < len(llm._unfinished)
+        done = {output.request_id for output in outputs}
+        for i in range(30):
+            llm.abort(f"r{i}")
+        assert not llm.has_unfinished()
+        llm.add_request(Chat(messages=[{"role": "user", "content": "hi"}]), PARAMS, request_id="chat")
+        line = BatchRequest(number=1)
+        line.parse(
+            b'{"prompt": "a b c d e f", "truncate_prompt_tokens": 2, "cache_salt": "s"}', Settings(defaults=PARAMS)
+        )
+        llm.add_request(line.prompt_for, line.params, request_id="line")
+        ended = finish(llm)
+        assert set(ended) == {"chat", "line"} and not done & set(ended)
+        assert ended["chat"].error is ended["line"].error is None and len(ended["line"].prompt_token_ids) == 2
+    finally:
+        llm.close()
+
+
+def test_what_every_replica_would_say_is_raised_at_once(tmp_path: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        RayLLM(tmp_path, replicas=1)
+    with pytest.raises(ConfigError, match="replicas=0"):
+        RayLLM(None, replicas=0)
+    with pytest.raises(ConfigError, match=r"no replica was up after 1 s: each asks for GPU=1; Ray has CPU=3"):
+        RayLLM(None, resources={"GPU": 1}, start_timeout_s=1)
