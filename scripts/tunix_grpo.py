@@ -145,7 +145,7 @@ def train(engine: Any, seed: int, steps: int, **sizes: int) -> Run:
     return Run(rewards)
 
 
-def throughput(*, rows: int = 64, max_tokens: int = 128, rounds: int = 6) -> dict[str, float]:
+def throughput(*, rows: int = 128, max_tokens: int = 128, rounds: int = 6) -> dict[str, float]:
     """Tokens a second of each engine, best of the rounds after the first; completions end by EOS or max_tokens."""
     config = RolloutConfig(
         max_tokens_to_generate=max_tokens, max_prompt_length=16, kv_cache_size=256, temperature=1.0
@@ -176,13 +176,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args(argv)
-    engines = {"one key": "vanilla", **ENGINES}
-    runs = {name: [train(engine, seed, args.steps) for seed in range(args.seeds)] for name, engine in engines.items()}
     rates = throughput()
+    runs: dict[str, list[Run]] = {}
     print(f"{'engine':<8}{'seed':>5}{'first':>8}{'last':>8}")
-    for name, trained in runs.items():
-        for seed, run in enumerate(trained):
-            print(f"{name:<8}{seed:>5}{run.first:>8.3f}{run.last:>8.3f}")
+    for name, engine in {**ENGINES, "one key": "vanilla"}.items():
+        runs[name] = []
+        for seed in range(args.seeds):
+            run = train(engine, seed, args.steps)
+            runs[name].append(run)
+            print(f"{name:<8}{seed:>5}{run.first:>8.3f}{run.last:>8.3f}", flush=True)
     spans = {name: interval([run.last for run in trained]) for name, trained in runs.items()}
     for name, (low, high) in spans.items():
         print(f"{name}: last reward {low:.3f} to {high:.3f} (95%)")

@@ -53,6 +53,7 @@ class JPagedRollout(BaseRollout):
     lora_scale: alpha / rank of the actor's LoRA parts, which are merged; needed if it has any. keep_eos: leave the EOS
     token in the tokens, as tunix's vLLM engine does; its own sampler leaves it out. seed: of calls whose config has
     none; they differ from call to call. engine_config: jpaged's settings; max_model_len and dtype are set here.
+    A pad token that the model draws ends a completion, since tunix's trainer would take it for padding.
     Raises ConfigError for all that cannot be honoured.
     """
 
@@ -103,8 +104,8 @@ class JPagedRollout(BaseRollout):
             top_p=1.0 if c.top_p is None else c.top_p,
             top_k=0 if c.top_k is None else max(c.top_k, 0),
             max_tokens=c.max_tokens_to_generate,
-            ignore_eos=True,  # eos_tokens alone end a completion
-            stop_token_ids=self._eos_tokens(c),
+            ignore_eos=True,  # eos_tokens end a completion, and a pad token: the trainer would not see it as context
+            stop_token_ids=[*self._eos_tokens(c), self.pad_id()],
             logprobs_mode="raw" if greedy else "tempered",
         )
         self._calls += 1
@@ -113,7 +114,8 @@ class JPagedRollout(BaseRollout):
         completions, logprobs = [], []
         for out in outs:
             done = out.outputs[0]
-            count = len(done.token_ids) - (done.finish_reason == "stop" and not self._keep_eos)
+            left_out = not self._keep_eos or done.token_ids[-1] == self.pad_id()
+            count = len(done.token_ids) - (done.finish_reason == "stop" and left_out)
             completions.append(np.array(done.token_ids[:count], np.int32))
             logprobs.append(done.token_logprobs[:count])
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)

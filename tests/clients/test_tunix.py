@@ -35,7 +35,7 @@ ENGINE = tiny.engine(decode_steps=4, max_num_batched_tokens=64, token_buckets=(6
 GREEDY = RolloutConfig(
     max_tokens_to_generate=12, max_prompt_length=16, kv_cache_size=64, temperature=0.0, top_p=None, return_logprobs=True
 )
-SAMPLED = dataclasses.replace(GREEDY, temperature=0.7, top_p=1.0, eos_tokens=[grpo.EOS, grpo.PAD])
+SAMPLED = dataclasses.replace(GREEDY, temperature=0.7, top_p=1.0)
 PROMPTS = ["ab", "hello world", "x=1+1", "def f():"]
 
 
@@ -105,6 +105,25 @@ def test_eos_may_be_kept():
     without, kept = (make_rollout(model, keep_eos=keep).generate(PROMPTS, ended) for keep in (False, True))
     assert lists(kept)[0] == [*lists(without)[0], *ended.eos_tokens]
     assert len(kept.logprobs[0]) == len(kept.tokens[0])
+
+
+def test_a_pad_token_ends_a_completion():
+    """Whatever the model says after one, tunix's trainer would score it in another context."""
+    model = grpo.make_model(0, **SIZES)
+    lm_head = model.lm_head.w
+    lm_head.set_value(lm_head.get_value().at[:, grpo.PAD].multiply(3.0))  # drawn often
+    for keep in (False, True):
+        out = make_rollout(model, keep_eos=keep).generate(PROMPTS * 8, SAMPLED)
+        assert not any(grpo.PAD in tokens for tokens in lists(out))
+        assert min(len(tokens) for tokens in lists(out)) < 12
+        graph, state = nnx.split(model)
+        completions = jnp.asarray(pad(out.tokens, 12))
+        prompts = jnp.asarray(out.left_padded_prompt_tokens)
+        trainers = common.compute_per_token_logps(
+            graph, state, prompts, completions, pad_id=grpo.PAD, eos_id=grpo.EOS, temperature=0.7
+        )
+        for row, logprobs in zip(np.asarray(trainers), out.logprobs, strict=True):
+            np.testing.assert_allclose(logprobs, row[: len(logprobs)], atol=1e-4)
 
 
 def test_samples_differ_and_seeds_hold():
