@@ -28,7 +28,7 @@ lint: env
 	@$(PY) -m pyright --pythonpath $(PY)
 
 test: lint
-	@$(PY) -m pytest -m "not slow and not clients"
+	@$(PY) -m pytest -n auto --maxprocesses 4 -m "not slow and not clients"
 
 # With what reads data sets, and what compiles for chips that are not there; CUDA's plugin apart, since jax would look
 # for a card in every run.
@@ -50,7 +50,7 @@ $(CLIENTS)/stamp: pyproject.toml constraints-clients.txt
 	    echo "making $(CLIENTS) with $$python (a few minutes, 2.5 GB)"; \
 	    "$$python" -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints-clients.txt \
-	    -e '.[clients]' pytest hypothesis
+	    -e '.[clients,ray,metrics]' pytest hypothesis psutil
 	@touch $@
 
 test-clients: $(CLIENTS)/stamp

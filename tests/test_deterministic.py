@@ -25,7 +25,7 @@ ORDINARY = SETTINGS | {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def params(request: pytest.FixtureRequest) -> Iterator[Params]:
     yield jpaged.load_params(MODEL_PATH, dtype=request.param)
     jpaged.release(compiled=True)

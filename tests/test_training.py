@@ -65,7 +65,7 @@ def make_step(optimizer: optax.GradientTransformation) -> Any:
 
 
 @pytest.mark.train
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), "bfloat16"])
 def test_twenty_updates_compile_nothing(dtype: str | None) -> None:
     """Prompts of other lengths each time, generate and score, f32 masters; then a batch of one in the same step."""
     params = make_params(0, MODEL)
