@@ -197,6 +197,7 @@ class LLM:
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         if fresh.config != self.model_config:
             raise ConfigError(f"params of another architecture: {fresh.config} is not {self.model_config}")
+        self._weights.check_dtypes(fresh)
         self._finish(mode)
         if donate:
             kept = {id(leaf) for leaf in jax.tree.leaves(fresh)}
@@ -216,13 +217,18 @@ class LLM:
         self._asleep = True
 
     def wake(self) -> None:
-        """Allocate the pool again and serve; CapacityError where the memory is not there."""
-        runner = self._runner
-        if not self._asleep or runner is None or self._params is None:
+        """Allocate the pool again and serve; CapacityError where the memory is not there: then it sleeps on."""
+        runner = self._running_runner()
+        if not self._asleep or self._params is None:
             return
-        runner.allocate()
         self._asleep = False
-        self._bind(self._params)
+        try:
+            self._bind(self._params)
+            runner.allocate()
+        except BaseException:
+            self._free()
+            self._asleep = True
+            raise
 
     def snapshot(self) -> Snapshot:
         """The unfinished requests, their KV and their randomness, as a value that `restore` takes any number of times.
@@ -306,10 +312,11 @@ class LLM:
 
     def _bind(self, params: Params) -> None:
         """Serve these params from the next step on, or once awake."""
+        if not self._asleep:
+            self._weights.update(params)
         self._params = params
         if self._asleep:
             return
-        self._weights.update(params)
         if self._engine is not None and self._runner is not None:
             self._runner.params = self._weights.tree(params)
             if self._cached_version != self._weights.version:

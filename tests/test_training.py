@@ -13,6 +13,7 @@ import pytest
 import jpaged
 from jpaged import LLM, CapacityError, ConfigError, Params, RequestError, SamplingParams, api
 from jpaged.models.decoder import bind
+from jpaged.runtime.runner import Runner
 from tests.text_model import write_folder
 from tests.tiny import EOS, compiles, config, engine, make_params, make_prompts, tokens_of
 
@@ -190,15 +191,18 @@ def test_sleep_and_wake() -> None:
         assert runner.pool_bytes and live_bytes() == awake
         again = llm.generate(make_prompts(9, 4), greedy, use_tqdm=False)
     assert names == [] and tokens_of(again) == tokens_of(first) and not any(o.num_cached_tokens for o in again)
+    assert again[0].weight_version == first[0].weight_version == 1, "the same weights"
     llm.sleep()
     llm.update_params(other)
     assert live_bytes() == before
     llm.wake()
     llm.wake()
     moved = llm.generate(make_prompts(9, 4), greedy, use_tqdm=False)
-    assert moved[0].weight_version == llm.weight_version > again[0].weight_version
+    assert moved[0].weight_version == llm.weight_version == 2
     assert tokens_of(moved) != tokens_of(again)
     llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.wake()
     assert expected[0] != expected[1]
 
 
@@ -214,6 +218,37 @@ def test_sleep_with_requests() -> None:
     assert [out.outputs[0].finish_reason for out in llm.step()] == ["abort"]
     llm.wake()
     assert llm.generate([1, 2, EOS - 1], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].outputs
+
+
+def test_a_wake_without_memory_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(make_params(0, MODEL), **vars(dataclasses.replace(SETTINGS, num_blocks=64)))
+    llm.sleep()
+    before = live_bytes()
+
+    def refused(self: Any, *, full: bool = False) -> None:
+        raise CapacityError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "allocate", refused)
+        with pytest.raises(CapacityError, match="no memory"):
+            llm.wake()
+    assert live_bytes() == before
+    with pytest.raises(ConfigError, match="sleeps"):
+        llm.generate([1, 2], use_tqdm=False)
+    llm.wake()
+    assert llm.generate([1, 2], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].outputs
+
+
+def test_refused_params_change_nothing() -> None:
+    """Not even with donate: the old ones are deleted only once the new ones are known to serve."""
+    params = make_params(0, MODEL)
+    llm = LLM(params, **vars(dataclasses.replace(SETTINGS, num_blocks=64)))
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    first = llm.generate(make_prompts(9), greedy, use_tqdm=False)
+    with pytest.raises(ConfigError, match="built for float32"):
+        llm.update_params(make_params(1, MODEL, dtype=jnp.bfloat16), donate=True)
+    again = llm.generate(make_prompts(9), greedy, use_tqdm=False)
+    assert tokens_of(again) == tokens_of(first) and again[0].num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

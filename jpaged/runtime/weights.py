@@ -97,11 +97,14 @@ class ServingWeights:
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""
         leaves = jax.tree.leaves(params)
-        if len(leaves) == len(self._refs) and all(r and r() is x for r, x in zip(self._refs, leaves, strict=True)):
+        same = len(leaves) == len(self._refs) and all(r and r() is x for r, x in zip(self._refs, leaves, strict=True))
+        if same and self._derived:
             return False
-        self._check_dtypes(params)
+        self.check_dtypes(params)
         self.release()  # the last version's copies go before the next ones are made
         self._derived = self._prepare(params, leaves)
+        if same:  # they had been released
+            return False
         self.version += 1
         self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in leaves]
         return True
@@ -114,9 +117,9 @@ class ServingWeights:
 
     def release(self) -> None:
         """Free the derived copies; the next update makes them again."""
-        self._refs, self._derived = [], []
+        self._derived = []
 
-    def _check_dtypes(self, params: Params) -> None:
+    def check_dtypes(self, params: Params) -> None:
         """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take neither."""
         leaves = jax.tree.leaves_with_path(params)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
