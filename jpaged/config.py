@@ -173,7 +173,7 @@ class ModelConfig:
         return raw
 
 
-ATTENTION = ("auto", "xla", "mosaic_gpu", "triton", "tpu")
+ATTENTION = ("auto", "xla", "native", "mosaic_gpu", "triton", "tpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class EngineConfig:
     swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
     dtype: str | None = None  # serve in this dtype (one cast a weight version); None keeps the params' own
     # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
-    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "tpu"] = "auto"
+    attention: Literal["auto", "xla", "native", "mosaic_gpu", "triton", "tpu"] = "auto"
     token_buckets: tuple[int, ...] | None = None  # the padded sizes that steps are compiled for, ascending
     seq_buckets: tuple[int, ...] | None = None
     decode_steps: int | None = None  # tokens of a row that one dispatch draws at most, in a loop on the device

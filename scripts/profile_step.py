@@ -35,6 +35,7 @@ from jpaged import SamplingParams
 from jpaged.errors import JpagedError
 
 CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
+NATIVE = 'custom_call_target="jpaged_linear"'
 CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*")  # in op_name paths
 
 
@@ -141,7 +142,7 @@ def read_events(trace_dir: Path) -> Iterator[Event]:
 
 
 class Matmul(NamedTuple):
-    """A dot without batch dimensions: operand shapes, dtypes and contracted dimensions."""
+    """A dot without batch dimensions, or a CPU kernel's: operand shapes, dtypes and contracted dimensions."""
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
@@ -178,7 +179,7 @@ def parse_hlo(text: str) -> dict[str, Op]:
         for name, (_, opcode, rest) in body.items():
             called = re.search(r"calls=%?([\w.\-]+)", rest)
             inner = bodies.get(called[1], {}) if called else body
-            dots = [r for n, (_, code, r) in inner.items() if code == "dot" and (called or n == name)]
+            dots = [r for n, (_, code, r) in inner.items() if (code == "dot" or NATIVE in r) and (called or n == name)]
             path = re.search(r'op_name="([^"]*)"', rest)
             parts = [part for part in path[1].split("/")[:-1] if not CONTROL.fullmatch(part)] if path else ["(unnamed)"]
             matmul = _matmul(dots[0], inner) if len(dots) == 1 else None
@@ -190,7 +191,7 @@ def _matmul(rest: str, body: dict[str, tuple[str, str, str]]) -> Matmul | None:
     if "batch_dims" in rest:
         return None
     types = [re.match(r"(\w+)\[([\d,]*)\]", body[name][0]) for name in re.findall(r"%?([\w.\-]+)", rest)[:2]]
-    contract = [int(dim) for dim in re.findall(r"hs_contracting_dims=\{(\d+)\}", rest)]
+    contract = [1, 1] if NATIVE in rest else [int(d) for d in re.findall(r"hs_contracting_dims=\{(\d+)\}", rest)]
     if len(contract) != 2 or None in types:
         return None
     a, b = ((t[1], tuple(int(n) for n in t[2].split(","))) for t in types if t is not None)

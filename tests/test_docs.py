@@ -9,9 +9,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HOMES = [
     ROOT,
-    *(ROOT / home for home in ("jpaged", "jpaged/runtime", "kernels_pallas/paged_attention", "scripts")),
+    *(ROOT / home for home in ("jpaged", "jpaged/runtime", "kernels_cpu", "kernels_pallas/paged_attention", "scripts")),
 ]  # what a path may be relative to
-NAMED = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|sh|md|ipynb)\b")
+NAMED = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|cc|sh|md|ipynb)\b")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -20,24 +20,24 @@ from jpaged.config import ModelConfig
 from jpaged.models.layout import param_shapes
 from jpaged.models.rope import rotate, rotation
 from jpaged.runtime.attention import PagedCache
-
-FEW_ROWS = 64  # up to here the weight goes first on CPU
-
-
-def linear(x: Array, weight: Array) -> Array:
-    """x [..., E] times weight [out, E] transposed, accumulated and returned in f32: [..., out]."""
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    plain = functools.partial(jax.lax.dot_general, dimension_numbers=contract, preferred_element_type=jnp.float32)
-    if x.ndim == 2 and x.shape[0] <= FEW_ROWS and x.dtype == jnp.bfloat16:
-        return jax.lax.platform_dependent(x, weight, cpu=_weight_first, default=plain)
-    return plain(x, weight)
+from kernels_cpu import linear as cpu
 
 
-def _weight_first(x_TE: Array, weight: Array) -> Array:
-    # XLA:CPU packs a product's right operand anew at each call. With few rows the weight is what takes the time: on
-    # the left it is read once, as it lies. The barrier keeps XLA from turning the product round again.
-    product = jax.lax.dot_general(weight, x_TE, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(product).T
+def linear(x: Array, weight: Array, count: Array | int | None = None, dtype: DTypeLike = jnp.float32) -> Array:
+    """x [..., E] times weight [out, E] transposed, accumulated in f32: [..., out] in dtype.
+
+    count: only so many rows of x [T, E] are wanted, the others are padding whose results may be anything (serving);
+    None: all are, and the product can be differentiated.
+    """
+
+    def plain(x: Array, weight: Array, _: Any) -> Array:
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32).astype(dtype)
+
+    if count is None or not cpu.supported(x, weight):
+        return plain(x, weight, None)
+    native = functools.partial(cpu.linear, dtype=dtype)
+    return jax.lax.platform_dependent(x, weight, jnp.int32(count), cpu=native, default=plain)
 
 
 class RMSNorm(nnx.Module):
@@ -74,8 +74,10 @@ class Attention(nnx.Module):
         weight = self.qkv[...]
         heads, group, dim, embed = weight.shape[0], weight.shape[1] - 2, weight.shape[2], weight.shape[3]
         lead = (1,) * (x.ndim - 1)
+        count, f32 = None if cache is None else cache.num_tokens, jnp.float32
         with jax.named_scope("qkv"):
-            qkv = linear(x, weight.reshape(-1, embed)).reshape(*x.shape[:-1], heads, group + 2, dim)
+            qkv = linear(x, weight.reshape(-1, embed), count, f32 if self.config.qkv_bias else x.dtype)
+            qkv = qkv.reshape(*x.shape[:-1], heads, group + 2, dim)
         if self.config.qkv_bias:
             qkv = qkv + self.qkv_bias[...].astype(jnp.float32).reshape(lead + weight.shape[:3])
         qkv = qkv.astype(x.dtype)
@@ -95,7 +97,9 @@ class Attention(nnx.Module):
             cache = cache.write(layer, k, v)
             o = cache.attend(layer, q, scale=scale, sliding_window=window)
         with jax.named_scope("out"):
-            out = linear(o.reshape(*x.shape[:-1], heads * group * dim), self.out[...].reshape(embed, -1))
+            whole = not self.config.out_bias and (cache is None or cache.tensor_axis is None)
+            o = o.reshape(*x.shape[:-1], heads * group * dim)
+            out = linear(o, self.out[...].reshape(embed, -1), count, x.dtype if whole else f32)
         out = out if cache is None else cache.sum_over_heads(out)
         if self.config.out_bias:
             out = out + self.out_bias[...].astype(jnp.float32).reshape((*lead, embed))
@@ -112,9 +116,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array, cache: PagedCache | None) -> Array:
         weight = self.gate_up[...]
-        gate, up = jnp.split(linear(x, weight.reshape(-1, weight.shape[-1])), 2, axis=-1)
-        out = linear((jax.nn.silu(gate) * up).astype(x.dtype), self.down[...])
-        if cache is not None and weight.shape[1] < self.size:  # this device holds a share of the FFN
+        count, shared = None if cache is None else cache.num_tokens, weight.shape[1] < self.size
+        gate, up = jnp.split(linear(x, weight.reshape(-1, weight.shape[-1]), count), 2, axis=-1)
+        h = (jax.nn.silu(gate) * up).astype(x.dtype)
+        out = linear(h, self.down[...], count, jnp.float32 if shared else x.dtype)
+        if cache is not None and shared:  # this device holds a share of the FFN
             out = cache.sum_over_heads(out)
         return out.astype(x.dtype)
 
@@ -170,10 +176,10 @@ class Decoder(nnx.Module):
             x, cache = _run_layer(*nnx.split(layer), x, rope, cache, np.int32(i), self.config.sliding_window(i))
         return self.norm(x), cache
 
-    def logits(self, x: Array) -> Array:
-        """f32 logits [..., V] of final hidden states [..., E]."""
+    def logits(self, x: Array, count: Array | int | None = None) -> Array:
+        """f32 logits [..., V] of final hidden states [..., E]; count: see linear."""
         with jax.named_scope("head"):
-            return linear(x, (self.embed if self.config.tie_word_embeddings else self.lm_head).weight[...])
+            return linear(x, (self.embed if self.config.tie_word_embeddings else self.lm_head).weight[...], count)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "window"))

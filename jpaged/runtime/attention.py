@@ -16,7 +16,9 @@ from kernels_pallas.paged_attention.kv_write import write_kv
 log = logging.getLogger("jpaged")
 
 # What attention="auto" tries before "xla", by platform. Any of them runs on CPU when named, interpreted.
-PREFERRED = {"gpu": ("mosaic_gpu", "triton"), "cuda": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}
+PREFERRED = {"cpu": ("native",), "gpu": ("mosaic_gpu", "triton"), "cuda": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}
+
+COMPILED = ("xla", "native")  # on CPU, where the others are interpreted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Kernel:
 
     @property
     def module(self) -> Any:
+        if self.name == "native":
+            return importlib.import_module("kernels_cpu.paged_attention")
         return importlib.import_module(f"kernels_pallas.paged_attention.{self.name}")
 
     def prefill_tiles(self, query_starts_S1: Array, context_lens_S: Array, num_tokens: int, G: int) -> Array | None:
@@ -49,7 +53,7 @@ def choose_kernel(model: ModelConfig, config: EngineConfig, dtype: Any, device: 
     shapes |= {"num_heads": heads, "num_kv_heads": kv_heads}
     preferred = PREFERRED.get(device.platform, ())
     for name in (*preferred, "xla") if config.attention == "auto" else (config.attention,):
-        kernel = Kernel(name=name, interpret=device.platform == "cpu" and name != "xla", num_kv_heads=kv_heads)
+        kernel = Kernel(name=name, interpret=device.platform == "cpu" and name not in COMPILED, num_kv_heads=kv_heads)
         reason = None if name == "xla" else _unsupported(kernel, shapes, config, device)
         if reason is None:
             return kernel
@@ -78,15 +82,16 @@ class PagedCache:
 
     pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with 0.
     context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1], where each row's tokens
-    begin in the packed T. slot_mapping_T: block * P + slot of each token, past the pool's end for padding. decode: one
-    token a row. tensor_axis: the mesh axis that holds shares of the heads inside shard_map, or None. tiles: of
-    Kernel.prefill_tiles.
+    begin in the packed T. num_tokens: how many of the packed T there are before padding. slot_mapping_T: block * P +
+    slot of each token, past the pool's end for padding. decode: one token a row. tensor_axis: the mesh axis that holds
+    shares of the heads inside shard_map, or None. tiles: of Kernel.prefill_tiles.
     """
 
     pool: Array
     block_table_SM: Array
     context_lens_S: Array
     query_starts_S1: Array
+    num_tokens: Array
     slot_mapping_T: Array
     num_layers: int = dataclasses.field(metadata={"static": True})
     decode: bool = dataclasses.field(metadata={"static": True})
@@ -106,7 +111,7 @@ class PagedCache:
         """Attention of this step's queries over each row's whole context, in q's dtype."""
         args = (q_THD, self.pool, layer, self.block_table_SM, self.context_lens_S)
         options: dict[str, Any] = {"num_layers": self.num_layers, "scale": scale, "sliding_window": sliding_window}
-        options |= {} if self.kernel.name == "xla" else {"interpret": self.kernel.interpret}
+        options |= {} if self.kernel.name in COMPILED else {"interpret": self.kernel.interpret}
         options |= {"num_kv_heads": self.kernel.num_kv_heads} if self.kernel.name == "tpu" else {}
         with jax.named_scope("paged_attention"):
             if self.decode:

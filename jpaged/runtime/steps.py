@@ -73,6 +73,7 @@ class _Setting:
             block_table_SM=block_table_SM,
             context_lens_S=context_lens_S,
             query_starts_S1=starts_S1,
+            num_tokens=starts_S1[-1] if bucket.phase == "prefill" else _last_row(context_lens_S),
             slot_mapping_T=slots_T,
             num_layers=self.model.num_layers,
             decode=bucket.phase == "decode",
@@ -109,7 +110,7 @@ def _make_sample(to: _Setting) -> Callable[..., Any]:
 
     def step(params: Any, hidden_RE: Array, last_R: Array, counts_RV: Array | None, packed: Array):
         fields = {name: field[:rows] for name, field in to.unpack(packed).items()}
-        logits_SV = bind(to.model, params).logits(hidden_RE[:rows])
+        logits_SV = bind(to.model, params).logits(hidden_RE[:rows], _last_row(fields["context_lens"]))
         drawn = _draw(to, logits_SV, fields, fields["context_lens"], counts_RV, fields["open_after"])
         slots_S = fields["slots"]
         last_R = last_R.at[slots_S].set(_last(drawn), mode="drop")
@@ -138,7 +139,8 @@ def _make_decode(to: _Setting) -> Callable[..., Any]:
             cache = to.cache(pool, table_SM, context_lens_S, jnp.asarray(starts_S1), written_S)
             x_SE, cache = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), cache)
             assert cache is not None
-            drawn = _draw(to, decoder.logits(x_SE), fields, context_lens_S, counts_RV, fields["open_after"] - i)
+            logits_SV, open_after_S = decoder.logits(x_SE, cache.num_tokens), fields["open_after"] - i
+            drawn = _draw(to, logits_SV, fields, context_lens_S, counts_RV, open_after_S)
             counts_RV = _count(counts_RV, jnp.where(runs_S, slots_S, to.config.max_num_seqs), drawn.token_S)
             last_S = jnp.where(runs_S, _last(drawn), last_S)
             steps_S = jnp.where(runs_S & drawn.stops_S, i + 1, steps_S)
@@ -210,6 +212,11 @@ def _draw(
     return _Drawn(sampled.token_S, stops_S, _outputs(sampled))
 
 
+def _last_row(context_lens_S: Array) -> Array:
+    """How many rows there are up to the last that is not padding."""
+    return jnp.max(jnp.where(context_lens_S > 0, jnp.arange(1, 1 + context_lens_S.shape[0]), 0)).astype(jnp.int32)
+
+
 def _last(drawn: _Drawn) -> Array:
     """What a row's slot keeps: its token, or that it stopped, so that a dispatch already under way leaves it out."""
     return jnp.where(drawn.stops_S, STOPPED, drawn.token_S)
@@ -261,7 +268,7 @@ def _score_prompt(
 ) -> dict[str, Array]:
     temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
     scored = token_logprobs(
-        decoder.logits,
+        lambda x_tE: decoder.logits(x_tE, x_tE.shape[0]),
         x_TE,
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),

@@ -38,7 +38,7 @@ def test_the_walk_sees_imports(tmp_path: Path):
 def test_the_engine_imports_nothing_of_the_device(file: Path):
     modules = set(imported(file))
     assert not [m for m in modules if within(m, DEVICE)]
-    own = {m for m in modules if within(m, {"jpaged", "kernels_pallas"})}
+    own = {m for m in modules if within(m, {"jpaged", "kernels_cpu", "kernels_pallas"})}
     assert all(within(m, {"jpaged.engine", "jpaged.config", "jpaged.errors"}) for m in own), own
 
 
@@ -51,7 +51,7 @@ def files(*folders: str) -> list[Path]:
     return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("file", files("kernels_pallas"), ids=str)
+@pytest.mark.parametrize("file", files("kernels_cpu", "kernels_pallas"), ids=str)
 def test_the_kernels_know_nothing_of_jpaged(file: Path):
     assert not [m for m in imported(file) if within(m, {"jpaged"})]
 

@@ -91,6 +91,33 @@ def check(implementation: Any, case: Case, values: Literal["random", "coded"] = 
     assert not np.asarray(result)[padding].any()
 
 
+def check_bits_in_any_batch(implementation: Any, **shape: Any) -> None:
+    """Whole, in chunks, alone or among others (at one padded shape): what deterministic serving will rest on."""
+    T, S, contexts = 160, 4, (120, 90)
+    case = Case(name="batches", contexts=contexts, queries=contexts, P=16, **shape)
+    inputs = build(case, poison=False)
+    first = (0, 120)  # each row's first packed token in `inputs`
+
+    def run(*rows: tuple[int, int, int]) -> dict[tuple[int, int], np.ndarray]:
+        """rows: (row, context, queries). Results by (row, position)."""
+        asked = [(row, p) for row, context, queries in rows for p in range(context - queries, context)]
+        q = np.zeros((T, case.H, case.D), inputs.q.dtype)
+        q[: len(asked)] = [inputs.q[first[row] + p] for row, p in asked]
+        batch = dataclasses.replace(
+            inputs,
+            q=q,
+            block_table=np.stack([inputs.block_table[rows[i][0] if i < len(rows) else 0] for i in range(S)]),
+            context_lens=np.array([context for _, context, _ in rows] + [0] * (S - len(rows)), np.int32),
+            query_starts=np.cumsum([0, *(n for *_, n in rows), *[0] * (S - len(rows))]).astype(np.int32),
+        )
+        return dict(zip(asked, np.asarray(call(implementation, case, batch)), strict=False))
+
+    whole = run((0, 120, 120))
+    for other in (run((1, 90, 90), (0, 120, 37)), run((0, 120, 1), (1, 60, 3)), run((0, 70, 70), (1, 90, 5))):
+        shared = whole.keys() & other.keys()
+        assert shared and all(np.array_equal(whole[k], other[k]) for k in shared)
+
+
 def _error(result: Any, exact: np.ndarray) -> float:
     return float(np.abs(np.asarray(result).astype(np.float64) - exact).max())
 

@@ -7,7 +7,7 @@ import pytest
 
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
-from tests.kernels.suite import PagedAttentionSuite, build, call, check
+from tests.kernels.suite import PagedAttentionSuite, build, call, check, check_bits_in_any_batch
 
 
 class TestXla(PagedAttentionSuite):
@@ -36,27 +36,4 @@ def test_one_prompt_of_many_query_tiles() -> None:
 
 @pytest.mark.parametrize("sliding_window", [None, 50])
 def test_prefill_of_a_query_is_bitwise_the_same_in_any_batch(sliding_window: int | None) -> None:
-    """Whole, in chunks, alone or among others (at one padded shape): what deterministic serving will rest on."""
-    T, S, contexts = 160, 4, (120, 90)
-    case = Case(name="batches", contexts=contexts, queries=contexts, P=16, sliding_window=sliding_window)
-    inputs = build(case, poison=False)
-    first = (0, 120)  # each row's first packed token in `inputs`
-
-    def run(*rows: tuple[int, int, int]) -> dict[tuple[int, int], np.ndarray]:
-        """rows: (row, context, queries). Results by (row, position)."""
-        asked = [(row, p) for row, context, queries in rows for p in range(context - queries, context)]
-        q = np.zeros((T, case.H, case.D), np.float32)
-        q[: len(asked)] = [inputs.q[first[row] + p] for row, p in asked]
-        batch = dataclasses.replace(
-            inputs,
-            q=q,
-            block_table=np.stack([inputs.block_table[rows[i][0] if i < len(rows) else 0] for i in range(S)]),
-            context_lens=np.array([context for _, context, _ in rows] + [0] * (S - len(rows)), np.int32),
-            query_starts=np.cumsum([0, *(n for *_, n in rows), *[0] * (S - len(rows))]).astype(np.int32),
-        )
-        return dict(zip(asked, np.asarray(call(xla, case, batch)), strict=False))
-
-    whole = run((0, 120, 120))
-    for other in (run((1, 90, 90), (0, 120, 37)), run((0, 120, 1), (1, 60, 3)), run((0, 70, 70), (1, 90, 5))):
-        shared = whole.keys() & other.keys()
-        assert shared and all(np.array_equal(whole[k], other[k]) for k in shared)
+    check_bits_in_any_batch(xla, sliding_window=sliding_window)

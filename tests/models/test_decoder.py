@@ -65,6 +65,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
             block_table_SM=jnp.asarray(table),
             context_lens_S=jnp.asarray([end for _, end in spans], jnp.int32),
             query_starts_S1=jnp.asarray(np.cumsum([0] + [end - start for start, end in spans]), jnp.int32),
+            num_tokens=jnp.int32(len(at)),
             slot_mapping_T=jnp.asarray(slots),
             num_layers=model_config.num_layers,
             decode=decode,

@@ -9,6 +9,7 @@ import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.runtime.attention import Kernel, choose_kernel
+from kernels_cpu.library import unavailable
 from tests.tiny import config, make_params, make_prompts
 
 MODEL = config(head_dim=64, num_heads=4, num_kv_heads=2, num_layers=2)
@@ -20,6 +21,7 @@ HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="
 AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+ON_CPU = "xla" if unavailable() else "native"
 
 
 def choose(device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards: int = 1, **settings: Any) -> Kernel:
@@ -28,7 +30,7 @@ def choose(device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, "xla")], ids=str
+    ("device", "name"), [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, ON_CPU)], ids=str
 )
 def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
     kernel = choose(device)
@@ -53,6 +55,9 @@ def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) ->
         (HOPPER, "triton", {"dtype": jnp.float32}, "dtype float32"),
         (CPU, "triton", {"model": config(head_dim=80)}, "head_dim 80"),
         (HOPPER, "tpu", {}, "not on gpu"),
+        (HOPPER, "native", {}, "not on gpu"),
+        (CPU, "native", {"dtype": jnp.float32}, "dtype float32"),
+        (CPU, "native", {"model": config(head_dim=80)}, "head_dim 80"),
         (TPU, "mosaic_gpu", {}, "not on tpu"),
         (SimpleNamespace(platform="tpu", device_kind="TPU v4"), "tpu", {}, "TPU v4: only TPU v5 and newer"),
     ],
@@ -82,8 +87,10 @@ def serve(attention: str) -> list[Any]:
     return [[c.token_ids for c in out.outputs] for out in [*outs, *again]]
 
 
-@pytest.mark.parametrize("attention", ["triton", "tpu", "mosaic_gpu"])
+@pytest.mark.parametrize("attention", ["triton", "tpu", "mosaic_gpu", "native"])
 def test_the_engine_on_each_kernel(attention: str, expected: list[Any]) -> None:
+    if attention == "native" and (reason := unavailable()):
+        pytest.skip(reason)
     assert serve(attention) == expected
 
 

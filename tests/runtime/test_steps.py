@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from jpaged.engine.batch import Batch, Bucket, input_sections, output_sections, 
 from jpaged.runtime import steps
 from jpaged.runtime.attention import Kernel
 from jpaged.runtime.runner import Placement, Runner
+from kernels_cpu.library import unavailable
 from tests.hlo import pool_copies
-from tests.tiny import CONFIG, engine, make_params
+from tests.tiny import CONFIG, config, engine, make_params
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 BUCKETS = {
@@ -61,6 +63,18 @@ SLOW = pytest.mark.slow
 )
 def test_the_pool_is_updated_in_place(name: str) -> None:
     copies, is_small = in_place(*compiled(name, 8191))
+    assert copies == [] and is_small
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_so_it_is_under_the_cpu_kernels(name: str) -> None:
+    model = config(head_dim=32)
+    runner = Runner(model, engine(num_blocks=8191).resolve(model), ONE_DEVICE, jnp.bfloat16)
+    runner.params = dict(make_params(0, model, jnp.bfloat16))
+    step = runner.lower(BUCKETS[name]).compile()
+    assert {"jpaged_linear", "jpaged_paged_attention"} <= set(re.findall(r'custom_call_target="(\w+)"', step.as_text()))
+    copies, is_small = in_place(step, runner)
     assert copies == [] and is_small
 
 

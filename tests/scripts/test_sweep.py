@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+from matplotlib import pyplot
 
 import jpaged.config
 from jpaged import LLM
@@ -358,6 +359,7 @@ def test_compare_matches_what_differs_as_a_whole(tmp_path: Path, capsys: pytest.
 
 
 def test_plots() -> None:
+    before = pyplot.get_fignums()
     rows = [row(n, length, 100.0 * n, length, 2.0) for length in (256, 64) for n in (8, 1, 4)]
     found = report.plots([*rows, row(16, 64, None, 0, 0)])
     axes = {name: figure.axes[0] for name, figure in found.items()}
@@ -381,7 +383,7 @@ def test_plots() -> None:
     title = axes["users"].get_title(loc="left")
     settings = "output 4, m, float32, attention auto, block 16, steps 1, temperature 1.0, on cpu"
     assert title == f"{settings}\nnumbers at the dots: batch"
-    assert "matplotlib.pyplot" not in sys.modules  # whose state would outlive the plots
+    assert pyplot.get_fignums() == before  # whose state would outlive the plots
 
 
 def test_plots_of_little(tmp_path: Path) -> None:

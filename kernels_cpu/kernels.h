@@ -1,0 +1,107 @@
+// What the CPU kernels share: bf16 as bits, and work divided between the calling thread and XLA's own pool.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged {
+
+namespace ffi = xla::ffi;
+using bf16 = uint16_t;
+
+template <size_t rank>
+using Bf16 = ffi::Buffer<ffi::BF16, rank>;
+
+template <size_t rank>
+using Int32 = ffi::Buffer<ffi::S32, rank>;
+
+template <size_t rank>
+inline bf16* Data(Bf16<rank> x) {
+  return reinterpret_cast<bf16*>(x.untyped_data());
+}
+
+inline __m512bh Load(const void* at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+// Element i is the sum of the lanes of a[i].
+inline __m512 Sums(const __m512 (&a)[16]) {
+  __m512 t[8], u[4], v[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
+    u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    __m512 x = u[2 * i], y = u[2 * i + 1];
+    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  }
+  return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+}
+
+// e^x to 2 units in the last place; 0 below -87.
+inline __m512 Exp(__m512 x) {
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  }
+  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), y, n);
+}
+
+// Brings memory that comes next into the L2 cache while other work goes on: the processor does not foresee rows that are
+// far apart, and asked for all at once they would be waited for. `count` rows of `lines` cache lines each.
+struct Ahead {
+  const bf16* const* rows;
+  int64_t count, lines;
+  int64_t row = 0, line = 0;
+
+  void Bring(int64_t n) {
+    for (; n > 0 && row < count; --n) {
+      _mm_prefetch((const char*)rows[row] + 64 * line, _MM_HINT_T1);
+      if (++line == lines) line = 0, ++row;
+    }
+  }
+};
+
+// Calls body(i) once for each i < items and returns when all calls have. The caller works too and waits only for calls
+// that have begun, so that a pool whose threads all wait in here makes progress still; a helper that comes late finds no
+// item left and touches nothing but `state`.
+template <typename Body>
+void ParallelFor(ffi::ThreadPool& pool, int64_t items, const Body& body) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto state = std::make_shared<State>();
+  auto work = [state, items, &body] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < items;) {
+      body(i);
+      state->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
+  work();
+  for (int spins = 0; state->done.load(std::memory_order_acquire) < items; ++spins) {
+    if (spins < 4096) {
+      _mm_pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+}  // namespace jpaged

@@ -1,0 +1,84 @@
+"""The C++ kernels of the CPU: paged attention under the shared suite, products against float64."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_cpu import paged_attention
+from kernels_cpu.library import unavailable
+from kernels_cpu.linear import linear, supported
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from tests.kernels.suite import PagedAttentionSuite, check_bits_in_any_batch
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+
+# What its own paths add: rows enough that heads go together, groups that are no multiple of a register tile, head
+# dimensions of more than one, one tile after another of which the next row's is fetched ahead.
+OWN = (
+    Case(name="decode_many_rows_g5", contexts=tuple(37 * i % 190 for i in range(40)), P=16, H=10, D=96),
+    Case(name="decode_many_rows_g3_window", contexts=tuple(range(1, 700, 29)), P=64, H=6, D=64, sliding_window=130),
+    Case(name="decode_skewed", contexts=(3, 0, 0, 2000, 0, 1, 0, 65), P=16, num_layers=1, layer=0),
+    Case(name="prefill_g50", contexts=(70, 130), queries=(3, 130), H=50, K=1),
+    Case(name="prefill_g5", contexts=(90, 0, 300), queries=(90, 0, 211), P=64, H=10, D=96, sliding_window=100),
+)
+
+# Every case of any implementation, in bf16, where the head dimension is a multiple of 32.
+CASES = [
+    dataclasses.replace(case, dtype="bfloat16")
+    for case in {c.name: c for c in (*DECODE, *PREFILL, *GPU, *OWN)}.values()
+    if case.D % 32 == 0
+]
+
+
+class TestPagedAttention(PagedAttentionSuite):
+    implementation = paged_attention
+    cases = CASES
+    plain_cases = (CASES[0], next(c for c in CASES if c.queries is not None))
+
+    @pytest.mark.parametrize("sliding_window", [None, 50])
+    def test_a_querys_bits_do_not_depend_on_its_batch(self, sliding_window: int | None) -> None:
+        check_bits_in_any_batch(paged_attention, dtype="bfloat16", D=64, sliding_window=sliding_window)
+
+
+def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(T + N)
+    x, weight = rng.standard_normal((T, E)), rng.standard_normal((N, E)) / E**0.5
+    return x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+
+
+# Rows and columns that fill tiles of 4 x 6 and that do not, one of everything.
+SHAPES = [(1, 2, 32), (3, 4, 64), (4, 6, 96), (8, 14, 512), (33, 50, 160), (127, 12, 64), (300, 26, 128)]
+
+
+@pytest.mark.parametrize(("T", "N", "E"), SHAPES)
+def test_linear(T: int, N: int, E: int) -> None:
+    x, weight = arrays(T, N, E)
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    result = linear(x, weight, T)
+    assert result.dtype == jnp.float32 and np.abs(result - exact).max() < 1e-5
+    assert np.array_equal(linear(x, weight, T, jnp.bfloat16), result.astype(jnp.bfloat16))
+
+
+def test_padding_costs_nothing_and_is_zero() -> None:
+    x, weight = arrays(70, 20, 64)
+    whole = np.asarray(linear(x, weight, 70))
+    x[41:] = np.nan
+    for count in (0, 1, 41):
+        assert np.array_equal(linear(x, weight, count)[:count], whole[:count])
+        assert not np.asarray(linear(x, weight, count))[count:].any()
+
+
+def test_a_rows_bits_do_not_depend_on_the_others() -> None:
+    x, weight = arrays(150, 20, 96)
+    whole = np.asarray(linear(x, weight, 150))
+    for rows in (slice(0, 1), slice(3, 10), slice(140, 150), slice(5, 140)):
+        assert np.array_equal(linear(x[rows], weight, len(x[rows])), whole[rows])
+
+
+def test_what_is_supported() -> None:
+    x, weight = map(jnp.asarray, arrays(4, 6, 64))
+    assert supported(x, weight) and not supported(x[:, :40], weight[:, :40])
+    assert not supported(x[None], weight) and not supported(x.astype(jnp.float32), weight)
