@@ -49,34 +49,6 @@ inline __m512 Sums(const __m512 (&a)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-// e^x to 2 units in the last place; 0 below -87.
-inline __m512 Exp(__m512 x) {
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-  }
-  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), y, n);
-}
-
-// Brings memory that comes next into the L2 cache while other work goes on: the processor does not foresee rows that are
-// far apart, and asked for all at once they would be waited for. `count` rows of `lines` cache lines each.
-struct Ahead {
-  const bf16* const* rows;
-  int64_t count, lines;
-  int64_t row = 0, line = 0;
-
-  void Bring(int64_t n) {
-    for (; n > 0 && row < count; --n) {
-      _mm_prefetch((const char*)rows[row] + 64 * line, _MM_HINT_T1);
-      if (++line == lines) line = 0, ++row;
-    }
-  }
-};
-
 // Calls body(i) once for each i < items and returns when all calls have. The caller works too and waits only for calls
 // that have begun, so that a pool whose threads all wait in here makes progress still; a helper that comes late finds no
 // item left and touches nothing but `state`.

@@ -1,8 +1,9 @@
-// Paged attention of packed queries over a bf16 pool, decode and prefill alike: flash attention (arXiv:2205.14135) by KV
-// tiles of 64 slots, without a gather: a tile is packed from the pool's own rows into the form that vdpbf16ps multiplies.
+// Paged attention of packed queries over a bf16 pool: flash attention (arXiv:2205.14135) by KV tiles of 64 slots, read
+// straight from the pool. A prefill packs each tile into the form that vdpbf16ps multiplies, since many queries share it;
+// decode uses keys and values as they lie.
 //
 // A query's result does not depend on its batch or chunk: its KV tiles begin at multiples of 64, every sum along them runs
-// in one order, and a tile that it does not see leaves its state as it is.
+// in one order, and a tile that it does not see leaves its state as it is. (Decode's order is another than prefill's.)
 //
 // Shapes: q and o [T, H, D], pool [L*N, P, 2K, D] (K0, V0, K1, V1, ...), block table [S, M], G = H / K.
 #include <immintrin.h>
@@ -46,6 +47,19 @@ struct Scratch {
     zeros.resize(2 * rows * D);
   }
 };
+
+// e^x to 2 units in the last place; 0 below -87, NaN of NaN.
+inline __m512 Exp(__m512 x) {
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  }
+  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), y, n);
+}
 
 // c[R][16 V] = alpha * c + a . b: a row of a has `pairs` pairs of bf16, row i of b the pairs of 16 V columns. Without
 // alpha, c is only written.
@@ -276,6 +290,21 @@ inline __m512 Unpacked(const float* o, int half) {
   return _mm512_permutex2var_ps(_mm512_loadu_ps(o), order, _mm512_loadu_ps(o + 16));
 }
 
+// Brings a tile's slots, of `lines` cache lines each, into the L2 cache while the tile before it is at work: the processor
+// does not foresee slots that are far apart, and asked for all at once they would be waited for.
+struct Ahead {
+  const bf16* const* at;
+  int64_t lines;
+  int64_t slot = 0, line = 0;
+
+  void Bring(int64_t n) {
+    for (; n > 0 && slot < kTile; --n) {
+      _mm_prefetch((const char*)at[slot] + 64 * line, _MM_HINT_T1);
+      if (++line == lines) line = 0, ++slot;
+    }
+  }
+};
+
 // One query of a row, for some of its KV heads: keys and values are used as they lie, slot by slot for all heads, so that
 // memory is read in order. `after`: what this thread does next, or null.
 void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& scratch) {
@@ -293,7 +322,7 @@ void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& s
       std::fill(next, next + kTile, zeros);
     }
     int64_t slots = std::min(kTile, (item.end - first + 15) / 16 * 16);
-    Ahead ahead{next, kTile, item.heads * D / 16};
+    Ahead ahead{next, item.heads * D / 16};
     int64_t share = kTile * ahead.lines / (2 * rows * slots / 16) + 1;
     for (int64_t slot = 0; slot < slots; slot += 16) {
       for (int64_t r = 0; r < rows; ++r, ahead.Bring(share)) {
@@ -327,9 +356,8 @@ void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& s
   }
 }
 
-ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, Bf16<4> kv, Int32<0> layer,
-                          Int32<2> table, Int32<1> contexts,
-                          Int32<1> starts, ffi::Result<Bf16<3>> o, int64_t num_layers, float scale,
+ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, Bf16<4> kv, Int32<0> layer, Int32<2> table,
+                          Int32<1> contexts, Int32<1> starts, ffi::Result<Bf16<3>> o, int64_t num_layers, float scale,
                           int64_t window, float soft_cap, bool decode) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = Data(kv), .o = Data(*o)};
@@ -341,6 +369,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, Bf16<4> kv, Int32<0> 
 
   int64_t rows = 0, served = 0;
   for (int64_t s = 0; s < p.S; ++s) rows += p.contexts[s] > 0;
+  // Decode takes all heads of a row together, which lie together, unless there are too few rows for all threads.
   int64_t most = std::max<int64_t>(1, kQueries / p.G);
   int64_t heads = decode && rows >= 4 * pool.num_threads() ? p.K : 1;
   std::vector<Item> items;
