@@ -15,10 +15,9 @@ from kernels_pallas.paged_attention.kv_write import write_kv
 
 log = logging.getLogger("jpaged")
 
-# What attention="auto" tries before "xla", by platform. Any of them runs on CPU when named, interpreted.
+# What attention="auto" tries before "xla", by platform. Those of Pallas run on CPU too when named, interpreted.
 PREFERRED = {"cpu": ("native",), "gpu": ("mosaic_gpu", "triton"), "cuda": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}
-
-COMPILED = ("xla", "native")  # on CPU, where the others are interpreted
+COMPILED = ("xla", "native")  # never interpreted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> i
 
 
 def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
-    """Needs that no step of the XLA kernel on CPU exceeds, everything on one device; nothing is compiled.
+    """Needs that no step on CPU exceeds, by either kernel, everything on one device; nothing is compiled.
 
     Twice what a layer makes of its tokens, one result of attention for each layer (XLA:CPU shares none of them), the
     logits as often as the full sampler holds them, tiles of prompt scores, and float16 weights in f32 (bfloat16 ones
