@@ -1,9 +1,11 @@
-"""Reinforcement learning on the embedded model, with jpaged.generate inside the loop: `python examples/grpo.py`.
+"""Reinforcement learning on the embedded model, with jpaged.generate inside the loop: `python
+examples/grpo.py`.
 
-GRPO (arXiv:2402.03300): a few samples of each prompt, each rewarded by a rule that a program checks, advantages
-relative to the group, and one clipped policy-gradient update by optax. Here a completion of a line of Python is worth
-1 if the code parses and 0 if not, and half where the model never came to an end of line. Everything that jax compiles
-is compiled in the first iteration: prompts differ in length and weights in every update, shapes do not.
+GRPO (arXiv:2402.03300): a few samples of each prompt, each rewarded by a rule that a program
+checks, advantages relative to the group, and one clipped policy-gradient update by optax. Here a
+completion of a line of Python is worth 1 if the code parses and 0 if not, and half where the model
+never came to an end of line. Everything that jax compiles is compiled in the first iteration:
+prompts differ in length and weights in every update, shapes do not.
 """
 
 import argparse
@@ -59,7 +61,9 @@ class Settings:
 
 
 def reward(prompt: str, completion: str) -> float:
-    """1 if the prompt's line, as completed, is Python (a header may lack its body), 0 if not, 0.5 if it never ended."""
+    """1 if the prompt's line, as completed, is Python (a header may lack its body), 0 if not, 0.5
+    if it never ended.
+    """
     if "\n" not in completion:
         return 0.5
     code = prompt + completion.split("\n")[0]
@@ -78,19 +82,29 @@ def parses(code: str) -> bool:
 
 
 def logprobs_of(params: Any, arrays: Any, temperature: float) -> jax.Array:
-    """[B, C]: log-probabilities of the completions' tokens by the dense, differentiable forward of the same weights."""
+    """[B, C]: log-probabilities of the completions' tokens by the dense, differentiable forward of
+    the same weights.
+    """
     tokens = jnp.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1)
     left = arrays["prompt_ids"].shape[1] - arrays["prompt_lens"]
-    tokens = jax.vmap(lambda row, n: jnp.roll(row, -n))(tokens, left)  # prompts are padded on the left: begin at 0
+    tokens = jax.vmap(lambda row, n: jnp.roll(row, -n))(
+        tokens, left
+    )  # prompts are padded on the left: begin at 0
     model = bind(params.config, dict(params))
     hidden, _ = model(tokens)
-    before = arrays["prompt_lens"][:, None] - 1 + jnp.arange(arrays["completion_ids"].shape[1])[None, :]
+    before = (
+        arrays["prompt_lens"][:, None] - 1 + jnp.arange(arrays["completion_ids"].shape[1])[None, :]
+    )
     logits = model.logits(jnp.take_along_axis(hidden, before[:, :, None], axis=1)) / temperature
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), arrays["completion_ids"][:, :, None], axis=2)[:, :, 0]
+    return jnp.take_along_axis(
+        jax.nn.log_softmax(logits), arrays["completion_ids"][:, :, None], axis=2
+    )[:, :, 0]
 
 
 def make_update(optimizer: optax.GradientTransformation, settings: Settings) -> Any:
-    """update(params, state, arrays, advantages [B]) -> params, state, loss; one compile for all of a run."""
+    """update(params, state, arrays, advantages [B]) -> params, state, loss; one compile for all of
+    a run.
+    """
 
     def loss_of(params: Any, arrays: Any, advantages: jax.Array) -> jax.Array:
         ratio = jnp.exp(logprobs_of(params, arrays, settings.temperature) - arrays["logprobs"])
@@ -99,7 +113,9 @@ def make_update(optimizer: optax.GradientTransformation, settings: Settings) -> 
         return -jnp.sum(gain * arrays["completion_mask"]) / jnp.sum(arrays["completion_mask"])
 
     @jax.jit
-    def update(params: Any, state: Any, arrays: Any, advantages: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def update(
+        params: Any, state: Any, arrays: Any, advantages: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_of)(params, arrays, advantages)
         changes, state = optimizer.update(grads, state)
         return optax.apply_updates(params, changes), state, loss
@@ -109,15 +125,24 @@ def make_update(optimizer: optax.GradientTransformation, settings: Settings) -> 
 
 def train(settings: Settings) -> list[dict[str, float]]:
     """The loop; one record an update: mean reward, seconds of its parts, compiles."""
-    params, tokenizer = jpaged.load_params(MODEL_PATH, dtype="float32"), jpaged.LLM(MODEL_PATH).tokenizer
+    params, tokenizer = (
+        jpaged.load_params(MODEL_PATH, dtype="float32"),
+        jpaged.LLM(MODEL_PATH).tokenizer,
+    )
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     longest = max(map(len, prompts))
     rows = len(prompts) * settings.samples
-    engine = jpaged.EngineConfig(max_model_len=64, max_num_seqs=rows, seq_buckets=(-(-rows // 4), rows))
+    engine = jpaged.EngineConfig(
+        max_model_len=64, max_num_seqs=rows, seq_buckets=(-(-rows // 4), rows)
+    )
     sampling = jpaged.SamplingParams(
-        n=settings.samples, temperature=settings.temperature, max_tokens=settings.max_tokens, stop="\n",
-        include_stop_str_in_output=True, logprobs_mode="tempered",
-    )  # fmt: skip
+        n=settings.samples,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        stop="\n",
+        include_stop_str_in_output=True,
+        logprobs_mode="tempered",
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
     state, update = optimizer.init(params), make_update(optimizer, settings)  # pyright: ignore[reportArgumentType]
     compiles: list[str] = []
@@ -130,19 +155,35 @@ def train(settings: Settings) -> list[dict[str, float]]:
     for step in range(settings.updates):
         compiles.clear()
         began = time.perf_counter()
-        outs = jpaged.generate(params, prompts, sampling, tokenizer=tokenizer, engine_config=engine, seed=step)
+        outs = jpaged.generate(
+            params, prompts, sampling, tokenizer=tokenizer, engine_config=engine, seed=step
+        )
         generated = time.perf_counter()
-        arrays = jpaged.to_arrays(outs, max_prompt_len=longest, max_completion_len=settings.max_tokens)
+        arrays = jpaged.to_arrays(
+            outs, max_prompt_len=longest, max_completion_len=settings.max_tokens
+        )
         texts = [(PROMPTS[i], c.text or "") for i, out in enumerate(outs) for c in out.outputs]
         rewards = np.array([reward(*text) for text in texts], np.float32).reshape(len(prompts), -1)
-        advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-4)
+        advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (
+            rewards.std(axis=1, keepdims=True) + 1e-4
+        )
         params, state, loss = update(params, state, arrays, advantages.reshape(-1))
         jax.block_until_ready(loss)
-        record = {"update": step, "reward": float(rewards.mean()), "loss": float(loss), "compiles": len(compiles)}
+        record = {
+            "update": step,
+            "reward": float(rewards.mean()),
+            "loss": float(loss),
+            "compiles": len(compiles),
+        }
         record |= {"generate_s": generated - began, "update_s": time.perf_counter() - generated}
         history.append(record)
         if step % 5 == 0 or step == settings.updates - 1:
-            print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v:3d}" for k, v in record.items()))
+            print(
+                "  ".join(
+                    f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v:3d}"
+                    for k, v in record.items()
+                )
+            )
     jax.monitoring.unregister_event_duration_listener(count)
     jpaged.release(compiled=True)
     return history
@@ -160,23 +201,36 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
     axes.plot(rewards, color="tab:blue", alpha=0.35, label="each update")
-    axes.plot(np.arange(window - 1, len(rewards)), smooth, color="tab:blue", label=f"mean of {window}")
-    axes.set(xlabel="update", ylabel="mean reward (1: the line parses)", title="GRPO on the embedded model")
+    axes.plot(
+        np.arange(window - 1, len(rewards)), smooth, color="tab:blue", label=f"mean of {window}"
+    )
+    axes.set(
+        xlabel="update",
+        ylabel="mean reward (1: the line parses)",
+        title="GRPO on the embedded model",
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--updates", type=int, default=Settings.updates)
     parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--plot", type=Path, help="write the rewards' curve here (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=Path, help="write the rewards' curve here (needs matplotlib)"
+    )
     parser.add_argument("--json", type=Path, help="write one record an update here")
     args = parser.parse_args(argv)
     history = train(Settings(updates=args.updates, seed=args.seed))
     edge = max(len(history) // 8, 1)
-    means = [float(np.mean([record["reward"] for record in part])) for part in (history[:edge], history[-edge:])]
+    means = [
+        float(np.mean([record["reward"] for record in part]))
+        for part in (history[:edge], history[-edge:])
+    ]
     print(f"mean reward of the first {edge} updates {means[0]:.3f}, of the last {means[1]:.3f}")
     if args.json:
         args.json.write_text("".join(json.dumps(record) + "\n" for record in history))

@@ -1,8 +1,10 @@
-"""Trains the small model that ships in jpaged/demo/model, from nothing: `python examples/train_tiny.py --out DIR`.
+"""Trains the small model that ships in jpaged/demo/model, from nothing: `python
+examples/train_tiny.py --out DIR`.
 
-The text is what every machine with Python has: the sources of its own standard library in a fixed order, plus chats
-made of their docstrings and functions. A byte-level BPE tokenizer is trained first, then jpaged's own Decoder with
-optax, then both are written as a Hugging Face folder. `--check` runs the same path in miniature.
+The text is what every machine with Python has: the sources of its own standard library in a fixed
+order, plus chats made of their docstrings and functions. A byte-level BPE tokenizer is trained
+first, then jpaged's own Decoder with optax, then both are written as a Hugging Face folder.
+`--check` runs the same path in miniature.
 """
 
 import argparse
@@ -30,19 +32,38 @@ from transformers import PreTrainedTokenizerFast
 
 from jpaged.checkpoint.hf import stored_names
 from jpaged.checkpoint.tensors import flat
-from jpaged.config import ModelConfig, read_json
+from jpaged.checks import read_json
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind, to_tree
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0 (padding, and between documents), 1, 2 (EOS)
-# Like Qwen's, but every newline is a piece of its own, so that a prompt may end just before one or just after it.
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)  # ids 0 (padding, and between documents), 1, 2 (EOS)
+# Like Qwen's, but every newline is a piece of its own, so that a prompt may end just before one or
+# just after it.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+SKIP = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+}
 PROMPTS = ("def read_file(path):\n", "class Stack:\n    def __init__(self):\n", "import os\n")
-QUESTIONS = ("Return the size of a file.", "Write a function `add_item` that adds an item to the list.")
+QUESTIONS = (
+    "Return the size of a file.",
+    "Write a function `add_item` that adds an item to the list.",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +77,8 @@ class Settings:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    seq: int = 256  # tokens a row; every `long_every`-th step has rows of `long_seq`, the max_position_embeddings
+    # tokens a row; every `long_every`-th step has rows of `long_seq`, the max_position_embeddings
+    seq: int = 256
     long_seq: int = 1024
     long_every: int = 16
     batch_tokens: int = 1024
@@ -67,7 +89,9 @@ class Settings:
     chat_share: float = 0.2  # of the training tokens
     max_files: int | None = None
     seed: int = 0
-    compute: str = "bfloat16"  # of the forward and backward pass; the weights that the optimizer sees are f32
+    compute: str = (
+        "bfloat16"  # of the forward and backward pass; the weights that the optimizer sees are f32
+    )
 
     def model(self) -> ModelConfig:
         """The architecture."""
@@ -88,16 +112,33 @@ class Settings:
 
 
 CHECK = Settings(
-    vocab=512, hidden=32, ffn=64, layers=2, heads=4, head_dim=16, seq=64, long_seq=128, batch_tokens=512, steps=60,
-    warmup=5, peak_lr=1e-2, max_files=12,
-)  # fmt: skip
+    vocab=512,
+    hidden=32,
+    ffn=64,
+    layers=2,
+    heads=4,
+    head_dim=16,
+    seq=64,
+    long_seq=128,
+    batch_tokens=512,
+    steps=60,
+    warmup=5,
+    peak_lr=1e-2,
+    max_files=12,
+)
 
 
 def source_files() -> list[str]:
     """The text of every prose-like module of this Python's standard library, in order of path."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [p.relative_to(root) for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts)]
-    paths = [p for p in paths if not p.name.startswith("_sysconfigdata") and p.as_posix() != "html/entities.py"]
+    paths = [
+        p.relative_to(root) for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts)
+    ]
+    paths = [
+        p
+        for p in paths
+        if not p.name.startswith("_sysconfigdata") and p.as_posix() != "html/entities.py"
+    ]
     texts = ((root / p).read_bytes().decode("utf-8", "ignore") for p in sorted(paths))
     return [text.expandtabs().strip() + "\n" for text in texts if text.strip()]
 
@@ -110,7 +151,9 @@ def split(files: list[str]) -> tuple[list[str], list[str]]:
 
 
 def chats(files: list[str], rng: random.Random) -> list[str]:
-    """One exchange for every short documented function: its docstring's first line asks, its source answers."""
+    """One exchange for every short documented function: its docstring's first line asks, its source
+    answers.
+    """
     found = []
     for text in files:
         for node in ast.walk(ast.parse(text)):
@@ -121,9 +164,18 @@ def chats(files: list[str], rng: random.Random) -> list[str]:
             if not source or not 12 <= len(doc) <= 120 or len(source) > 1200:
                 continue
             clause = doc[0].lower() + doc[1:] if doc[1].islower() else doc
-            ask = rng.choice((doc, doc, f"Write a function `{node.name}`: {clause}", f"Write `{node.name}`.\n{doc}"))
+            ask = rng.choice(
+                (
+                    doc,
+                    doc,
+                    f"Write a function `{node.name}`: {clause}",
+                    f"Write `{node.name}`.\n{doc}",
+                )
+            )
             answer = textwrap.dedent(source).strip()
-            found.append(f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n")
+            found.append(
+                f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+            )
     rng.shuffle(found)
     return found
 
@@ -132,13 +184,18 @@ def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text round-trips exactly, whatever it was trained on."""
     core = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"), byte_level])  # type: ignore
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), "isolated"), byte_level]
+    )  # type: ignore
     core.decoder = decoders.ByteLevel()  # type: ignore
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=vocab, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),  # type: ignore
     )
     return PreTrainedTokenizerFast(
@@ -152,15 +209,21 @@ def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: Any, documents: list[str]) -> np.ndarray:
-    """uint16 [tokens]: the documents one after another, each ended by EOS (a chat ends itself) and <|endoftext|>."""
+    """uint16 [tokens]: the documents one after another, each ended by EOS (a chat ends itself) and
+    <|endoftext|>.
+    """
     ids: list[int] = []
     for text, row in zip(documents, tokenizer(documents)["input_ids"], strict=True):
         ids += row + ([0] if text.startswith(SPECIAL[1]) else [2, 0])
     return np.array(ids, np.uint16)
 
 
-def batches(tokens: np.ndarray, rows: int, seq: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """int32 [rows, seq + 1] for ever: every epoch cuts the stream at another offset and shuffles the pieces."""
+def batches(
+    tokens: np.ndarray, rows: int, seq: int, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """int32 [rows, seq + 1] for ever: every epoch cuts the stream at another offset and shuffles
+    the pieces.
+    """
     while True:
         start = int(rng.integers(seq))
         count = (len(tokens) - 1 - start) // seq
@@ -174,20 +237,28 @@ def loss_fn(tree: Any, tokens: jax.Array, *, config: ModelConfig, compute: str) 
     """Mean cross-entropy in nats a token of int32 [rows, seq + 1]."""
     model = bind(config, jax.tree.map(lambda x: x.astype(compute), tree))
     hidden, _ = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model.logits(hidden), tokens[:, 1:]
+    ).mean()
 
 
 def evaluate(tree: Any, tokens: np.ndarray, s: Settings) -> float:
-    """Mean loss in nats a token over all of `tokens`, in rows of s.seq (what is left over is dropped)."""
+    """Mean loss in nats a token over all of `tokens`, in rows of s.seq (what is left over is
+    dropped).
+    """
     step = jax.jit(functools.partial(loss_fn, config=s.model(), compute=s.compute))
     rows = min(16, (len(tokens) - 1) // s.seq)
     starts = np.arange((len(tokens) - 1) // s.seq // rows * rows) * s.seq
-    pieces = tokens[starts[:, None] + np.arange(s.seq + 1)].astype(np.int32).reshape(-1, rows, s.seq + 1)
+    pieces = (
+        tokens[starts[:, None] + np.arange(s.seq + 1)].astype(np.int32).reshape(-1, rows, s.seq + 1)
+    )
     return float(np.mean([step(tree, piece) for piece in pieces]))
 
 
 def train(tokens: np.ndarray, s: Settings) -> Any:
-    """The trained canonical tree, f32. AdamW, warm-up then cosine to a hundredth, gradients clipped at norm 1."""
+    """The trained canonical tree, f32. AdamW, warm-up then cosine to a hundredth, gradients clipped
+    at norm 1.
+    """
     config = s.model()
     tree = to_tree(Decoder(config, rngs=nnx.Rngs(s.seed)))
     rate = optax.warmup_cosine_decay_schedule(0.0, s.peak_lr, s.warmup, s.steps, s.peak_lr / 100)
@@ -215,8 +286,15 @@ def train(tokens: np.ndarray, s: Settings) -> Any:
         seen += batch[:, 1:].size
         if (i + 1) % every == 0 or i + 1 == s.steps:
             mean = float(np.mean([float(v) for v in recent]))
-            pace, mark = len(recent) * s.batch_tokens / (time.perf_counter() - mark), time.perf_counter()
-            print(f"step {i + 1:5d}  train loss {mean:.4f}  {pace:7.0f} tok/s  {seen / 1e6:.2f}M tokens", flush=True)
+            pace, mark = (
+                len(recent) * s.batch_tokens / (time.perf_counter() - mark),
+                time.perf_counter(),
+            )
+            print(
+                f"step {i + 1:5d}  train loss {mean:.4f}  {pace:7.0f} tok/s  "
+                f"{seen / 1e6:.2f}M tokens",
+                flush=True,
+            )
             recent = []
     return tree
 
@@ -231,7 +309,9 @@ def next_logits(tree: Any, ids: jax.Array, last: jax.Array, *, config: ModelConf
 def generate(
     tree: Any, config: ModelConfig, prompt: list[int], *, temperature: float, seed: int, count: int
 ) -> list[int]:
-    """Up to `count` tokens by the dense forward, all of it again for every token: a check, not an engine."""
+    """Up to `count` tokens by the dense forward, all of it again for every token: a check, not an
+    engine.
+    """
     ids, rng = np.zeros(-(-(len(prompt) + count) // 64) * 64, np.int32), np.random.default_rng(seed)
     ids[: len(prompt)] = prompt
     end = len(prompt)
@@ -264,14 +344,17 @@ def to_hf_names(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def save(folder: Path, tree: Any, config: ModelConfig, tokenizer: Any) -> None:
-    """The Hugging Face folder: config, weights, tokenizer with chat template, generation defaults."""
+    """The Hugging Face folder: config, weights, tokenizer with chat template, generation
+    defaults.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(folder)
     ids = {"eos_token_id": 2, "pad_token_id": 0}
     settings = {
         "config.json": config.to_hf() | ids | {"dtype": "bfloat16"},
-        "generation_config.json": ids | {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        "generation_config.json": ids
+        | {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
         # transformers 5 writes a class name that 4 does not know; this one both read.
         "tokenizer_config.json": read_json(folder / "tokenizer_config.json")
         | {"tokenizer_class": "PreTrainedTokenizerFast"},
@@ -286,13 +369,21 @@ def main(argv: list[str] | None = None) -> float:
     """Returns the held-out loss in nats a token."""
     default = Path(__file__).parent.parent / "jpaged" / "demo" / "model"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=default, help="folder to write (default: the shipped model's)")
+    parser.add_argument(
+        "--out", type=Path, default=default, help="folder to write (default: the shipped model's)"
+    )
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--compute", choices=("float32", "bfloat16"), help="dtype of the forward and backward pass")
-    parser.add_argument("--check", action="store_true", help="a miniature of the same run, well under a minute")
+    parser.add_argument(
+        "--compute", choices=("float32", "bfloat16"), help="dtype of the forward and backward pass"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="a miniature of the same run, well under a minute"
+    )
     args = parser.parse_args(argv)
-    given = {k: getattr(args, k) for k in ("steps", "seed", "compute") if getattr(args, k) is not None}
+    given = {
+        k: getattr(args, k) for k in ("steps", "seed", "compute") if getattr(args, k) is not None
+    }
     s = dataclasses.replace(CHECK if args.check else Settings(), **given)
 
     began = time.perf_counter()
@@ -305,10 +396,16 @@ def main(argv: list[str] | None = None) -> float:
     held_ids = encode(tokenizer, held)
     held_bytes = sum(len(t.encode()) for t in held)
     config = s.model()
-    weights = sum(x.size for x in jax.tree.leaves(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
-    print(f"{len(files)} files, {sum(map(len, training)) / 1e6:.1f} MB to train on, {held_bytes / 1e6:.2f} MB held out")
+    weights = sum(
+        x.size for x in jax.tree.leaves(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    )
     print(
-        f"{len(text) / 1e6:.2f}M tokens of source, {len(talk) / 1e6:.2f}M of chat; {weights / 1e6:.2f}M parameters",
+        f"{len(files)} files, {sum(map(len, training)) / 1e6:.1f} MB to train on, "
+        f"{held_bytes / 1e6:.2f} MB held out"
+    )
+    print(
+        f"{len(text) / 1e6:.2f}M tokens of source, {len(talk) / 1e6:.2f}M of chat; "
+        f"{weights / 1e6:.2f}M parameters",
         flush=True,
     )
 
@@ -318,7 +415,10 @@ def main(argv: list[str] | None = None) -> float:
     held_loss = evaluate(tree, held_ids, s)
     size = sum(p.stat().st_size for p in args.out.iterdir())
     per_byte = held_loss * len(held_ids) / held_bytes
-    print(f"held-out loss {held_loss:.4f} nats a token, {per_byte:.4f} a byte ({per_byte / np.log(2):.3f} bits a byte)")
+    print(
+        f"held-out loss {held_loss:.4f} nats a token, {per_byte:.4f} a byte "
+        f"({per_byte / np.log(2):.3f} bits a byte)"
+    )
     print(f"{args.out}: {size / 2**20:.2f} MiB, {time.perf_counter() - began:.0f} s in all")
     show(tree, config, tokenizer, 16 if args.check else 96)
     return held_loss

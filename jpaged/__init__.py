@@ -1,14 +1,13 @@
 """jpaged: LLM generation for JAX with a paged KV cache.
 
-Shape suffixes in names, everywhere: T packed tokens, S rows (sequences), M blocks a row, L layers, N pool blocks, P
-block size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V vocab, R device slots: `q_THD`,
-`block_table_SM`.
+Shape suffixes in names, everywhere: T packed tokens, S rows (sequences), M blocks a row, L layers,
+N pool blocks, P block size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V
+vocab, R device slots: `q_THD`, `block_table_SM`.
 """
 
 from jpaged.api import beam_search, generate, release, score, warmup
 from jpaged.checkpoint import load_params, params_from, save_params
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.config import EngineConfig
 from jpaged.errors import (
     CapacityError,
     CheckpointError,
@@ -19,13 +18,44 @@ from jpaged.errors import (
     UnsupportedError,
 )
 from jpaged.llm import LLM, Snapshot
+from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params
-from jpaged.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput, to_arrays
+from jpaged.request.outputs import (
+    CompletionChunk,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    to_arrays,
+)
+from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.runner import BucketReport
 
 __all__ = [
-    "LLM", "BucketReport", "CapacityError", "CheckpointError", "CompletionChunk", "CompletionOutput", "ConfigError",
-    "EngineConfig", "GenerationError", "JpagedError", "Logprob", "ModelConfig", "Params", "RequestError",
-    "RequestOutput", "SamplingParams", "Snapshot", "UnsupportedError", "beam_search", "generate", "load_params",
-    "params_from", "release", "save_params", "score", "to_arrays", "warmup",
-]  # fmt: skip
+    "LLM",
+    "BucketReport",
+    "CapacityError",
+    "CheckpointError",
+    "CompletionChunk",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "GenerationError",
+    "JpagedError",
+    "Logprob",
+    "ModelConfig",
+    "Params",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Snapshot",
+    "UnsupportedError",
+    "beam_search",
+    "generate",
+    "load_params",
+    "params_from",
+    "release",
+    "save_params",
+    "score",
+    "to_arrays",
+    "warmup",
+]

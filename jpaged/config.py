@@ -1,222 +1,84 @@
-"""ModelConfig (the architecture) and EngineConfig (how to serve it): frozen, resolved once, never mutated."""
+"""EngineConfig: how to serve a model; frozen, resolved once, never mutated."""
 
-import copy
 import dataclasses
-import importlib
-import json
 import math
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from jpaged.errors import ConfigError, JpagedError
-
-SUPPORTED = {family: f"{family.capitalize()}ForCausalLM" for family in ("qwen3", "qwen2", "llama", "mistral")}
-HF_NAMES = {  # of ModelConfig's sizes in a config.json
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim", "max_position_embeddings": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps",
-}  # fmt: skip
-ROPE_OPTIONS = {  # what each kind reads beside its factor; anything else in the file changes no number
-    "linear": (),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Frequency scaling of rotary embeddings.
-
-    Source: linear (position interpolation, arXiv:2306.15595), yarn (arXiv:2309.00071), llama3 (Llama 3.1's config).
-    """
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_max_position: int
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The architecture of one dense decoder; every size and every family is flags of this one definition.
-
-    Compared by value, without `eos_token_ids`: they ride along and change no shape and no number.
-    """
-
-    family: Literal["qwen3", "qwen2", "llama", "mistral"]
-    vocab_size: int  # V
-    hidden_size: int  # E
-    intermediate_size: int  # F
-    num_layers: int  # L
-    num_heads: int  # H
-    num_kv_heads: int  # K
-    head_dim: int  # D
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
-    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
-
-    def __post_init__(self) -> None:
-        _at_least(1, self, "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        _at_least(2, self, "head_dim")
-        _at_least(1, self, "max_position_embeddings")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim}: rotary embeddings need an even head_dim")
-        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ConfigError(f"{len(self.sliding_windows)} sliding windows for num_layers={self.num_layers}")
-
-    @property
-    def group_size(self) -> int:
-        """G: query heads a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    def sliding_window(self, layer: int) -> int | None:
-        """The window of a layer in tokens (a query sees itself and window - 1 before it); None is full attention."""
-        return self.sliding_windows[layer] if self.sliding_windows else None
-
-    @classmethod
-    def coerce(cls, config: "ModelConfig | Mapping[str, Any] | str | os.PathLike[str]") -> Self:
-        """From a ModelConfig (as it is), a Hugging Face config dict, or a folder that holds a config.json."""
-        if isinstance(config, cls):
-            return config
-        if isinstance(config, Mapping):
-            return cls.from_hf(config)
-        if isinstance(config, str | os.PathLike):
-            return cls.from_hf(read_json(Path(config) / "config.json"))
-        raise ConfigError(f"config={config!r}: pass a ModelConfig, a Hugging Face config dict or a checkpoint folder")
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """From the dict of a Hugging Face config.json; transformers fills in the family's defaults.
-
-        Raises ConfigError for any architecture or option outside the four dense families, by name.
-        """
-        family = str(raw.get("model_type"))
-        named = raw.get("architectures") or SUPPORTED.get(family, family)
-        architecture = named[0] if isinstance(named, list | tuple) else named
-        if architecture != SUPPORTED.get(family):
-            built = ", ".join(SUPPORTED.values())
-            asked = f"architecture {architecture!r} (model_type {family!r})"
-            raise ConfigError(f"{asked} is not supported; supported are {built}")
-        if quantization := raw.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            raise ConfigError(f"quantization_config ({method!r}): quantized checkpoints are not supported")
-        try:  # of a copy: the config classes write into nested dicts
-            known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
-            hf = import_transformers().CONFIG_MAPPING[family].from_dict(known).to_dict()
-        except Exception as e:  # the config classes validate with errors of many types
-            raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
-        for knob, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
-            if hf.get(knob, wanted) not in (wanted, None):
-                raise ConfigError(f"{knob}={hf[knob]!r} is not supported (only {wanted!r})")
-        rope = hf["rope_parameters"]  # transformers moves every older name into it
-        eos = raw.get("eos_token_id")  # not hf: some families default to an id that the file never named
-        eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
-        if not all(isinstance(token, int) for token in eos):
-            raise ConfigError(f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers")
-        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        # A key that the family's own transformers code does not read is ignored here too.
-        bias = family in ("qwen3", "llama") and bool(hf.get("attention_bias", False))
-        return cls(
-            **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
-            family=family,  # pyright: ignore[reportArgumentType]
-            rope_theta=float(rope["rope_theta"] or 10000.0),
-            rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
-            tie_word_embeddings=bool(hf["tie_word_embeddings"]),
-            qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2" or bias,
-            out_bias=bias,
-            sliding_windows=() if family == "llama" else _sliding_windows(hf),
-            eos_token_ids=eos,
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The config.json that `from_hf` reads back to an equal ModelConfig."""
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
-        if s := self.rope_scaling:
-            rope |= {"rope_type": s.kind, "factor": s.factor}
-            if s.kind != "linear" or s.original_max_position != self.max_position_embeddings:
-                rope |= {"original_max_position_embeddings": s.original_max_position}
-            rope |= {name: getattr(s, name) for name in ROPE_OPTIONS[s.kind]}
-        raw: dict[str, Any] = {
-            "architectures": [SUPPORTED[self.family]],
-            "model_type": self.family,
-            **{theirs: getattr(self, ours) for ours, theirs in HF_NAMES.items()},
-            "rope_parameters": rope,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "hidden_act": "silu",
-            "eos_token_id": list(self.eos_token_ids) or None,
-        }
-        if self.family in ("qwen3", "llama"):
-            raw["attention_bias"] = self.qkv_bias
-        window = next((w for w in self.sliding_windows if w), None)
-        if self.family == "mistral":
-            raw["sliding_window"] = window
-        elif window:
-            kinds = ["sliding_attention" if w else "full_attention" for w in self.sliding_windows]
-            raw |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-        return raw
-
+from jpaged.checks import at_least
+from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
 
 ATTENTION = ("auto", "xla", "native", "mosaic_gpu", "triton", "tpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in once."""
+    """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in
+    once.
+    """
 
-    max_model_len: int | None = None  # tokens of prompt and completion together; None: max_position_embeddings
+    max_model_len: int | None = (
+        None  # tokens of prompt and completion together; None: max_position_embeddings
+    )
     max_num_seqs: int = 256  # rows that run at once
     max_num_batched_tokens: int = 8192  # prefill tokens a step
     block_size: int = 64  # P, tokens a KV block
     num_blocks: int | None = None  # N; None sizes the pool from memory (see runtime/memory.py)
-    memory_utilization: float = 0.9  # share of an accelerator's memory for weights, temporaries and pool together
+    memory_utilization: float = (
+        0.9  # share of an accelerator's memory for weights, temporaries and pool together
+    )
     enable_prefix_caching: bool = True
     max_n: int = 256  # samples that one request may ask for
-    swap_space_gib: float = 0.0  # host memory for the KV of preempted sequences, GiB; 0 computes it again instead
+    swap_space_gib: float = (
+        0.0  # host memory for the KV of preempted sequences, GiB; 0 computes it again instead
+    )
     swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
-    dtype: str | None = None  # serve in this dtype (one cast a weight version); None keeps the params' own
+    dtype: str | None = (
+        None  # serve in this dtype (one cast a weight version); None keeps the params' own
+    )
     # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
     attention: Literal["auto", "xla", "native", "mosaic_gpu", "triton", "tpu"] = "auto"
-    token_buckets: tuple[int, ...] | None = None  # the padded sizes that steps are compiled for, ascending
+    token_buckets: tuple[int, ...] | None = (
+        None  # the padded sizes that steps are compiled for, ascending
+    )
     seq_buckets: tuple[int, ...] | None = None
-    decode_steps: int | None = None  # tokens of a row that one dispatch draws at most, in a loop on the device
+    decode_steps: int | None = (
+        None  # tokens of a row that one dispatch draws at most, in a loop on the device
+    )
     max_logprobs: int = 20  # this and the next two: widths of what the steps are told and return
     max_logit_bias: int = 64
     max_stop_ids: int = 16
-    strict: bool = False  # compile the whole bucket table at start; a shape outside it is then an error
-    # Tokens and logprobs whose bits depend on the request alone: every step is of PINNED tokens, whatever the buckets.
+    strict: bool = (
+        False  # compile the whole bucket table at start; a shape outside it is then an error
+    )
+    # Tokens and logprobs whose bits depend on the request alone: every step is of PINNED tokens,
+    # whatever the buckets.
     deterministic: bool = False
-    tensor_axis: str | None = "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
-    # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache unless jax was given one,
-    # None leaves jax's own setting.
+    tensor_axis: str | None = (
+        "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
+    )
+    # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache
+    # unless jax was given one, None leaves jax's own setting.
     compilation_cache_dir: str | None = "auto"
 
     def __post_init__(self) -> None:
-        _at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
-        _at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n")
-        _at_least(0, self, "max_logprobs", "swap_min_tokens")
+        at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
+        at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n")
+        at_least(0, self, "max_logprobs", "swap_min_tokens")
         chosen = ("max_model_len", "num_blocks", "decode_steps")  # unless they are None
-        _at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
-        if not isinstance(self.memory_utilization, int | float) or not 0.0 < self.memory_utilization <= 1.0:
+        at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
+        if (
+            not isinstance(self.memory_utilization, int | float)
+            or not 0.0 < self.memory_utilization <= 1.0
+        ):
             raise ConfigError(f"memory_utilization={self.memory_utilization!r}: must be in (0, 1]")
-        if not isinstance(self.swap_space_gib, int | float) or not 0.0 <= self.swap_space_gib < math.inf:
-            raise ConfigError(f"swap_space_gib={self.swap_space_gib!r}: must be a number of GiB of at least 0")
+        if (
+            not isinstance(self.swap_space_gib, int | float)
+            or not 0.0 <= self.swap_space_gib < math.inf
+        ):
+            raise ConfigError(
+                f"swap_space_gib={self.swap_space_gib!r}: must be a number of GiB of at least 0"
+            )
         for name in ("token_buckets", "seq_buckets"):
             if (sizes := getattr(self, name)) is not None:
                 if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
@@ -225,108 +87,111 @@ class EngineConfig:
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
         if self.attention not in ATTENTION:
-            raise ConfigError(f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}")
+            raise ConfigError(
+                f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"
+            )
         if self.deterministic and self.decode_steps not in (None, 1):
-            raise ConfigError(f"decode_steps={self.decode_steps}: deterministic=True draws one token a dispatch")
+            raise ConfigError(
+                f"decode_steps={self.decode_steps}: deterministic=True draws one token a dispatch"
+            )
 
     def resolve(self, model: ModelConfig) -> Self:
-        """The same settings with every size filled in for a model; num_blocks stays as it is (memory.py knows it)."""
+        """The same settings with every size filled in for a model; num_blocks stays as it is
+        (memory.py knows it).
+        """
         longest = model.max_position_embeddings
         max_model_len = longest if self.max_model_len is None else self.max_model_len
         if max_model_len > longest:
-            raise ConfigError(f"max_model_len={max_model_len}: the model has max_position_embeddings={longest}")
+            raise ConfigError(
+                f"max_model_len={max_model_len}: the model has max_position_embeddings={longest}"
+            )
         tokens = self.token_buckets or _sizes(TOKEN_BUCKETS, self.max_num_batched_tokens)
         rows = self.seq_buckets or _sizes(SEQ_BUCKETS, self.max_num_seqs)
         if tokens[-1] < self.max_num_batched_tokens:
-            raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={self.max_num_batched_tokens}")
+            raise ConfigError(
+                f"token_buckets={tokens} end below "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}"
+            )
         if rows[-1] < self.max_num_seqs:
             raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={self.max_num_seqs}")
         resolved = self
         if self.deterministic:
             tokens = rows = (PINNED,)
-            least = {name: min(getattr(self, name), PINNED) for name in ("max_num_seqs", "max_num_batched_tokens")}
+            least = {
+                name: min(getattr(self, name), PINNED)
+                for name in ("max_num_seqs", "max_num_batched_tokens")
+            }
             resolved = dataclasses.replace(self, **least)
         return dataclasses.replace(
-            resolved, max_model_len=max_model_len, token_buckets=tokens, seq_buckets=rows,
-            decode_steps=self.decode_steps or 1, max_logprobs=min(self.max_logprobs, model.vocab_size),
-        )  # fmt: skip
+            resolved,
+            max_model_len=max_model_len,
+            token_buckets=tokens,
+            seq_buckets=rows,
+            decode_steps=self.decode_steps or 1,
+            max_logprobs=min(self.max_logprobs, model.vocab_size),
+        )
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """M: blocks that a sequence of max_model_len tokens needs, or all there are (resolved configs only)."""
+        """M: blocks that a sequence of max_model_len tokens needs, or all there are (resolved
+        configs only).
+        """
         assert self.max_model_len is not None
         needed = -(-self.max_model_len // self.block_size)
         return needed if self.num_blocks is None else min(needed, self.num_blocks)
 
 
-# At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a single row is a slow
-# path of XLA on CPU.
-PINNED = 64  # tokens and rows of every step with deterministic=True: the bits of a matmul's rows depend on their number
-TOKEN_BUCKETS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-SEQ_BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a
+# single row is a slow path of XLA on CPU.
+# tokens and rows of every step with deterministic=True: the bits of a matmul's rows depend on their
+# number
+PINNED = 64
+TOKEN_BUCKETS = (
+    16,
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+    12288,
+    16384,
+)
+SEQ_BUCKETS = (
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+)
 
 
 def _sizes(table: tuple[int, ...], largest: int) -> tuple[int, ...]:
-    """The sizes of a table below `largest`, then the first that holds it (or `largest` itself past the table's end)."""
+    """The sizes of a table below `largest`, then the first that holds it (or `largest` itself past
+    the table's end).
+    """
     top = next((size for size in table if size >= largest), largest)
     return (*(size for size in table if size < top), top)
-
-
-def _at_least(least: int, config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
-
-
-def import_transformers() -> Any:
-    """The transformers package, imported here alone: it takes a second, and would advise to install PyTorch."""
-    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    is_set = quiet in os.environ
-    os.environ.setdefault(quiet, "1")
-    try:
-        return importlib.import_module("transformers")
-    finally:
-        if not is_set:
-            del os.environ[quiet]
-
-
-def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:
-    """A JSON object from a file; `error` names the file when it is missing or damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(f"{path}: no such file") from None
-    except (OSError, ValueError) as e:
-        raise error(f"{path}: {e}") from e
-    if not isinstance(value, dict):
-        raise error(f"{path}: holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
-def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
-    kind = rope["rope_type"]
-    if rope.get("partial_rotary_factor") not in (None, 1.0) or rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ConfigError(f"rope_parameters={rope}: partial rotary and mscale are not supported")
-    if kind == "default":
-        return None
-    if kind not in ROPE_OPTIONS:
-        raise ConfigError(f"rope_type={kind!r} is not supported (default, linear, llama3 and yarn are)")
-    original = rope.get("original_max_position_embeddings") or max_position
-    options = {name: rope[name] for name in ROPE_OPTIONS[kind] if rope.get(name) is not None}
-    options["factor"] = rope.get("factor") or max_position / original
-    if bad := {k: v for k, v in options.items() if not isinstance(v, int | float) or not math.isfinite(v)}:
-        raise ConfigError(f"rope_parameters={bad}: must be numbers")
-    if kind == "yarn" and "attention_factor" not in options:
-        options["attention_factor"] = 0.1 * math.log(options["factor"]) + 1.0 if options["factor"] > 1 else 1.0
-    return RopeScaling(kind=kind, original_max_position=original, **options)
-
-
-def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
-    """One window a layer; () where every layer attends to everything."""
-    window, kinds = hf.get("sliding_window"), hf.get("layer_types")
-    kinds = ["sliding_attention"] * hf["num_hidden_layers"] if kinds is None else kinds
-    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else ()

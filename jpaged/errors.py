@@ -22,7 +22,9 @@ class RequestError(JpagedError, ValueError):
 
 
 class CapacityError(RequestError):
-    """One request can never fit the KV pool or the model's context, or outgrew the pool while running."""
+    """One request can never fit the KV pool or the model's context, or outgrew the pool while
+    running.
+    """
 
 
 class GenerationError(JpagedError):
@@ -37,4 +39,6 @@ class GenerationError(JpagedError):
 
 
 class ReplicaError(JpagedError):
-    """A request, or all of them, lost with the engine of a cluster that ran it, more often than is tried again."""
+    """A request, or all of them, lost with the engine of a cluster that ran it, more often than is
+    tried again.
+    """

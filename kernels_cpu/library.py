@@ -1,7 +1,7 @@
 """Compiles the C++ kernels of this folder when they are first needed, and registers them with XLA.
 
-The library is kept in the user's cache directory, named by a hash of all that it depends on: it is compiled once. Where
-it cannot be had, `unavailable` says why and the XLA implementations serve.
+The library is kept in the user's cache directory, named by a hash of all that it depends on: it is
+compiled once. Where it cannot be had, `unavailable` says why and the XLA implementations serve.
 """
 
 import concurrent.futures
@@ -31,8 +31,8 @@ SWITCH = "JPAGED_NATIVE"
 def unavailable() -> str | None:
     """Why the kernels cannot run in this process, or None once they are compiled and registered.
 
-    They need x86-64 with AVX-512 bf16 under Linux and a C++ compiler (CXX, c++, g++ or clang++); JPAGED_NATIVE=0 turns
-    them off. A compiler that fails is logged as a warning.
+    They need x86-64 with AVX-512 bf16 under Linux and a C++ compiler (CXX, c++, g++ or clang++);
+    JPAGED_NATIVE=0 turns them off. A compiler that fails is logged as a warning.
     """
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0"
@@ -40,14 +40,20 @@ def unavailable() -> str | None:
         return f"jax's default backend is {backend}"
     if "avx512_bf16" not in _processor():
         return "it needs a processor with AVX-512 bf16, under Linux"
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None
+    )
     if compiler is None:
         return "it needs a C++ compiler: install g++ or clang++, or name one in CXX"
     try:
         library = ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as e:
         detail = (e.stderr if isinstance(e, subprocess.CalledProcessError) else str(e)).strip()
-        log.warning("the CPU kernels did not compile, XLA's own serve (%s=0 for no attempt): %s", SWITCH, detail)
+        log.warning(
+            "the CPU kernels did not compile, XLA's own serve (%s=0 for no attempt): %s",
+            SWITCH,
+            detail,
+        )
         return f"{compiler} failed"
     for name in HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
@@ -77,7 +83,11 @@ def _compiled(compiler: str) -> Path:
             objects = {str(source): str(Path(work) / f"{source.stem}.o") for source in sources}
             to_object = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", "-c"]
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                list(pool.map(_run, ([*to_object, source, "-o", made] for source, made in objects.items())))
+                list(
+                    pool.map(
+                        _run, ([*to_object, source, "-o", made] for source, made in objects.items())
+                    )
+                )
             made = Path(work) / name
             _run([compiler, "-shared", *objects.values(), "-o", str(made)])
             made.replace(library)  # at once: others may be compiling the same

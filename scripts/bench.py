@@ -1,11 +1,14 @@
-"""Time the engine on nano-vllm's workload: random ids, random lengths, no stopping; a table, then one JSON line.
+"""Time the engine on nano-vllm's workload: random ids, random lengths, no stopping; a table, then
+one JSON line.
 
     python scripts/bench.py CHECKPOINT                       # 32 requests of 50-200 + 50-200 tokens
-    python scripts/bench.py --random 0.6b --workload nano    # nano-vllm's: 256 requests of 100-1024 + 100-1024 tokens
-    python scripts/bench.py --random path/to/config.json --requests 8 --output 10 20
+    python scripts/bench.py --random 0.6b --workload nano    # nano-vllm's: 256 requests of 100-1024
+    + 100-1024 tokens python scripts/bench.py --random path/to/config.json --requests 8 --output 10
+    20
 
-The draws come in the order of nano-vllm's bench.py, so the prompts are the same. Runs after the first find their steps
-compiled; the best run counts. The prefix cache is off (the runs repeat their prompts) unless --prefix-caching.
+The draws come in the order of nano-vllm's bench.py, so the prompts are the same. Runs after the
+first find their steps compiled; the best run counts. The prefix cache is off (the runs repeat their
+prompts) unless --prefix-caching.
 """
 
 import argparse
@@ -17,11 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jpaged.config import ModelConfig, read_json
+from jpaged.checks import read_json
 from jpaged.errors import JpagedError
+from jpaged.models.config import ModelConfig
 
 
-def qwen3(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> ModelConfig:
+def qwen3(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> ModelConfig:
     """A dense Qwen3 of the given sizes, embeddings tied."""
     return ModelConfig(
         family="qwen3",
@@ -48,7 +54,9 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Ranges are inclusive. ids: of the random prompt tokens. max_len: the engine's max_model_len."""
+    """Ranges are inclusive. ids: of the random prompt tokens. max_len: the engine's
+    max_model_len.
+    """
 
     requests: int
     input: tuple[int, int]
@@ -58,16 +66,33 @@ class Workload:
     max_len: int
 
     def requests_of(self, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-        """Prompts, and how many tokens each is to generate. The order of the draws is nano-vllm's."""
+        """Prompts, and how many tokens each is to generate. The order of the draws is
+        nano-vllm's.
+        """
         r = random.Random(seed)
-        prompts = [[r.randint(*self.ids) for _ in range(r.randint(*self.input))] for _ in range(self.requests)]
+        prompts = [
+            [r.randint(*self.ids) for _ in range(r.randint(*self.input))]
+            for _ in range(self.requests)
+        ]
         return prompts, [r.randint(*self.output) for _ in range(self.requests)]
 
 
 WORKLOADS = {
-    "peers": Workload(requests=32, input=(50, 200), output=(50, 200), ids=(10, 1900), temperature=1.0, max_len=1024),
+    "peers": Workload(
+        requests=32,
+        input=(50, 200),
+        output=(50, 200),
+        ids=(10, 1900),
+        temperature=1.0,
+        max_len=1024,
+    ),
     "nano": Workload(
-        requests=256, input=(100, 1024), output=(100, 1024), ids=(0, 10000), temperature=0.6, max_len=4096
+        requests=256,
+        input=(100, 1024),
+        output=(100, 1024),
+        ids=(0, 10000),
+        temperature=0.6,
+        max_len=4096,
     ),
 }
 
@@ -78,16 +103,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder")
-    add("--random", metavar="SIZE", help=f"a random model instead: {', '.join(MODELS)} or a config.json")
+    add(
+        "--random",
+        metavar="SIZE",
+        help=f"a random model instead: {', '.join(MODELS)} or a config.json",
+    )
     add("--workload", choices=WORKLOADS, default="peers")
-    add("--requests", type=int, help="number of requests (default: the workload's, as with the next four)")
+    add(
+        "--requests",
+        type=int,
+        help="number of requests (default: the workload's, as with the next four)",
+    )
     add("--input", type=int, nargs=2, metavar=("FROM", "TO"), help="prompt tokens")
     add("--output", type=int, nargs=2, metavar=("FROM", "TO"), help="generated tokens")
     add("--max-id", type=int, help="largest prompt token id (never past the vocabulary)")
     add("--temperature", type=float)
     add("--repeat", type=int, default=2, help="runs; the best counts (default: 2)")
     add = parser.add_argument_group("engine").add_argument
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: bfloat16")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: bfloat16",
+    )
     add("--max-model-len", type=int, help="default: the workload's")
     add("--max-num-seqs", type=int)
     add("--max-num-batched-tokens", type=int)
@@ -108,10 +146,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def workload(args: argparse.Namespace, vocab_size: int) -> Workload:
     """The named workload with what the flags change of it."""
     base = WORKLOADS[args.workload]
-    flags = {"requests": args.requests, "temperature": args.temperature, "max_len": args.max_model_len}
-    flags |= {name: value and tuple(value) for name, value in (("input", args.input), ("output", args.output))}
+    flags = {
+        "requests": args.requests,
+        "temperature": args.temperature,
+        "max_len": args.max_model_len,
+    }
+    flags |= {
+        name: value and tuple(value)
+        for name, value in (("input", args.input), ("output", args.output))
+    }
     top = min(base.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
-    return dataclasses.replace(base, ids=(base.ids[0], top), **{k: v for k, v in flags.items() if v is not None})
+    return dataclasses.replace(
+        base, ids=(base.ids[0], top), **{k: v for k, v in flags.items() if v is not None}
+    )
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -131,7 +178,9 @@ def random_params(config: ModelConfig, dtype: str) -> Any:
     from jpaged.models.layout import param_shapes
     from jpaged.models.params import Params
 
-    draw = jax.jit(lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(dtype), static_argnums=1)
+    draw = jax.jit(
+        lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(dtype), static_argnums=1
+    )
     keys = iter(jax.random.split(jax.random.key(0), 16 * (config.num_layers + 1)))
 
     def build(tree: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +201,15 @@ def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> A
     """The engine, from nothing to ready (its steps are compiled when they are first met)."""
     import jpaged
 
-    names = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "decode_steps", "attention", "dtype")
+    names = (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "num_blocks",
+        "decode_steps",
+        "attention",
+        "dtype",
+    )
     engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     engine |= {"enable_prefix_caching": args.enable_prefix_caching, "max_model_len": work.max_len}
     engine |= {"deterministic": args.deterministic}
@@ -160,11 +217,15 @@ def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> A
     return jpaged.LLM(model, **engine)
 
 
-def timed(llm: Any, prompts: list[list[int]], outputs: list[int], temperature: float) -> dict[str, float]:
+def timed(
+    llm: Any, prompts: list[list[int]], outputs: list[int], temperature: float
+) -> dict[str, float]:
     """One run: seconds, generated tokens, and how far each of the engine's counters went."""
     from jpaged import SamplingParams
 
-    params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in outputs]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in outputs
+    ]
     before, began = llm.stats(), time.perf_counter()
     outs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -177,7 +238,9 @@ def timed(llm: Any, prompts: list[list[int]], outputs: list[int], temperature: f
 
 
 def read_bandwidth() -> float:
-    """GB/s at which a reduction reads 256 MB on the default device, best of five: a bound for decode's weight reads."""
+    """GB/s at which a reduction reads 256 MB on the default device, best of five: a bound for
+    decode's weight reads.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -191,7 +254,9 @@ def read_bandwidth() -> float:
     return x.nbytes / min(times[1:]) / 1e9
 
 
-def figures(runs: list[dict[str, float]], prompt_tokens: int, weight_bytes: int, bandwidth: float) -> dict[str, Any]:
+def figures(
+    runs: list[dict[str, float]], prompt_tokens: int, weight_bytes: int, bandwidth: float
+) -> dict[str, Any]:
     """What the runs say. Rates are of the best run; compile figures are of them all."""
     best = min(runs, key=lambda run: run["seconds"])
     steps = best["prefill_steps"] + best["decode_steps"]
@@ -235,21 +300,36 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     weights = num_weights(config) * {"float32": 4}.get(args.dtype, 2)
     stats = llm.stats()
     name = args.checkpoint if args.checkpoint is not None else f"random {args.random}"
-    record: dict[str, Any] = {"engine": "jpaged", "model": str(name), "dtype": args.dtype, "workload": args.workload}
-    record |= {"requests": work.requests, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    record |= {"startup_s": startup} | figures(runs, sum(map(len, prompts)), weights, read_bandwidth())
+    record: dict[str, Any] = {
+        "engine": "jpaged",
+        "model": str(name),
+        "dtype": args.dtype,
+        "workload": args.workload,
+    }
+    record |= {
+        "requests": work.requests,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    record |= {"startup_s": startup} | figures(
+        runs, sum(map(len, prompts)), weights, read_bandwidth()
+    )
     return record | {name: stats[name] for name in ("buckets", "step_sizes") if name in stats}
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Weights that one decode step reads: all but the rows of an embedding that is not also the head."""
+    """Weights that one decode step reads: all but the rows of an embedding that is not also the
+    head.
+    """
     e, f, d, k = config.hidden_size, config.intermediate_size, config.head_dim, config.num_kv_heads
     attention = k * (2 * config.group_size + 2) * d * e
     return config.num_layers * (attention + 3 * e * f) + config.vocab_size * e
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record for a person: three significant digits at most behind the point, one figure a line."""
+    """The record for a person: three significant digits at most behind the point, one figure a
+    line.
+    """
     rows = []
     for name, value in record.items():
         if isinstance(value, list):

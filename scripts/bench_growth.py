@@ -1,19 +1,25 @@
-"""How cost grows: with 10 to 10,000 queued requests, and with 1k to 32k tokens of context, on a tiny random model.
+"""How cost grows: with 10 to 10,000 queued requests, and with 1k to 32k tokens of context, on a
+tiny random model.
 
-    python scripts/bench_growth.py                                       # some minutes on two CPU cores
-    python scripts/bench_growth.py --queue 10 1000 --context 1024 4096 --json growth.json
-    python scripts/bench_growth.py --max-queue-ratio 1.5 --min-r2 0.98 --max-bend 1.3 --max-growth 16
+    python scripts/bench_growth.py                                       # some minutes on two CPU
+    cores python scripts/bench_growth.py --queue 10 1000 --context 1024 4096 --json growth.json
+    python scripts/bench_growth.py --max-queue-ratio 1.5 --min-r2 0.98 --max-bend 1.3 --max-growth
+    16
 
-1. Queue: so many requests are added at once; as few of them run at a time as the smallest queue holds, so that every
+1. Queue: so many requests are added at once; as few of them run at a time as the smallest queue
+holds, so that every
    run has full steps and only the queue differs. Time a token (adding included) should be flat.
-2. Context: one prompt of that length, --rows samples of it. Time of a decode step should be linear. Each prompt begins
+2. Context: one prompt of that length, --rows samples of it. Time of a decode step should be linear.
+Each prompt begins
    with the one before, and the prefix cache spares computing that again.
-Resident memory should be flat while steps run: `growth` is from the first third of a run to its last; `queue` is what
-adding the requests took.
+Resident memory should be flat while steps run: `growth` is from the first third of a run to its
+last; `queue` is what adding the requests took.
 
-The sizes of a part take turns --repeat times, and each one's best turn counts: what else the machine does only adds.
+The sizes of a part take turns --repeat times, and each one's best turn counts: what else the
+machine does only adds.
 
-Exit status 0; or 1 and a sentence on stderr, if something could not run or a limit that a flag sets is broken.
+Exit status 0; or 1 and a sentence on stderr, if something could not run or a limit that a flag sets
+is broken.
 """
 
 import argparse
@@ -41,28 +47,63 @@ MEMORY_EVERY = 10  # steps between two looks at the resident memory
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench_growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench_growth",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--queue", type=int, nargs="+", default=[10, 100, 1000, 10_000], help="multiples of the first, by default 10")
-    add("--context", type=int, nargs="+", default=[2**i for i in range(10, 16)], help="default: 1024 ... 32768")
+    add(
+        "--queue",
+        type=int,
+        nargs="+",
+        default=[10, 100, 1000, 10_000],
+        help="multiples of the first, by default 10",
+    )
+    add(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[2**i for i in range(10, 16)],
+        help="default: 1024 ... 32768",
+    )
     add("--rows", type=int, default=4, help="sequences that decode over one context (default: 4)")
     add("--steps", type=int, default=64, help="decode steps timed for each context (default: 64)")
-    add("--tokens", type=int, default=4000, help="generate at least so many in a turn of a queue (default: 4000)")
+    add(
+        "--tokens",
+        type=int,
+        default=4000,
+        help="generate at least so many in a turn of a queue (default: 4000)",
+    )
     add("--repeat", type=int, default=3, help="turns (default: 3)")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: bfloat16")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: bfloat16",
+    )
     add("--json", metavar="FILE", help="write the figures there too")
     add = parser.add_argument_group("limits").add_argument
-    add("--max-queue-ratio", type=float, help="time a token: the longest queue's over the shortest's")
+    add(
+        "--max-queue-ratio",
+        type=float,
+        help="time a token: the longest queue's over the shortest's",
+    )
     add("--min-r2", type=float, help="R^2 of step time as a linear function of context")
-    add("--max-bend", type=float, help="step time at the longest context over a line through the others")
+    add(
+        "--max-bend",
+        type=float,
+        help="step time at the longest context over a line through the others",
+    )
     add("--max-growth", type=float, metavar="MIB", help="growth of resident memory in any run")
     args = parser.parse_args(argv)
     if min(args.rows, args.steps, args.tokens, args.repeat, *args.queue, *args.context) < 1:
         parser.error("every number must be at least 1")
     args.queue, args.context = sorted(set(args.queue)), sorted(set(args.context))
     if any(count % args.queue[0] for count in args.queue):
-        parser.error(f"--queue: every size must be a multiple of {args.queue[0]}, or its last step would not be full")
+        parser.error(
+            f"--queue: every size must be a multiple of {args.queue[0]}, or its last step "
+            "would not be full"
+        )
     return args
 
 
@@ -71,12 +112,18 @@ def make_llm(max_model_len: int, rows: int, dtype: str, **engine: Any) -> Any:
     import jpaged
 
     config = dataclasses.replace(MODELS["tiny"], max_position_embeddings=max_model_len)
-    sizes = {"max_model_len": max_model_len, "max_num_seqs": rows, "seq_buckets": (rows,), "decode_steps": 1}
+    sizes = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": rows,
+        "seq_buckets": (rows,),
+        "decode_steps": 1,
+    }
     return jpaged.LLM(random_params(config, dtype), **sizes, **engine)
 
 
 def run_out(llm: Any) -> dict[str, Any]:
-    """Step until nothing is left. Seconds of each decode step and of each wave; what resident memory grew by.
+    """Step until nothing is left. Seconds of each decode step and of each wave; what resident
+    memory grew by.
 
     A wave is a prefill step and the decode steps up to the next one.
     """
@@ -102,11 +149,19 @@ def figures(decode: list[float]) -> dict[str, float]:
     """Milliseconds of the decode steps."""
     ordered = sorted(decode)
     p99 = ordered[int(0.99 * (len(ordered) - 1))]
-    return {"step_p50_ms": 1e3 * statistics.median(ordered), "step_p99_ms": 1e3 * p99, "step_max_ms": 1e3 * ordered[-1]}
+    return {
+        "step_p50_ms": 1e3 * statistics.median(ordered),
+        "step_p99_ms": 1e3 * p99,
+        "step_max_ms": 1e3 * ordered[-1],
+    }
 
 
-def measure_queues(sizes: list[int], tokens: int, repeat: int, dtype: str) -> list[dict[str, float]]:
-    """Part 1: a row a size. us_per_token: of the median wave, which no pause of the machine lengthens; mean: of all."""
+def measure_queues(
+    sizes: list[int], tokens: int, repeat: int, dtype: str
+) -> list[dict[str, float]]:
+    """Part 1: a row a size. us_per_token: of the median wave, which no pause of the machine
+    lengthens; mean: of all.
+    """
     from jpaged import SamplingParams
 
     rows = sizes[0]
@@ -117,8 +172,11 @@ def measure_queues(sizes: list[int], tokens: int, repeat: int, dtype: str) -> li
     rng, params = random.Random(0), SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
 
     def run(count: int) -> dict[str, Any]:
-        prompts = [[rng.randrange(MODELS["tiny"].vocab_size) for _ in range(PROMPT)] for _ in range(count)]
-        gc.collect()  # a request that ended is in a cycle: what a round leaves is not to be the next one's growth
+        prompts = [
+            [rng.randrange(MODELS["tiny"].vocab_size) for _ in range(PROMPT)] for _ in range(count)
+        ]
+        # a request that ended is in a cycle: what a round leaves is not to be the next one's growth
+        gc.collect()
         held, began = rss_mib(), time.perf_counter()
         for prompt in prompts:
             llm.add_request(prompt, params)
@@ -149,7 +207,9 @@ def measure_queues(sizes: list[int], tokens: int, repeat: int, dtype: str) -> li
     return found
 
 
-def measure_contexts(lengths: list[int], rows: int, steps: int, repeat: int, dtype: str) -> list[dict[str, float]]:
+def measure_contexts(
+    lengths: list[int], rows: int, steps: int, repeat: int, dtype: str
+) -> list[dict[str, float]]:
     """Part 2: a row a length."""
     from jpaged import SamplingParams
 
@@ -180,12 +240,17 @@ def best(turns: list[list[dict[str, float]]]) -> list[dict[str, float]]:
     """Each size's quickest turn, with the growth of the turn that grew the most."""
     sizes = list(zip(*turns, strict=True))
     quickest = [min(rows, key=lambda row: row["us_per_token"]) for rows in sizes]
-    return [row | {"growth_mib": max(r["growth_mib"] for r in rows)} for row, rows in zip(quickest, sizes, strict=True)]
+    return [
+        row | {"growth_mib": max(r["growth_mib"] for r in rows)}
+        for row, rows in zip(quickest, sizes, strict=True)
+    ]
 
 
 def table(rows: list[dict[str, float]]) -> str:
     """A part's rows for a person, under a head."""
-    cells = [[f"{v:,.2f}" if isinstance(v, float) else f"{v:,}" for v in row.values()] for row in rows]
+    cells = [
+        [f"{v:,.2f}" if isinstance(v, float) else f"{v:,}" for v in row.values()] for row in rows
+    ]
     return "\n".join(aligned([name.replace("_", "\n", 1) for name in rows[0]], cells))
 
 
@@ -201,11 +266,14 @@ def linear_fit(x: list[float], y: list[float]) -> tuple[float, float, float]:
 
 
 def fits(queues: list[dict[str, float]], contexts: list[dict[str, float]]) -> dict[str, float]:
-    """What the two curves say. context_bend: time at the longest context over what a line through the others foretells.
+    """What the two curves say. context_bend: time at the longest context over what a line through
+    the others foretells.
 
     R^2 alone forgives much: x^2 at x = 1, 4, 32 has 0.994.
     """
-    per_decade, _, _ = linear_fit([math.log10(r["queue"]) for r in queues], [r["us_per_token"] for r in queues])
+    per_decade, _, _ = linear_fit(
+        [math.log10(r["queue"]) for r in queues], [r["us_per_token"] for r in queues]
+    )
     x, y = [r["context"] / 1024 for r in contexts], [r["step_p50_ms"] for r in contexts]
     slope, intercept, r2 = linear_fit(x, y)
     before_last, at_0, _ = linear_fit(x[:-1], y[:-1])
@@ -238,15 +306,20 @@ def broken_limits(found: dict[str, float], args: argparse.Namespace) -> list[str
     said = []
     if args.max_queue_ratio is not None and not found["queue_ratio"] <= args.max_queue_ratio:
         said.append(
-            f"time a token grows {found['queue_ratio']:.2f} times with the queue, over {args.max_queue_ratio:g}"
+            f"time a token grows {found['queue_ratio']:.2f} times with the queue, over "
+            f"{args.max_queue_ratio:g}"
         )
     if args.min_r2 is not None and not found["context_r2"] >= args.min_r2:
-        said.append(f"R^2 of step time in context is {found['context_r2']:.4f}, under {args.min_r2:g}")
+        said.append(
+            f"R^2 of step time in context is {found['context_r2']:.4f}, under {args.min_r2:g}"
+        )
     if args.max_bend is not None and not found["context_bend"] <= args.max_bend:
         bend = f"{found['context_bend']:.2f} times what the shorter ones foretell"
         said.append(f"step time at the longest context is {bend}, over {args.max_bend:g}")
     if args.max_growth is not None and not found["growth_mib"] <= args.max_growth:
-        said.append(f"resident memory grows by {found['growth_mib']:.1f} MiB, over {args.max_growth:g}")
+        said.append(
+            f"resident memory grows by {found['growth_mib']:.1f} MiB, over {args.max_growth:g}"
+        )
     return said
 
 
@@ -255,13 +328,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import jax
 
-        record: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": args.dtype}
+        record: dict[str, Any] = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "dtype": args.dtype,
+        }
         record["queues"] = measure_queues(args.queue, args.tokens, args.repeat, args.dtype)
         print(table(record["queues"]), flush=True)
-        record["contexts"] = measure_contexts(args.context, args.rows, args.steps, args.repeat, args.dtype)
+        record["contexts"] = measure_contexts(
+            args.context, args.rows, args.steps, args.repeat, args.dtype
+        )
         print(f"\n{table(record['contexts'])}")
         found = fits(record["queues"], record["contexts"])
-        record["fits"] = {name: None if math.isnan(value) else value for name, value in found.items()}
+        record["fits"] = {
+            name: None if math.isnan(value) else value for name, value in found.items()
+        }
         if args.json is not None:
             Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     except (JpagedError, OSError) as e:

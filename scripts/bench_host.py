@@ -1,9 +1,11 @@
-"""Time the host side alone: schedule, pack and commit of decode steps, over a device that answers at once.
+"""Time the host side alone: schedule, pack and commit of decode steps, over a device that answers
+at once.
 
     python scripts/bench_host.py [--rows 16 64 256 1024 4096] [--steps 200]
 
-One line a number of running sequences: the median over the steps in microseconds, and schedule + commit by sequence.
-The step's time must grow with the rows and not with what the pool or the queues hold.
+One line a number of running sequences: the median over the steps in microseconds, and schedule +
+commit by sequence. The step's time must grow with the rows and not with what the pool or the queues
+hold.
 """
 
 import argparse
@@ -14,12 +16,14 @@ import time
 
 import numpy as np
 
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import output_sections, pack, unpack_result
+from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.buckets import output_sections
+from jpaged.engine.packing import pack, unpack_result
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
+from jpaged.models.config import ModelConfig
+from jpaged.request.sampling_params import SamplingParams
 
 MODEL = ModelConfig(
     family="qwen3",
@@ -69,15 +73,21 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         scheduler.commit(plan, result)
         ended = time.perf_counter()
         if plan.phase == "decode":
-            for name, seconds in zip(times, (marks[1] - marks[0], marks[2] - marks[1], ended - started), strict=True):
+            for name, seconds in zip(
+                times, (marks[1] - marks[0], marks[2] - marks[1], ended - started), strict=True
+            ):
                 times[name].append(seconds * 1e6)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
-    parser.add_argument("--steps", type=int, default=200, help="decode steps measured for each number of rows")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="decode steps measured for each number of rows"
+    )
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args(argv)
     print(f"{'rows':>6} {'schedule':>10} {'pack':>10} {'commit':>10}   schedule + commit")

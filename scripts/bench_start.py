@@ -1,9 +1,10 @@
-"""Time from process start to a first answer: cold, with a warm compilation cache, and with warmup() of every shape.
+"""Time from process start to a first answer: cold, with a warm compilation cache, and with warmup()
+of every shape.
 
     python scripts/bench_start.py CHECKPOINT [--repeat 3]
 
-Each start is a process of its own, with the seconds of its parts; the cache is a folder of this run's own. The engine
-takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
+Each start is a process of its own, with the seconds of its parts; the cache is a folder of this
+run's own. The engine takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
 """
 
 import argparse
@@ -44,13 +45,21 @@ def start(checkpoint: str, cache: str, kind: str) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", help="a checkpoint folder")
-    parser.add_argument("--repeat", type=int, default=3, help="starts of each kind, of which the median counts")
-    parser.add_argument("--no-warmup", action="store_true", help="leave out the start that compiles every shape")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="starts of each kind, of which the median counts"
+    )
+    parser.add_argument(
+        "--no-warmup", action="store_true", help="leave out the start that compiles every shape"
+    )
     args = parser.parse_args(argv)
     kinds = ["cold", "warm"] + ([] if args.no_warmup else ["warmup"])
-    print(f"{'start':<8}{'import s':>10}{'load s':>10}{'warmup s':>10}{'answer s':>10}{'total s':>10}{'compiles':>10}")
+    print(
+        f"{'start':<8}{'import s':>10}{'load s':>10}{'warmup s':>10}{'answer s':>10}{'total s':>10}{'compiles':>10}"
+    )
     medians = {}
     with tempfile.TemporaryDirectory() as kept:
         start(args.checkpoint, kept, "fill")  # what the warm starts find
@@ -63,10 +72,18 @@ def main(argv: list[str] | None = None) -> int:
             medians[kind] = parts
             shown = [parts[name] for name in ("import", "load", "warmup", "answer", "total")]
             print(
-                f"{kind:<8}" + "".join(f"{value:>10.2f}" for value in shown) + f"{parts['compiles']:>10.0f}", flush=True
+                f"{kind:<8}"
+                + "".join(f"{value:>10.2f}" for value in shown)
+                + f"{parts['compiles']:>10.0f}",
+                flush=True,
             )
     print(
-        json.dumps({kind: {name: round(value, 3) for name, value in parts.items()} for kind, parts in medians.items()})
+        json.dumps(
+            {
+                kind: {name: round(value, 3) for name, value in parts.items()}
+                for kind, parts in medians.items()
+            }
+        )
     )
     return 0
 

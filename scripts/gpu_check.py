@@ -1,15 +1,18 @@
-"""Check and time the attention kernels and the engine on the GPU at hand; scripts/gpu_check.sh runs all the parts.
+"""Check and time the attention kernels and the engine on the GPU at hand; scripts/gpu_check.sh runs
+all the parts.
 
     python scripts/gpu_check.py PART --out FOLDER [--dry]
 
-PART is one of: torch (upper marks: copy, matmul, SDPA over contiguous KV), kernels (every kernel compiled against the
-float64 reference, then timed), peers (what else jax has, timed on the same shapes: its own Triton kernel, cuDNN over
-contiguous and over paged KV), engine (nano-vllm's workload end to end), report (a table of what the parts wrote).
-Each part writes FOLDER/PART.json; what could not run is there as its reason. --dry does it all with tiny shapes on any
-backend, kernels interpreted.
+PART is one of: torch (upper marks: copy, matmul, SDPA over contiguous KV), kernels (every kernel
+compiled against the float64 reference, then timed), peers (what else jax has, timed on the same
+shapes: its own Triton kernel, cuDNN over contiguous and over paged KV), engine (nano-vllm's
+workload end to end), report (a table of what the parts wrote). Each part writes FOLDER/PART.json;
+what could not run is there as its reason. --dry does it all with tiny shapes on any backend,
+kernels interpreted.
 
-A decode call must read its context's keys and values once, a prefill must do 4 * D operations for each query head and
-visible token: over the copy bandwidth and the matmul rate that the same run measured, these make the fractions printed.
+A decode call must read its context's keys and values once, a prefill must do 4 * D operations for
+each query head and visible token: over the copy bandwidth and the matmul rate that the same run
+measured, these make the fractions printed.
 """
 
 import argparse
@@ -25,7 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-CALLS = 8  # of a kernel in one timed step, each over another layer of the pool and fed by the one before
+# of a kernel in one timed step, each over another layer of the pool and fed by the one before
+CALLS = 8
 
 
 def bench_cases(dry: bool) -> Any:
@@ -40,12 +44,16 @@ def moved_bytes(case: Any) -> int:
 
 
 def flops(case: Any) -> int:
-    visible = sum(n * q - q * (q - 1) // 2 for n, q in zip(case.contexts, case.query_lens, strict=True))
+    visible = sum(
+        n * q - q * (q - 1) // 2 for n, q in zip(case.contexts, case.query_lens, strict=True)
+    )
     return 4 * visible * case.H * case.D
 
 
 def contiguous(case: Any) -> str:
-    """The name of a case without its block size, which means nothing where keys and values are contiguous."""
+    """The name of a case without its block size, which means nothing where keys and values are
+    contiguous.
+    """
     return case.name.rsplit(" ", 1)[0]
 
 
@@ -53,8 +61,12 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def seconds_a_call(run: Callable[[], Any], wait: Callable[[Any], Any], calls: int, dry: bool) -> float:
-    """Median seconds of one of the `calls` that a run holds; the runs that a sample holds take 20 ms together."""
+def seconds_a_call(
+    run: Callable[[], Any], wait: Callable[[Any], Any], calls: int, dry: bool
+) -> float:
+    """Median seconds of one of the `calls` that a run holds; the runs that a sample holds take 20
+    ms together.
+    """
     wait(run())
     began = time.perf_counter()
     wait(run())
@@ -73,7 +85,9 @@ def seconds_a_call(run: Callable[[], Any], wait: Callable[[Any], Any], calls: in
 
 
 def torch_part(dry: bool) -> Iterator[dict[str, Any]]:
-    """Copy bandwidth (bytes read and written), bf16 matmul rate, and SDPA over contiguous keys and values."""
+    """Copy bandwidth (bytes read and written), bf16 matmul rate, and SDPA over contiguous keys and
+    values.
+    """
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -97,7 +111,10 @@ def torch_part(dry: bool) -> Iterator[dict[str, Any]]:
         y = torch.empty_like(x)
         a, b = (torch.randn((n, n), device=device, dtype=torch.bfloat16) for _ in range(2))
         copied, multiplied = timed(lambda: y.copy_(x)), timed(lambda: a @ b)
-        return {"copy_gb_s": 2 * x.nbytes / copied / 1e9, "matmul_tflop_s": 2 * n**3 / multiplied / 1e12}
+        return {
+            "copy_gb_s": 2 * x.nbytes / copied / 1e9,
+            "matmul_tflop_s": 2 * n**3 / multiplied / 1e12,
+        }
 
     record = marks(256, 2**16) if dry else marks(8192, 2**30)
     record["sdpa_s"] = {}
@@ -107,8 +124,12 @@ def torch_part(dry: bool) -> Iterator[dict[str, Any]]:
         rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
         try:
             q = torch.randn((rows, case.H, queries, case.D), device=device, dtype=torch.bfloat16)
-            kv = torch.randn((2, rows, case.K, context, case.D), device=device, dtype=torch.bfloat16)
-            causal = queries == context and queries > 1  # a cached prefix has no mask that FlashAttention takes
+            kv = torch.randn(
+                (2, rows, case.K, context, case.D), device=device, dtype=torch.bfloat16
+            )
+            causal = (
+                queries == context and queries > 1
+            )  # a cached prefix has no mask that FlashAttention takes
 
             def run(q: Any = q, kv: Any = kv, causal: bool = causal) -> Any:
                 attention = torch.nn.functional.scaled_dot_product_attention
@@ -126,8 +147,14 @@ def torch_part(dry: bool) -> Iterator[dict[str, Any]]:
 def kernels_part(dry: bool) -> Iterator[dict[str, Any]]:
     import jax
 
-    record: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, **jax_marks(dry)}
-    names = IMPLEMENTATIONS if dry else IMPLEMENTATIONS[:2]  # XLA's own is held to the reference on any machine
+    record: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        **jax_marks(dry),
+    }
+    names = (
+        IMPLEMENTATIONS if dry else IMPLEMENTATIONS[:2]
+    )  # XLA's own is held to the reference on any machine
     record |= {"checks": {name: check(name, dry) for name in names}, "times": {}}
     yield record
     for case in bench_cases(dry):
@@ -147,7 +174,10 @@ def jax_marks(dry: bool) -> dict[str, float]:
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
     copied = seconds_a_call(lambda: copy(x), jax.block_until_ready, 1, dry)
     multiplied = seconds_a_call(lambda: matmul(a, b), jax.block_until_ready, 1, dry)
-    return {"copy_gb_s": 2 * x.nbytes / copied / 1e9, "matmul_tflop_s": 2 * n**3 / multiplied / 1e12}
+    return {
+        "copy_gb_s": 2 * x.nbytes / copied / 1e9,
+        "matmul_tflop_s": 2 * n**3 / multiplied / 1e12,
+    }
 
 
 def module(name: str) -> Any:
@@ -155,7 +185,9 @@ def module(name: str) -> Any:
 
 
 def check(name: str, dry: bool) -> dict[str, Any]:
-    """Every case that an implementation takes, against the float64 reference: how many are right, and the others."""
+    """Every case that an implementation takes, against the float64 reference: how many are right,
+    and the others.
+    """
     from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL
     from tests.kernels.suite import check as hold
 
@@ -179,7 +211,8 @@ def check(name: str, dry: bool) -> dict[str, Any]:
 def timed(build: Callable[..., Any], name: str, case: Any, dry: bool) -> Any:
     """Seconds of one call, compiled; a string that says why there are none.
 
-    build(name, case, layers, dry) gives a function of q and more arguments, and these arguments for each layer.
+    build(name, case, layers, dry) gives a function of q and more arguments, and these arguments for
+    each layer.
     """
     import jax
     import jax.numpy as jnp
@@ -187,7 +220,9 @@ def timed(build: Callable[..., Any], name: str, case: Any, dry: bool) -> Any:
     try:
         kv_bytes = 4 * case.K * case.D * sum(case.contexts)
         calls, layers = (1, 1) if dry else (CALLS, min(CALLS, max(1, (16 << 30) // kv_bytes)))
-        q = jax.random.normal(jax.random.key(0), (sum(case.query_lens), case.H, case.D), jnp.bfloat16)
+        q = jax.random.normal(
+            jax.random.key(0), (sum(case.query_lens), case.H, case.D), jnp.bfloat16
+        )
         call, arguments = build(name, case, layers, dry)
 
         @jax.jit
@@ -201,18 +236,26 @@ def timed(build: Callable[..., Any], name: str, case: Any, dry: bool) -> Any:
         return reason(e)
 
 
-def our_kernel(name: str, case: Any, layers: int, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+def our_kernel(
+    name: str, case: Any, layers: int, dry: bool
+) -> tuple[Callable[..., Any], list[Any]]:
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     kernel, rows, per_row = module(name), len(case.contexts), -(-case.contexts[0] // case.P)
     N = rows * per_row + 1
-    pool = jax.random.normal(jax.random.key(0), (layers * N, case.P, 2 * case.K, case.D), jnp.bfloat16)
+    pool = jax.random.normal(
+        jax.random.key(0), (layers * N, case.P, 2 * case.K, case.D), jnp.bfloat16
+    )
     table = np.random.default_rng(0).permutation(np.arange(1, N)).reshape(rows, per_row)
-    rest = [jnp.asarray(x, jnp.int32) for x in (table, case.contexts, np.cumsum([0, *case.query_lens]))]
+    rest = [
+        jnp.asarray(x, jnp.int32) for x in (table, case.contexts, np.cumsum([0, *case.query_lens]))
+    ]
     decode = case.queries is None
-    function, rest = (kernel.paged_attention_decode, rest[:2]) if decode else (kernel.paged_attention, rest)
+    function, rest = (
+        (kernel.paged_attention_decode, rest[:2]) if decode else (kernel.paged_attention, rest)
+    )
 
     def call(q: Any, pool: Any, layer: Any) -> Any:
         return function(q, pool, layer, *rest, num_layers=layers, scale=case.D**-0.5)
@@ -231,7 +274,9 @@ def peers_part(dry: bool) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def jax_triton(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+def jax_triton(
+    case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool
+) -> tuple[Callable[..., Any], list[Any]]:
     """jax's own Triton kernel, over pages of [K, N, P, D]; it does not scale."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -240,9 +285,13 @@ def jax_triton(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable
         raise NotImplementedError("decode alone")
     (rows, S, K, D), P, lens = k_RSKD.shape, case.P, jnp.asarray(case.contexts, jnp.int32)
     table = jnp.arange(rows * S // P, dtype=jnp.int32).reshape(rows, S // P)
-    # It wants whole numbers of pages a split, and of steps: enough splits to fill a card, and steps of 128 slots.
+    # It wants whole numbers of pages a split, and of steps: enough splits to fill a card, and steps
+    # of 128 slots.
     splits = math.gcd(S // P, 1 << min(4, max(0, math.ceil(math.log2(264 / (rows * K))))))
-    sizes = {"k_splits": splits, "pages_per_compute_block": math.gcd(S // P // splits, max(1, 128 // P))}
+    sizes = {
+        "k_splits": splits,
+        "pages_per_compute_block": math.gcd(S // P // splits, max(1, 128 // P)),
+    }
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return paged_attention(q * case.D**-0.5, k, v, table, lens, interpret=dry, **sizes)
@@ -259,12 +308,16 @@ def cudnn(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable[...,
 
     def call(q: Any, k: Any, v: Any) -> Any:
         q = q.reshape(rows, queries, case.H, case.D)
-        return jax.nn.dot_product_attention(q, k, v, scale=case.D**-0.5, **how).reshape(-1, case.H, case.D)
+        return jax.nn.dot_product_attention(q, k, v, scale=case.D**-0.5, **how).reshape(
+            -1, case.H, case.D
+        )
 
     return call, [x[:, :context] for x in (k_RSKD, v_RSKD)]
 
 
-def cudnn_paged(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
+def cudnn_paged(
+    case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool
+) -> tuple[Callable[..., Any], list[Any]]:
     """cuDNN's attention over pages of [N, P, K, D], which jax has no public name for."""
     import jax.numpy as jnp
     from jax._src.cudnn import fused_attention_stablehlo as attention
@@ -282,7 +335,11 @@ def cudnn_paged(case: Any, k_RSKD: Any, v_RSKD: Any, dry: bool) -> tuple[Callabl
     return call, [x.reshape(-1, P, K, D) for x in (k_RSKD, v_RSKD)]
 
 
-PEERS: dict[str, Callable[..., Any]] = {"jax_triton": jax_triton, "cudnn": cudnn, "cudnn_paged": cudnn_paged}
+PEERS: dict[str, Callable[..., Any]] = {
+    "jax_triton": jax_triton,
+    "cudnn": cudnn,
+    "cudnn_paged": cudnn_paged,
+}
 
 
 def peer(name: str, case: Any, layers: int, dry: bool) -> tuple[Callable[..., Any], list[Any]]:
@@ -307,7 +364,20 @@ def engine_part(dry: bool) -> Iterator[dict[str, Any]]:
     sys.path.insert(0, str(ROOT / "scripts"))
     import bench
 
-    size = ["--requests", "4", "--output", "3", "5", "--input", "5", "9", "--dtype", "float32", "--max-model-len", "64"]
+    size = [
+        "--requests",
+        "4",
+        "--output",
+        "3",
+        "5",
+        "--input",
+        "5",
+        "9",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "64",
+    ]
     record: dict[str, Any] = {}
     for name in ("auto", "xla") if dry else ("auto", "xla", "triton"):
         flags = ["--random", "tiny" if dry else "0.6b", "--workload", "nano", "--attention", name]
@@ -325,31 +395,61 @@ def engine_part(dry: bool) -> Iterator[dict[str, Any]]:
 
 
 def report_part(out: Path) -> str:
-    """The parts' records as a table: rates, fractions of the measured ceilings, and of the fastest peer's rate."""
-    parts = {name: json.loads((out / f"{name}.json").read_text()) for name in PARTS if (out / f"{name}.json").exists()}
+    """The parts' records as a table: rates, fractions of the measured ceilings, and of the fastest
+    peer's rate.
+    """
+    parts = {
+        name: json.loads((out / f"{name}.json").read_text())
+        for name in PARTS
+        if (out / f"{name}.json").exists()
+    }
     kernels, torch_marks = parts.get("kernels", {}), parts.get("torch", {})
     lines = [f"device {kernels.get('device')}, jax {kernels.get('jax')}"]
-    marks = {k: max(p[k] for p in (kernels, torch_marks) if k in p) for k in ("copy_gb_s", "matmul_tflop_s") if kernels}
+    marks = {
+        k: max(p[k] for p in (kernels, torch_marks) if k in p)
+        for k in ("copy_gb_s", "matmul_tflop_s")
+        if kernels
+    }
     lines += [f"{name:<16}{value:10.1f}" for name, value in marks.items()]
     for name, done in kernels.get("checks", {}).items():
         counts = f"{done.get('passed', 0)} right, {len(done.get('failed', {}))} wrong"
-        lines.append(f"{name:<12}{done.get('skipped') or counts}, {len(done.get('unsupported', {}))} cases not taken")
+        lines.append(
+            f"{name:<12}{done.get('skipped') or counts}, "
+            f"{len(done.get('unsupported', {}))} cases not taken"
+        )
         lines += [f"  WRONG {case}: {why}" for case, why in done.get("failed", {}).items()]
-    lines.append(f"{'case':<32}{'kernel':<12}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'of best':>10}  best")
+    lines.append(
+        f"{'case':<32}{'kernel':<12}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'of best':>10} "
+        " best"
+    )
     for case in [*bench_cases(False), *bench_cases(True)]:
-        ours, others = (parts.get(part, {}).get("times", {}).get(case.name, {}) for part in ("kernels", "peers"))
-        others = {"sdpa": torch_marks.get("sdpa_s", {}).get(contiguous(case), "not timed")} | others if ours else {}
+        ours, others = (
+            parts.get(part, {}).get("times", {}).get(case.name, {}) for part in ("kernels", "peers")
+        )
+        others = (
+            {"sdpa": torch_marks.get("sdpa_s", {}).get(contiguous(case), "not timed")} | others
+            if ours
+            else {}
+        )
         best = min(((t, name) for name, t in others.items() if isinstance(t, float)), default=None)
         for name, seconds in (ours | others).items():
             if isinstance(seconds, str):
                 lines.append(f"{case.name:<32}{name:<12}{seconds}")
                 continue
             gb_s, tflop_s = moved_bytes(case) / seconds / 1e9, flops(case) / seconds / 1e12
-            limit = gb_s / marks["copy_gb_s"] if case.queries is None else tflop_s / marks["matmul_tflop_s"]
+            limit = (
+                gb_s / marks["copy_gb_s"]
+                if case.queries is None
+                else tflop_s / marks["matmul_tflop_s"]
+            )
             ratio = f"{best[0] / seconds:10.1%}  {best[1]}" if best and name in ours else ""
-            lines.append(f"{case.name:<32}{name:<12}{seconds * 1e6:10.1f}{gb_s:9.0f}{tflop_s:9.1f}{limit:10.1%}{ratio}")
+            lines.append(
+                f"{case.name:<32}{name:<12}{seconds * 1e6:10.1f}{gb_s:9.0f}{tflop_s:9.1f}{limit:10.1%}{ratio}"
+            )
     for name, done in parts.get("engine", {}).items():
-        rate = f"{done['output_tok_s']:.0f} output tok/s" if "output_tok_s" in done else done["error"]
+        rate = (
+            f"{done['output_tok_s']:.0f} output tok/s" if "output_tok_s" in done else done["error"]
+        )
         lines.append(f"engine {name:<12}{rate}")
     return "\n".join(lines)
 
@@ -358,7 +458,9 @@ PARTS = {"torch": torch_part, "kernels": kernels_part, "peers": peers_part, "eng
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*PARTS, "report"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--dry", action="store_true", help="tiny shapes, on any backend")
@@ -369,7 +471,9 @@ def main(argv: list[str] | None = None) -> int:
         print(report_part(args.out))
         return 0
     wrong = False
-    for record in PARTS[args.part](args.dry):  # written as it grows: a part that is cut off keeps what it had
+    for record in PARTS[args.part](
+        args.dry
+    ):  # written as it grows: a part that is cut off keeps what it had
         (args.out / f"{args.part}.json").write_text(json.dumps(record, indent=1))
         wrong = any(done.get("failed") for done in record.get("checks", {}).values())
     return 1 if wrong else 0

@@ -3,9 +3,10 @@
     python scripts/kernel_report.py cuda     # needs the CUDA plugin: pip install -e '.[cuda]'
     python scripts/kernel_report.py tpu      # needs libtpu: pip install libtpu
 
-First every kernel alone (cuda: registers, spills and shared memory; tpu: whether the pool stays in place), then the
-whole prefill and decode steps of Qwen3-0.6B: compile seconds, temporary bytes, and the instructions that would copy the
-pool, of which there must be none; a decode step that does not donate its pool is the control, and must have some.
+First every kernel alone (cuda: registers, spills and shared memory; tpu: whether the pool stays in
+place), then the whole prefill and decode steps of Qwen3-0.6B: compile seconds, temporary bytes, and
+the instructions that would copy the pool, of which there must be none; a decode step that does not
+donate its pool is the control, and must have some.
 """
 
 import argparse
@@ -24,21 +25,36 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2")}
-QUIET = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
+QUIET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 BLOCKS = 300  # of the pool in the steps
 
 
 def kernels(platform: str, chip: str) -> None:
     """One line a kernel, each compiled by a module of the tests in a process of its own."""
     with tempfile.TemporaryDirectory() as dump:
-        module = ["-m", "tests.kernels.aot_cuda"] if platform == "cuda" else ["-m", "tests.kernels.aot_tpu", chip]
+        module = (
+            ["-m", "tests.kernels.aot_cuda"]
+            if platform == "cuda"
+            else ["-m", "tests.kernels.aot_tpu", chip]
+        )
         environment = os.environ | QUIET | {"MOSAIC_GPU_DUMP_TO": dump}
-        run = subprocess.Popen([sys.executable, *module], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        run = subprocess.Popen(
+            [sys.executable, *module], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
         assert run.stdout is not None
         for line in run.stdout:
             if line.startswith("{"):
                 found = json.loads(line)
-                print(f"{chip:<10}{found.pop('name'):<30}", *(f"{k} {_short(v)}" for k, v in found.items()), flush=True)
+                print(
+                    f"{chip:<10}{found.pop('name'):<30}",
+                    *(f"{k} {_short(v)}" for k, v in found.items()),
+                    flush=True,
+                )
         if run.wait():
             raise SystemExit(f"{' '.join(module)} failed")
 
@@ -55,7 +71,9 @@ def target(platform: str, chip: str) -> Iterator[Any]:
         from tests.kernels import aot_cuda
 
         target_config = aot_cuda.TARGET
-        topology = topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=target_config)
+        topology = topologies.get_topology_desc(
+            "", platform="cuda", topology="1x1x1", target_config=target_config
+        )
         with aot_cuda.hopper():
             yield topology.devices[0]
         return
@@ -78,13 +96,15 @@ def abstract_params(model: Any, dtype: str, sharding: Any) -> Any:
 
 
 def steps(platform: str, chip: str) -> bool:
-    """A line for each step of Qwen3-0.6B, as the engine would compile it; whether all is as it must be."""
+    """A line for each step of Qwen3-0.6B, as the engine would compile it; whether all is as it must
+    be.
+    """
     import jax
     import jax.numpy as jnp
     from bench import MODELS
 
     from jpaged.config import EngineConfig
-    from jpaged.engine.batch import Bucket
+    from jpaged.engine.buckets import Bucket
     from jpaged.runtime.runner import Placement, Runner
     from tests.hlo import pool_copies
 
@@ -99,7 +119,12 @@ def steps(platform: str, chip: str) -> bool:
         runner.params = abstract_params(model, "bfloat16", placement.replicated)
         jit = jax.jit
         loop = dataclasses.replace(decode, steps=8)
-        cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, "control, not donated": decode}
+        cases = {
+            "prefill": prefill,
+            "decode": decode,
+            "decode, 8 a dispatch": loop,
+            "control, not donated": decode,
+        }
         for name, bucket in cases.items():
             is_control = name.startswith("control")
             if is_control:
@@ -113,7 +138,10 @@ def steps(platform: str, chip: str) -> bool:
             copies = len(pool_copies(compiled.as_text(), math.prod(runner.layout.shape)))
             memory = compiled.memory_analysis()
             good &= (copies > 0) == is_control
-            figures = f"pool_copies {copies}  temporary_bytes {memory.temp_size_in_bytes}  seconds {seconds:.1f}"
+            figures = (
+                f"pool_copies {copies}  temporary_bytes {memory.temp_size_in_bytes}  "
+                f"seconds {seconds:.1f}"
+            )
             title = f"step {name} {bucket.tokens}x{bucket.rows}"
             print(f"{chip:<10}{title:<36}{runner.kernel.name}  {figures}", flush=True)
     return good
@@ -124,7 +152,9 @@ def _short(value: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("platform", choices=CHIPS)
     parser.add_argument("--only", choices=("kernels", "steps"), help="one of the two tables")
     args = parser.parse_args(argv)

@@ -1,12 +1,15 @@
-"""Stores what transformers computes for the tiny models of tests/golden/configs.py: tests/golden/NAME.npz, beams.json.
+"""Stores what transformers computes for the tiny models of tests/golden/configs.py:
+tests/golden/NAME.npz, beams.json.
 
-    python scripts/make_golden.py [NAME ...]      in an environment of its own, .venv-golden, made on the first run
-    python scripts/make_golden.py --here          in the current interpreter, which has torch and transformers
-    python scripts/make_golden.py beams           beam search alone, from the prompts that are stored
+    python scripts/make_golden.py [NAME ...]      in an environment of its own, .venv-golden, made
+    on the first run python scripts/make_golden.py --here          in the current interpreter, which
+    has torch and transformers python scripts/make_golden.py beams           beam search alone, from
+    the prompts that are stored
 
-torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11 first) is tried until one
-can install it; on Linux, where a plain `pip install torch` brings the CUDA build, PIP_EXTRA_INDEX_URL may name a place
-that has torch's CPU wheels. Nothing here is needed to run or to test jpaged: the .npz files are kept in the repository.
+torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11
+first) is tried until one can install it; on Linux, where a plain `pip install torch` brings the
+CUDA build, PIP_EXTRA_INDEX_URL may name a place that has torch's CPU wheels. Nothing here is needed
+to run or to test jpaged: the .npz files are kept in the repository.
 """
 
 import argparse
@@ -25,20 +28,32 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "golden"
 VENV = ROOT / ".venv-golden"
 REQUIREMENTS = ("torch==2.13.0", "transformers==5.23.0", "numpy", "safetensors")
-PROMPT_LENGTHS = (5, 40, 90)  # past every sliding window and every original_max_position; 40 + 24 ends a 64-token block
+PROMPT_LENGTHS = (
+    5,
+    40,
+    90,
+)  # past every sliding window and every original_max_position; 40 + 24 ends a 64-token block
 NEW_TOKENS = 24
 ROWS = 10  # positions of a long prompt whose logits are kept
-ENOUGH_GAP = 0.02  # a thousand times float32's error: a right implementation cannot pick the other token
+ENOUGH_GAP = (
+    0.02  # a thousand times float32's error: a right implementation cannot pick the other token
+)
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
 BEAMS = "beams"  # what make_golden_beams.py makes, as a name on the command line
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="configs to make, or beams; all of them when none is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", help="configs to make, or beams; all of them when none is named"
+    )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to (default: tests/golden)")
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="folder to write to (default: tests/golden)"
+    )
     args = parser.parse_args()
     if not args.here:
         command = [environment(), __file__, "--here", "--out", str(args.out.resolve()), *args.names]
@@ -52,7 +67,10 @@ def main() -> int:
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or (*CONFIGS, BEAMS):
-        print(make_beams(args.out) if name == BEAMS else make(name, CONFIGS[name], args.out), flush=True)
+        print(
+            make_beams(args.out) if name == BEAMS else make(name, CONFIGS[name], args.out),
+            flush=True,
+        )
     return 0
 
 
@@ -67,7 +85,9 @@ def make(name: str, config: dict[str, Any], out: Path) -> str:
     torch.set_num_threads(1)
     tensors = state_dict(name, config)
     exact, rounded = (build(config, tensors, dtype) for dtype in (torch.float32, torch.bfloat16))
-    prompts, greedy, gaps = zip(*(choose_prompt(exact, name, config, n) for n in PROMPT_LENGTHS), strict=True)
+    prompts, greedy, gaps = zip(
+        *(choose_prompt(exact, name, config, n) for n in PROMPT_LENGTHS), strict=True
+    )
 
     arrays: dict[str, Any] = {}
     differences = []
@@ -98,27 +118,39 @@ def make(name: str, config: dict[str, Any], out: Path) -> str:
             "numpy": np.__version__,
         },
     }
-    np.savez_compressed(out / f"{name}.npz", allow_pickle=False, meta=np.asarray(json.dumps(meta)), **arrays)
+    np.savez_compressed(
+        out / f"{name}.npz", allow_pickle=False, meta=np.asarray(json.dumps(meta)), **arrays
+    )
     spread = np.std(np.concatenate([arrays[f"logits_{i}"].ravel() for i in range(len(prompts))]))
     distinct = min(len(set(g)) for g in greedy)
     return (
         f"{name:28s} logits std {spread:5.2f}  bf16 diff max {meta['bf16_max_diff']:.3f} "
-        f"rms {meta['bf16_rms_diff']:.4f}  greedy: least gap {min(gaps):.3f}, {distinct}+ distinct of {NEW_TOKENS}"
+        f"rms {meta['bf16_rms_diff']:.4f}  greedy: least gap {min(gaps):.3f}, {distinct}+ "
+        f"distinct of {NEW_TOKENS}"
     )
 
 
 def build(config: dict[str, Any], tensors: dict[str, Any], dtype: Any) -> Any:
-    """transformers' own model of a config dict with these tensors, every one of them used and none missing."""
+    """transformers' own model of a config dict with these tensors, every one of them used and none
+    missing.
+    """
     import torch  # pyright: ignore[reportMissingImports]
     import transformers
 
-    cls = getattr(transformers, config["architectures"][0])  # its config class writes into nested dicts: hence the copy
-    model = cls._from_config(cls.config_class.from_dict(copy.deepcopy(config)), attn_implementation="eager").eval()
-    missing, unexpected = model.load_state_dict({k: torch.from_numpy(v) for k, v in tensors.items()}, strict=False)
+    cls = getattr(
+        transformers, config["architectures"][0]
+    )  # its config class writes into nested dicts: hence the copy
+    model = cls._from_config(
+        cls.config_class.from_dict(copy.deepcopy(config)), attn_implementation="eager"
+    ).eval()
+    missing, unexpected = model.load_state_dict(
+        {k: torch.from_numpy(v) for k, v in tensors.items()}, strict=False
+    )
     tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
     assert list(missing) == tied and not unexpected, (missing, unexpected)
     model.tie_weights()
-    # Parameters only: the rotary frequencies are buffers, and from_pretrained leaves those in float32 as well.
+    # Parameters only: the rotary frequencies are buffers, and from_pretrained leaves those in
+    # float32 as well.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -132,8 +164,11 @@ def forward(model: Any, ids: list[int]) -> Any:
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def choose_prompt(model: Any, name: str, config: dict[str, Any], length: int) -> tuple[list[int], list[int], float]:
-    """The first prompt whose greedy continuation is decided at every step, varied, and free of the end of sequence.
+def choose_prompt(
+    model: Any, name: str, config: dict[str, Any], length: int
+) -> tuple[list[int], list[int], float]:
+    """The first prompt whose greedy continuation is decided at every step, varied, and free of the
+    end of sequence.
 
     Gives the prompt, its continuation and the least gap between the best two logits.
     """
@@ -148,9 +183,16 @@ def choose_prompt(model: Any, name: str, config: dict[str, Any], length: int) ->
             gap = min(gap, float(best.values[0] - best.values[1]))
             ids.append(int(best.indices[0]))
         greedy = ids[length:]
-        if len(greedy) == NEW_TOKENS and gap >= ENOUGH_GAP and not stop & set(greedy) and len(set(greedy)) >= VARIETY:
+        if (
+            len(greedy) == NEW_TOKENS
+            and gap >= ENOUGH_GAP
+            and not stop & set(greedy)
+            and len(set(greedy)) >= VARIETY
+        ):
             return prompt, greedy, gap
-    raise SystemExit(f"{name}: none of {TRIES} prompts of {length} tokens is decided at every greedy step")
+    raise SystemExit(
+        f"{name}: none of {TRIES} prompts of {length} tokens is decided at every greedy step"
+    )
 
 
 def tokens(key: str, n: int, limit: int) -> list[int]:
@@ -160,7 +202,9 @@ def tokens(key: str, n: int, limit: int) -> list[int]:
 
 
 def environment() -> str:
-    """The Python of .venv-golden, which is made when it is not there or its requirements have changed."""
+    """The Python of .venv-golden, which is made when it is not there or its requirements have
+    changed.
+    """
     python, stamp = VENV / "bin" / "python", VENV / "requirements"
     if stamp.exists() and stamp.read_text() == repr(REQUIREMENTS):
         return str(python)
@@ -171,11 +215,16 @@ def environment() -> str:
             [candidate, "-m", "venv", str(VENV)],
             [str(python), "-m", "pip", "install", "-q", "--only-binary", ":all:", *REQUIREMENTS],
         )
-        if all(subprocess.run(step, check=False, stderr=subprocess.DEVNULL).returncode == 0 for step in steps):
+        if all(
+            subprocess.run(step, check=False, stderr=subprocess.DEVNULL).returncode == 0
+            for step in steps
+        ):
             stamp.write_text(repr(REQUIREMENTS))
             return str(python)
     shutil.rmtree(VENV, ignore_errors=True)
-    raise SystemExit(f"no Python here can install {' '.join(REQUIREMENTS)}: install Python 3.11, or use --here")
+    raise SystemExit(
+        f"no Python here can install {' '.join(REQUIREMENTS)}: install Python 3.11, or use --here"
+    )
 
 
 def pythons() -> Iterator[str]:
@@ -184,7 +233,12 @@ def pythons() -> Iterator[str]:
     for version in ("3.11", "3.12", "3.13", "3.10", "3.14"):
         own = sorted(map(str, pyenv.glob(f"{version}.*/bin/python")), reverse=True)
         for path in filter(None, (shutil.which(f"python{version}"), *own)):
-            if subprocess.run([path, "-c", "import venv"], check=False, capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    [path, "-c", "import venv"], check=False, capture_output=True
+                ).returncode
+                == 0
+            ):
                 yield path
                 break
 

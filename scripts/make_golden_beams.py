@@ -1,8 +1,10 @@
-"""transformers' beam search on some of the tiny models: tests/golden/beams.json. `make_golden.py beams` runs it.
+"""transformers' beam search on some of the tiny models: tests/golden/beams.json. `make_golden.py
+beams` runs it.
 
-Nothing of a case is left to rounding. Its eos ids are searched for, among the tokens that the model likes to write, so
-that beams end early and at different lengths; and a replay of the algorithm, on logits of a forward pass without a
-cache, has to find what transformers finds with every choice on the way decided by ENOUGH_GAP or more.
+Nothing of a case is left to rounding. Its eos ids are searched for, among the tokens that the model
+likes to write, so that beams end early and at different lengths; and a replay of the algorithm, on
+logits of a forward pass without a cache, has to find what transformers finds with every choice on
+the way decided by ENOUGH_GAP or more.
 """
 
 import dataclasses
@@ -24,7 +26,9 @@ Tokens = tuple[int, ...]
 
 
 class Group(NamedTuple):
-    """Cases that share eos ids: one for each prompt and each kind of early stopping. Results of kinds must differ."""
+    """Cases that share eos ids: one for each prompt and each kind of early stopping. Results of
+    kinds must differ.
+    """
 
     prompts: tuple[int, ...]  # which of the stored prompts: 0 has 5 tokens, 1 has 40
     width: int
@@ -56,7 +60,8 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group((0,), 3, 24, 1.0, KINDS),
         Group((0, 1), 3, 16, 0.0, ("never",)),
         Group((0,), 2, 16, -0.5, (False,)),
-        # Found by trying them all: it ends too soon if "never" hopes for the greatest length here too.
+        # Found by trying them all: it ends too soon if "never" hopes for the greatest length here
+        # too.
         Group((0,), 5, 16, -0.5, ("never",), eos=(157, 105)),
         Group((1,), 5, 24, 0.0, (False,)),
         Group((1,), 5, 12, 1.0, (True,)),
@@ -75,7 +80,9 @@ class Settings:
 
 
 class Found(NamedTuple):
-    """Beams, best first, their scores, and the least difference of log-probability that a choice hung on."""
+    """Beams, best first, their scores, and the least difference of log-probability that a choice
+    hung on.
+    """
 
     beams: list[Tokens]  # a beam's eos included
     scores: list[float]
@@ -91,7 +98,8 @@ def make_beams(out: Path) -> str:
     from tests.golden.weights import checksum, state_dict
 
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()  # it would say of one beam that its settings "may be ignored"
+    # it would say of one beam that its settings "may be ignored"
+    transformers.logging.set_verbosity_error()
     cases, sums = [], {}
     for name, groups in GROUPS.items():
         tensors = state_dict(name, CONFIGS[name])
@@ -105,10 +113,15 @@ def make_beams(out: Path) -> str:
     lines = ",\n".join(json.dumps(case) for case in cases)  # a line a case
     head = f'"versions": {json.dumps(versions)},\n"weights_sha256": {json.dumps(sums)}'
     (out / FILE).write_text(f'{{\n{head},\n"cases": [\n{lines}\n]\n}}\n')
-    return f"{FILE:28s} {len(cases)} cases of {len(GROUPS)} models, least gap {min(c['gap'] for c in cases):.4f}"
+    return (
+        f"{FILE:28s} {len(cases)} cases of {len(GROUPS)} models, least gap "
+        f"{min(c['gap'] for c in cases):.4f}"
+    )
 
 
-def config_cases(name: str, config: dict[str, Any], tensors: Any, groups: Iterable[Group]) -> list[dict[str, Any]]:
+def config_cases(
+    name: str, config: dict[str, Any], tensors: Any, groups: Iterable[Group]
+) -> list[dict[str, Any]]:
     """The cases of one model, as they are stored."""
     import numpy as np
     import torch  # pyright: ignore[reportMissingImports]
@@ -126,22 +139,36 @@ def config_cases(name: str, config: dict[str, Any], tensors: Any, groups: Iterab
             raise SystemExit(f"{name}: no eos ids decide {group}")
         for prompt, settings, ours in chosen:
             theirs = generate(model, prompt, settings)
-            for a, b, x, y in zip(ours.beams, theirs.beams, ours.scores, theirs.scores, strict=True):
-                assert a == b and abs(x - y) * len(a) ** settings.length_penalty <= MAX_ERROR * len(a), (settings, a, b)
+            for a, b, x, y in zip(
+                ours.beams, theirs.beams, ours.scores, theirs.scores, strict=True
+            ):
+                assert a == b and abs(x - y) * len(a) ** settings.length_penalty <= MAX_ERROR * len(
+                    a
+                ), (settings, a, b)
             case = {"config": name, "prompt": prompt} | dataclasses.asdict(settings)
-            cases.append(case | {"beams": theirs.beams, "scores": theirs.scores, "gap": round(ours.gap, 5)})
+            cases.append(
+                case | {"beams": theirs.beams, "scores": theirs.scores, "gap": round(ours.gap, 5)}
+            )
         if (eos := chosen[0][1].eos_token_ids) not in used:
             used.append(eos)
     return cases
 
 
 def choose(
-    logprobs: Callable[[Tokens], list[float]], prompts: list[Tokens], group: Group, used: list[Tokens], vocab_size: int
+    logprobs: Callable[[Tokens], list[float]],
+    prompts: list[Tokens],
+    group: Group,
+    used: list[Tokens],
+    vocab_size: int,
 ) -> list[tuple[Tokens, Settings, Found]] | None:
-    """The group's cases with the first eos ids that make all of them good ones; those in use come first."""
+    """The group's cases with the first eos ids that make all of them good ones; those in use come
+    first.
+    """
     liked: dict[int, None] = {}
     for i in group.prompts:
-        found = replay(logprobs, prompts[i], Settings(**shared(group), early_stopping=False, eos_token_ids=()))
+        found = replay(
+            logprobs, prompts[i], Settings(**shared(group), early_stopping=False, eos_token_ids=())
+        )
         liked |= dict.fromkeys(itertools.chain(*found.beams))
     if isinstance(group.eos, tuple):
         attempts: Iterable[Tokens] = [group.eos]
@@ -165,8 +192,12 @@ def choose(
 
 
 def good(cases: list[tuple[Tokens, Settings, Found]], group: Group, eos: Tokens) -> bool:
-    """No two cases give the same, each eos id ends a beam before the limit, and the beams of a case vary in length."""
-    early = {beam[-1] for *_, found in cases for beam in found.beams if len(beam) < group.max_tokens}
+    """No two cases give the same, each eos id ends a beam before the limit, and the beams of a case
+    vary in length.
+    """
+    early = {
+        beam[-1] for *_, found in cases for beam in found.beams if len(beam) < group.max_tokens
+    }
     lengths = [len(set(map(len, found.beams))) for *_, found in cases]
     different = {(prompt, *found.beams) for prompt, _, found in cases}
     varied = min(lengths) >= min(2, group.width) and max(lengths) >= min(3, group.width)
@@ -175,11 +206,17 @@ def good(cases: list[tuple[Tokens, Settings, Found]], group: Group, eos: Tokens)
 
 
 def shared(group: Group) -> dict[str, Any]:
-    return {"beam_width": group.width, "max_tokens": group.max_tokens, "length_penalty": group.length_penalty}
+    return {
+        "beam_width": group.width,
+        "max_tokens": group.max_tokens,
+        "length_penalty": group.length_penalty,
+    }
 
 
 def next_logprobs(model: Any) -> Callable[[Tokens], list[float]]:
-    """A function from token ids to the log-probabilities [V] of the next one, which remembers what it has computed."""
+    """A function from token ids to the log-probabilities [V] of the next one, which remembers what
+    it has computed.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     from scripts.make_golden import forward
@@ -195,13 +232,17 @@ def next_logprobs(model: Any) -> Callable[[Tokens], list[float]]:
 
 
 def replay(logprobs: Callable[[Tokens], list[float]], prompt: Tokens, settings: Settings) -> Found:
-    """transformers' algorithm (GenerationMixin._beam_search) for one prompt, written from what it does.
+    """transformers' algorithm (GenerationMixin._beam_search) for one prompt, written from what it
+    does.
 
-    It keeps the best (1 + number of eos ids) * width continuations of a step. More would change nothing: at most one
-    continuation of each beam ends on each eos id, so those always hold `width` that go on.
+    It keeps the best (1 + number of eos ids) * width continuations of a step. More would change
+    nothing: at most one continuation of each beam ends on each eos id, so those always hold `width`
+    that go on.
     """
     width, power = settings.beam_width, settings.length_penalty
-    running: list[tuple[float, Tokens]] = [(0.0, ())]  # (sum of log-probabilities, tokens), best first
+    running: list[tuple[float, Tokens]] = [
+        (0.0, ())
+    ]  # (sum of log-probabilities, tokens), best first
     finished: list[tuple[float, Tokens]] = []  # (score, tokens), best first
     gap = math.inf
     for length in range(1, settings.max_tokens + 1):
@@ -211,15 +252,20 @@ def replay(logprobs: Callable[[Tokens], list[float]], prompt: Tokens, settings: 
             for token, logprob in enumerate(logprobs(prompt + tokens))
         ]
         following.sort(reverse=True)
-        # The best `width` may finish; a beam below them that ends is dropped, and its place goes to one that goes on.
+        # The best `width` may finish; a beam below them that ends is dropped, and its place goes to
+        # one that goes on.
         gap = min(gap, following[width - 1][0] - following[width][0])
         last = length == settings.max_tokens
         for total, tokens in following[:width]:
             if last or tokens[-1] in settings.eos_token_ids:
                 finished.append((total / length**power, tokens))
         finished.sort(reverse=True)
-        for better, worse in itertools.pairwise(finished[: width + 1]):  # those kept, their order, and the first left
-            gap = min(gap, (better[0] - worse[0]) * min(len(better[1]) ** power, len(worse[1]) ** power))
+        for better, worse in itertools.pairwise(
+            finished[: width + 1]
+        ):  # those kept, their order, and the first left
+            gap = min(
+                gap, (better[0] - worse[0]) * min(len(better[1]) ** power, len(worse[1]) ** power)
+            )
         finished = finished[:width]
         if last:
             break
@@ -231,7 +277,9 @@ def replay(logprobs: Callable[[Tokens], list[float]], prompt: Tokens, settings: 
         if settings.early_stopping is True:
             break
         longest = settings.early_stopping == "never" and power > 0
-        hoped = settings.max_tokens if longest else length  # the length at which a running beam's hope is scored
+        hoped = (
+            settings.max_tokens if longest else length
+        )  # the length at which a running beam's hope is scored
         margin = running[0][0] / hoped**power - finished[-1][0]
         gap = min(gap, abs(margin) * min(hoped**power, len(finished[-1][1]) ** power))
         if margin <= 0:
@@ -246,10 +294,14 @@ def generate(model: Any, prompt: Tokens, settings: Settings) -> Found:
     from transformers.generation.configuration_utils import GenerationMode
 
     # It takes greedy search for one beam, unless it is told that this is a beam search too.
-    with mock.patch.object(GenerationConfig, "get_generation_mode", return_value=GenerationMode.BEAM_SEARCH):
+    with mock.patch.object(
+        GenerationConfig, "get_generation_mode", return_value=GenerationMode.BEAM_SEARCH
+    ):
         result = model.generate(
             torch.tensor([prompt]),
-            attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),  # it would look for padding otherwise
+            attention_mask=torch.ones(
+                (1, len(prompt)), dtype=torch.long
+            ),  # it would look for padding otherwise
             num_beams=settings.beam_width,
             num_return_sequences=settings.beam_width,
             do_sample=False,

@@ -1,11 +1,11 @@
 """Put the shards of one batch run together, in the order of the input.
 
-    python scripts/merge_shards.py answers.jsonl                # from answers.0-of-4.jsonl to answers.3-of-4.jsonl
-    python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
+    python scripts/merge_shards.py answers.jsonl                # from answers.0-of-4.jsonl to
+    answers.3-of-4.jsonl python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
 
-Refused: shards of different runs, a shard that is missing or has not ended (--partial merges what there is), and an
-output that exists (--overwrite). The merged file has the manifest of an undivided run: serve_batch.py goes on with it.
-Exit status 0: merged; 2: some lines are errors; 1: not merged.
+Refused: shards of different runs, a shard that is missing or has not ended (--partial merges what
+there is), and an output that exists (--overwrite). The merged file has the manifest of an undivided
+run: serve_batch.py goes on with it. Exit status 0: merged; 2: some lines are errors; 1: not merged.
 """
 
 import argparse
@@ -17,10 +17,16 @@ from jpaged.integrations.batch.source import BatchError
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", help="the merged file")
-    parser.add_argument("shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)")
-    parser.add_argument("--partial", action="store_true", help="merge what there is of a run that has not ended")
+    parser.add_argument(
+        "shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)"
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="merge what there is of a run that has not ended"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
     args = parser.parse_args(argv)
     try:

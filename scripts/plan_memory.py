@@ -1,13 +1,15 @@
-"""Where a card's memory goes and how many requests fit, for a checkpoint and a card that may not be here.
+"""Where a card's memory goes and how many requests fit, for a checkpoint and a card that may not be
+here.
 
     python scripts/plan_memory.py CHECKPOINT                           # the device at hand
     python scripts/plan_memory.py --random 0.6b --card h200            # a card that is not there
     python scripts/plan_memory.py --random 0.6b --card v5e --max-model-len 4096 --length 2048 4096
 
-Prints the account in bytes (weights, temporaries and code of the steps, state, pool, what nothing uses), the blocks and
-tokens that the pool holds, and how many requests of each --length it holds at once. No weight is loaded. What the steps
-need is read from compiling them for the card, which takes CUDA's plugin or libtpu but no device; without those an upper
-bound stands in, and the output says so. One card, without its neighbours: no mesh.
+Prints the account in bytes (weights, temporaries and code of the steps, state, pool, what nothing
+uses), the blocks and tokens that the pool holds, and how many requests of each --length it holds at
+once. No weight is loaded. What the steps need is read from compiling them for the card, which takes
+CUDA's plugin or libtpu but no device; without those an upper bound stands in, and the output says
+so. One card, without its neighbours: no mesh.
 """
 
 import argparse
@@ -21,13 +23,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
-MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU that jax takes; the rest is CUDA's and other programs'
+# of a GPU that jax takes; the rest is CUDA's and other programs'
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A card by its bytes of memory, and the target that its steps are compiled for: the same or its nearest kin."""
+    """A card by its bytes of memory, and the target that its steps are compiled for: the same or
+    its nearest kin.
+    """
 
     platform: str
     target: str
@@ -37,7 +42,9 @@ class Card:
     def limit(self) -> int:
         """Bytes that jax can allocate: what `memory_stats()["bytes_limit"]` says on the card."""
         return (
-            int(self.memory * float(os.environ.get(MEMORY_FRACTION, 0.75))) if self.platform == "cuda" else self.memory
+            int(self.memory * float(os.environ.get(MEMORY_FRACTION, 0.75)))
+            if self.platform == "cuda"
+            else self.memory
         )
 
 
@@ -51,13 +58,25 @@ CARDS = {  # GPUs: all that nvidia-smi shows. TPUs: what is left to programs.
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder, of which only config.json is read")
     add("--random", metavar="SIZE", help="one of bench.py's models, or a config.json, instead")
     add("--card", choices=(*CARDS, "cpu"), help="default: the device at hand")
-    add("--length", type=int, nargs="+", default=[2048], help="tokens of a request, prompt and completion together")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's, else bfloat16")
+    add(
+        "--length",
+        type=int,
+        nargs="+",
+        default=[2048],
+        help="tokens of a request, prompt and completion together",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: the checkpoint's, else bfloat16",
+    )
     add("--bound", action="store_true", help="compile nothing: take the upper bound")
     add("--memory-utilization", type=float)
     for name in ENGINE:
@@ -71,7 +90,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def served_dtype(args: argparse.Namespace) -> str:
-    from jpaged.config import read_json
+    from jpaged.checks import read_json
 
     if args.dtype is not None:
         return args.dtype
@@ -81,7 +100,9 @@ def served_dtype(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def device_of(card: Card | None) -> Iterator[tuple[Any, str | None]]:
-    """The device to compile for and None; or, where nothing can compile for the card, a CPU and the reason."""
+    """The device to compile for and None; or, where nothing can compile for the card, a CPU and the
+    reason.
+    """
     import jax
     import kernel_report
 
@@ -105,7 +126,9 @@ def limits_of(card: Card | None, device: Any, utilization: float, weights: int) 
     limits = Limits.of(device, utilization)
     if limits.pool is None:
         return dataclasses.replace(limits, in_use=limits.in_use + weights)
-    return dataclasses.replace(limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0))
+    return dataclasses.replace(
+        limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
+    )
 
 
 def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> tuple[Any, str]:
@@ -122,7 +145,9 @@ def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> 
             device = jax.devices("cpu")[0]
         where = Placement(mesh=None, axis=None, device=device)
         params = abstract_params(model, dtype, where.replicated)
-        limits = limits_of(card, device, config.memory_utilization, footprint.bytes_on_device(params))
+        limits = limits_of(
+            card, device, config.memory_utilization, footprint.bytes_on_device(params)
+        )
         probe = footprint.probe_runner(model, config, where, params)
         if reason is None and not args.bound:
             found = footprint.plan_within(config, limits, probe)
@@ -135,9 +160,17 @@ def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> 
 
 def table(found: Any) -> str:
     """The account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
-    parts, share = {**found.account, "unused": found.waste, "limit": found.limit}, 100 / max(found.limit, 1)
-    rows = [f"{k:<12}{n:>20,} bytes {n / GIB:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()]
-    blocks = f"{found.num_blocks:,} blocks of {found.block_bytes:,} bytes, {found.block_size} tokens each"
+    parts, share = (
+        {**found.account, "unused": found.waste, "limit": found.limit},
+        100 / max(found.limit, 1),
+    )
+    rows = [
+        f"{k:<12}{n:>20,} bytes {n / GIB:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()
+    ]
+    blocks = (
+        f"{found.num_blocks:,} blocks of {found.block_bytes:,} bytes, "
+        f"{found.block_size} tokens each"
+    )
     tokens = found.num_blocks * found.block_size
     return "\n".join([*rows, f"{blocks}: {tokens:,} tokens (decided by {found.decided_by})"])
 
@@ -149,13 +182,21 @@ def report(args: argparse.Namespace) -> None:
 
     model, dtype = bench.model_config(args), served_dtype(args)
     names = (*ENGINE, "memory_utilization")
-    config = EngineConfig(**{k: v for k in names if (v := getattr(args, k)) is not None}).resolve(model)
+    config = EngineConfig(**{k: v for k in names if (v := getattr(args, k)) is not None}).resolve(
+        model
+    )
     found, source = make_plan(args, config, model, dtype)
-    print(f"{args.checkpoint or args.random} in {dtype} on {args.card or 'the device at hand'}; steps: {source}")
+    print(
+        f"{args.checkpoint or args.random} in {dtype} on "
+        f"{args.card or 'the device at hand'}; steps: {source}"
+    )
     print(table(found))
     for length in args.length:
         held = found.num_blocks // -(-length // found.block_size)
-        print(f"requests of {length:,} tokens: {held:,} in the pool, {config.max_num_seqs} run at once")
+        print(
+            f"requests of {length:,} tokens: {held:,} in the pool, {config.max_num_seqs} "
+            "run at once"
+        )
     print(f"waste: {found.waste:,} bytes of the limit that nothing uses")
 
 

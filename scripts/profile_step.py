@@ -1,13 +1,15 @@
-"""Where the time of a step goes: a table by named scope, matmul rates beside plain matmuls of the same shapes, faults.
+"""Where the time of a step goes: a table by named scope, matmul rates beside plain matmuls of the
+same shapes, faults.
 
-    python scripts/profile_step.py CHECKPOINT                              # decode: 32 rows at 300 tokens of context
-    python scripts/profile_step.py --random 60m --phase both --rows 8
-    python scripts/profile_step.py CHECKPOINT --phase prefill --context 125 --ops 20
+    python scripts/profile_step.py CHECKPOINT                              # decode: 32 rows at 300
+    tokens of context python scripts/profile_step.py --random 60m --phase both --rows 8 python
+    scripts/profile_step.py CHECKPOINT --phase prefill --context 125 --ops 20
 
-Steps run through the public LLM, first timed, then under jax's profiler. An instant that several operations share
-(XLA:CPU runs independent ones on different threads) is split evenly between them, so that the table adds up to the
-span of the traced steps; `(no operation)` is the rest: dispatch, host, waiting. Tracing itself makes small operations
-a little slower: compare its sum with the untraced time above it. The trace reads as HLO only on CPU.
+Steps run through the public LLM, first timed, then under jax's profiler. An instant that several
+operations share (XLA:CPU runs independent ones on different threads) is split evenly between them,
+so that the table adds up to the span of the traced steps; `(no operation)` is the rest: dispatch,
+host, waiting. Tracing itself makes small operations a little slower: compare its sum with the
+untraced time above it. The trace reads as HLO only on CPU.
 """
 
 import argparse
@@ -36,12 +38,16 @@ from jpaged.errors import JpagedError
 
 CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
 NATIVE = 'custom_call_target="jpaged_linear"'
-CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*")  # in op_name paths
+CONTROL = re.compile(
+    r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*"
+)  # in op_name paths
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="profile_step", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="profile_step", description=__doc__, formatter_class=formatter
+    )
     add = parser.add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder")
     add("--random", metavar="SIZE", help="a random model instead, as scripts/bench.py names them")
@@ -68,11 +74,19 @@ class Steps:
     def __init__(self, args: argparse.Namespace):
         config = bench.model_config(args)
         self.rows, self.steps = args.rows, args.steps
-        model = args.checkpoint if args.checkpoint is not None else bench.random_params(config, args.dtype)
+        model = (
+            args.checkpoint
+            if args.checkpoint is not None
+            else bench.random_params(config, args.dtype)
+        )
         options = {"dtype": args.dtype, "max_num_seqs": args.rows, "enable_prefix_caching": False}
-        self.llm = jpaged.LLM(model, max_model_len=1 << (args.context + 3 * args.steps + 64).bit_length(), **options)
+        self.llm = jpaged.LLM(
+            model, max_model_len=1 << (args.context + 3 * args.steps + 64).bit_length(), **options
+        )
         self.llm._running_engine().depth = 1  # no dispatch under way when a trace begins or ends
-        self.prompts = [[(7 * i + j) % config.vocab_size for j in range(args.context)] for i in range(args.rows)]
+        self.prompts = [
+            [(7 * i + j) % config.vocab_size for j in range(args.context)] for i in range(args.rows)
+        ]
 
     def prefills(self) -> int:
         """`steps` times all prompts; the number of prefill steps that took."""
@@ -88,7 +102,9 @@ class Steps:
         self._step_until(16)
 
     def decodes(self) -> int:
-        """`steps` decode steps of all rows (or a few more, if a dispatch makes several); how many."""
+        """`steps` decode steps of all rows (or a few more, if a dispatch makes several); how
+        many.
+        """
         return self._step_until(self.steps)
 
     def _step_until(self, steps: int) -> int:
@@ -99,7 +115,9 @@ class Steps:
 
 
 class Event(NamedTuple):
-    """One execution of an HLO operation; times in ns, program is the module's name and the trace's own number."""
+    """One execution of an HLO operation; times in ns, program is the module's name and the trace's
+    own number.
+    """
 
     start: float
     end: float
@@ -108,7 +126,9 @@ class Event(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One phase: untraced milliseconds and page faults a step, and the events of as many traced steps."""
+    """One phase: untraced milliseconds and page faults a step, and the events of as many traced
+    steps.
+    """
 
     steps: int
     ms: float
@@ -132,17 +152,26 @@ def read_events(trace_dir: Path) -> Iterator[Event]:
     """The HLO operations of the newest trace in a folder."""
     newest = max(trace_dir.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the bindings: "has no __module__ attribute"
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of the bindings: "has no __module__ attribute"
         for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
             for event in (event for line in plane.lines for event in line.events):
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
                     program = (str(stats.get("hlo_module")), str(stats.get("program_id")))
-                    yield Event(event.start_ns, event.start_ns + event.duration_ns, str(stats["hlo_op"]), program)
+                    yield Event(
+                        event.start_ns,
+                        event.start_ns + event.duration_ns,
+                        str(stats["hlo_op"]),
+                        program,
+                    )
 
 
 class Matmul(NamedTuple):
-    """A dot without batch dimensions, or a CPU kernel's: operand shapes, dtypes and contracted dimensions."""
+    """A dot without batch dimensions, or a CPU kernel's: operand shapes, dtypes and contracted
+    dimensions.
+    """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
@@ -156,7 +185,10 @@ class Matmul(NamedTuple):
     @property
     def weight_bytes(self) -> int:
         """Of the larger operand: the other one is activations."""
-        return max(math.prod(s) * (4 if "32" in t else 2) for s, t in zip(self.shapes, self.dtypes, strict=True))
+        return max(
+            math.prod(s) * (4 if "32" in t else 2)
+            for s, t in zip(self.shapes, self.dtypes, strict=True)
+        )
 
 
 class Op(NamedTuple):
@@ -166,22 +198,36 @@ class Op(NamedTuple):
 
 
 def parse_hlo(text: str) -> dict[str, Op]:
-    """Every operation of an HLO module, by name; a fusion around one matmul counts as that matmul."""
+    """Every operation of an HLO module, by name; a fusion around one matmul counts as that
+    matmul.
+    """
     bodies: dict[str, dict[str, tuple[str, str, str]]] = collections.defaultdict(dict)
     computation = ""
     for line in text.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
             computation = header[1]
         elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$", line):
-            bodies[computation][found[1]] = (found[2], found[3], found[4])  # type, opcode, operands and attributes
+            bodies[computation][found[1]] = (
+                found[2],
+                found[3],
+                found[4],
+            )  # type, opcode, operands and attributes
     ops = {}
     for body in bodies.values():
         for name, (_, opcode, rest) in body.items():
             called = re.search(r"calls=%?([\w.\-]+)", rest)
             inner = bodies.get(called[1], {}) if called else body
-            dots = [r for n, (_, code, r) in inner.items() if (code == "dot" or NATIVE in r) and (called or n == name)]
+            dots = [
+                r
+                for n, (_, code, r) in inner.items()
+                if (code == "dot" or NATIVE in r) and (called or n == name)
+            ]
             path = re.search(r'op_name="([^"]*)"', rest)
-            parts = [part for part in path[1].split("/")[:-1] if not CONTROL.fullmatch(part)] if path else ["(unnamed)"]
+            parts = (
+                [part for part in path[1].split("/")[:-1] if not CONTROL.fullmatch(part)]
+                if path
+                else ["(unnamed)"]
+            )
             matmul = _matmul(dots[0], inner) if len(dots) == 1 else None
             ops[name] = Op(opcode, "/".join(parts) or "(step)", matmul)
     return ops
@@ -190,8 +236,15 @@ def parse_hlo(text: str) -> dict[str, Op]:
 def _matmul(rest: str, body: dict[str, tuple[str, str, str]]) -> Matmul | None:
     if "batch_dims" in rest:
         return None
-    types = [re.match(r"(\w+)\[([\d,]*)\]", body[name][0]) for name in re.findall(r"%?([\w.\-]+)", rest)[:2]]
-    contract = [1, 1] if NATIVE in rest else [int(d) for d in re.findall(r"hs_contracting_dims=\{(\d+)\}", rest)]
+    types = [
+        re.match(r"(\w+)\[([\d,]*)\]", body[name][0])
+        for name in re.findall(r"%?([\w.\-]+)", rest)[:2]
+    ]
+    contract = (
+        [1, 1]
+        if NATIVE in rest
+        else [int(d) for d in re.findall(r"hs_contracting_dims=\{(\d+)\}", rest)]
+    )
     if len(contract) != 2 or None in types:
         return None
     a, b = ((t[1], tuple(int(n) for n in t[2].split(","))) for t in types if t is not None)
@@ -199,7 +252,9 @@ def _matmul(rest: str, body: dict[str, tuple[str, str, str]]) -> Matmul | None:
 
 
 def programs(events: list[Event]) -> dict[tuple[str, str], dict[str, Op]]:
-    """The parsed module of each program that ran: the live executable of that name that has all of its operations."""
+    """The parsed module of each program that ran: the live executable of that name that has all of
+    its operations.
+    """
     seen = collections.defaultdict(set)
     for event in events:
         seen[event.program].add(event.op)
@@ -212,7 +267,9 @@ def programs(events: list[Event]) -> dict[tuple[str, str], dict[str, Op]]:
 
 
 def wall_shares(events: list[Event]) -> tuple[list[float], float]:
-    """Of the span of all events: the ns that falls to each, evenly split where several ran at once, and the rest."""
+    """Of the span of all events: the ns that falls to each, evenly split where several ran at once,
+    and the rest.
+    """
     shares, edges = [0.0] * len(events), []
     for i, event in enumerate(events):
         edges += [(event.start, 1, i), (event.end, 0, i)]
@@ -228,7 +285,9 @@ def wall_shares(events: list[Event]) -> tuple[list[float], float]:
 
 
 def rate(matmul: Matmul, count: int) -> float:
-    """Seconds of this matmul alone, over as many different weights as a step has: the best of five."""
+    """Seconds of this matmul alone, over as many different weights as a step has: the best of
+    five.
+    """
     dims = (((matmul.contract[0],), (matmul.contract[1],)), ((), ()))
     dtypes = [{"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[d] for d in matmul.dtypes]
     large = int(math.prod(matmul.shapes[1]) > math.prod(matmul.shapes[0]))
@@ -238,10 +297,15 @@ def rate(matmul: Matmul, count: int) -> float:
     @jax.jit
     def run(fixed: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
         pairs = ((fixed, w) if large else (w, fixed) for w in weights)
-        return [jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32) for a, b in pairs]
+        return [
+            jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32) for a, b in pairs
+        ]
 
     run(fixed, weights)
-    return min(timeit.repeat(lambda: jax.block_until_ready(run(fixed, weights)), number=1, repeat=5)) / count
+    return (
+        min(timeit.repeat(lambda: jax.block_until_ready(run(fixed, weights)), number=1, repeat=5))
+        / count
+    )
 
 
 def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
@@ -261,7 +325,10 @@ def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
     scopes["(no operation)"] = idle
     by_time = operator.itemgetter(1)
     span, per_step = sum(scopes.values()), 1e6 * measured.steps
-    yield f"{name}: {measured.ms:.2f} ms a step, {measured.faults:.0f} page faults, untraced ({measured.steps} steps)"
+    yield (
+        f"{name}: {measured.ms:.2f} ms a step, {measured.faults:.0f} page faults, untraced "
+        f"({measured.steps} steps)"
+    )
     yield f"\n{'scope':<48}{'ms a step':>10}{'share':>8}"
     for scope, ns in sorted(scopes.items(), key=by_time, reverse=True):
         yield f"{scope:<48}{ns / per_step:>10.3f}{ns / span:>8.1%}"
@@ -272,7 +339,9 @@ def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
     for matmul, ns in sorted(matmuls.items(), key=by_time, reverse=True):
         count = counts[matmul] / measured.steps
         alone, seconds = rate(matmul, max(round(count), 1)), ns / 1e9 / counts[matmul]
-        shapes = " . ".join(f"{t}{list(s)}" for t, s in zip(matmul.dtypes, matmul.shapes, strict=True))
+        shapes = " . ".join(
+            f"{t}{list(s)}" for t, s in zip(matmul.dtypes, matmul.shapes, strict=True)
+        )
         flops, size = matmul.flops / 1e9, matmul.weight_bytes / 1e9
         rates = f"{flops / seconds:>9.0f}{flops / alone:>9.0f}{size / seconds:>13.1f}{size / alone:>9.1f}"
         yield f"{shapes:<48}{count:>7.0f}{ns / per_step:>8.3f}{rates}"
@@ -289,7 +358,9 @@ def main(argv: list[str] | None = None) -> int:
         where = args.trace if args.trace is not None else Path(scratch)
         steps.llm.generate(steps.prompts, sampling(4), use_tqdm=False)  # compiles
         if args.phase != "decode":
-            print(*report("prefill", measure(steps.prefills, where), args.ops), sep="\n", end="\n\n")
+            print(
+                *report("prefill", measure(steps.prefills, where), args.ops), sep="\n", end="\n\n"
+            )
         if args.phase != "prefill":
             steps.start_decoding()
             print(*report("decode", measure(steps.decodes, where), args.ops), sep="\n", end="\n\n")

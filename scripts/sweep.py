@@ -1,17 +1,22 @@
-"""Sweep batch x input x output x engine settings: a JSON line a point, a table, summary.csv and plots.
+"""Sweep batch x input x output x engine settings: a JSON line a point, a table, summary.csv and
+plots.
 
     python scripts/sweep.py CHECKPOINT --batch 1 8 32 --input 128 512 --output 64 --out results/
-    python scripts/sweep.py --random 60m --batch 1 8 32 --block-size 16 64 --dtype float32 bfloat16 --out results/
-    python scripts/sweep.py --config sweep.yaml          # the flags by name, as YAML or JSON; flags given here win
-    python scripts/sweep.py --compare results/ other/    # ratios of two sweeps, point by point
+    python scripts/sweep.py --random 60m --batch 1 8 32 --block-size 16 64 --dtype float32 bfloat16
+    --out results/ python scripts/sweep.py --config sweep.yaml          # the flags by name, as YAML
+    or JSON; flags given here win python scripts/sweep.py --compare results/ other/    # ratios of
+    two sweeps, point by point
 
-A point is one call: `batch` requests of `input` random tokens, all submitted at once, each to generate `output` tokens.
-It runs once to compile and --repeat times measured; every figure is the median of those runs. results.jsonl names them
-as `vllm bench serve` does; docs/sweep.md says what each is. A point that runs out of memory or is refused is a row with
-an "error", and the sweep goes on. The same command again goes on where a broken sweep ended. Points of equal engine
-settings share an engine, whose steps compile when they are first met: so only the first point of a shape compiles it.
+A point is one call: `batch` requests of `input` random tokens, all submitted at once, each to
+generate `output` tokens. It runs once to compile and --repeat times measured; every figure is the
+median of those runs. results.jsonl names them as `vllm bench serve` does; docs/sweep.md says what
+each is. A point that runs out of memory or is refused is a row with an "error", and the sweep goes
+on. The same command again goes on where a broken sweep ended. Points of equal engine settings share
+an engine, whose steps compile when they are first met: so only the first point of a shape compiles
+it.
 
-Exit status 0: all points are measured; 2: some are errors; 1: nothing could run; 130: interrupted, what is done kept.
+Exit status 0: all points are measured; 2: some are errors; 1: nothing could run; 130: interrupted,
+what is done kept.
 """
 
 import argparse
@@ -31,13 +36,28 @@ import bench
 import numpy as np
 import sweep_report as report
 
-from jpaged.config import ModelConfig
 from jpaged.errors import CapacityError, CheckpointError, ConfigError, JpagedError
+from jpaged.models.config import ModelConfig
 
 Point = dict[str, Any]  # a value for each of report.SETTINGS
-AXES = ("dtype", "attention", "block_size", "decode_steps", "output", "input", "batch")  # the last varies fastest
+AXES = (
+    "dtype",
+    "attention",
+    "block_size",
+    "decode_steps",
+    "output",
+    "input",
+    "batch",
+)  # the last varies fastest
 FIXED = ("temperature", "max_num_batched_tokens", "num_blocks")  # settings with one value a sweep
-ENGINE = ("dtype", "attention", "block_size", "decode_steps", "max_num_batched_tokens", "num_blocks")
+ENGINE = (
+    "dtype",
+    "attention",
+    "block_size",
+    "decode_steps",
+    "max_num_batched_tokens",
+    "num_blocks",
+)
 VLLM_NAMES = {"batch": "num_prompts", "input": "random_input_len", "output": "random_output_len"}
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 FIRST_TOKEN_ID = 3  # below it are ids that tokenizers like to give to padding and ends
@@ -45,25 +65,65 @@ FIRST_TOKEN_ID = 3  # below it are ids that tokenizers like to give to padding a
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder")
-    add("--random", metavar="SIZE", help=f"a random model instead: {', '.join(bench.MODELS)} or a config.json")
-    add("--config", metavar="FILE", help="a YAML or JSON file of these flags by name, such as batch: [1, 8]")
+    add(
+        "--random",
+        metavar="SIZE",
+        help=f"a random model instead: {', '.join(bench.MODELS)} or a config.json",
+    )
+    add(
+        "--config",
+        metavar="FILE",
+        help="a YAML or JSON file of these flags by name, such as batch: [1, 8]",
+    )
     add("--out", metavar="FOLDER", default="sweep-results", help="default: sweep-results")
-    add("--repeat", type=int, default=3, help="measured runs a point, after one that compiles (default: 3)")
+    add(
+        "--repeat",
+        type=int,
+        default=3,
+        help="measured runs a point, after one that compiles (default: 3)",
+    )
     add("--retry-failed", action="store_true", help="run points again whose row is an error")
     add("--no-plots", action="store_true", help="draw nothing (matplotlib is then not needed)")
-    add("--compare", nargs=2, metavar=("A", "B"), help="print the ratios B/A of two result folders, and run nothing")
+    add(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="print the ratios B/A of two result folders, and run nothing",
+    )
     add = parser.add_argument_group("axes: every combination is a point").add_argument
-    add("--batch", type=int, nargs="+", default=[1, 8, 32], help="requests submitted at once (default: 1 8 32)")
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32],
+        help="requests submitted at once (default: 1 8 32)",
+    )
     add("--input", type=int, nargs="+", default=[128], help="prompt tokens of each (default: 128)")
-    add("--output", type=int, nargs="+", default=[64], help="generated tokens of each (default: 64)")
+    add(
+        "--output", type=int, nargs="+", default=[64], help="generated tokens of each (default: 64)"
+    )
     add("--block-size", type=int, nargs="+", default=[64], help="tokens a KV block (default: 64)")
-    add("--decode-steps", type=int, nargs="+", default=[1], help="decode steps a dispatch (default: 1)")
+    add(
+        "--decode-steps",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="decode steps a dispatch (default: 1)",
+    )
     add("--dtype", nargs="+", default=["bfloat16"], choices=ITEMSIZE, help="default: bfloat16")
-    add("--attention", nargs="+", default=["auto"], help="kernels, see docs/kernels.md (default: auto)")
+    add(
+        "--attention",
+        nargs="+",
+        default=["auto"],
+        help="kernels, see docs/kernels.md (default: auto)",
+    )
     add = parser.add_argument_group("the same for all points").add_argument
     add("--temperature", type=float, default=1.0, help="default: 1")
     add("--max-num-batched-tokens", type=int, help="prefill tokens a step")
@@ -91,7 +151,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def file_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
-    """A YAML or JSON mapping as the command line that means the same, so that argparse checks both alike."""
+    """A YAML or JSON mapping as the command line that means the same, so that argparse checks both
+    alike.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         if Path(path).suffix == ".json":
@@ -112,10 +174,15 @@ def file_flags(parser: argparse.ArgumentParser, path: str) -> list[str]:
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            parser.error(f"--config {path}: {key!r} is no flag; there are {', '.join(sorted(known))}")
+            parser.error(
+                f"--config {path}: {key!r} is no flag; there are {', '.join(sorted(known))}"
+            )
         values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
         if name == "checkpoint":
-            flags = [*values, *flags]  # a positional argument after a list would be taken for one of it
+            flags = [
+                *values,
+                *flags,
+            ]  # a positional argument after a list would be taken for one of it
         elif value is not None and value is not False:
             flags += [f"--{name.replace('_', '-')}", *([] if value is True else values)]
     return flags
@@ -136,7 +203,9 @@ def make_points(args: argparse.Namespace) -> list[Point]:
 
 
 def point_id(point: Point) -> str:
-    """What a row is known by when a sweep goes on: a hash of all settings that could change its figures."""
+    """What a row is known by when a sweep goes on: a hash of all settings that could change its
+    figures.
+    """
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -151,8 +220,9 @@ class Engines:
 
     def __init__(self, args: argparse.Namespace, config: ModelConfig, points: list[Point]):
         self.args, self.config = args, config
-        # One size for all engines, from all points: a resumed sweep then makes the engines that an unbroken one makes.
-        # A point too long for the model is left out, since it would fail the others along with itself; see `get`.
+        # One size for all engines, from all points: a resumed sweep then makes the engines that an
+        # unbroken one makes. A point too long for the model is left out, since it would fail the
+        # others along with itself; see `get`.
         lengths = [p["random_input_len"] + p["random_output_len"] for p in points]
         fitting = [n for n in lengths if n <= config.max_position_embeddings]
         self.max_model_len = max(fitting, default=config.max_position_embeddings)
@@ -163,12 +233,15 @@ class Engines:
         self._dtype: str | None = None
 
     def get(self, point: Point) -> Any:
-        """The LLM for a point; ConfigError for one longer than the model's context, which would cut it short."""
+        """The LLM for a point; ConfigError for one longer than the model's context, which would cut
+        it short.
+        """
         import jpaged
 
         if (length := point["random_input_len"] + point["random_output_len"]) > self.max_model_len:
             raise ConfigError(
-                f"{length} tokens: the model has max_position_embeddings={self.config.max_position_embeddings}"
+                f"{length} tokens: the model has "
+                f"max_position_embeddings={self.config.max_position_embeddings}"
             )
         settings = {name: point[name] for name in ENGINE if point[name] is not None}
         if self._llm is not None and settings == self._settings:
@@ -198,36 +271,52 @@ class Engines:
 
 
 def run_once(llm: Any, prompts: list[list[int]], point: Point) -> dict[str, Any]:
-    """One call through `stream`: seconds, when the tokens of each request came, how far the engine's counters went."""
+    """One call through `stream`: seconds, when the tokens of each request came, how far the
+    engine's counters went.
+    """
     from jpaged import SamplingParams
 
-    params = SamplingParams(temperature=point["temperature"], max_tokens=point["random_output_len"], ignore_eos=True)
+    params = SamplingParams(
+        temperature=point["temperature"], max_tokens=point["random_output_len"], ignore_eos=True
+    )
     arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
     before, began = counters(llm), time.perf_counter()
     for chunk in llm.stream(prompts, params):
         if chunk.token_ids_delta:
-            arrivals[chunk.request_index].append((time.perf_counter() - began, len(chunk.token_ids_delta)))
+            arrivals[chunk.request_index].append(
+                (time.perf_counter() - began, len(chunk.token_ids_delta))
+            )
     seconds = time.perf_counter() - began
     after = counters(llm)
     generated = sum(count for request in arrivals for _, count in request)
     if generated != point["random_output_len"] * len(prompts):
-        raise RuntimeError(f"{generated} tokens came, not {point['random_output_len']} for each of {len(prompts)}")
-    return {"seconds": seconds, "arrivals": arrivals} | {name: after[name] - before[name] for name in after}
+        raise RuntimeError(
+            f"{generated} tokens came, not {point['random_output_len']} for each of {len(prompts)}"
+        )
+    return {"seconds": seconds, "arrivals": arrivals} | {
+        name: after[name] - before[name] for name in after
+    }
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """The engine's totals, and `device_decode_steps`: a dispatch may hold several, and each reads the weights."""
+    """The engine's totals, and `device_decode_steps`: a dispatch may hold several, and each reads
+    the weights.
+    """
     totals = {name: value for name, value in llm.stats().items() if isinstance(value, int | float)}
     steps = totals["decode_steps"]
     if hasattr(llm, "buckets"):
-        steps = sum(bucket.hits * bucket.steps for bucket in llm.buckets() if bucket.phase == "decode")
+        steps = sum(
+            bucket.hits * bucket.steps for bucket in llm.buckets() if bucket.phase == "decode"
+        )
     return totals | {"device_decode_steps": steps}
 
 
 def latencies(arrivals: list[list[tuple[float, int]]]) -> dict[str, list[float]]:
-    """Milliseconds by request, from (second, tokens) pairs of each; itl by chunk, as a client sees them come.
+    """Milliseconds by request, from (second, tokens) pairs of each; itl by chunk, as a client sees
+    them come.
 
-    Tokens of one chunk come at once, so tpot spreads the time after the first chunk over the tokens after it.
+    Tokens of one chunk come at once, so tpot spreads the time after the first chunk over the tokens
+    after it.
     """
     found: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
     for request in arrivals:
@@ -240,8 +329,12 @@ def latencies(arrivals: list[list[tuple[float, int]]]) -> dict[str, list[float]]
     return found
 
 
-def figures(run: dict[str, Any], point: Point, weight_bytes: int, token_bytes: float) -> dict[str, float | None]:
-    """The figures of one run. weight_bytes: that a decode step reads; token_bytes: of a token's keys and values."""
+def figures(
+    run: dict[str, Any], point: Point, weight_bytes: int, token_bytes: float
+) -> dict[str, float | None]:
+    """The figures of one run. weight_bytes: that a decode step reads; token_bytes: of a token's
+    keys and values.
+    """
     batch, length, output = (point[VLLM_NAMES[name]] for name in ("batch", "input", "output"))
     found: dict[str, float | None] = {
         "duration": run["seconds"],
@@ -250,15 +343,26 @@ def figures(run: dict[str, Any], point: Point, weight_bytes: int, token_bytes: f
         "total_token_throughput": batch * (length + output) / run["seconds"],
     }
     for name, values in latencies(run["arrivals"]).items():
-        statistic = {"mean": np.mean, "median": np.median, "std": np.std, "p99": lambda v: np.percentile(v, 99)}
-        found |= {f"{kind}_{name}_ms": float(f(values)) if values else None for kind, f in statistic.items()}
+        statistic = {
+            "mean": np.mean,
+            "median": np.median,
+            "std": np.std,
+            "p99": lambda v: np.percentile(v, 99),
+        }
+        found |= {
+            f"{kind}_{name}_ms": float(f(values)) if values else None
+            for kind, f in statistic.items()
+        }
     computed = run["prefill_tokens"] + run["decode_tokens"]
-    # The step that draws a request's token i + 1 reads the keys and values of its prompt and of i tokens.
+    # The step that draws a request's token i + 1 reads the keys and values of its prompt and of i
+    # tokens.
     kv_tokens = batch * sum(length + i for i in range(1, output))
     read = weight_bytes * run["device_decode_steps"] + token_bytes * kv_tokens
     decode_s = run["decode_time_s"]
     return found | {
-        "prefill_tok_s": run["prefill_tokens"] / run["prefill_time_s"] if run["prefill_time_s"] else None,
+        "prefill_tok_s": run["prefill_tokens"] / run["prefill_time_s"]
+        if run["prefill_time_s"]
+        else None,
         "decode_tok_s": run["decode_tokens"] / decode_s if decode_s else None,
         "padding_waste": 1 - computed / run["padded_tokens"],
         "preemptions": run["preemptions"],
@@ -267,7 +371,9 @@ def figures(run: dict[str, Any], point: Point, weight_bytes: int, token_bytes: f
 
 
 def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
-    """A point's figures: medians of the measured runs, and their memory; compiling is counted over all runs."""
+    """A point's figures: medians of the measured runs, and their memory; compiling is counted over
+    all runs.
+    """
     config = llm.model_config
     prompts = make_prompts(point, config.vocab_size)
     weight_bytes = bench.num_weights(config) * ITEMSIZE[point["dtype"]]
@@ -277,15 +383,25 @@ def measure(llm: Any, point: Point, repeat: int) -> dict[str, Any]:
     runs += [run_once(llm, prompts, point) for _ in range(repeat)]
     each = [figures(run, point, weight_bytes, token_bytes) for run in runs[1:]]
     found: dict[str, Any] = {"completed": len(prompts), "failed": 0}
-    found |= {f"total_{kind}_tokens": len(prompts) * point[f"random_{kind}_len"] for kind in ("input", "output")}
+    found |= {
+        f"total_{kind}_tokens": len(prompts) * point[f"random_{kind}_len"]
+        for kind in ("input", "output")
+    }
     for name in each[0]:
         values = [value for run in each if (value := run[name]) is not None]
         found[name] = statistics.median(values) if values else None
     seconds = [run["seconds"] for run in runs[1:]]
     found["duration_spread"] = max(seconds) / min(seconds)
-    found |= {"compile_s": sum(run["compile_time_s"] for run in runs), "first_s": runs[0]["seconds"]}
+    found |= {
+        "compile_s": sum(run["compile_time_s"] for run in runs),
+        "first_s": runs[0]["seconds"],
+    }
     found |= {"num_compiles": sum(run["num_compiles"] for run in runs)}
-    return found | peak_memory(is_own_peak) | {"attention_used": llm.stats()["attention"], "num_devices": 1}
+    return (
+        found
+        | peak_memory(is_own_peak)
+        | {"attention_used": llm.stats()["attention"], "num_devices": 1}
+    )
 
 
 def reset_peak_memory() -> bool:
@@ -298,17 +414,25 @@ def reset_peak_memory() -> bool:
 
 
 def peak_memory(is_own: bool) -> dict[str, Any]:
-    """Bytes: the device's peak where it keeps one (since the process began), else the process's resident peak."""
+    """Bytes: the device's peak where it keeps one (since the process began), else the process's
+    resident peak.
+    """
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
-        return {"peak_memory_bytes": stats["peak_bytes_in_use"], "peak_memory_of": "device, since the start"}
+        return {
+            "peak_memory_bytes": stats["peak_bytes_in_use"],
+            "peak_memory_of": "device, since the start",
+        }
     try:
         peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return {"peak_memory_bytes": None, "peak_memory_of": "unknown"}
-    return {"peak_memory_bytes": peak, "peak_memory_of": f"process, {'this point' if is_own else 'since the start'}"}
+    return {
+        "peak_memory_bytes": peak,
+        "peak_memory_of": f"process, {'this point' if is_own else 'since the start'}",
+    }
 
 
 # ---- the sweep ----
@@ -320,23 +444,37 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
 
     wanted = [p for p in points if results.is_wanted(point_id(p), retry_failed=args.retry_failed)]
     done = len(points) - len(wanted)
-    print(f"{len(points)} points, {done} of them done before; rows go to {results.path}", flush=True)
+    print(
+        f"{len(points)} points, {done} of them done before; rows go to {results.path}", flush=True
+    )
     if not wanted:
         return
     config = bench.model_config(args)
     common = {"backend": "jpaged", "repeat": args.repeat, "device": jax.devices()[0].device_kind}
     common |= {"jax": jax.__version__, "read_bandwidth_gb_s": bench.read_bandwidth()}
-    engines, shown = Engines(args, config, points), dict.fromkeys([*report.SIZES, *report.varying(points)])
+    engines, shown = (
+        Engines(args, config, points),
+        dict.fromkeys([*report.SIZES, *report.varying(points)]),
+    )
     try:
         for number, point in enumerate(wanted, 1):
-            row = {"point": point_id(point), "date": f"{datetime.datetime.now():%Y%m%d-%H%M%S}"} | point | common
+            row = (
+                {"point": point_id(point), "date": f"{datetime.datetime.now():%Y%m%d-%H%M%S}"}
+                | point
+                | common
+            )
             with results.running(row["point"]) as was_killed:
                 if was_killed:
-                    row |= {"error": "the process was killed in this point, twice", "out_of_memory": None}
+                    row |= {
+                        "error": "the process was killed in this point, twice",
+                        "out_of_memory": None,
+                    }
                 else:
                     row |= measured_or_error(engines, point, args.repeat)
                 if row.get("decode_read_gb_s") is not None:
-                    row["read_bandwidth_fraction"] = row["decode_read_gb_s"] / row["read_bandwidth_gb_s"]
+                    row["read_bandwidth_fraction"] = (
+                        row["decode_read_gb_s"] / row["read_bandwidth_gb_s"]
+                    )
                 results.append(row)
             print(f"{number}/{len(wanted)} {report.one_line(row, shown)}", flush=True)
     finally:
@@ -344,7 +482,9 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
 
 
 def measured_or_error(engines: Engines, point: Point, repeat: int) -> dict[str, Any]:
-    """A point's figures, or why it has none. What is nobody's out-of-memory or refusal is a bug, and raises."""
+    """A point's figures, or why it has none. What is nobody's out-of-memory or refusal is a bug,
+    and raises.
+    """
     import jax
 
     try:
@@ -356,7 +496,12 @@ def measured_or_error(engines: Engines, point: Point, repeat: int) -> dict[str, 
             engines.close()  # whatever state it is in, its memory is wanted back
         is_memory = isinstance(e, MemoryError | CapacityError) or "RESOURCE_EXHAUSTED" in str(e)
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:500]}"
-        return {"error": reason, "out_of_memory": is_memory, "completed": 0, "failed": point["num_prompts"]}
+        return {
+            "error": reason,
+            "out_of_memory": is_memory,
+            "completed": 0,
+            "failed": point["num_prompts"],
+        }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -376,7 +521,11 @@ def main(argv: list[str] | None = None) -> int:
         results.write_summary()
         print(report.table(rows))
         if not args.no_plots:
-            print("\n".join(str(path) for path in report.draw(list(results.rows.values()), results.folder)))
+            print(
+                "\n".join(
+                    str(path) for path in report.draw(list(results.rows.values()), results.folder)
+                )
+            )
     except (JpagedError, OSError, ImportError, report.ReportError) as e:
         print(f"sweep: {e}", file=sys.stderr)
         return 1

@@ -1,6 +1,8 @@
-"""What scripts/sweep.py makes of its rows: the results file, the table, summary.csv, ratios of two sweeps, and plots.
+"""What scripts/sweep.py makes of its rows: the results file, the table, summary.csv, ratios of two
+sweeps, and plots.
 
-A row is a dict of one line of results.jsonl: a point's settings, and either its figures or an "error".
+A row is a dict of one line of results.jsonl: a point's settings, and either its figures or an
+"error".
 """
 
 import contextlib
@@ -21,10 +23,20 @@ Row = dict[str, Any]
 SIZES = {"num_prompts": "batch", "random_input_len": "input", "random_output_len": "output"}
 # What makes a point, with a short name for labels ("" where the value speaks for itself).
 SETTINGS = SIZES | {
-    "model_id": "", "dtype": "", "attention": "attention", "block_size": "block", "decode_steps": "steps",
-    "temperature": "temperature", "max_num_batched_tokens": "batched tokens", "num_blocks": "pool blocks",
-}  # fmt: skip
-COMPARED = {"output_throughput": "output tok/s", "median_ttft_ms": "TTFT p50 ms", "median_tpot_ms": "TPOT p50 ms"}
+    "model_id": "",
+    "dtype": "",
+    "attention": "attention",
+    "block_size": "block",
+    "decode_steps": "steps",
+    "temperature": "temperature",
+    "max_num_batched_tokens": "batched tokens",
+    "num_blocks": "pool blocks",
+}
+COMPARED = {
+    "output_throughput": "output tok/s",
+    "median_ttft_ms": "TTFT p50 ms",
+    "median_tpot_ms": "TPOT p50 ms",
+}
 
 
 class ReportError(Exception):
@@ -32,7 +44,9 @@ class ReportError(Exception):
 
 
 class Results:
-    """A folder's results.jsonl: appended to row by row, the last row of a point counts. A torn last line is dropped."""
+    """A folder's results.jsonl: appended to row by row, the last row of a point counts. A torn last
+    line is dropped.
+    """
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,14 +62,21 @@ class Results:
 
     def append(self, row: Row) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+            file.write(
+                json.dumps(
+                    {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+                )
+                + "\n"
+            )
             file.flush()
             os.fsync(file.fileno())
         self.rows[row["point"]] = row
 
     @contextlib.contextmanager
     def running(self, point: str) -> Iterator[bool]:
-        """Note on disk which point runs. True if the process was killed in it twice, as for want of memory on Linux."""
+        """Note on disk which point runs. True if the process was killed in it twice, as for want of
+        memory on Linux.
+        """
         kills = 0
         if self._marker.exists():
             with contextlib.suppress(ValueError, AttributeError):  # torn by the kill
@@ -104,14 +125,23 @@ def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     """Right-aligned columns; a head may have several lines."""
     stacked = [head.split("\n") for head in heads]
     depth = max(map(len, stacked))
-    cells = [[head[i] if i < len(head) else "" for head in stacked] for i in range(depth)] + [list(x) for x in lines]
+    cells = [[head[i] if i < len(head) else "" for head in stacked] for i in range(depth)] + [
+        list(x) for x in lines
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return [
+        " ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
 
 
 def describe(row: Row, names: Iterable[str]) -> str:
-    """Some of a row's settings as words, such as "input 64, block 16"; those left to the engine are left out."""
-    return ", ".join(f"{SETTINGS[name]} {row[name]}".strip() for name in names if row[name] is not None)
+    """Some of a row's settings as words, such as "input 64, block 16"; those left to the engine are
+    left out.
+    """
+    return ", ".join(
+        f"{SETTINGS[name]} {row[name]}".strip() for name in names if row[name] is not None
+    )
 
 
 def varying(rows: Iterable[Row]) -> list[str]:
@@ -126,7 +156,10 @@ def one_line(row: Row, names: Iterable[str]) -> str:
     if "error" in row:
         return f"{start}: {row['error']}"
     figures = f"{number(row['output_throughput'])} tok/s, TTFT {number(row['median_ttft_ms'])} ms"
-    return f"{start}: {figures}, TPOT {number(row['median_tpot_ms'])} ms, compiled {number(row['compile_s'])} s"
+    return (
+        f"{start}: {figures}, TPOT {number(row['median_tpot_ms'])} ms, compiled "
+        f"{number(row['compile_s'])} s"
+    )
 
 
 def table(rows: list[Row]) -> str:
@@ -150,27 +183,43 @@ def table(rows: list[Row]) -> str:
         ("\nin s", lambda r: number(r["compile_s"])),
         ("peak\nMiB", lambda r: number(r["peak_memory_bytes"] and r["peak_memory_bytes"] / 2**20)),
         ("decode\nGB/s", lambda r: number(r["decode_read_gb_s"])),
-        ("of\npeak", lambda r: "-" if r["decode_read_gb_s"] is None else f"{100 * r['read_bandwidth_fraction']:.0f}%"),
+        (
+            "of\npeak",
+            lambda r: (
+                "-"
+                if r["decode_read_gb_s"] is None
+                else f"{100 * r['read_bandwidth_fraction']:.0f}%"
+            ),
+        ),
     ]
     measured = [row for row in rows if "error" not in row]
-    lines = aligned([head for head, _ in columns], [[cell(row) for _, cell in columns] for row in measured])
+    lines = aligned(
+        [head for head, _ in columns], [[cell(row) for _, cell in columns] for row in measured]
+    )
     printed, body, engine = lines[:2], iter(lines[2:]), ""
     for row in rows:
         if (this := describe(row, (name for name in SETTINGS if name not in SIZES))) != engine:
             engine = this
             printed += ["", *textwrap.wrap(engine, 120)]
-        printed.append(f"{describe(row, SIZES)}: {row['error']}"[:120] if "error" in row else next(body))
+        printed.append(
+            f"{describe(row, SIZES)}: {row['error']}"[:120] if "error" in row else next(body)
+        )
     return "\n".join(printed)
 
 
 def compare(folder_a: str, folder_b: str) -> str:
-    """Figures of B over those of A for the points that both measured, and the geometric means of the ratios.
+    """Figures of B over those of A for the points that both measured, and the geometric means of
+    the ratios.
 
-    A setting that has one value in each folder, another in B than in A, is what is compared: points are matched by the
-    others.
+    A setting that has one value in each folder, another in B than in A, is what is compared: points
+    are matched by the others.
     """
     a, b = (measured_rows(Path(folder)) for folder in (folder_a, folder_b))
-    alone = [n for n in SETTINGS if len({r[n] for r in a}) == len({r[n] for r in b}) == 1 and a[0][n] != b[0][n]]
+    alone = [
+        n
+        for n in SETTINGS
+        if len({r[n] for r in a}) == len({r[n] for r in b}) == 1 and a[0][n] != b[0][n]
+    ]
     matched = [name for name in SETTINGS if name not in alone]
     of_b = {tuple(row[name] for name in matched): row for row in b}
     pairs = [(row, of_b[key]) for row in a if (key := tuple(row[name] for name in matched)) in of_b]
@@ -178,7 +227,11 @@ def compare(folder_a: str, folder_b: str) -> str:
         raise ReportError(f"{folder_a} and {folder_b} have no measured point in common")
     shown = list(dict.fromkeys([*SIZES, *varying(row for row, _ in pairs)]))
     heads = [SETTINGS[name] or name for name in shown]
-    heads += [f"{title if side == 'A' else ''}\n{side}" for title in COMPARED.values() for side in ("A", "B", "B/A")]
+    heads += [
+        f"{title if side == 'A' else ''}\n{side}"
+        for title in COMPARED.values()
+        for side in ("A", "B", "B/A")
+    ]
     lines, logs = [], {name: list[float]() for name in COMPARED}
     for row, other in pairs:
         line = [str(row[name]) for name in shown]
@@ -188,7 +241,9 @@ def compare(folder_a: str, folder_b: str) -> str:
             logs[name] += [math.log(y / x)] if x and y else []
         lines.append(line)
     means = [f"{math.exp(sum(each) / len(each)):.3f}" if each else "-" for each in logs.values()]
-    lines.append(["mean", *[""] * (len(shown) - 1), *(cell for mean in means for cell in ("", "", mean))])
+    lines.append(
+        ["mean", *[""] * (len(shown) - 1), *(cell for mean in means for cell in ("", "", mean))]
+    )
     said = [
         f"{side}: {folder}  {describe(rows[0], alone)}".rstrip()
         for side, folder, rows in (("A", folder_a, a), ("B", folder_b, b))
@@ -218,7 +273,9 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
 def plots(rows: list[Row]) -> "dict[str, Figure]":
     """The four plots by name; none without a measured row."""
     rows = [row for row in rows if "error" not in row]
-    users = [row | {"user_tok_s": 1e3 / row["median_tpot_ms"]} for row in rows if row["median_tpot_ms"]]
+    users = [
+        row | {"user_tok_s": 1e3 / row["median_tpot_ms"]} for row in rows if row["median_tpot_ms"]
+    ]
     users = [row | {"device_tok_s": row["output_throughput"] / row["num_devices"]} for row in users]
     wasted = [row | {"waste_percent": 100 * row["padding_waste"]} for row in rows]
     found = {
@@ -244,24 +301,48 @@ MARKERS = "os^Dv<>Pp*"
 
 
 def plot(
-    rows: list[Row], x: str, y: str, *, dots: str | None = None, log_y: bool = False, line: str = "-"
+    rows: list[Row],
+    x: str,
+    y: str,
+    *,
+    dots: str | None = None,
+    log_y: bool = False,
+    line: str = "-",
 ) -> "Figure | None":
-    """y against x: a series for each combination of the other settings that vary, but for `dots`, which labels them."""
-    from matplotlib.figure import Figure  # by itself it draws without a display, and leaves no state behind
+    """y against x: a series for each combination of the other settings that vary, but for `dots`,
+    which labels them.
+    """
+    from matplotlib.figure import (
+        Figure,  # by itself it draws without a display, and leaves no state behind
+    )
 
     if not rows:
         return None
     vary = varying(rows)
     series: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row[dots or x]):
-        series.setdefault(describe(row, (name for name in vary if name not in (x, dots))), []).append(row)
+        series.setdefault(
+            describe(row, (name for name in vary if name not in (x, dots))), []
+        ).append(row)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for i, label in enumerate(sorted(series, key=natural)):
         points, marker = series[label], MARKERS[i % len(MARKERS)]
-        axes.plot([p[x] for p in points], [p[y] for p in points], linestyle=line, marker=marker, label=label)
+        axes.plot(
+            [p[x] for p in points],
+            [p[y] for p in points],
+            linestyle=line,
+            marker=marker,
+            label=label,
+        )
         for p in points if dots is not None else ():
-            axes.annotate(str(p[dots or x]), (p[x], p[y]), xytext=(5, 5), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                str(p[dots or x]),
+                (p[x], p[y]),
+                xytext=(5, 5),
+                textcoords="offset points",
+                fontsize=8,
+            )
     axes.set(xlabel=AXIS_LABELS[x], ylabel=AXIS_LABELS[y])
     axes.grid(alpha=0.3)
     if log_y:
@@ -281,14 +362,19 @@ def plot(
 
 
 def margin(rows: list[Row], name: str) -> float:
-    """Where an axis that shows 0 begins: a little below it if there is a dot at 0, which is to be seen whole."""
+    """Where an axis that shows 0 begins: a little below it if there is a dot at 0, which is to be
+    seen whole.
+    """
     values = [row[name] for row in rows]
     return 0.0 if min(values) > 0.05 * max(values) else -0.05 * (max(values) or 1.0)
 
 
 def natural(label: str) -> list[tuple[bool, int, str]]:
     """A key that sorts "input 64" before "input 256"."""
-    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in label.replace(",", " ").split()]
+    return [
+        (word.isdigit(), int(word) if word.isdigit() else 0, word)
+        for word in label.replace(",", " ").split()
+    ]
 
 
 def power_ticks(axes: "Axes", values: list[int]) -> None:

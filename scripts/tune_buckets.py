@@ -1,16 +1,19 @@
 """Choose the padded sizes that steps are compiled for, from the sizes that steps really have.
 
-    python scripts/tune_buckets.py --record record.json              # llm.stats() or bench.py's JSON line, as a file
-    python scripts/tune_buckets.py --lengths lengths.jsonl           # [prompt tokens, output tokens], one pair a line
-    python scripts/tune_buckets.py --workload nano --out config.json # bench.py's workloads and ranges
+    python scripts/tune_buckets.py --record record.json              # llm.stats() or bench.py's
+    JSON line, as a file python scripts/tune_buckets.py --lengths lengths.jsonl           # [prompt
+    tokens, output tokens], one pair a line python scripts/tune_buckets.py --workload nano --out
+    config.json # bench.py's workloads and ranges
 
-Lengths are run through the engine's own scheduler, over no device, to see which steps they make. A step padded to a
-bucket of n tokens (rows, in decode) is taken to last a + b*n seconds, and each bucket that a step uses to compile once;
-dynamic programming finds the buckets that cost least over --runs-per-compile runs of these steps. --out writes what
-`EngineConfig(**json)` takes: token_buckets and seq_buckets.
+Lengths are run through the engine's own scheduler, over no device, to see which steps they make. A
+step padded to a bucket of n tokens (rows, in decode) is taken to last a + b*n seconds, and each
+bucket that a step uses to compile once; dynamic programming finds the buckets that cost least over
+--runs-per-compile runs of these steps. --out writes what `EngineConfig(**json)` takes:
+token_buckets and seq_buckets.
 
-Without --step-seconds and the like, a and b are those of the 60M model of bench.py on two CPU cores in bf16; a record
-that says how many tokens a second it had stretches them to that speed, and says how long a step takes to compile.
+Without --step-seconds and the like, a and b are those of the 60M model of bench.py on two CPU cores
+in bf16; a record that says how many tokens a second it had stretches them to that speed, and says
+how long a step takes to compile.
 """
 
 import argparse
@@ -26,18 +29,31 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import StepResult
+from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
 from jpaged.errors import ConfigError, JpagedError
+from jpaged.models.config import ModelConfig
+from jpaged.request.sampling_params import SamplingParams
 
-PHASES = {"prefill": "token_buckets", "decode": "seq_buckets"}  # and the setting that pads their steps
-LIMITS = {"prefill": "max_num_batched_tokens", "decode": "max_num_seqs"}  # what a step of them never exceeds
-ENGINE_FLAGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
+PHASES = {
+    "prefill": "token_buckets",
+    "decode": "seq_buckets",
+}  # and the setting that pads their steps
+LIMITS = {
+    "prefill": "max_num_batched_tokens",
+    "decode": "max_num_seqs",
+}  # what a step of them never exceeds
+ENGINE_FLAGS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_blocks",
+)
 VOCABULARY = 1 << 20  # of the simulation's random prompts: no two share a block
 
 Sizes = dict[int, int]  # tokens (rows) of a step: how many such steps
@@ -45,7 +61,9 @@ Sizes = dict[int, int]  # tokens (rows) of a step: how many such steps
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of a step (`step` + `unit` for each padded token or row) and of compiling one bucket."""
+    """Seconds of a step (`step` + `unit` for each padded token or row) and of compiling one
+    bucket.
+    """
 
     step: float
     unit: float
@@ -53,12 +71,17 @@ class Cost:
 
 
 # Fitted to steps of 128 to 1024 tokens and of 8 to 64 rows.
-DEFAULTS = {"prefill": Cost(step=0.02, unit=3e-4, compile=3.0), "decode": Cost(step=0.01, unit=6e-4, compile=3.0)}
+DEFAULTS = {
+    "prefill": Cost(step=0.02, unit=3e-4, compile=3.0),
+    "decode": Cost(step=0.01, unit=6e-4, compile=3.0),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account:
-    """What steps cost with a table of buckets. used: buckets that any step takes. seconds: of the steps, once."""
+    """What steps cost with a table of buckets. used: buckets that any step takes. seconds: of the
+    steps, once.
+    """
 
     tokens: int
     padded: int
@@ -68,7 +91,9 @@ class Account:
 
 
 def waste(accounts: Sequence[Account]) -> float:
-    """The share of the computed tokens that is padding, as `llm.stats()["padding_waste"]` counts it."""
+    """The share of the computed tokens that is padding, as `llm.stats()["padding_waste"]` counts
+    it.
+    """
     return 1 - sum(a.tokens for a in accounts) / max(sum(a.padded for a in accounts), 1)
 
 
@@ -77,19 +102,35 @@ def account(sizes: Sizes, buckets: Sequence[int], cost: Cost) -> Account:
     tokens = sum(size * count for size, count in sizes.items())
     padded = sum(taken[size] * count for size, count in sizes.items())
     steps, used = sum(sizes.values()), len(set(taken.values()))
-    return Account(tokens=tokens, padded=padded, steps=steps, used=used, seconds=cost.step * steps + cost.unit * padded)
+    return Account(
+        tokens=tokens,
+        padded=padded,
+        steps=steps,
+        used=used,
+        seconds=cost.step * steps + cost.unit * padded,
+    )
 
 
-def best_buckets(sizes: Mapping[int, float], unit: float, compile_cost: float, most: int | None = None) -> list[int]:
-    """The buckets, some of the sizes and always the largest, that minimise unit * padded + compile_cost * buckets.
+def best_buckets(
+    sizes: Mapping[int, float], unit: float, compile_cost: float, most: int | None = None
+) -> list[int]:
+    """The buckets, some of the sizes and always the largest, that minimise unit * padded +
+    compile_cost * buckets.
 
-    sizes: how often each occurs. most: at most so many buckets. Exact, O(n^2) for each number of buckets tried: the
-    best table of k buckets whose last is size j is the best of k - 1 whose last is some i < j, and one bucket more.
+    sizes: how often each occurs. most: at most so many buckets. Exact, O(n^2) for each number of
+    buckets tried: the best table of k buckets whose last is size j is the best of k - 1 whose last
+    is some i < j, and one bucket more.
     """
-    n, (at, counts) = len(sizes), (np.array(x, np.float64) for x in zip(*sorted(sizes.items()), strict=True))
+    n, (at, counts) = (
+        len(sizes),
+        (np.array(x, np.float64) for x in zip(*sorted(sizes.items()), strict=True)),
+    )
     before = np.concatenate([[0.0], np.cumsum(counts)])
     # span[i, j]: one bucket for the sizes i..j-1, which it pads to size j-1.
-    span = unit * (before[None, :] - before[:, None]) * np.concatenate([[0.0], at])[None, :] + compile_cost
+    span = (
+        unit * (before[None, :] - before[:, None]) * np.concatenate([[0.0], at])[None, :]
+        + compile_cost
+    )
     span[np.tril_indices(n + 1)] = np.inf
     unpadded, cost, choices = unit * float(counts @ at), np.array([0.0] + [np.inf] * n), []
     best_cost, best_k = np.inf, 0
@@ -99,7 +140,9 @@ def best_buckets(sizes: Mapping[int, float], unit: float, compile_cost: float, m
         cost = total.min(axis=0)
         if cost[n] < best_cost:
             best_cost, best_k = cost[n], k
-        if unpadded + compile_cost * (k + 1) >= best_cost:  # even without any padding, more buckets cost more
+        if (
+            unpadded + compile_cost * (k + 1) >= best_cost
+        ):  # even without any padding, more buckets cost more
             break
     ends = [n]
     for choice in reversed(choices[1:best_k]):
@@ -107,8 +150,19 @@ def best_buckets(sizes: Mapping[int, float], unit: float, compile_cost: float, m
     return [int(at[end - 1]) for end in ends]
 
 
-def tune(sizes: Sizes, cost: Cost, *, limit: int, runs: float, most: int | None, multiple: int, strict: bool) -> list:
-    """The best table for these steps. limit: what its last bucket must hold; multiple: of which each bucket is one."""
+def tune(
+    sizes: Sizes,
+    cost: Cost,
+    *,
+    limit: int,
+    runs: float,
+    most: int | None,
+    multiple: int,
+    strict: bool,
+) -> list:
+    """The best table for these steps. limit: what its last bucket must hold; multiple: of which
+    each bucket is one.
+    """
     rounded, top = Counter(), -(-limit // multiple) * multiple
     for size, count in sizes.items():
         rounded[-(-size // multiple) * multiple] += count
@@ -119,7 +173,8 @@ def tune(sizes: Sizes, cost: Cost, *, limit: int, runs: float, most: int | None,
 
 
 def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[str, Sizes]:
-    """Sizes of the steps in which the engine runs requests of (prompt, output) tokens that all arrive at once.
+    """Sizes of the steps in which the engine runs requests of (prompt, output) tokens that all
+    arrive at once.
 
     config: resolved, with num_blocks. Every prompt is its own, so the prefix cache plays no part.
     """
@@ -134,12 +189,16 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         ids = rng.integers(0, VOCABULARY, prompt).tolist()
-        scheduler.add(Request([Row(str(i), ids, params, max_model_len=config.max_model_len)]).sequences[0])
+        scheduler.add(
+            Request([Row(str(i), ids, params, max_model_len=config.max_model_len)]).sequences[0]
+        )
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
     while (plan := scheduler.schedule()) is not None:
         draws = [entry.draws for entry in plan.entries if entry.draws]
         is_decode = plan.phase == "decode"
-        sizes[plan.phase][len(draws) if is_decode else plan.num_tokens] += max(draws) if is_decode else 1
+        sizes[plan.phase][len(draws) if is_decode else plan.num_tokens] += (
+            max(draws) if is_decode else 1
+        )
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
@@ -162,11 +221,18 @@ def record_sizes(record: dict[str, Any], source: Any) -> dict[str, Sizes]:
     """The record's "step_sizes", or the record itself."""
     found = record.get("step_sizes", record)
     try:
-        sizes = {phase: {int(k): int(v) for k, v in found.get(phase, {}).items()} for phase in PHASES}
+        sizes = {
+            phase: {int(k): int(v) for k, v in found.get(phase, {}).items()} for phase in PHASES
+        }
     except (AttributeError, TypeError, ValueError):
         sizes = {}
-    if not any(sizes.values()) or any(n < 1 or count < 0 for phase in sizes.values() for n, count in phase.items()):
-        raise ConfigError(f'{source}: wanted "step_sizes": {{"prefill": {{tokens: count}}, "decode": {{rows: count}}}}')
+    if not any(sizes.values()) or any(
+        n < 1 or count < 0 for phase in sizes.values() for n, count in phase.items()
+    ):
+        raise ConfigError(
+            f'{source}: wanted "step_sizes": {{"prefill": {{tokens: count}}, "decode": '
+            f"{{rows: count}}}}"
+        )
     return sizes
 
 
@@ -174,16 +240,26 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
     """(prompt, output) tokens: a JSON list of pairs, or one pair a line."""
     text = path.read_text(encoding="utf-8").strip()
     try:
-        pairs = json.loads(text) if text.startswith("[[") else [json.loads(line) for line in text.splitlines() if line]
+        pairs = (
+            json.loads(text)
+            if text.startswith("[[")
+            else [json.loads(line) for line in text.splitlines() if line]
+        )
         lengths = [(int(prompt), int(output)) for prompt, output in pairs]
     except (ValueError, TypeError) as e:
-        raise ConfigError(f"{path}: wanted [prompt tokens, output tokens] pairs as JSON ({e})") from e
+        raise ConfigError(
+            f"{path}: wanted [prompt tokens, output tokens] pairs as JSON ({e})"
+        ) from e
     if bad := [pair for pair in lengths if min(pair) < 1]:
-        raise ConfigError(f"{path}: {bad[0]} is not a prompt and an output of at least one token each")
+        raise ConfigError(
+            f"{path}: {bad[0]} is not a prompt and an output of at least one token each"
+        )
     return lengths
 
 
-def costs_of(args: argparse.Namespace, record: dict[str, Any], sizes: dict[str, Sizes], now: EngineConfig) -> dict:
+def costs_of(
+    args: argparse.Namespace, record: dict[str, Any], sizes: dict[str, Sizes], now: EngineConfig
+) -> dict:
     """The flags, else the defaults at the record's speed."""
     found = {}
     for phase, cost in DEFAULTS.items():
@@ -193,23 +269,37 @@ def costs_of(args: argparse.Namespace, record: dict[str, Any], sizes: dict[str, 
             held = account(sizes[phase], getattr(now, PHASES[phase]), cost)
             factor = held.tokens / rate / held.seconds if held.seconds else 1.0
             cost = dataclasses.replace(cost, step=cost.step * factor, unit=cost.unit * factor)
-        flags = {"step": args.step_seconds, "compile": args.compile_seconds, "unit": getattr(args, f"{phase}_seconds")}
-        found[phase] = dataclasses.replace(cost, **{name: value for name, value in flags.items() if value is not None})
+        flags = {
+            "step": args.step_seconds,
+            "compile": args.compile_seconds,
+            "unit": getattr(args, f"{phase}_seconds"),
+        }
+        found[phase] = dataclasses.replace(
+            cost, **{name: value for name, value in flags.items() if value is not None}
+        )
     return found
 
 
 def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
-    """Settings as they are now, resolved; without num_blocks, a pool in which nothing is ever preempted."""
+    """Settings as they are now, resolved; without num_blocks, a pool in which nothing is ever
+    preempted.
+    """
     settings = read_record(args.config) if args.config is not None else {}
-    settings |= {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
+    settings |= {
+        name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None
+    }
     try:
         config = EngineConfig(**settings)
     except TypeError as e:
         raise ConfigError(f"{args.config}: {e}") from e
     # Of the model, only the longest context counts here.
     length = max(longest, config.max_model_len or 1)
-    ones = dict.fromkeys(("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"), 1)
-    model = ModelConfig(family="llama", vocab_size=VOCABULARY, head_dim=2, max_position_embeddings=length, **ones)
+    ones = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"), 1
+    )
+    model = ModelConfig(
+        family="llama", vocab_size=VOCABULARY, head_dim=2, max_position_embeddings=length, **ones
+    )
     config = config.resolve(model)
     enough = config.max_num_seqs * config.max_blocks_per_seq
     return dataclasses.replace(config, num_blocks=config.num_blocks or enough)
@@ -226,18 +316,41 @@ def table(rows: list[tuple[str, Account, int, float]], runs: float) -> str:
 
 
 def parse_args(argv: list[str] | None, workloads: Mapping[str, Any]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source, add = parser.add_mutually_exclusive_group(), parser.add_argument
     source.add_argument("--record", type=Path, help="JSON with step_sizes: what to tune for")
-    source.add_argument("--lengths", type=Path, help="JSON or JSONL of (prompt, output) tokens: what to tune for")
-    add("--workload", choices=workloads, default="peers", help="else bench.py's, with the next three's changes")
+    source.add_argument(
+        "--lengths", type=Path, help="JSON or JSONL of (prompt, output) tokens: what to tune for"
+    )
+    add(
+        "--workload",
+        choices=workloads,
+        default="peers",
+        help="else bench.py's, with the next three's changes",
+    )
     add("--requests", type=int)
     add("--input", type=int, nargs=2, metavar=("FROM", "TO"), help="prompt tokens")
     add("--output", type=int, nargs=2, metavar=("FROM", "TO"), help="generated tokens")
     add("--out", type=Path, help="write the tuned token_buckets and seq_buckets here")
-    add("--buckets", type=int, help="at most so many that steps use, in each table (default: as many as pay)")
-    add("--runs-per-compile", type=float, default=1.0, help="such runs in a process, or in a compilation cache's life")
-    add("--multiple", type=int, default=8, help="of which each bucket is one (default: 8, below which CPUs are slow)")
+    add(
+        "--buckets",
+        type=int,
+        help="at most so many that steps use, in each table (default: as many as pay)",
+    )
+    add(
+        "--runs-per-compile",
+        type=float,
+        default=1.0,
+        help="such runs in a process, or in a compilation cache's life",
+    )
+    add(
+        "--multiple",
+        type=int,
+        default=8,
+        help="of which each bucket is one (default: 8, below which CPUs are slow)",
+    )
     add("--step-seconds", type=float, help="a, of either phase")
     add("--prefill-seconds", type=float, help="b of a padded token")
     add("--decode-seconds", type=float, help="b of a padded row")
@@ -257,7 +370,9 @@ def requests_of(args: argparse.Namespace, workloads: Mapping[str, Any]) -> list[
     if args.lengths is not None:
         return read_lengths(args.lengths)
     names = {"requests": args.requests, "input": args.input, "output": args.output}
-    work = dataclasses.replace(workloads[args.workload], **{k: v for k, v in names.items() if v is not None})
+    work = dataclasses.replace(
+        workloads[args.workload], **{k: v for k, v in names.items() if v is not None}
+    )
     return [(len(prompt), output) for prompt, output in zip(*work.requests_of(), strict=True)]
 
 
@@ -268,10 +383,22 @@ def run(args: argparse.Namespace, workloads: Mapping[str, Any]) -> None:
     sizes = simulate(config, lengths) if args.record is None else record_sizes(record, args.record)
     costs, rows, tuned = costs_of(args, record, sizes, config), [], {}
     for phase, name in PHASES.items():
-        knob, limit, largest = LIMITS[phase], getattr(config, LIMITS[phase]), max(sizes[phase], default=0)
+        knob, limit, largest = (
+            LIMITS[phase],
+            getattr(config, LIMITS[phase]),
+            max(sizes[phase], default=0),
+        )
         if largest > limit:
-            raise ConfigError(f"a {phase} step of {largest} is more than {knob}={limit}: pass the engine's settings")
-        how = {"runs": args.runs_per_compile, "most": args.buckets, "multiple": args.multiple, "strict": config.strict}
+            raise ConfigError(
+                f"a {phase} step of {largest} is more than {knob}={limit}: pass the "
+                "engine's settings"
+            )
+        how = {
+            "runs": args.runs_per_compile,
+            "most": args.buckets,
+            "multiple": args.multiple,
+            "strict": config.strict,
+        }
         tuned[name] = tune(sizes[phase], costs[phase], limit=limit, **how)
         for title, buckets in (("now", getattr(config, name)), ("tuned", tuned[name])):
             held = account(sizes[phase], buckets, costs[phase])

@@ -1,4 +1,6 @@
-"""An engine that keeps LLM's contract for batch runs and answers at once, and a command that runs serve_batch on it."""
+"""An engine that keeps LLM's contract for batch runs and answers at once, and a command that runs
+serve_batch on it.
+"""
 
 import importlib.util
 import os
@@ -12,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import CapacityError, GenerationError, RequestError
-from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.request.outputs import CompletionOutput, RequestOutput
+from jpaged.request.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 64
-# For what only a process of its own can show. With PEAK set it prints the most memory that it ever held, in bytes.
+# For what only a process of its own can show. With PEAK set it prints the most memory that it ever
+# held, in bytes.
 DRIVER = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's child has it ignored
@@ -43,10 +46,16 @@ def load_script(name: str) -> Any:
 
 
 def start(*argv: Any, delay: float = 0.0, terminal: Any = subprocess.PIPE, **pipes: Any) -> Any:
-    """serve_batch on a FakeLLM, in a process of its own; delay: seconds a step; terminal: its stderr."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    """serve_batch on a FakeLLM, in a process of its own; delay: seconds a step; terminal: its
+    stderr.
+    """
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
     command = [sys.executable, "-c", DRIVER, str(delay), *map(str, argv)]
-    return subprocess.Popen(command, env=env | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, stderr=terminal, **pipes)
+    return subprocess.Popen(
+        command, env=env | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, stderr=terminal, **pipes
+    )
 
 
 def serve(*argv: Any, llm: Any = None) -> int:
@@ -57,22 +66,33 @@ def serve(*argv: Any, llm: Any = None) -> int:
 
 
 def peak_memory() -> int:
-    """Bytes of this process at its largest. Not getrusage's: that counts what the parent held at the fork."""
+    """Bytes of this process at its largest. Not getrusage's: that counts what the parent held at
+    the fork.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 class FakeLLM:
-    """Answers each prompt with itself in capitals, the youngest of the running requests first; a byte is a token."""
+    """Answers each prompt with itself in capitals, the youngest of the running requests first; a
+    byte is a token.
+    """
 
     engine_config = EngineConfig(max_model_len=CONTEXT)
 
-    def __init__(self, *, delay=0.0, fail_at=None, fail_prompt=None, with_seed=False, at_once=False):
+    def __init__(
+        self, *, delay=0.0, fail_at=None, fail_prompt=None, with_seed=False, at_once=False
+    ):
         self.waiting: dict = {}
         self.at_once = at_once  # answer all that waits in a step, and remember nothing
         self.added: Counter[str] = Counter()  # by request id
         self.conversations: list = []  # that render_chat was given, with how
-        self.delay, self.fail_at, self.fail_prompt, self.with_seed = delay, fail_at, fail_prompt, with_seed
+        self.delay, self.fail_at, self.fail_prompt, self.with_seed = (
+            delay,
+            fail_at,
+            fail_prompt,
+            with_seed,
+        )
         self.steps = self.most_waiting = 0
 
     @property
@@ -83,11 +103,17 @@ class FakeLLM:
         return SamplingParams(temperature=0.5)
 
     def render_chat(
-        self, messages, chat_template_kwargs=None, add_generation_prompt=True, continue_final_message=False
+        self,
+        messages,
+        chat_template_kwargs=None,
+        add_generation_prompt=True,
+        continue_final_message=False,
     ):
         self.conversations.append((messages, chat_template_kwargs))
         if messages[0]["role"] == "system":
-            raise RequestError("the tokenizer has no chat template: pass prompts, or a tokenizer that has one")
+            raise RequestError(
+                "the tokenizer has no chat template: pass prompts, or a tokenizer that has one"
+            )
         return list("|".join(m["content"] for m in messages).encode())
 
     def add_request(self, prompt, sampling_params: Any = None, *, request_id: Any = None):
@@ -127,13 +153,19 @@ class FakeLLM:
         reason = "length" if length < len(ids) else "stop"
         done = [
             CompletionOutput(
-                index=i, text=text or full[:length], token_ids=ids[:length], cumulative_logprob=0.0,
-                token_logprobs=np.zeros(length, np.float32), finish_reason=reason,
+                index=i,
+                text=text or full[:length],
+                token_ids=ids[:length],
+                cumulative_logprob=0.0,
+                token_logprobs=np.zeros(length, np.float32),
+                finish_reason=reason,
             )
             for i in range(params.n)
-        ]  # fmt: skip
+        ]
         error = GenerationError("out of blocks", []) if full == self.fail_prompt else None
-        out = RequestOutput(request_id=request_id, prompt=None, prompt_token_ids=ids, outputs=done, error=error)
+        out = RequestOutput(
+            request_id=request_id, prompt=None, prompt_token_ids=ids, outputs=done, error=error
+        )
         out.num_cached_tokens = 2
         return out
 

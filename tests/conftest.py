@@ -1,4 +1,5 @@
-"""Settings that every test runs under: 8 virtual CPU devices, strict promotion, no network (warnings: pyproject).
+"""Settings that every test runs under: 8 virtual CPU devices, strict promotion, no network
+(warnings: pyproject).
 
 What one test compiles, the next finds in jax's persistent cache, which lasts as long as the run.
 """
@@ -10,7 +11,9 @@ import tempfile
 
 # Read when jax and transformers are imported, so set before either is.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jpaged-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -29,7 +32,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # No deadline: the first example of a property compiles. In CI the examples are the same each time.
-hypothesis.settings.register_profile("jpaged", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
+hypothesis.settings.register_profile(
+    "jpaged", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True
+)
 hypothesis.settings.load_profile("jpaged")
 
 

@@ -4,17 +4,30 @@ import math
 import re
 
 # Results that share their operand's buffer, or name a part of it.
-_FREE = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "opt-barrier"}
+_FREE = {
+    "parameter",
+    "bitcast",
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "conditional",
+    "call",
+    "opt-barrier",
+}
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\((.*)$")  # root, result, operation, operands
+_INSTRUCTION = re.compile(
+    r"^\s*(ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\((.*)$"
+)  # root, result, operation, operands
 
 
 def pool_copies(hlo: str, elements: int) -> list[str]:
-    """Instructions of a compiled module that make a new array with the pool's element count; empty if all is in place.
+    """Instructions of a compiled module that make a new array with the pool's element count; empty
+    if all is in place.
 
-    A fusion counts as in place where its root is a scatter or a dynamic-update-slice: if its operand had to survive,
-    XLA would have put a copy before it, which is then found. Pick a count that no other array of the module has.
+    A fusion counts as in place where its root is a scatter or a dynamic-update-slice: if its
+    operand had to survive, XLA would have put a copy before it, which is then found. Pick a count
+    that no other array of the module has.
     """
     computations: dict[str, list[re.Match[str]]] = {}
     fused: set[str] = set()
@@ -30,7 +43,10 @@ def pool_copies(hlo: str, elements: int) -> list[str]:
     found = []
     for name, instructions in computations.items():
         for i in instructions if name not in fused else ():
-            counts = [math.prod(int(n) for n in shape.split(",") if n) for shape in re.findall(r"\w\[([\d,]*)\]", i[2])]
+            counts = [
+                math.prod(int(n) for n in shape.split(",") if n)
+                for shape in re.findall(r"\w\[([\d,]*)\]", i[2])
+            ]
             if elements not in counts or i[3] in _FREE | _IN_PLACE:
                 continue
             if i[3] == "fusion" and _root(computations[_called(i)]) in _IN_PLACE:
@@ -50,5 +66,7 @@ def _root(instructions: list[re.Match[str]]) -> str:
     while root[3] == "bitcast":
         operand = re.match(r"%?([\w.\-]+)", root[4])
         assert operand is not None
-        root = next(i for i in instructions if re.match(rf"\s*(?:ROOT )?%?{re.escape(operand[1])} = ", i[0]))
+        root = next(
+            i for i in instructions if re.match(rf"\s*(?:ROOT )?%?{re.escape(operand[1])} = ", i[0])
+        )
     return root[3]

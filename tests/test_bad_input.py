@@ -24,7 +24,9 @@ def params() -> Iterator[Params]:
     jpaged.release(compiled=True)
 
 
-def generate(params: Params, prompts: Any, sampling: Any = GREEDY, **options: Any) -> list[jpaged.RequestOutput]:
+def generate(
+    params: Params, prompts: Any, sampling: Any = GREEDY, **options: Any
+) -> list[jpaged.RequestOutput]:
     return jpaged.generate(params, prompts, sampling, engine_config=ENGINE, **options)
 
 
@@ -55,11 +57,19 @@ BAD = {  # scenario 13: (prompt, sampling params, what the error says)
     "repetition zero": ([1], SamplingParams(repetition_penalty=0.0), "repetition_penalty=0.0"),
     "bias nan": ([1], SamplingParams(logit_bias={3: math.nan}), "nan"),
     "bias of no token": ([1], SamplingParams(logit_bias={97: 1.0}), "logit_bias key=97"),
-    "too many biases": ([1], SamplingParams(logit_bias=dict.fromkeys(range(5), 1.0)), "max_logit_bias=4"),
+    "too many biases": (
+        [1],
+        SamplingParams(logit_bias=dict.fromkeys(range(5), 1.0)),
+        "max_logit_bias=4",
+    ),
     "too many logprobs": ([1], SamplingParams(logprobs=6), "max_logprobs=5"),
     "prompt logprobs negative": ([1], SamplingParams(prompt_logprobs=-1), "prompt_logprobs=-1"),
     "stop id of no token": ([1], SamplingParams(stop_token_ids=[97]), "stop_token_ids=97"),
-    "too many stops": ([1], SamplingParams(stop_token_ids=[1, 2, 3, 4], min_tokens=1), "max_stop_ids=4"),
+    "too many stops": (
+        [1],
+        SamplingParams(stop_token_ids=[1, 2, 3, 4], min_tokens=1),
+        "max_stop_ids=4",
+    ),
     "stop without tokenizer": ([1], SamplingParams(stop="a"), "stop strings needs a tokenizer"),
     "min above max": ([1], SamplingParams(min_tokens=17), "min_tokens=17"),
     "too many samples": ([1], SamplingParams(n=257), "n=257 is above max_n=256"),
@@ -102,7 +112,9 @@ def test_scenario_13_raise(params: Params, name: str, monkeypatch: pytest.Monkey
 
 
 def test_scenario_13_return(params: Params) -> None:
-    """The whole list in one call, good neighbours between: errors in place, the neighbours as if alone."""
+    """The whole list in one call, good neighbours between: errors in place, the neighbours as if
+    alone.
+    """
     alone = tokens_of(generate(params, PROMPTS[:2]))
     prompts, sampling, expected = [], [], []
     for prompt, bad, message in BAD.values():

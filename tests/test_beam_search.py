@@ -1,4 +1,6 @@
-"""Beam search: transformers' own beams and scores, from tests/golden/beams.json; and beams beside other requests."""
+"""Beam search: transformers' own beams and scores, from tests/golden/beams.json; and beams beside
+other requests.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +36,8 @@ from tests.tiny import (
     make_prompts,
 )
 
-# Blocks of 4 tokens: beams part in the middle of blocks, and share those before it. One prefill and one decode shape.
+# Blocks of 4 tokens: beams part in the middle of blocks, and share those before it. One prefill and
+# one decode shape.
 ENGINE = EngineConfig(
     block_size=4,
     max_num_seqs=8,
@@ -59,12 +62,19 @@ def settings(case: BeamCase) -> tuple[object, ...]:
     return (case.config, *how, tuple(case.eos_token_ids))
 
 
-# An engine is made for each set of eos ids. These have all kinds of early_stopping and lengths of penalty between them.
-QUICK = [("qwen3_g2_d32_tied", (104,)), ("llama_g4_d64_llama3", (68,)), ("mistral_g4_d128_window", (120,))]
+# An engine is made for each set of eos ids. These have all kinds of early_stopping and lengths of
+# penalty between them.
+QUICK = [
+    ("qwen3_g2_d32_tied", (104,)),
+    ("llama_g4_d64_llama3", (68,)),
+    ("mistral_g4_d128_window", (120,)),
+]
 
 
 def calls() -> list[Any]:
-    """Each case alone, and all that agree in their settings. Sorted, for jpaged keeps the engines of few eos ids."""
+    """Each case alone, and all that agree in their settings. Sorted, for jpaged keeps the engines
+    of few eos ids.
+    """
     groups: dict[tuple[object, ...], list[BeamCase]] = {}
     for case in load_beams():
         groups.setdefault(settings(case), []).append(case)
@@ -72,9 +82,16 @@ def calls() -> list[Any]:
     together = [group for group in groups.values() if len(group) > 1]
     every = sorted(alone + together, key=lambda cases: (cases[0].config, cases[0].eos_token_ids))
     quick = [(cases[0].config, tuple(cases[0].eos_token_ids)) in QUICK for cases in every]
-    assert {c[0].early_stopping for c, is_quick in zip(every, quick, strict=True) if is_quick} == {True, False, "never"}
+    assert {c[0].early_stopping for c, is_quick in zip(every, quick, strict=True) if is_quick} == {
+        True,
+        False,
+        "never",
+    }
     slow = pytest.mark.slow
-    return [pytest.param(c, id=label(c), marks=() if q else slow) for c, q in zip(every, quick, strict=True)]
+    return [
+        pytest.param(c, id=label(c), marks=() if q else slow)
+        for c, q in zip(every, quick, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,7 +106,9 @@ def _only_our_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture(scope="module")
 def params_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Params]:
     """Params of a golden model by name, loaded once."""
-    return functools.cache(lambda name: jpaged.load_params(load(name).write(tmp_path_factory.mktemp(name))))
+    return functools.cache(
+        lambda name: jpaged.load_params(load(name).write(tmp_path_factory.mktemp(name)))
+    )
 
 
 def search(params: Params, prompts: list[list[int]], case: BeamCase) -> list[RequestOutput]:
@@ -115,14 +134,22 @@ def check(out: RequestOutput, case: BeamCase) -> None:
     for beam in out.outputs:
         ended = beam.token_ids[-1] in case.eos_token_ids
         assert beam.finish_reason == ("stop" if ended else "length")
-        assert beam.token_logprobs.dtype == np.float32 and beam.token_logprobs.shape == (len(beam.token_ids),)
-        assert beam.cumulative_logprob == pytest.approx(float(beam.token_logprobs.sum()), rel=0, abs=1e-4)
-        assert beam.score == pytest.approx(beam.cumulative_logprob / len(beam.token_ids) ** case.length_penalty)
+        assert beam.token_logprobs.dtype == np.float32 and beam.token_logprobs.shape == (
+            len(beam.token_ids),
+        )
+        assert beam.cumulative_logprob == pytest.approx(
+            float(beam.token_logprobs.sum()), rel=0, abs=1e-4
+        )
+        assert beam.score == pytest.approx(
+            beam.cumulative_logprob / len(beam.token_ids) ** case.length_penalty
+        )
 
 
 @pytest.mark.parametrize("cases", calls())
 def test_equals_transformers(params_of: Callable[[str], Params], cases: list[BeamCase]) -> None:
-    """Several prompts twice as well: then there are more beams than rows, and some searches wait for others."""
+    """Several prompts twice as well: then there are more beams than rows, and some searches wait
+    for others.
+    """
     params = params_of(cases[0].config)
     for batch in [cases] if len(cases) == 1 else [cases, cases * 2]:
         outs = search(params, [case.prompt for case in batch], batch[0])
@@ -192,10 +219,10 @@ def test_bad_arguments(llm: LLM, how: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize("like_true", [1, np.True_], ids=["1", "np.True_"])
 def test_early_stopping_like_true(llm: LLM, like_true: Any) -> None:
     """It means True, or is refused; it is not taken for False."""
-    search = llm._frontend.beam_search(PROMPTS[0], 2, 8, 1.0, True)
+    search = llm._processor.beam_search(PROMPTS[0], 2, 8, 1.0, True)
     assert search.early_stopping is True
     try:
-        search = llm._frontend.beam_search(PROMPTS[0], 2, 8, 1.0, like_true)
+        search = llm._processor.beam_search(PROMPTS[0], 2, 8, 1.0, like_true)
     except RequestError:
         return
     assert search.early_stopping is True
@@ -208,7 +235,12 @@ def test_bad_prompts(llm: LLM) -> None:
         with pytest.raises(RequestError, match=r"request 1: "):
             beams(llm, [PROMPTS[0], prompt], 2, 4)
     outputs = beams(llm, [PROMPTS[0], *bad], 2, 4, on_error="return")
-    assert [type(out.error) for out in outputs] == [type(None), *[RequestError] * 3, CapacityError, RequestError]
+    assert [type(out.error) for out in outputs] == [
+        type(None),
+        *[RequestError] * 3,
+        CapacityError,
+        RequestError,
+    ]
     assert_same(outputs[:1], beams(llm, PROMPTS[0], 2, 4))
     assert beams(llm, [], 2) == []
     with pytest.raises(RequestError, match=r"on_error='skip': must be 'raise' or 'return'"):
@@ -220,7 +252,9 @@ def test_width_one_is_greedy(llm: LLM, params: Params) -> None:
     outputs = beams(llm, PROMPTS, 1, 10)
     expected = [dense_greedy(params, prompt, 10) for prompt in PROMPTS]
     assert all(EOS not in tokens for tokens in expected)
-    assert [[beam.token_ids for beam in out.outputs] for out in outputs] == [[tokens] for tokens in expected]
+    assert [[beam.token_ids for beam in out.outputs] for out in outputs] == [
+        [tokens] for tokens in expected
+    ]
     for prompt, tokens, out in zip(PROMPTS, expected, outputs, strict=True):
         dense = dense_logprobs(params, prompt + tokens)[len(prompt) - 1 : -1][range(10), tokens]
         np.testing.assert_allclose(out.outputs[0].token_logprobs, dense, atol=1e-4)
@@ -228,20 +262,32 @@ def test_width_one_is_greedy(llm: LLM, params: Params) -> None:
 
 
 def test_every_beam_is_scored_truly(llm: LLM, params: Params) -> None:
-    """Wider is no worse, all beams differ, and each has the dense model's logprobs: its KV was its own."""
+    """Wider is no worse, all beams differ, and each has the dense model's logprobs: its KV was its
+    own.
+    """
     for prompt in PROMPTS:
         narrow, wide = (beams(llm, prompt, width, 9)[0].outputs for width in (1, 5))
-        assert wide[0].score is not None and narrow[0].score is not None and wide[0].score >= narrow[0].score - 1e-5
+        assert (
+            wide[0].score is not None
+            and narrow[0].score is not None
+            and wide[0].score >= narrow[0].score - 1e-5
+        )
         assert len({tuple(beam.token_ids) for beam in wide}) == 5
-        assert [beam.score for beam in wide] == sorted((beam.score or 0.0 for beam in wide), reverse=True)
+        assert [beam.score for beam in wide] == sorted(
+            (beam.score or 0.0 for beam in wide), reverse=True
+        )
         for beam in wide:
             tokens = beam.token_ids
-            dense = dense_logprobs(params, prompt + tokens)[len(prompt) - 1 : -1][range(len(tokens)), tokens]
+            dense = dense_logprobs(params, prompt + tokens)[len(prompt) - 1 : -1][
+                range(len(tokens)), tokens
+            ]
             np.testing.assert_allclose(beam.token_logprobs, dense, atol=1e-4)
 
 
 SAMPLING = [
-    SamplingParams(temperature=2.0, seed=1, max_tokens=18, ignore_eos=True, n=2, presence_penalty=1.0),
+    SamplingParams(
+        temperature=2.0, seed=1, max_tokens=18, ignore_eos=True, n=2, presence_penalty=1.0
+    ),
     SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=2.0, seed=2, max_tokens=18, ignore_eos=True),
 ]
@@ -263,7 +309,9 @@ def test_beside_ordinary_requests(llm: LLM) -> None:
 
 @pytest.mark.parametrize("settings", [CROWDED, SWAP], ids=["recompute", "swap"])
 def test_preempted_beams(params: Params, llm: LLM, settings: EngineConfig) -> None:
-    """Searches that wait for each other's blocks, beside other requests, end as if they had been alone."""
+    """Searches that wait for each other's blocks, beside other requests, end as if they had been
+    alone.
+    """
     expected_beams = [beams(llm, prompt, 4, 16)[0] for prompt in PROMPTS]
     expected = llm.generate(PROMPTS[1:], SAMPLING, use_tqdm=False)
     crowded = LLM(params, **vars(settings))
@@ -281,14 +329,18 @@ def test_preempted_beams(params: Params, llm: LLM, settings: EngineConfig) -> No
 
 
 def test_blocks_held(params: Params) -> None:
-    """Four beams of a 40-token prompt: its blocks once, and at most half of what four rows apart would take."""
+    """Four beams of a 40-token prompt: its blocks once, and at most half of what four rows apart
+    would take.
+    """
     llm = LLM(params, **vars(ROOMY))
     (prompt,) = make_prompts(40, seed=31)
     (out,) = beams(llm, prompt, 4, 16)
     assert len(out.outputs) == 4 and out.error is None
     peak = llm.stats()["peak_blocks_in_use"]
     dense = 4 * -(-(40 + 16) // 4)
-    print(f"width 4, prompt of 40 tokens, 16 more: {peak} blocks at the peak, {dense} for rows apart")
+    print(
+        f"width 4, prompt of 40 tokens, 16 more: {peak} blocks at the peak, {dense} for rows apart"
+    )
     assert 14 <= peak <= dense / 2
     assert_idle(llm)
     llm.close()

@@ -1,4 +1,6 @@
-"""What jpaged.generate keeps from one call to the next, and Params that went through jax in between."""
+"""What jpaged.generate keeps from one call to the next, and Params that went through jax in
+between.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -16,9 +18,20 @@ from jpaged import LLM, Params, SamplingParams, api
 from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import Runner
 from tests.text_model import write_folder
-from tests.tiny import ENGINE, compiles, config, dense_greedy, engine, make_params, make_prompts, tokens_of
+from tests.tiny import (
+    ENGINE,
+    compiles,
+    config,
+    dense_greedy,
+    engine,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
 
-ONE_LAYER = config(num_layers=1)  # half the time to compile, for tests that need engines of their own
+ONE_LAYER = config(
+    num_layers=1
+)  # half the time to compile, for tests that need engines of their own
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPTS = make_prompts(1, 4, 17, 40, 16)
 
@@ -30,7 +43,9 @@ def params() -> Iterator[Params]:
     jpaged.release(compiled=True)
 
 
-def generate(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> list[jpaged.RequestOutput]:
+def generate(
+    params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any
+) -> list[jpaged.RequestOutput]:
     options.setdefault("engine_config", ENGINE)
     return jpaged.generate(params, prompts, sampling, **options)
 
@@ -44,7 +59,9 @@ def kept() -> tuple[LLM, Engine, Runner]:
 
 @pytest.mark.train
 def test_scenario_25_params_are_a_pytree(tmp_path: Path) -> None:
-    a, b = (jpaged.load_params(write_folder(tmp_path / name, name, ONE_LAYER)) for name in ("a", "b"))
+    a, b = (
+        jpaged.load_params(write_folder(tmp_path / name, name, ONE_LAYER)) for name in ("a", "b")
+    )
     assert a.source == tmp_path / "a" and a.config == ONE_LAYER
 
     optimizer = optax.adam(1e-2)
@@ -62,7 +79,9 @@ def test_scenario_25_params_are_a_pytree(tmp_path: Path) -> None:
     assert all(isinstance(p, Params) for p in (trained, mean, restored))
     streams = [tokens_of(generate(p, PROMPTS)) for p in (a, b, trained, mean)]
     assert len({str(s) for s in streams}) == 4
-    assert all((x == y).all() for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(mean), strict=True))
+    assert all(
+        (x == y).all() for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(mean), strict=True)
+    )
     for p in (restored, jax.device_get(mean)):
         assert tokens_of(generate(p, PROMPTS)) == streams[3]
 
@@ -76,7 +95,10 @@ def test_release(params: Params) -> None:
     with compiles() as names:
         outputs = generate(params, PROMPTS[:2])
     assert kept()[2] is runner and "jit(step)" not in names, "executables stay"
-    assert tokens_of(outputs) == expected and [output.num_cached_tokens for output in outputs] == [0, 0]
+    assert tokens_of(outputs) == expected and [output.num_cached_tokens for output in outputs] == [
+        0,
+        0,
+    ]
     jpaged.release(compiled=True)
     assert not api._engines
 
@@ -87,7 +109,10 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jpaged"):
         generate(params, PROMPTS[:1], engine_config=settings)
         assert kept()[1].scheduler.blocks.num_blocks == 8, "a power of two, 8 at least"
-        assert "compiled Bucket(phase='prefill', tokens=16, rows=8" in caplog.text and "grows" not in caplog.text
+        assert (
+            "compiled Bucket(phase='prefill', tokens=16, rows=8" in caplog.text
+            and "grows" not in caplog.text
+        )
         with compiles() as names:
             generate(params, PROMPTS[1:2], engine_config=settings)
         assert names == [], "what fits compiles nothing"
@@ -103,7 +128,9 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     setup = LLM._setup
-    monkeypatch.setattr(LLM, "_setup", lambda self, *args: (made.append(args), setup(self, *args))[1])
+    monkeypatch.setattr(
+        LLM, "_setup", lambda self, *args: (made.append(args), setup(self, *args))[1]
+    )
     monkeypatch.setattr(LLM, "generate", lambda self, *args, **how: [])
     jpaged.release(compiled=True)
     a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)

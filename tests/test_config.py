@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from jpaged.config import EngineConfig, ModelConfig, RopeScaling
+from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig, RopeScaling
 
 BASE: dict[str, Any] = {
     "vocab_size": 64,
@@ -32,22 +33,40 @@ def hf(family: str, **change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "want"),
     [
-        (hf("qwen3", head_dim=16), {"qk_norm": True, "qkv_bias": False, "head_dim": 16, "rms_norm_eps": 1e-6}),
+        (
+            hf("qwen3", head_dim=16),
+            {"qk_norm": True, "qkv_bias": False, "head_dim": 16, "rms_norm_eps": 1e-6},
+        ),
         (hf("qwen3", head_dim=16, attention_bias=True), {"qkv_bias": True, "out_bias": True}),
         (hf("qwen2"), {"qk_norm": False, "qkv_bias": True, "out_bias": False, "head_dim": 8}),
-        (hf("qwen2", head_dim=10, tie_word_embeddings=True), {"head_dim": 10, "tie_word_embeddings": True}),
+        (
+            hf("qwen2", head_dim=10, tie_word_embeddings=True),
+            {"head_dim": 10, "tie_word_embeddings": True},
+        ),
         (hf("llama", rope_theta=5e5), {"rope_theta": 5e5, "qkv_bias": False, "rope_scaling": None}),
-        (hf("llama", attention_bias=True, head_dim=6), {"qkv_bias": True, "out_bias": True, "head_dim": 6}),
-        (hf("llama", sliding_window=4), {"sliding_windows": ()}),  # transformers' llama knows no windows
+        (
+            hf("llama", attention_bias=True, head_dim=6),
+            {"qkv_bias": True, "out_bias": True, "head_dim": 6},
+        ),
+        (
+            hf("llama", sliding_window=4),
+            {"sliding_windows": ()},
+        ),  # transformers' llama knows no windows
         (hf("mistral", sliding_window=None), {"sliding_windows": ()}),
         (hf("mistral", sliding_window=16), {"sliding_windows": (16, 16, 16)}),
-        (hf("mistral", attention_bias=True), {"qkv_bias": False, "out_bias": False}),  # nor its mistral biases
+        (
+            hf("mistral", attention_bias=True),
+            {"qkv_bias": False, "out_bias": False},
+        ),  # nor its mistral biases
         (hf("qwen2", sliding_window=16), {"sliding_windows": ()}),
         (
             hf("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1),
             {"sliding_windows": (None, 16, 16)},
         ),
-        (hf("qwen3", sliding_window=16, use_sliding_window=True, max_window_layers=3), {"sliding_windows": ()}),
+        (
+            hf("qwen3", sliding_window=16, use_sliding_window=True, max_window_layers=3),
+            {"sliding_windows": ()},
+        ),
         (
             hf("qwen3", sliding_window=8, use_sliding_window=True)
             | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -58,23 +77,39 @@ def hf(family: str, **change: Any) -> dict[str, Any]:
         (hf("llama"), {"eos_token_ids": ()}),  # its default is not the checkpoint's word
         (
             hf("llama", rope_theta=5e5, rope_scaling=LLAMA3),
-            {"rope_scaling": RopeScaling(kind="llama3", factor=8, original_max_position=64, high_freq_factor=2)},
+            {
+                "rope_scaling": RopeScaling(
+                    kind="llama3", factor=8, original_max_position=64, high_freq_factor=2
+                )
+            },
         ),
         (
             hf("qwen2", rope_scaling=YARN),
             {
                 "rope_scaling": RopeScaling(
-                    kind="yarn", factor=4, original_max_position=32, attention_factor=1.138629436111989
+                    kind="yarn",
+                    factor=4,
+                    original_max_position=32,
+                    attention_factor=1.138629436111989,
                 )
             },
         ),
         (
             hf(
                 "qwen3",
-                rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "attention_factor": 1.5},
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 2.0,
+                    "attention_factor": 1.5,
+                },
             ),
             {"rope_theta": 1e6}
-            | {"rope_scaling": RopeScaling(kind="yarn", factor=2, original_max_position=128, attention_factor=1.5)},
+            | {
+                "rope_scaling": RopeScaling(
+                    kind="yarn", factor=2, original_max_position=128, attention_factor=1.5
+                )
+            },
         ),
         (
             hf("llama", rope_scaling={"type": "linear", "factor": 2.0}),
@@ -111,13 +146,26 @@ def test_coerce(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        ({}, r"architecture 'None'.*Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM$"),
+        (
+            {},
+            r"architecture 'None'.*Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, "
+            r"MistralForCausalLM$",
+        ),
         (hf("gpt2"), "architecture 'gpt2'"),
-        (hf("qwen3_moe", architectures=["Qwen3MoeForCausalLM"]), "architecture 'Qwen3MoeForCausalLM'"),
-        (hf("qwen3", architectures=["Qwen3ForSequenceClassification"]), "'Qwen3ForSequenceClassification'"),
+        (
+            hf("qwen3_moe", architectures=["Qwen3MoeForCausalLM"]),
+            "architecture 'Qwen3MoeForCausalLM'",
+        ),
+        (
+            hf("qwen3", architectures=["Qwen3ForSequenceClassification"]),
+            "'Qwen3ForSequenceClassification'",
+        ),
         (hf("qwen3", architectures=5), "architecture 5"),
         (BASE | {"model_type": ["qwen3"]}, "not supported"),
-        (hf("qwen3", quantization_config={"quant_method": "fp8"}), r"quantization_config \('fp8'\)"),
+        (
+            hf("qwen3", quantization_config={"quant_method": "fp8"}),
+            r"quantization_config \('fp8'\)",
+        ),
         (hf("qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
         (hf("llama", mlp_bias=True), "mlp_bias=True"),
         (hf("llama", partial_rotary_factor=0.5), "partial"),
@@ -142,7 +190,12 @@ def test_model_config_refusals(raw: dict[str, Any], said: str) -> None:
 
 def test_model_config_checks_itself() -> None:
     good = vars(ModelConfig.from_hf(hf("qwen2")))
-    for name, value in (("num_layers", 0), ("vocab_size", "x"), ("head_dim", 0), ("sliding_windows", (4,))):
+    for name, value in (
+        ("num_layers", 0),
+        ("vocab_size", "x"),
+        ("head_dim", 0),
+        ("sliding_windows", (4,)),
+    ):
         with pytest.raises(ConfigError):
             ModelConfig(**{**good, name: value})
 
@@ -150,7 +203,9 @@ def test_model_config_checks_itself() -> None:
 def test_engine_config_resolves_once() -> None:
     model = ModelConfig.from_hf(hf("qwen2"))
     config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=100, block_size=16).resolve(model)
-    assert config.max_model_len == 128 and config.max_blocks_per_seq == 8 and config.decode_steps == 1
+    assert (
+        config.max_model_len == 128 and config.max_blocks_per_seq == 8 and config.decode_steps == 1
+    )
     assert config.seq_buckets == (8, 16, 24) and config.token_buckets == (16, 32, 64, 96, 128)
     assert config.resolve(model) == config
     huge = EngineConfig(max_num_batched_tokens=20_000, max_num_seqs=1).resolve(model)

@@ -13,9 +13,18 @@ PROMPTS = make_prompts(5, 21, 40, 3, 9)
 MIX = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs_mode="tempered"),
     SamplingParams(temperature=0, max_tokens=9, logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=1, presence_penalty=1.0, repetition_penalty=1.2, min_tokens=6, max_tokens=14),
+    SamplingParams(
+        temperature=0.9,
+        seed=1,
+        presence_penalty=1.0,
+        repetition_penalty=1.2,
+        min_tokens=6,
+        max_tokens=14,
+    ),
     SamplingParams(n=3, seed=4, max_tokens=10, prompt_logprobs=1),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=15, stop_token_ids=range(0, 96, 9), logit_bias={7: 2.0}),
+    SamplingParams(
+        temperature=1.0, seed=5, max_tokens=15, stop_token_ids=range(0, 96, 9), logit_bias={7: 2.0}
+    ),
 ]
 
 
@@ -34,7 +43,9 @@ def test_the_same_outputs(steps: int) -> None:
     """Seeds, penalties, bans, top lists, samples, stop ids: all as with one step a dispatch."""
     (outputs, stats), (one, one_stats) = run(steps), run(1)
     assert_same(outputs, one)
-    assert any(c.finish_reason == "stop" for out in outputs for c in out.outputs), "nothing stopped early"
+    assert any(c.finish_reason == "stop" for out in outputs for c in out.outputs), (
+        "nothing stopped early"
+    )
     assert stats["dispatches"] < one_stats["dispatches"] and stats["uploads"] < one_stats["uploads"]
 
 

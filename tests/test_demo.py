@@ -10,8 +10,8 @@ import pytest
 
 from jpaged.checkpoint.load import load_params
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
-from jpaged.config import ModelConfig
 from jpaged.demo import MODEL_PATH
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import bind
 from jpaged.models.params import Params
 
@@ -43,7 +43,9 @@ def forward(params: Params, ids: jax.Array) -> jax.Array:
 
 
 def greedy(params: Params, prompt: list[int], count: int) -> list[int]:
-    """The likeliest continuation, up to EOS (left out) or `count` tokens; all of it again for every token."""
+    """The likeliest continuation, up to EOS (left out) or `count` tokens; all of it again for every
+    token.
+    """
     ids = np.zeros(len(prompt) + count, np.int32)
     ids[: len(prompt)] = prompt
     for end in range(len(prompt), len(ids)):
@@ -87,7 +89,10 @@ def test_pad_and_eos_are_distinct_and_named_everywhere(tokenizer: Any) -> None:
     generation = load_generation_config(MODEL_PATH)
     raw = json.loads((MODEL_PATH / "config.json").read_text())
     for named in (generation, raw):
-        assert (named["pad_token_id"], named["eos_token_id"]) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        assert (named["pad_token_id"], named["eos_token_id"]) == (
+            tokenizer.pad_token_id,
+            tokenizer.eos_token_id,
+        )
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -98,7 +103,10 @@ def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
 def test_special_tokens_are_one_token_each(tokenizer: Any) -> None:
     ids = [tokenizer(text)["input_ids"] for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
     assert ids == [[0], [1], [2]]
-    assert tokenizer.decode([1, *tokenizer("x = 1")["input_ids"], 2], skip_special_tokens=True) == "x = 1"
+    assert (
+        tokenizer.decode([1, *tokenizer("x = 1")["input_ids"], 2], skip_special_tokens=True)
+        == "x = 1"
+    )
 
 
 def test_chat_template_renders(tokenizer: Any) -> None:
@@ -117,7 +125,9 @@ def test_python_is_likelier_than_its_tokens_in_any_order(params: Params, tokeniz
     assert loss(params, shuffled) > loss(params, ids) + 3.0
 
 
-@pytest.mark.parametrize("start", ["def read_file(path):\n", "class Stack:\n    def __init__(self):\n"])
+@pytest.mark.parametrize(
+    "start", ["def read_file(path):\n", "class Stack:\n    def __init__(self):\n"]
+)
 def test_greedy_continuation_looks_like_python(params: Params, tokenizer: Any, start: str) -> None:
     text = start + tokenizer.decode(greedy(params, tokenizer(start)["input_ids"], 96))
     lines, given = text.splitlines(), start.count("\n")
@@ -126,7 +136,9 @@ def test_greedy_continuation_looks_like_python(params: Params, tokenizer: Any, s
 
 
 def test_chat_answer_is_a_function_and_ends(params: Params, tokenizer: Any) -> None:
-    chat = [{"role": "user", "content": "Write a function `add_item` that adds an item to the list."}]
+    chat = [
+        {"role": "user", "content": "Write a function `add_item` that adds an item to the list."}
+    ]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     answer = greedy(params, tokenizer(prompt)["input_ids"], 160)
     text = tokenizer.decode(answer)

@@ -17,31 +17,48 @@ from tests.tiny import CONFIG, compiles, make_params
 
 LENGTHS = (9, 3, 140, 90, 61, 130, PINNED, PINNED + 1)
 SETTINGS: dict[str, Any] = {
-    "num_blocks": 96, "block_size": 16, "max_logprobs": 5, "max_model_len": 256, "deterministic": True,
-}  # fmt: skip
+    "num_blocks": 96,
+    "block_size": 16,
+    "max_logprobs": 5,
+    "max_model_len": 256,
+    "deterministic": True,
+}
 ORDINARY = SETTINGS | {
-    "deterministic": False, "max_num_seqs": 16, "seq_buckets": (8, 16), "max_num_batched_tokens": 256,
+    "deterministic": False,
+    "max_num_seqs": 16,
+    "seq_buckets": (8, 16),
+    "max_num_batched_tokens": 256,
     "token_buckets": (64, 256),
-}  # fmt: skip
+}
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def params(request: pytest.FixtureRequest) -> Iterator[Params]:
     yield jpaged.load_params(MODEL_PATH, dtype=request.param)
     jpaged.release(compiled=True)
 
 
 def requests(vocab: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of many lengths, the last with a long prefix of another; greedy, sampled, filtered and penalised rows."""
+    """Prompts of many lengths, the last with a long prefix of another; greedy, sampled, filtered
+    and penalised rows.
+    """
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, vocab, n).tolist() for n in LENGTHS]
     prompts.append([*prompts[5][:100], 5, 6])
     base = SamplingParams(max_tokens=20, ignore_eos=True)
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0},
-        {"temperature": 1.0, "top_k": 20}, {"temperature": 0.9, "presence_penalty": 0.5}, {"temperature": 0},
-        {"temperature": 0.7, "logprobs_mode": "tempered"}, {"temperature": 0, "logprobs": 3},
-    ]  # fmt: skip
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0},
+        {"temperature": 1.0, "top_k": 20},
+        {"temperature": 0.9, "presence_penalty": 0.5},
+        {"temperature": 0},
+        {"temperature": 0.7, "logprobs_mode": "tempered"},
+        {"temperature": 0, "logprobs": 3},
+    ]
     return prompts, [dataclasses.replace(base, seed=i, **kind) for i, kind in enumerate(kinds)]
 
 
@@ -77,7 +94,9 @@ def among_strangers(llm: LLM, prompts: Any, sampling: Any) -> list[RequestOutput
 
 
 # What is varied: settings, how the requests are given, and what must have happened for it to count.
-VARIED: dict[str, tuple[dict[str, Any], Callable[..., list[RequestOutput]], Callable[[dict[str, Any]], bool]]] = {
+VARIED: dict[
+    str, tuple[dict[str, Any], Callable[..., list[RequestOutput]], Callable[[dict[str, Any]], bool]]
+] = {
     "one by one": ({}, alone, lambda s: s["prefill_tokens"] > 0),
     "other order": ({}, backwards, lambda s: s["prefill_tokens"] > 0),
     "among strangers": ({}, among_strangers, lambda s: s["prefill_tokens"] > 0),
@@ -85,18 +104,33 @@ VARIED: dict[str, tuple[dict[str, Any], Callable[..., list[RequestOutput]], Call
     "2 rows": ({"max_num_seqs": 2}, together, lambda s: s["prefill_tokens"] > 0),
     "recomputed": ({"num_blocks": 20}, together, lambda s: s["preemptions_recomputed"] > 0),
     "swapped": (
-        {"num_blocks": 20, "swap_space_gib": 1.0, "swap_min_tokens": 0}, together,
+        {"num_blocks": 20, "swap_space_gib": 1.0, "swap_min_tokens": 0},
+        together,
         lambda s: s["preemptions_swapped"] > 0,
     ),
     "prefix hits": ({}, twice, lambda s: s["prefix_hit_rate"] > 0.3),
-    "no prefix cache": ({"enable_prefix_caching": False}, together, lambda s: s["prefix_hit_rate"] == 0),
-    "other buckets": ({"token_buckets": (32, 256), "seq_buckets": (8,), "max_num_seqs": 8,
-                       "max_num_batched_tokens": 256}, together, lambda s: s["prefill_tokens"] > 0),
-}  # fmt: skip
+    "no prefix cache": (
+        {"enable_prefix_caching": False},
+        together,
+        lambda s: s["prefix_hit_rate"] == 0,
+    ),
+    "other buckets": (
+        {
+            "token_buckets": (32, 256),
+            "seq_buckets": (8,),
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 256,
+        },
+        together,
+        lambda s: s["prefill_tokens"] > 0,
+    ),
+}
 
 
 def test_bits_depend_on_the_request_alone(params: Params) -> None:
-    """Tokens and logprobs, bitwise, whatever the batch, order, chunks, preemptions and hits; score gives them too."""
+    """Tokens and logprobs, bitwise, whatever the batch, order, chunks, preemptions and hits; score
+    gives them too.
+    """
     prompts, sampling = requests(params.config.vocab_size)
     llm = LLM(params, **SETTINGS)
     outs = together(llm, prompts, sampling)
@@ -106,12 +140,17 @@ def test_bits_depend_on_the_request_alone(params: Params) -> None:
         other = LLM(params, **(SETTINGS | settings))
         found = bits(give(other, prompts, sampling))
         assert happened(other.stats()), name
-        print(f"{name:<18}{len(found):>10}{sum(a == b for a, b in zip(found, expected, strict=True)):>8}")
+        equal = sum(a == b for a, b in zip(found, expected, strict=True))
+        print(f"{name:<18}{len(found):>10}{equal:>8}")
         assert found == expected, name
         other.close()
 
     for temperature in (1.0, 0.7):  # raw logprobs, and those that are tempered as score tempers
-        mine = [i for i, s in enumerate(sampling) if (s.logprobs_mode == "tempered") == (temperature == 0.7)]
+        mine = [
+            i
+            for i, s in enumerate(sampling)
+            if (s.logprobs_mode == "tempered") == (temperature == 0.7)
+        ]
         whole = [prompts[i] + outs[i].outputs[0].token_ids for i in mine]
         for i, row in zip(mine, llm.score(whole, temperature=temperature), strict=True):
             found = np.asarray(row[len(prompts[i]) - 1 :])
@@ -125,13 +164,16 @@ def test_without_it_bits_differ(params: Params) -> None:
     assert bits(together(llm, prompts, sampling)) != bits(alone(llm, prompts, sampling))
 
 
-# Largest difference of a logprob, in nats: f32 differs by rounding alone; bf16 rounds every layer's results to 8 bits.
+# Largest difference of a logprob, in nats: f32 differs by rounding alone; bf16 rounds every layer's
+# results to 8 bits.
 BOUNDS = {"float32": (2e-5, 5e-5), "bfloat16": (0.15, 0.15)}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rollout_score_and_trainer_agree(params: Params, deterministic: bool) -> None:
-    """How far a rollout's logprobs are from score's, and score's from the trainer's dense forward: printed, bounded."""
+    """How far a rollout's logprobs are from score's, and score's from the trainer's dense forward:
+    printed, bounded.
+    """
     prompts, _ = requests(params.config.vocab_size)
     sampling = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True) for i in range(len(prompts))]
     llm = LLM(params, **(SETTINGS if deterministic else ORDINARY))
@@ -143,7 +185,8 @@ def test_rollout_score_and_trainer_agree(params: Params, deterministic: bool) ->
         scored = max(scored, np.abs(row - dense(params, tokens)).max())
     dtype = str(params["embed"]["weight"].dtype)
     print(
-        f"\n{dtype} deterministic={deterministic}: rollout to score {rolled:.3g}, score to dense forward {scored:.3g}"
+        f"\n{dtype} deterministic={deterministic}: rollout to score {rolled:.3g}, score "
+        f"to dense forward {scored:.3g}"
     )
     assert rolled <= BOUNDS[dtype][0] * (not deterministic)
     assert scored <= BOUNDS[dtype][1]
@@ -164,7 +207,9 @@ def dense(params: Params, tokens: list[int]) -> np.ndarray:
 
 
 def test_one_shape() -> None:
-    """The table holds one prefill and one draw, plain and with extras, and nothing else compiles."""
+    """The table holds one prefill and one draw, plain and with extras, and nothing else
+    compiles.
+    """
     llm = LLM(make_params(), deterministic=True, block_size=4, num_blocks=64)
     shapes = {(b.phase, b.tokens, b.rows, b.features) for b in llm.buckets()}
     assert shapes == {
@@ -174,13 +219,19 @@ def test_one_shape() -> None:
     }
     llm.warmup(use_tqdm=False)
     with compiles() as names:
-        out = llm.generate([[1, 2, 3]] * 3, SamplingParams(n=2, max_tokens=9, logprobs=2, ignore_eos=True))
+        out = llm.generate(
+            [[1, 2, 3]] * 3, SamplingParams(n=2, max_tokens=9, logprobs=2, ignore_eos=True)
+        )
         llm.score([[1, 2, 3, 4]])
     assert "jit(step)" not in names and out[0].outputs[1].token_ids
 
 
 def test_what_it_resolves_to() -> None:
-    resolved = EngineConfig(deterministic=True, max_num_seqs=500, max_num_batched_tokens=40).resolve(CONFIG)
+    resolved = EngineConfig(
+        deterministic=True, max_num_seqs=500, max_num_batched_tokens=40
+    ).resolve(CONFIG)
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (PINNED, 40)
-    with pytest.raises(ConfigError, match="decode_steps=4: deterministic=True draws one token a dispatch"):
+    with pytest.raises(
+        ConfigError, match="decode_steps=4: deterministic=True draws one token a dispatch"
+    ):
         EngineConfig(deterministic=True, decode_steps=4)

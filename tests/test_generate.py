@@ -1,4 +1,6 @@
-"""jpaged.generate end to end on CPU: the scenarios that go through the public API, and what is kept between calls."""
+"""jpaged.generate end to end on CPU: the scenarios that go through the public API, and what is kept
+between calls.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,7 +52,9 @@ def _only_our_engines() -> Iterator[None]:
     jpaged.release(compiled=True)
 
 
-def generate(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> list[jpaged.RequestOutput]:
+def generate(
+    params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any
+) -> list[jpaged.RequestOutput]:
     options.setdefault("engine_config", ENGINE)
     return jpaged.generate(params, prompts, sampling, **options)
 
@@ -70,7 +74,9 @@ def assert_nothing_left() -> None:
     assert runner.params is None and llm._params is None
 
 
-def cold(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> list[jpaged.RequestOutput]:
+def cold(
+    params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any
+) -> list[jpaged.RequestOutput]:
     """A run that finds nothing cached."""
     if api._engines:
         kept()[1].reset_prefix_cache()
@@ -81,17 +87,25 @@ def cold(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> l
 
 
 def test_greedy_equals_the_dense_model(params: Params) -> None:
-    """Prompts from one token to 2.5 chunks, in one call, against the model run anew for every token."""
+    """Prompts from one token to 2.5 chunks, in one call, against the model run anew for every
+    token.
+    """
     outputs = generate(params, PROMPTS)
     assert tokens_of(outputs) == [dense_greedy(params, prompt, 10) for prompt in PROMPTS]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         (completion,) = output.outputs
         expected = dense_logprobs(params, prompt + completion.token_ids)[len(prompt) - 1 : -1]
         rows = np.arange(len(completion.token_ids))
-        np.testing.assert_allclose(completion.token_logprobs, expected[rows, completion.token_ids], atol=1e-4)
+        np.testing.assert_allclose(
+            completion.token_logprobs, expected[rows, completion.token_ids], atol=1e-4
+        )
         assert completion.token_logprobs.dtype == np.float32
-        assert completion.cumulative_logprob == pytest.approx(float(completion.token_logprobs.sum()), abs=1e-4)
-        assert output.prompt_token_ids == prompt and output.prompt is None and completion.text is None
+        assert completion.cumulative_logprob == pytest.approx(
+            float(completion.token_logprobs.sum()), abs=1e-4
+        )
+        assert (
+            output.prompt_token_ids == prompt and output.prompt is None and completion.text is None
+        )
         assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
         assert output.finished and output.error is None and output.weight_version == 1
     assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == len(PROMPTS), "streams differ"
@@ -130,12 +144,16 @@ def test_scenario_02_a_fully_cached_prompt(params: Params) -> None:
     (prompt,) = make_prompts(12, seed=2)
     sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=5)
     first, warm = cold(params, [prompt], sampling)[0], generate(params, [prompt], sampling)[0]
-    assert (first.num_cached_tokens, warm.num_cached_tokens) == (0, 8), "the last block's tokens are computed"
+    assert (first.num_cached_tokens, warm.num_cached_tokens) == (0, 8), (
+        "the last block's tokens are computed"
+    )
     assert tokens_of([warm]) == tokens_of([first])
     assert first.outputs[0].logprobs is not None and warm.outputs[0].logprobs is not None
     for a, b in zip(first.outputs[0].logprobs, warm.outputs[0].logprobs, strict=True):
         assert a.keys() == b.keys()
-        np.testing.assert_allclose([x.logprob for x in a.values()], [x.logprob for x in b.values()], atol=1e-5)
+        np.testing.assert_allclose(
+            [x.logprob for x in a.values()], [x.logprob for x in b.values()], atol=1e-5
+        )
 
 
 def test_scenario_05_chunks_over_a_pool_of_nan(params: Params) -> None:
@@ -148,7 +166,9 @@ def test_scenario_05_chunks_over_a_pool_of_nan(params: Params) -> None:
     (output,) = generate(params, [PROMPTS[3]])
     assert running.stats.prefill_steps == steps + 3
     assert tokens_of([output]) == tokens_of([expected])
-    np.testing.assert_array_equal(output.outputs[0].token_logprobs, expected.outputs[0].token_logprobs)
+    np.testing.assert_array_equal(
+        output.outputs[0].token_logprobs, expected.outputs[0].token_logprobs
+    )
     jpaged.release()
 
 
@@ -160,28 +180,42 @@ def test_scenario_08_decode_equals_prefill(params: Params) -> None:
     one = SamplingParams(temperature=0, max_tokens=1)
     prefilled = cold(params, [PROMPTS[2] + tokens[:i] for i in range(len(tokens))], one)
     assert [t for (t,) in tokens_of(prefilled)] == tokens
-    np.testing.assert_allclose([float(o.outputs[0].token_logprobs[0]) for o in prefilled], decoded, atol=1e-4)
+    np.testing.assert_allclose(
+        [float(o.outputs[0].token_logprobs[0]) for o in prefilled], decoded, atol=1e-4
+    )
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone(params: Params) -> None:
-    """Nothing to preempt and no block left: that request ends with an error, the others are whole."""
+    """Nothing to preempt and no block left: that request ends with an error, the others are
+    whole.
+    """
     small = engine(num_blocks=8)
     long, short = (
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0, max_tokens=3),
     )
     prompts = make_prompts(9, 3, 5, seed=9)
-    outputs = generate(params, prompts, [long, short, short], engine_config=small, on_error="return")
-    assert isinstance(outputs[0].error, CapacityError) and "raise num_blocks" in str(outputs[0].error)
+    outputs = generate(
+        params, prompts, [long, short, short], engine_config=small, on_error="return"
+    )
+    assert isinstance(outputs[0].error, CapacityError) and "raise num_blocks" in str(
+        outputs[0].error
+    )
     assert outputs[0].outputs[0].finish_reason == "error"
     whole = dense_greedy(params, prompts[0], 40)
     made = outputs[0].outputs[0].token_ids
-    assert len(made) >= 20 and (made == whole[: len(made)] or EOS in made), "what was made before it failed is kept"
+    assert len(made) >= 20 and (made == whole[: len(made)] or EOS in made), (
+        "what was made before it failed is kept"
+    )
     assert tokens_of(outputs[1:]) == [dense_greedy(params, prompt, 3) for prompt in prompts[1:]]
-    with pytest.raises(GenerationError, match=r"1 of 3 requests failed; request 0: .*raise num_blocks") as caught:
+    with pytest.raises(
+        GenerationError, match=r"1 of 3 requests failed; request 0: .*raise num_blocks"
+    ) as caught:
         generate(params, prompts, [long, short, short], engine_config=small)
     assert tokens_of(caught.value.outputs) == tokens_of(outputs)
-    with pytest.raises(CapacityError, match=r"prompt of 33 tokens does not fit the KV pool of 8 blocks of 4"):
+    with pytest.raises(
+        CapacityError, match=r"prompt of 33 tokens does not fit the KV pool of 8 blocks of 4"
+    ):
         generate(params, make_prompts(33), engine_config=small)
     assert_nothing_left()
 
@@ -193,7 +227,9 @@ class Stop(Exception):
     pass
 
 
-def interrupt(where: str, at: int, error: type[BaseException], patch: pytest.MonkeyPatch, runner: Runner) -> None:
+def interrupt(
+    where: str, at: int, error: type[BaseException], patch: pytest.MonkeyPatch, runner: Runner
+) -> None:
     """Make the `at`-th pass of one place raise."""
     passed = 0
 
@@ -207,9 +243,13 @@ def interrupt(where: str, at: int, error: type[BaseException], patch: pytest.Mon
             raise error("interrupted")
         return result
 
-    if where == "between dispatch and rebinding":  # the step has consumed the pool; its result is never bound
+    if (
+        where == "between dispatch and rebinding"
+    ):  # the step has consumed the pool; its result is never bound
         for bucket, step in [item for item in runner._steps.items() if item[0].phase != "sample"]:
-            patch.setitem(runner._steps, bucket, lambda *a, step=step: then_raise(step, *a, first=False))
+            patch.setitem(
+                runner._steps, bucket, lambda *a, step=step: then_raise(step, *a, first=False)
+            )
         return
     owner, name, first = {
         "before a step": (Engine, "step", True),
@@ -219,7 +259,9 @@ def interrupt(where: str, at: int, error: type[BaseException], patch: pytest.Mon
         "after a download": (Runner, "get", False),
     }[where]
     method = getattr(owner, name)
-    patch.setattr(owner, name, lambda self, *a: then_raise(lambda *b: method(self, *b), *a, first=first))
+    patch.setattr(
+        owner, name, lambda self, *a: then_raise(lambda *b: method(self, *b), *a, first=first)
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
@@ -248,17 +290,23 @@ def test_scenario_15(params: Params, where: str, at: int, error: type[BaseExcept
     again = generate(params, prompts)
     assert tokens_of(again) == expected
     if where == "between dispatch and rebinding":
-        assert [output.num_cached_tokens for output in again] == [0, 0, 0], "the prefix cache went with the pool"
+        assert [output.num_cached_tokens for output in again] == [0, 0, 0], (
+            "the prefix cache went with the pool"
+        )
     assert_nothing_left()
 
 
-def test_scenario_15_while_new_weights_are_taken(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scenario_15_while_new_weights_are_taken(
+    params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interrupted after the new weights were noted, before the old prefix cache was dropped."""
     other, prompts = make_params(1), PROMPTS[2:3]
     expected = tokens_of(cold(other, prompts))
     cold(params, prompts)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Engine, "reset_prefix_cache", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            Engine, "reset_prefix_cache", lambda self: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
         generate(other, prompts)
     again = generate(other, prompts)
     assert again[0].num_cached_tokens == 0 and tokens_of(again) == expected
@@ -270,7 +318,9 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
     settings = engine(num_blocks=None)
     expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("jpaged.llm.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            "jpaged.llm.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
         generate(params, PROMPTS, engine_config=settings)
     with compiles() as names:
         again = generate(params, PROMPTS[:1], engine_config=settings)
@@ -278,7 +328,9 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_scenario_15_a_failing_callback(params: Params) -> None:
-    """An exception while the tokens of a step are taken in, when one row of it has ended already."""
+    """An exception while the tokens of a step are taken in, when one row of it has ended
+    already.
+    """
 
     class Tokenizer:
         eos_token_id, chat_template, fails = EOS, None, False
@@ -292,7 +344,10 @@ def test_scenario_15_a_failing_callback(params: Params) -> None:
             return "".join(chr(33 + i) for i in ids)
 
     tokenizer = Tokenizer()
-    sampling = [SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0, max_tokens=6, stop="never")]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(temperature=0, max_tokens=6, stop="never"),
+    ]
     prompts = make_prompts(9, 5, seed=15)
     expected = tokens_of(generate(params, prompts, sampling, tokenizer=tokenizer))
     tokenizer.fails = True
@@ -314,7 +369,9 @@ MIX = [
     SamplingParams(temperature=1.5, top_p=0.7, max_tokens=8),
     SamplingParams(temperature=1.5, min_p=0.1, seed=5, max_tokens=8),
     SamplingParams(temperature=1.0, presence_penalty=1.0, frequency_penalty=0.5, max_tokens=8),
-    SamplingParams(temperature=0, repetition_penalty=1.7, logit_bias={7: 4.0}, logprobs=2, max_tokens=8),
+    SamplingParams(
+        temperature=0, repetition_penalty=1.7, logit_bias={7: 4.0}, logprobs=2, max_tokens=8
+    ),
     SamplingParams(temperature=1.0, seed=6, min_tokens=4, stop_token_ids=[1, 2], max_tokens=8),
 ]
 MIX = [SamplingParams(**{**vars(p), "ignore_eos": p.min_tokens == 0}) for p in MIX]
@@ -329,12 +386,17 @@ def mixed(params: Params) -> list[jpaged.RequestOutput]:
 def same(outputs: list[jpaged.RequestOutput], expected: list[jpaged.RequestOutput]) -> None:
     assert tokens_of(outputs) == tokens_of(expected)
     for a, b in zip(outputs, expected, strict=True):
-        np.testing.assert_allclose(a.outputs[0].token_logprobs, b.outputs[0].token_logprobs, atol=1e-4)
+        np.testing.assert_allclose(
+            a.outputs[0].token_logprobs, b.outputs[0].token_logprobs, atol=1e-4
+        )
 
 
-def test_scenario_17_each_row_as_if_alone(params: Params, mixed: list[jpaged.RequestOutput]) -> None:
+def test_scenario_17_each_row_as_if_alone(
+    params: Params, mixed: list[jpaged.RequestOutput]
+) -> None:
     for i, (prompt, sampling) in enumerate(zip(MIX_PROMPTS, MIX, strict=True)):
-        # Alone it is prompt 0 of its call, so an unseeded row needs neighbours in place; they end at once.
+        # Alone it is prompt 0 of its call, so an unseeded row needs neighbours in place; they end
+        # at once.
         one = SamplingParams(temperature=0, max_tokens=1)
         outputs = cold(params, [[1]] * i + [prompt], [one] * i + [sampling], seed=3)
         same(outputs[-1:], mixed[i : i + 1])
@@ -349,9 +411,16 @@ def test_scenario_18_prefix_hits(params: Params, mixed: list[jpaged.RequestOutpu
 
 
 def test_scenario_18_another_engine(params: Params, mixed: list[jpaged.RequestOutput]) -> None:
-    """Other chunks, other buckets, another block size, fewer rows, and a pool so small that rows are preempted."""
+    """Other chunks, other buckets, another block size, fewer rows, and a pool so small that rows
+    are preempted.
+    """
     other = engine(
-        max_num_batched_tokens=7, token_buckets=(8, 16), block_size=3, max_num_seqs=5, num_blocks=14, max_model_len=40
+        max_num_batched_tokens=7,
+        token_buckets=(8, 16),
+        block_size=3,
+        max_num_seqs=5,
+        num_blocks=14,
+        max_model_len=40,
     )
     outputs = generate(params, MIX_PROMPTS, MIX, seed=3, engine_config=other)
     assert kept()[1].scheduler.preemptions.total() > 0
@@ -381,7 +450,9 @@ def test_seeds_and_keys(params: Params) -> None:
 
 
 def test_scenario_19_new_params(params: Params) -> None:
-    """New weights are served at once, with nothing cached and nothing compiled; the same ones again hit the prefix."""
+    """New weights are served at once, with nothing cached and nothing compiled; the same ones again
+    hit the prefix.
+    """
     other = make_params(1)
     prompts = PROMPTS[2:4]
     expected = [tokens_of(cold(p, prompts)) for p in (params, other)]
@@ -392,14 +463,25 @@ def test_scenario_19_new_params(params: Params) -> None:
         again = generate(other, prompts)
         back = generate(jax.tree.map(lambda x: x, params), prompts)
     assert names == []
-    assert [output.num_cached_tokens for output in fresh] == [0, 0] and tokens_of(fresh) == expected[1]
-    assert [output.num_cached_tokens for output in again] == [16, 36] and tokens_of(again) == expected[1]
-    assert [output.num_cached_tokens for output in back] == [0, 0] and tokens_of(back) == expected[0]
-    assert [o[0].weight_version for o in (again, back)] == [fresh[0].weight_version, fresh[0].weight_version + 1]
+    assert [output.num_cached_tokens for output in fresh] == [0, 0] and tokens_of(
+        fresh
+    ) == expected[1]
+    assert [output.num_cached_tokens for output in again] == [16, 36] and tokens_of(
+        again
+    ) == expected[1]
+    assert [output.num_cached_tokens for output in back] == [0, 0] and tokens_of(back) == expected[
+        0
+    ]
+    assert [o[0].weight_version for o in (again, back)] == [
+        fresh[0].weight_version,
+        fresh[0].weight_version + 1,
+    ]
 
 
 def test_scenario_23_prompt_logprobs(params: Params) -> None:
-    """After a warm prefix they equal a cold run's, and the dense model's; such a request takes no hits."""
+    """After a warm prefix they equal a cold run's, and the dense model's; such a request takes no
+    hits.
+    """
     (prompt,) = make_prompts(37, seed=23)
     sampling = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     first = cold(params, [prompt], sampling)[0]
@@ -407,7 +489,10 @@ def test_scenario_23_prompt_logprobs(params: Params) -> None:
     warm = generate(params, [prompt], sampling)[0]
     assert warm.num_cached_tokens == 0
     assert first.prompt_logprobs is not None and warm.prompt_logprobs is not None
-    assert len(first.prompt_logprobs) == 37 and first.prompt_logprobs[0] is None is warm.prompt_logprobs[0]
+    assert (
+        len(first.prompt_logprobs) == 37
+        and first.prompt_logprobs[0] is None is warm.prompt_logprobs[0]
+    )
     dense = dense_logprobs(params, prompt)
     for i in range(1, 37):
         cold_top, warm_top = first.prompt_logprobs[i], warm.prompt_logprobs[i]

@@ -56,7 +56,9 @@ def llm(strict_llm: LLM) -> Iterator[LLM]:
     strict_llm._engine.scheduler.check_integrity()
 
 
-def generate(llm: LLM, prompts: Any, sampling: Any = GREEDY, **how: Any) -> list[jpaged.RequestOutput]:
+def generate(
+    llm: LLM, prompts: Any, sampling: Any = GREEDY, **how: Any
+) -> list[jpaged.RequestOutput]:
     return llm.generate(prompts, sampling, use_tqdm=False, **how)
 
 
@@ -72,8 +74,12 @@ def text_of(llm: LLM, tokens: list[int]) -> str:
 
 
 def test_strict_compiles_the_whole_table_at_once(llm: LLM) -> None:
-    assert len({*llm.stats()["buckets"]}) == llm.stats()["num_compiles"] == 7  # set_counts among them
-    full = SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=1, presence_penalty=0.5, min_tokens=1)
+    assert (
+        len({*llm.stats()["buckets"]}) == llm.stats()["num_compiles"] == 7
+    )  # set_counts among them
+    full = SamplingParams(
+        max_tokens=3, logprobs=1, prompt_logprobs=1, presence_penalty=0.5, min_tokens=1
+    )
     with compiles() as names:
         generate(llm, ["a", "bb", "c" * 30], [GREEDY, full, full])
     assert "jit(step)" not in names and "jit(set_counts)" not in names
@@ -85,7 +91,11 @@ def test_stats(llm: LLM) -> None:
     after = llm.stats()
     grown = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
     assert grown["prompt_tokens"] == 22 and grown["generated_tokens"] == 16
-    assert grown["cached_tokens"] == 11 and grown["prefill_tokens"] == 22 - 11 and grown["decode_tokens"] == 2 * 7
+    assert (
+        grown["cached_tokens"] == 11
+        and grown["prefill_tokens"] == 22 - 11
+        and grown["decode_tokens"] == 2 * 7
+    )
     assert grown["prefill_steps"] == 1 and grown["decode_steps"] == 7 and grown["steps"] == 8
     assert grown["preemptions"] == grown["num_compiles"] == after["blocks_in_use"] == 0
     assert after["num_blocks"] == 128 and after["block_bytes"] == 2 * 2 * 4 * 2 * 16 * 4
@@ -107,7 +117,9 @@ def test_text(llm: LLM, params: Params) -> None:
     for output in outputs:
         (completion,) = output.outputs
         expected = dense_greedy(params, output.prompt_token_ids, 8)
-        ends = [i for i, token in enumerate(expected) if token in (TILDE, TOKENIZER_EOS, CONFIG_EOS)]
+        ends = [
+            i for i, token in enumerate(expected) if token in (TILDE, TOKENIZER_EOS, CONFIG_EOS)
+        ]
         assert completion.token_ids == expected[: ends[0] + 1 if ends else 8]
         assert completion.finish_reason == ("stop" if ends else "length")
         assert completion.text == text_of(llm, completion.token_ids[: ends[0] if ends else 8])
@@ -131,27 +143,42 @@ def test_an_empty_prompt_and_none_at_all(llm: LLM) -> None:
 
 @pytest.mark.parametrize("eos", [TILDE, TOKENIZER_EOS, CONFIG_EOS])
 def test_eos_is_a_union(llm: LLM, eos: int) -> None:
-    """config.json's, generation_config's and the tokenizer's: each ends the text and is no part of it."""
+    """config.json's, generation_config's and the tokenizer's: each ends the text and is no part of
+    it.
+    """
     push = {"temperature": 0, "logit_bias": {eos: 100.0}}
     (stopped,) = generate(llm, "abc", SamplingParams(**push, max_tokens=5))
     assert stopped.outputs[0].token_ids == [eos] and stopped.outputs[0].text == ""
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", None)
     (ignored,) = generate(llm, "abc", SamplingParams(**push, max_tokens=5, ignore_eos=True))
-    assert ignored.outputs[0].token_ids == [eos] * 5 and ignored.outputs[0].finish_reason == "length"
+    assert (
+        ignored.outputs[0].token_ids == [eos] * 5 and ignored.outputs[0].finish_reason == "length"
+    )
 
 
 @pytest.mark.parametrize("how", ["eos", "stop ids", "stop string"])
 def test_min_tokens(llm: LLM, how: str) -> None:
     """Three tokens come first, whatever would end the text."""
     token = CONFIG_EOS if how == "eos" else 33
-    stops: dict[str, Any] = {"eos": {}, "stop ids": {"stop_token_ids": [33]}, "stop string": {"stop": "AA"}}[how]
-    sampling = SamplingParams(temperature=0, max_tokens=8, min_tokens=3, logit_bias={token: 100.0}, **stops)
+    stops: dict[str, Any] = {
+        "eos": {},
+        "stop ids": {"stop_token_ids": [33]},
+        "stop string": {"stop": "AA"},
+    }[how]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=8, min_tokens=3, logit_bias={token: 100.0}, **stops
+    )
     completion = generate(llm, "abc", sampling)[0].outputs[0]
     assert completion.finish_reason == "stop"
-    if how == "stop string":  # nothing bans it: the first string that lies whole after the third token ends it
+    if (
+        how == "stop string"
+    ):  # nothing bans it: the first string that lies whole after the third token ends it
         assert completion.token_ids == [33] * 5 and completion.text == "AAA"
     else:
-        assert len(completion.token_ids) == 4 and completion.token_ids[3] == token not in completion.token_ids[:3]
+        assert (
+            len(completion.token_ids) == 4
+            and completion.token_ids[3] == token not in completion.token_ids[:3]
+        )
 
 
 def test_stop_token_ids(llm: LLM) -> None:
@@ -159,10 +186,15 @@ def test_stop_token_ids(llm: LLM) -> None:
     stop = whole[4]
     at = whole.index(stop)
     completion = generate(
-        llm, "abc", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop])
+        llm,
+        "abc",
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop]),
     )
     assert completion[0].outputs[0].token_ids == whole[: at + 1]
-    assert (completion[0].outputs[0].finish_reason, completion[0].outputs[0].stop_reason) == ("stop", stop)
+    assert (completion[0].outputs[0].finish_reason, completion[0].outputs[0].stop_reason) == (
+        "stop",
+        stop,
+    )
     assert completion[0].outputs[0].text == text_of(llm, whole[:at])
 
 
@@ -173,7 +205,11 @@ def test_stop_strings(llm: LLM) -> None:
     at = whole.text.index(stop)
     for include in (False, True):
         sampling = SamplingParams(
-            temperature=0, max_tokens=8, ignore_eos=True, stop=["zzz", stop], include_stop_str_in_output=include
+            temperature=0,
+            max_tokens=8,
+            ignore_eos=True,
+            stop=["zzz", stop],
+            include_stop_str_in_output=include,
         )
         completion = generate(llm, "abc", sampling)[0].outputs[0]
         assert completion.text == whole.text[: at + 2 if include else at]
@@ -185,7 +221,9 @@ def test_the_context_is_a_limit(llm: LLM) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (output,) = generate(llm, "x" * 50, sampling)
     assert len(output.outputs[0].token_ids) == 14 and output.outputs[0].finish_reason == "length"
-    with pytest.raises(CapacityError, match=r"prompt of 64 tokens leaves no room in max_model_len=64"):
+    with pytest.raises(
+        CapacityError, match=r"prompt of 64 tokens leaves no room in max_model_len=64"
+    ):
         generate(llm, "x" * 64)
 
 
@@ -204,12 +242,21 @@ def test_no_sampling_params_are_the_plain_ones(llm: LLM) -> None:
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
 def test_logprobs_modes(llm: LLM, params: Params, mode: Any) -> None:
-    """Against the dense logits: the model's own, divided by the temperature, or after every control."""
+    """Against the dense logits: the model's own, divided by the temperature, or after every
+    control.
+    """
     bias, top_k, temperature = {30: 2.0, 31: -3.0}, 4, 0.7
     sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, logit_bias=bias, repetition_penalty=1.3, seed=1, max_tokens=6,
-        ignore_eos=True, logprobs=3, logprobs_mode=mode,
-    )  # fmt: skip
+        temperature=temperature,
+        top_k=top_k,
+        logit_bias=bias,
+        repetition_penalty=1.3,
+        seed=1,
+        max_tokens=6,
+        ignore_eos=True,
+        logprobs=3,
+        logprobs_mode=mode,
+    )
     (output,) = generate(llm, "hello", sampling)
     (completion,) = output.outputs
     assert completion.logprobs is not None and len(completion.logprobs) == 6
@@ -256,7 +303,10 @@ def test_logit_bias_forbids_and_forces(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     (one,) = chat(llm, USER)
     assert one.prompt_token_ids == llm.tokenizer.encode("u:2+2?;a:") == llm.render_chat(USER)
-    both = chat(llm, [USER, [*USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "so?"}]])
+    both = chat(
+        llm,
+        [USER, [*USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "so?"}]],
+    )
     assert tokens_of(both[:1]) == tokens_of([one])
     assert both[1].prompt_token_ids == llm.tokenizer.encode("u:2+2?;a:4;u:so?;a:")
     assert tokens_of([one]) == tokens_of(generate(llm, "u:2+2?;a:"))
@@ -268,7 +318,9 @@ def test_chat_options(llm: LLM) -> None:
     assert toned.prompt_token_ids == encode("u:2+2?;(dry)a:")
     (bare,) = chat(llm, USER, add_generation_prompt=False)
     assert bare.prompt_token_ids == encode("u:2+2?;")
-    (going_on,) = chat(llm, [*USER, {"role": "assistant", "content": "It is"}], continue_final_message=True)
+    (going_on,) = chat(
+        llm, [*USER, {"role": "assistant", "content": "It is"}], continue_final_message=True
+    )
     assert going_on.prompt_token_ids == encode("u:2+2?;a:It is")
 
 
@@ -276,12 +328,17 @@ def test_chat_fills_the_context_by_default(llm: LLM) -> None:
     (output,) = llm.chat(USER, use_tqdm=False)
     tokens = output.outputs[0].token_ids
     assert len(tokens) > 16 or output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].finish_reason == "stop" or len(tokens) + len(output.prompt_token_ids) == 64
+    assert (
+        output.outputs[0].finish_reason == "stop"
+        or len(tokens) + len(output.prompt_token_ids) == 64
+    )
 
 
 def test_chat_that_the_template_refuses(llm: LLM) -> None:
     tool = [{"role": "tool", "content": "x"}]
-    with pytest.raises(RequestError, match=r"request 1: chat: the template refused the messages: no tools here"):
+    with pytest.raises(
+        RequestError, match=r"request 1: chat: the template refused the messages: no tools here"
+    ):
         chat(llm, [USER, tool])
     outputs = chat(llm, [USER, tool, USER], on_error="return")
     assert [output.error is None for output in outputs] == [True, False, True]
@@ -293,7 +350,9 @@ def test_chat_that_the_template_refuses(llm: LLM) -> None:
 
 @pytest.mark.parametrize("stop", [None, "tail"])
 def test_stream_adds_up_to_generate(llm: LLM, stop: str | None) -> None:
-    """Also when the end of one text may be the beginning of a stop string: it is held back, then dropped or given."""
+    """Also when the end of one text may be the beginning of a stop string: it is held back, then
+    dropped or given.
+    """
     prompts = ["abc", "hello world, this is long", [5, 6]]
     sampling: list[SamplingParams] = [GREEDY, ENDLESS, ENDLESS]
     if stop is not None:
@@ -348,14 +407,21 @@ def test_add_request_and_step(llm: LLM) -> None:
     expected = tokens_of(generate(llm, ["abc", "hello"], ENDLESS))
     assert llm.step() == [] and not llm.has_unfinished()
     first = llm.add_request("abc", ENDLESS)
-    second = llm.add_request("hello", SamplingParams(**{**vars(ENDLESS), "max_tokens": 3}), request_id="mine")
+    second = llm.add_request(
+        "hello", SamplingParams(**{**vars(ENDLESS), "max_tokens": 3}), request_id="mine"
+    )
     assert second == "mine" != first and llm.has_unfinished()
     with pytest.raises(RequestError, match=r"request_id 'mine' is in use"):
         llm.add_request("abc", request_id="mine")
     done = finish(llm)
     assert done.keys() == {first, "mine"}
-    assert done[first].outputs[0].token_ids == expected[0] and done["mine"].outputs[0].token_ids == expected[1][:3]
-    assert llm.add_request("abc", request_id="mine") == "mine", "an id is free again once its request has ended"
+    assert (
+        done[first].outputs[0].token_ids == expected[0]
+        and done["mine"].outputs[0].token_ids == expected[1][:3]
+    )
+    assert llm.add_request("abc", request_id="mine") == "mine", (
+        "an id is free again once its request has ended"
+    )
     finish(llm)
     with pytest.raises(RequestError, match="is empty"):
         llm.add_request([])
@@ -382,13 +448,17 @@ def test_generate_beside_added_requests(llm: LLM) -> None:
     expected = tokens_of(generate(llm, ["abc", "hello", "xyz"], ENDLESS))
     mine = llm.add_request("abc", ENDLESS)
     assert tokens_of(generate(llm, "hello", ENDLESS)) == expected[1:2]
-    assert "".join(c.text_delta or "" for c in llm.stream("xyz", ENDLESS)) == text_of(llm, expected[2])
+    assert "".join(c.text_delta or "" for c in llm.stream("xyz", ENDLESS)) == text_of(
+        llm, expected[2]
+    )
     assert llm.has_unfinished(), "the added one has ended, and waits to be taken"
     (output,) = llm.step()
     assert output.request_id == mine and output.outputs[0].token_ids == expected[0]
 
 
-def test_an_interrupted_call_leaves_added_requests_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_added_requests_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = tokens_of(generate(llm, ["abc", "hello"], ENDLESS))
     mine = llm.add_request("abc", ENDLESS)
     step, passed = Engine.step, 0
@@ -422,7 +492,9 @@ def test_score(llm: LLM) -> None:
     """As the function, over the LLM's own pool."""
     lists = make_prompts(9, 30)
     found = llm.score(lists, temperature=0.5, return_greedy=True)
-    expected = jpaged.score(llm._params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE)
+    expected = jpaged.score(
+        llm._params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
+    )
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
@@ -431,7 +503,9 @@ def test_score(llm: LLM) -> None:
 
 
 def test_ended_requests_are_freed_without_a_collection(llm: LLM) -> None:
-    """Nothing that a request leaves behind waits for the garbage collector: host memory stays flat."""
+    """Nothing that a request leaves behind waits for the garbage collector: host memory stays
+    flat.
+    """
     generate(llm, ["abc", "hello"], ENDLESS)
     gc.collect()
     gc.disable()

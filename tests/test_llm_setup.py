@@ -12,7 +12,16 @@ import pytest
 import jpaged
 from jpaged import LLM, CapacityError, ConfigError, Params, RequestError, SamplingParams
 from tests.text_model import make_tokenizer, write_folder
-from tests.tiny import CONFIG, ENGINE, compiles, config, engine, make_params, make_prompts, tokens_of
+from tests.tiny import (
+    CONFIG,
+    ENGINE,
+    compiles,
+    config,
+    engine,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -35,10 +44,13 @@ def generate(llm: LLM, prompts: Any, sampling: Any = ENDLESS) -> list[jpaged.Req
 
 def test_unknown_settings(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"'gpu_memory_utilization' is not a setting of LLM; EngineConfig has max_model"
+        ConfigError,
+        match=r"'gpu_memory_utilization' is not a setting of LLM; EngineConfig has max_model",
     ):
         LLM(folder, gpu_memory_utilization=0.9)
-    with pytest.raises(ConfigError, match=r"max_model_len=65: the model has max_position_embeddings=64"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=65: the model has max_position_embeddings=64"
+    ):
         LLM(folder, max_model_len=65)
 
 
@@ -57,18 +69,24 @@ def test_ways_to_name_a_model(folder: Path, params: Params) -> None:
         assert built._weights.tree(built._params)["norm"]["scale"] is params["norm"]["scale"]  # pyright: ignore
     with pytest.raises(ConfigError, match="need config="):
         LLM(dict(params))
-    assert LLM(folder, params=dict(params), **small).tokenizer is not None, "the folder that describes them has one"
+    assert LLM(folder, params=dict(params), **small).tokenizer is not None, (
+        "the folder that describes them has one"
+    )
     assert LLM(CONFIG, params=dict(params), **small).tokenizer is None
 
 
 def test_default_pool(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without num_blocks: every row at full length, if that fits; memory that holds no block is an error."""
+    """Without num_blocks: every row at full length, if that fits; memory that holds no block is an
+    error.
+    """
     built = LLM(params, **vars(engine(num_blocks=None)))
     assert built.stats()["num_blocks"] == 8 * 64 // 4
     monkeypatch.setattr("jpaged.runtime.memory.CPU_POOL_BYTES", 10 * built.stats()["block_bytes"])
     assert LLM(params, **vars(engine(num_blocks=None))).stats()["num_blocks"] == 10
     monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 100_000)
-    with pytest.raises(ConfigError, match=r"no KV block of .* lower block_size=4, max_num_batched_tokens=16"):
+    with pytest.raises(
+        ConfigError, match=r"no KV block of .* lower block_size=4, max_num_batched_tokens=16"
+    ):
         LLM(params, **vars(engine(num_blocks=None)))
 
 
@@ -77,14 +95,25 @@ def test_close(folder: Path) -> None:
     llm.add_request("abc")
     llm.close()
     llm.close()
-    for call in (lambda: generate(llm, "abc"), llm.step, llm.stats, llm.has_unfinished, llm.reset_prefix_cache):
+    for call in (
+        lambda: generate(llm, "abc"),
+        llm.step,
+        llm.stats,
+        llm.has_unfinished,
+        llm.reset_prefix_cache,
+    ):
         with pytest.raises(ConfigError, match="this LLM is closed"):
             call()
 
 
-def test_the_tokenizer_is_loaded_when_it_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_loaded_when_it_is_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads = []
-    monkeypatch.setattr("jpaged.frontend.load_tokenizer", lambda source: loads.append(source) or make_tokenizer(None))
+    monkeypatch.setattr(
+        "jpaged.request.processor.load_tokenizer",
+        lambda source: loads.append(source) or make_tokenizer(None),
+    )
     llm = LLM(folder, **vars(engine(num_blocks=16)))
     assert loads == []
     assert llm.tokenizer is llm.tokenizer and loads == [folder]
@@ -94,7 +123,11 @@ def test_the_tokenizer_is_loaded_when_it_is_needed(folder: Path, monkeypatch: py
 
 def test_without_a_tokenizer(params: Params) -> None:
     llm = LLM(CONFIG, params=dict(params), **vars(engine(num_blocks=16)))
-    for call in (lambda: llm.generate("abc"), lambda: llm.chat(USER), lambda: llm.add_request("abc")):
+    for call in (
+        lambda: llm.generate("abc"),
+        lambda: llm.chat(USER),
+        lambda: llm.add_request("abc"),
+    ):
         with pytest.raises(RequestError, match="needs a tokenizer: pass tokenizer=, or load"):
             call()
     with pytest.raises(RequestError, match="stop strings needs a tokenizer"):
@@ -103,7 +136,9 @@ def test_without_a_tokenizer(params: Params) -> None:
 
 def test_max_model_len_below_the_models_own() -> None:
     llm = LLM(make_params(0, config(num_layers=1)), **vars(engine(max_model_len=20, num_blocks=16)))
-    (output,) = generate(llm, [[1] * 15], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    (output,) = generate(
+        llm, [[1] * 15], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    )
     assert len(output.outputs[0].token_ids) == 5 and output.outputs[0].finish_reason == "length"
     with pytest.raises(CapacityError, match="max_model_len=20"):
         generate(llm, [[1] * 20])
@@ -118,7 +153,9 @@ def test_one_warning_when_no_eos_is_known(params: Params) -> None:
         assert not caught, "nobody asks for an end"
         llm.add_request([1], GREEDY)
         llm.add_request([1], GREEDY)
-    assert [str(w.message) for w in caught] == ["no EOS token is known: generation ends at max_tokens only"]
+    assert [str(w.message) for w in caught] == [
+        "no EOS token is known: generation ends at max_tokens only"
+    ]
     llm.close()
 
 
@@ -143,10 +180,15 @@ def test_update_params(folder: Path) -> None:
     with compiles() as names:
         llm.update_params(new)
         fresh = generate(llm, [prompt], ENDLESS)
-        assert fresh[0].num_cached_tokens == 0 and (fresh[0].weight_version, llm.weight_version) == (2, 2)
+        assert fresh[0].num_cached_tokens == 0 and (
+            fresh[0].weight_version,
+            llm.weight_version,
+        ) == (2, 2)
         llm.update_params(jax.tree.map(lambda x: x, new))
         warm = generate(llm, [prompt], ENDLESS)
-        assert warm[0].num_cached_tokens == 20 and warm[0].weight_version == 2, "the same objects: the cache stays"
+        assert warm[0].num_cached_tokens == 20 and warm[0].weight_version == 2, (
+            "the same objects: the cache stays"
+        )
         llm.update_params(dict(old))
         assert tokens_of(generate(llm, [prompt], ENDLESS)) == before and llm.weight_version == 3
     assert names == []
@@ -158,18 +200,26 @@ def test_update_params(folder: Path) -> None:
         llm.update_params({})
     with pytest.raises(ConfigError, match=r"this engine was built for float32"):
         llm.update_params(make_params(0, dtype=jnp.bfloat16))
-    assert tokens_of(generate(llm, [prompt], ENDLESS)) == before and llm.weight_version == 3, "refused is unchanged"
+    assert tokens_of(generate(llm, [prompt], ENDLESS)) == before and llm.weight_version == 3, (
+        "refused is unchanged"
+    )
 
     request = llm.add_request(prompt, ENDLESS)
     llm.step()
-    with pytest.raises(RequestError, match=r"1 requests are unfinished: finish them, or pass mode='abort'"):
+    with pytest.raises(
+        RequestError, match=r"1 requests are unfinished: finish them, or pass mode='abort'"
+    ):
         llm.update_params(new)
     with pytest.raises(RequestError, match=r"mode='wait'"):
         llm.update_params(new, mode="wait")  # pyright: ignore[reportArgumentType]
     llm.update_params(new, mode="abort")
     (aborted,) = llm.step()
     assert aborted.request_id == request and aborted.outputs[0].finish_reason == "abort"
-    assert aborted.weight_version == 3 and not llm.has_unfinished() and llm.stats()["blocks_in_use"] == 0
+    assert (
+        aborted.weight_version == 3
+        and not llm.has_unfinished()
+        and llm.stats()["blocks_in_use"] == 0
+    )
     assert tokens_of(generate(llm, [prompt], ENDLESS)) == tokens_of(fresh)
 
     step = jax.jit(lambda p: jax.tree.map(lambda x: x + 0, p), donate_argnums=0)
@@ -184,8 +234,13 @@ def test_update_params(folder: Path) -> None:
 def test_default_sampling_params(folder: Path, params: Params, tmp_path: Path) -> None:
     found = LLM(folder, **vars(ENGINE)).default_sampling_params()
     assert found == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
-    assert LLM(CONFIG, params=dict(params), **vars(ENGINE)).default_sampling_params() == SamplingParams()
+    assert (
+        LLM(CONFIG, params=dict(params), **vars(ENGINE)).default_sampling_params()
+        == SamplingParams()
+    )
     greedy = write_folder(tmp_path / "greedy")
-    (greedy / "generation_config.json").write_text(json.dumps({"do_sample": False, "top_k": 50, "top_p": None}))
+    (greedy / "generation_config.json").write_text(
+        json.dumps({"do_sample": False, "top_k": 50, "top_p": None})
+    )
     found = LLM(greedy, **vars(ENGINE)).default_sampling_params()
     assert found == SamplingParams(temperature=0.0, top_k=50)

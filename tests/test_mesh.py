@@ -11,22 +11,37 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams, api
 from jpaged.models.layout import param_specs
-from tests.tiny import compiles, config, dense_greedy, dense_logprobs, engine, make_params, make_prompts, tokens_of
+from tests.tiny import (
+    compiles,
+    config,
+    dense_greedy,
+    dense_logprobs,
+    engine,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
 
 PROMPTS = make_prompts(3, 17, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SETTINGS = engine(num_blocks=64)
 ONE_LAYER = config(num_layers=1)
 # Every parameter that a split must handle, and an FFN that does not divide.
-BIASED = config(family="llama", qk_norm=False, qkv_bias=True, out_bias=True, num_layers=1, intermediate_size=45)
+BIASED = config(
+    family="llama", qk_norm=False, qkv_bias=True, out_bias=True, num_layers=1, intermediate_size=45
+)
 
 
 def mesh(*shape: int, names: tuple[str, ...] = ("fsdp", "tp")) -> Mesh:
     return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
 
 
-def with_fsdp(spec: PartitionSpec, shape: tuple[int, ...], size: int, axis: str | None) -> PartitionSpec:
-    """The spec with `axis` on the largest dimension that is free and divides, as FSDP would have it."""
+def with_fsdp(
+    spec: PartitionSpec, shape: tuple[int, ...], size: int, axis: str | None
+) -> PartitionSpec:
+    """The spec with `axis` on the largest dimension that is free and divides, as FSDP would have
+    it.
+    """
     names = [*spec, *[None] * (len(shape) - len(spec))]
     free = [i for i, name in enumerate(names) if name is None and shape[i] % size == 0]
     if axis is not None and free:
@@ -50,7 +65,9 @@ def expected(params: Params) -> list[list[int]]:
     return [dense_greedy(params, prompt, 8) for prompt in PROMPTS]
 
 
-def check(params: Params, reference: Params, grid: Mesh | None, axis: str | None, **options: Any) -> Any:
+def check(
+    params: Params, reference: Params, grid: Mesh | None, axis: str | None, **options: Any
+) -> Any:
     """Tokens and logprobs equal the dense model's on one device, and the pool is split as said."""
     settings = options.pop("settings", SETTINGS)
     outputs = jpaged.generate(params, PROMPTS, GREEDY, mesh=grid, engine_config=settings, **options)
@@ -58,7 +75,9 @@ def check(params: Params, reference: Params, grid: Mesh | None, axis: str | None
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         tokens = output.outputs[0].token_ids
         dense = dense_logprobs(reference, prompt + tokens)[len(prompt) - 1 : -1]
-        np.testing.assert_allclose(output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4)
+        np.testing.assert_allclose(
+            output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4
+        )
     runner = next(reversed(api._engines.values()))._runner
     assert runner is not None and runner._pool is not None
     spec = runner._pool.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,7 +108,9 @@ def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
     assert runner._pool.addressable_shards[0].data.shape[2] == 2, "one KV head a device"
     assert runner.placement.mesh == mesh(2, 2)
     scored: Any = jpaged.score(sharded, PROMPTS[1], engine_config=SETTINGS)
-    np.testing.assert_allclose(scored[0], dense_logprobs(params, PROMPTS[1])[range(16), PROMPTS[1][1:]], atol=1e-4)
+    np.testing.assert_allclose(
+        scored[0], dense_logprobs(params, PROMPTS[1])[range(16), PROMPTS[1][1:]], atol=1e-4
+    )
 
 
 def test_new_params_on_a_mesh_compile_nothing() -> None:
@@ -98,13 +119,17 @@ def test_new_params_on_a_mesh_compile_nothing() -> None:
     jpaged.generate(first, PROMPTS, GREEDY, engine_config=SETTINGS)
     jpaged.generate(other, PROMPTS, GREEDY, engine_config=SETTINGS)
     with compiles() as names:
-        outputs = [jpaged.generate(p, PROMPTS, GREEDY, engine_config=SETTINGS) for p in (first, other)]
+        outputs = [
+            jpaged.generate(p, PROMPTS, GREEDY, engine_config=SETTINGS) for p in (first, other)
+        ]
     assert names == []
     assert [tokens_of(out) for out in outputs] == [expected(make_params(seed)) for seed in (0, 1)]
 
 
 def test_one_row_of_devices(params: Params) -> None:
-    """(1, 2): the mesh given, the params on one device; then the params split already and served as they are."""
+    """(1, 2): the mesh given, the params on one device; then the params split already and served as
+    they are.
+    """
     runner = check(params, params, mesh(1, 2), "tp")
     split = shard(params, mesh(1, 2), "tp", None)
     llm = jpaged.LLM(split, **vars(SETTINGS))
@@ -121,7 +146,9 @@ def test_replicated_params(params: Params) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_within_a_mesh_of_the_callers(params: Params, kind: Any) -> None:
-    """Called where the caller's training runs: inside jax.set_mesh, with automatic or explicit axes."""
+    """Called where the caller's training runs: inside jax.set_mesh, with automatic or explicit
+    axes.
+    """
     grid = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(kind, kind))
     with jax.set_mesh(grid):
         check(shard(params, grid, "tp", "fsdp"), params, None, "tp")
@@ -131,7 +158,9 @@ def test_within_a_mesh_of_the_callers(params: Params, kind: Any) -> None:
 @pytest.mark.parametrize("names", [("fsdp", "tp"), ("data", "model")])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (4, 2)])
 @pytest.mark.parametrize("given", [True, False])
-def test_more_meshes(params: Params, shape: tuple[int, int], names: tuple[str, str], given: bool) -> None:
+def test_more_meshes(
+    params: Params, shape: tuple[int, int], names: tuple[str, str], given: bool
+) -> None:
     grid = mesh(*shape, names=names)
     check(shard(params, grid, names[1], names[0]), params, grid if given else None, names[1])
 
@@ -151,7 +180,9 @@ def test_every_parameter_splits() -> None:
 
 
 def test_kv_heads_that_do_not_divide(params: Params) -> None:
-    with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"):
+    with pytest.raises(
+        ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"
+    ):
         jpaged.generate(params, PROMPTS, mesh=mesh(1, 4), engine_config=SETTINGS)
     whole = jax.device_put(params, NamedSharding(mesh(2, 4), PartitionSpec()))
     with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices"):

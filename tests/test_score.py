@@ -9,7 +9,16 @@ import pytest
 
 import jpaged
 from jpaged import CapacityError, Params, RequestError
-from tests.tiny import CONFIG, ENGINE, compiles, dense_greedy, dense_logprobs, engine, make_params, make_prompts
+from tests.tiny import (
+    CONFIG,
+    ENGINE,
+    compiles,
+    dense_greedy,
+    dense_logprobs,
+    engine,
+    make_params,
+    make_prompts,
+)
 
 LISTS = make_prompts(2, 9, 41, 16, 64)
 
@@ -25,7 +34,9 @@ def score(params: Params, token_lists: object, **options: object) -> list[np.nda
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 def test_equals_the_dense_model(params: Params, temperature: float) -> None:
-    """One to four chunks each, packed together; up to the whole context; every temperature without a compile."""
+    """One to four chunks each, packed together; up to the whole context; every temperature without
+    a compile.
+    """
     score(params, LISTS[:1])
     with compiles() as names:
         found = score(params, LISTS, temperature=temperature)
@@ -58,7 +69,12 @@ def test_short_and_none(params: Params) -> None:
 
 def test_forms(params: Params) -> None:
     expected = score(params, [LISTS[1]])
-    for form in (LISTS[1], np.array(LISTS[1]), [np.array(LISTS[1])], {"prompt_token_ids": LISTS[1]}):
+    for form in (
+        LISTS[1],
+        np.array(LISTS[1]),
+        [np.array(LISTS[1])],
+        {"prompt_token_ids": LISTS[1]},
+    ):
         np.testing.assert_array_equal(score(params, form), expected)
 
 
@@ -84,13 +100,17 @@ def test_takes_no_prefix_hits_and_leaves_none_wrong(params: Params) -> None:
         (["text"], {}, r"needs a tokenizer"),
     ],
 )
-def test_bad_input(params: Params, token_lists: object, options: dict[str, object], message: str) -> None:
+def test_bad_input(
+    params: Params, token_lists: object, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         score(params, token_lists, **options)
 
 
 def test_does_not_fit_the_pool(params: Params) -> None:
-    with pytest.raises(CapacityError, match=r"does not fit the KV pool of 8 blocks of 4.*num_blocks"):
+    with pytest.raises(
+        CapacityError, match=r"does not fit the KV pool of 8 blocks of 4.*num_blocks"
+    ):
         score(params, [[1] * 33], engine_config=engine(num_blocks=8))
 
 

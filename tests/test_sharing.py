@@ -1,4 +1,6 @@
-"""Samples of a prompt, equal prompts and salts, which share KV blocks; and preemption by swapping: through the API."""
+"""Samples of a prompt, equal prompts and salts, which share KV blocks; and preemption by swapping:
+through the API.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -65,7 +67,9 @@ def llm(one_llm: LLM) -> Iterator[LLM]:
     assert_idle(one_llm)
 
 
-def generate(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> list[RequestOutput]:
+def generate(
+    params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any
+) -> list[RequestOutput]:
     """jpaged.generate, with nothing cached."""
     options = {"engine_config": ROOMY, "tokenizer": TOKENIZER} | options
     for llm in api._engines.values():
@@ -88,7 +92,9 @@ def run(llm: LLM, prompts: Any, sampling: Any = GREEDY, **how: Any) -> list[Requ
 
 
 def grown(llm: LLM, before: dict[str, Any]) -> dict[str, Any]:
-    return {key: value - before[key] for key, value in llm.stats().items() if isinstance(value, int)}
+    return {
+        key: value - before[key] for key, value in llm.stats().items() if isinstance(value, int)
+    }
 
 
 def streams(output: RequestOutput) -> list[list[int]]:
@@ -129,7 +135,9 @@ def test_samples_differ_and_repeat(params: Params) -> None:
 
 
 def test_samples_depend_on_nothing_but_their_request(params: Params) -> None:
-    """Neighbours, chunks, caching and preemptions while blocks are shared (scenario 20) change no sample."""
+    """Neighbours, chunks, caching and preemptions while blocks are shared (scenario 20) change no
+    sample.
+    """
     sampling, prompts = vary(SAMPLED, n=3), [PROMPTS[2], PROMPTS[4], PROMPTS[1], PROMPTS[0]]
     expected = generate(params, prompts, sampling, seed=3)
     for i in range(len(prompts)):
@@ -161,17 +169,19 @@ CONTROLS = {
     "presence": vary(SAMPLED, presence_penalty=2.0, logprobs=5, logprobs_mode="processed"),
     "frequency": vary(SAMPLED, temperature=0.7, frequency_penalty=2.0),
     "repetition": vary(SAMPLED, temperature=0.5, repetition_penalty=3.0, logit_bias={5: 3.0}),
-    "greedy repetition": vary(GREEDY, repetition_penalty=2.0, presence_penalty=1.0, ignore_eos=True),
+    "greedy repetition": vary(
+        GREEDY, repetition_penalty=2.0, presence_penalty=1.0, ignore_eos=True
+    ),
 }
 
 
 def alone(llm: LLM, prompt: list[int], sampling: SamplingParams, index: int) -> CompletionOutput:
     """One sample of a request, with no other row in any step."""
-    request = llm._frontend.request(prompt, sampling, (0, 0))
+    request = llm._processor.request(prompt, sampling, (0, 0))
     request.sequences = [request.sequences[index]]
     llm.reset_prefix_cache()
     llm._run([request], use_tqdm=False)
-    return llm._frontend.output(request).outputs[0]
+    return llm._processor.output(request).outputs[0]
 
 
 def test_every_control_holds_for_each_sample(llm: LLM) -> None:
@@ -184,9 +194,15 @@ def test_every_control_holds_for_each_sample(llm: LLM) -> None:
             assert completion.index == i, name
             assert_same_completion(completion, alone(llm, prompt, p, i))
     by_name = dict(zip(CONTROLS, outputs, strict=True))
-    assert all(len({str(s) for s in streams(out)}) == (1 if "greedy" in name else 3) for name, out in by_name.items())
+    assert all(
+        len({str(s) for s in streams(out)}) == (1 if "greedy" in name else 3)
+        for name, out in by_name.items()
+    )
     ends = {
-        (c.finish_reason, type(c.stop_reason)) for name in CONTROLS if "stop" in name for c in by_name[name].outputs
+        (c.finish_reason, type(c.stop_reason))
+        for name in CONTROLS
+        if "stop" in name
+        for c in by_name[name].outputs
     }
     assert ("stop", str) in ends, "a sample met a stop string"
     plain = run(llm, prompts, [vary(SAMPLED, n=3, seed=i) for i in range(len(sampling))])
@@ -204,13 +220,18 @@ def test_prompt_logprobs_are_computed_once(llm: LLM) -> None:
     assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == 22
     for top, other in zip(out.prompt_logprobs[1:], one.prompt_logprobs[1:], strict=True):
         assert top is not None and other is not None and list(top) == list(other)
-        np.testing.assert_allclose([x.logprob for x in top.values()], [x.logprob for x in other.values()], atol=1e-4)
+        np.testing.assert_allclose(
+            [x.logprob for x in top.values()], [x.logprob for x in other.values()], atol=1e-4
+        )
     assert_same_completion(out.outputs[0], one.outputs[0])
 
 
 def test_to_arrays(params: Params) -> None:
     """A row for each sample, in order, with the group it belongs to."""
-    sampling = [vary(SAMPLED, n=n, ignore_eos=False, stop_token_ids=list(range(0, 90, 6))) for n in (3, 1, 2)]
+    sampling = [
+        vary(SAMPLED, n=n, ignore_eos=False, stop_token_ids=list(range(0, 90, 6)))
+        for n in (3, 1, 2)
+    ]
     outputs = generate(params, PROMPTS[:3], sampling)
     arrays = jpaged.to_arrays(outputs, pad_id=-1)
     assert arrays["group_ids"].tolist() == [0, 0, 0, 1, 2, 2]
@@ -233,7 +254,11 @@ def test_stream(llm: LLM) -> None:
     for chunk in llm.stream(PROMPTS[1:3], sampling):
         text, tokens, reasons = found.setdefault((chunk.request_index, chunk.index), ("", [], []))
         assert chunk.text_delta is not None
-        delta = (text + chunk.text_delta, tokens + chunk.token_ids_delta, [*reasons, chunk.finish_reason])
+        delta = (
+            text + chunk.text_delta,
+            tokens + chunk.token_ids_delta,
+            [*reasons, chunk.finish_reason],
+        )
         found[chunk.request_index, chunk.index] = delta
         order.append((chunk.request_index, chunk.index))
     assert sorted(order[:4]) == [(0, 0), (0, 1), (1, 0), (1, 1)], "side by side"
@@ -257,7 +282,9 @@ def test_abort(llm: LLM) -> None:
         assert llm.step() == []
     out = llm.abort(doomed)
     assert out is not None and [c.finish_reason for c in out.outputs] == ["abort"] * 4
-    assert [c.index for c in out.outputs] == [0, 1, 2, 3] and all(0 < len(c.token_ids) < 10 for c in out.outputs)
+    assert [c.index for c in out.outputs] == [0, 1, 2, 3] and all(
+        0 < len(c.token_ids) < 10 for c in out.outputs
+    )
     assert llm.abort(doomed) is None
     finished = []
     while llm.has_unfinished():
@@ -286,7 +313,9 @@ def test_n_above_max_n(params: Params) -> None:
 
 @pytest.mark.parametrize("length", [37, 38, 40])
 def test_the_pool_holds_a_prompt_once(params: Params, length: int) -> None:
-    """Ten samples: whole blocks of the prompt once, then what each writes. The open block is copied by all but one."""
+    """Ten samples: whole blocks of the prompt once, then what each writes. The open block is copied
+    by all but one.
+    """
     llm = LLM(params, **vars(ROOMY))
     (prompt,) = make_prompts(length, seed=length)
     (out,) = run(llm, prompt, vary(SAMPLED, n=10, max_tokens=7))
@@ -306,11 +335,19 @@ def test_equal_prompts_of_one_call(llm: LLM) -> None:
     before = llm.stats()
     outputs = run(llm, [prompt] * 5, [vary(SAMPLED, seed=i, n=1 + i % 2) for i in range(5)])
     found = grown(llm, before)
-    assert found["prefill_tokens"] == 30 and [out.num_cached_tokens for out in outputs] == [0, 30, 30, 30, 30]
+    assert found["prefill_tokens"] == 30 and [out.num_cached_tokens for out in outputs] == [
+        0,
+        30,
+        30,
+        30,
+        30,
+    ]
     assert found["copied_blocks"] == 6, "7 rows in the open block, the last of which may keep it"
     for i, out in enumerate(outputs):
         for j, completion in enumerate(out.outputs):
-            assert_same_completion(completion, alone(llm, prompt, vary(SAMPLED, seed=i, n=1 + i % 2), j))
+            assert_same_completion(
+                completion, alone(llm, prompt, vary(SAMPLED, seed=i, n=1 + i % 2), j)
+            )
 
 
 def test_nothing_compiles_for_more_samples(llm: LLM) -> None:
@@ -335,8 +372,19 @@ def test_cache_salt(llm: LLM) -> None:
     """Cached blocks are found under their own salt only, and the salt changes no token."""
     (prompt,) = make_prompts(23, seed=22)
     first = run(llm, [prompt, salted(prompt, "a"), salted(prompt, "b")])
-    assert [out.num_cached_tokens for out in first] == [0, 0, 0], "no sharing within the call either"
-    again = run(llm, [salted(prompt, "b"), salted(prompt, "c"), prompt, salted(prompt, "a"), salted(prompt, "aa")])
+    assert [out.num_cached_tokens for out in first] == [0, 0, 0], (
+        "no sharing within the call either"
+    )
+    again = run(
+        llm,
+        [
+            salted(prompt, "b"),
+            salted(prompt, "c"),
+            prompt,
+            salted(prompt, "a"),
+            salted(prompt, "aa"),
+        ],
+    )
     assert [out.num_cached_tokens for out in again] == [20, 0, 20, 20, 0]
     assert len({str(streams(out)) for out in [*first, *again]}) == 1
     twins = run(llm, [salted(prompt, "d")] * 2, vary(GREEDY, n=2))
@@ -361,7 +409,9 @@ def test_a_salt_that_is_no_text(llm: LLM) -> None:
 
 
 def test_prefix_hit_rate(params: Params) -> None:
-    """Prompt tokens found in the cache / prompt tokens, since the start; nothing is found after a reset."""
+    """Prompt tokens found in the cache / prompt tokens, since the start; nothing is found after a
+    reset.
+    """
     llm = LLM(params, **vars(ROOMY))
     assert llm.stats()["prefix_hit_rate"] == 0.0
     (prompt,) = make_prompts(20, seed=23)
@@ -412,7 +462,11 @@ def test_preempted_rows_go_on_as_if_undisturbed(
     assert stats["preemptions"] == sum(counts.values())
     assert stats["host_blocks"] == int(settings.swap_space_gib * 2**30) // stats["block_bytes"]
     moved = [stats["swap_out_bytes"], stats["swap_in_bytes"]]
-    assert all(n > 0 and n % stats["block_bytes"] == 0 for n in moved) if "swapped" in kinds else moved == [0, 0]
+    assert (
+        all(n > 0 and n % stats["block_bytes"] == 0 for n in moved)
+        if "swapped" in kinds
+        else moved == [0, 0]
+    )
     assert_idle(crowded)
     crowded.close()
 
@@ -441,7 +495,9 @@ def test_an_abort_frees_what_the_host_keeps(params: Params) -> None:
 
 @pytest.mark.parametrize("where", ["read_blocks", "write_blocks", "get"])
 def test_interrupted(params: Params, llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a move to the host, one back, or the wait for a step: all is computed again, and stepping goes on."""
+    """Within a move to the host, one back, or the wait for a step: all is computed again, and
+    stepping goes on.
+    """
     expected = run(llm, MIX_PROMPTS, MIX)
     crowded = LLM(params, tokenizer=TOKENIZER, **vars(SWAP))
     method, passed = getattr(Runner, where), 0
@@ -477,7 +533,11 @@ def test_on_a_mesh() -> None:
     for prompt, out in zip(MIX_PROMPTS, outputs, strict=False):
         assert streams(out) == [dense_greedy(params, prompt, 20)] * 3
     stats = llm.stats()
-    assert stats["copied_blocks"] > 0 and stats["preemptions_swapped"] > 0 and stats["swap_in_bytes"] > 0
+    assert (
+        stats["copied_blocks"] > 0
+        and stats["preemptions_swapped"] > 0
+        and stats["swap_in_bytes"] > 0
+    )
     assert llm._runner is not None and llm._runner.placement.axis_size == 2
     assert_idle(llm)
     llm.close()

@@ -1,4 +1,6 @@
-"""LLM.snapshot and restore: from a snapshot on, everything happens again as it did, as often as one likes."""
+"""LLM.snapshot and restore: from a snapshot on, everything happens again as it did, as often as one
+likes.
+"""
 
 import dataclasses
 import functools
@@ -111,9 +113,15 @@ def states(llm: LLM) -> set[str]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 12, 24])
-@pytest.mark.parametrize("settings", [SWAP, CROWDED, ROOMY], ids=["swap", "recompute", "room for all"])
-def test_the_same_again(llm_of: Callable[[EngineConfig], LLM], settings: EngineConfig, steps: int) -> None:
-    """At any moment of many requests: in the middle of a prompt, with some that wait, on the host or have ended."""
+@pytest.mark.parametrize(
+    "settings", [SWAP, CROWDED, ROOMY], ids=["swap", "recompute", "room for all"]
+)
+def test_the_same_again(
+    llm_of: Callable[[EngineConfig], LLM], settings: EngineConfig, steps: int
+) -> None:
+    """At any moment of many requests: in the middle of a prompt, with some that wait, on the host
+    or have ended.
+    """
     llm = llm_of(settings)
     llm.reset_prefix_cache()
     ids = add(llm)
@@ -129,7 +137,9 @@ def test_the_same_again(llm_of: Callable[[EngineConfig], LLM], settings: EngineC
 
 
 def test_every_state(llm: LLM, llm_of: Callable[[EngineConfig], LLM]) -> None:
-    """One snapshot with rows decoding, swapped and new; the outcome is that of a pool with room for all."""
+    """One snapshot with rows decoding, swapped and new; the outcome is that of a pool with room for
+    all.
+    """
     ids = add(llm)
     ended: list[RequestOutput] = []
     while not {"swapped", "decoding", "new"} <= states(llm):
@@ -141,16 +151,22 @@ def test_every_state(llm: LLM, llm_of: Callable[[EngineConfig], LLM]) -> None:
     first = finish(llm)
     llm.restore(snapshot)
     now = llm.stats()
-    assert all(now[key] == held[key] for key in ("blocks_in_use", "host_blocks_in_use")) and states(llm) >= {"swapped"}
+    assert all(now[key] == held[key] for key in ("blocks_in_use", "host_blocks_in_use")) and states(
+        llm
+    ) >= {"swapped"}
     assert_equal(finish(llm), first)
     seeded = [i for i, p in enumerate(SAMPLING) if p.seed is not None or p.temperature == 0]
-    expected = llm_of(ROOMY).generate([PROMPTS[i] for i in seeded], [SAMPLING[i] for i in seeded], use_tqdm=False)
+    expected = llm_of(ROOMY).generate(
+        [PROMPTS[i] for i in seeded], [SAMPLING[i] for i in seeded], use_tqdm=False
+    )
     assert_same([first[ids[i]] for i in seeded], expected)
     assert any(c.finish_reason == "stop" for out in first.values() for c in out.outputs)
 
 
 def test_a_prompt_in_two_parts(llm: LLM) -> None:
-    """Between two chunks of a prompt, with penalties to be counted when the row first runs and after."""
+    """Between two chunks of a prompt, with penalties to be counted when the row first runs and
+    after.
+    """
     (prompt,) = make_prompts(30, seed=1)
     for sampling in (GREEDY, SAMPLING[3]):
         (expected,) = llm.generate(prompt, sampling, use_tqdm=False)
@@ -165,7 +181,9 @@ def test_a_prompt_in_two_parts(llm: LLM) -> None:
 
 
 def test_branches(llm: LLM) -> None:
-    """Another request added after restore runs beside the old ones and disturbs none; it is in no later branch."""
+    """Another request added after restore runs beside the old ones and disturbs none; it is in no
+    later branch.
+    """
     (prompt,) = make_prompts(10, seed=2)
     (alone,) = llm.generate(prompt, vary(SAMPLED, seed=9, n=2), use_tqdm=False)
     ids = add(llm)
@@ -203,7 +221,9 @@ def test_randomness_goes_back_too(llm: LLM) -> None:
 
 
 def test_nothing_stale_is_found(llm: LLM) -> None:
-    """Blocks were overwritten since: what was cached at the snapshot, or is cached now, is no prefix after restore."""
+    """Blocks were overwritten since: what was cached at the snapshot, or is cached now, is no
+    prefix after restore.
+    """
     sampling = vary(GREEDY, max_tokens=6)
     prompts = make_prompts(17, 21, 13, 18, 22, seed=3)
     expected = [tokens_of(llm.generate(prompt, sampling, use_tqdm=False)) for prompt in prompts]
@@ -213,11 +233,15 @@ def test_nothing_stale_is_found(llm: LLM) -> None:
     llm.step()
     snapshot = llm.snapshot()
     for _ in range(2):
-        llm.generate(prompts[3:], sampling, use_tqdm=False)  # while the first one runs, and its blocks are freed
+        llm.generate(
+            prompts[3:], sampling, use_tqdm=False
+        )  # while the first one runs, and its blocks are freed
         llm.restore(snapshot)
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         assert [tokens_of([out]) for out in outputs] == expected
-        assert [out.num_cached_tokens for out in outputs] == [0, 0, 12, 0, 0], "but what the snapshot's request holds"
+        assert [out.num_cached_tokens for out in outputs] == [0, 0, 12, 0, 0], (
+            "but what the snapshot's request holds"
+        )
         assert tokens_of(llm.step()) == expected[2]
         llm.restore(snapshot)
     llm.abort(request_id)
@@ -239,7 +263,7 @@ def test_beams(llm: LLM) -> None:
     """In the middle of a search, whose beams share blocks, beside an ordinary request."""
     (expected,) = llm.beam_search(PROMPTS[1], 4, 14, use_tqdm=False)
     beside = llm.add_request(PROMPTS[0], GREEDY)
-    search = llm._frontend.beam_search(PROMPTS[1], 4, 14, 1.0, False)
+    search = llm._processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
     llm._add(search)
     for _ in range(6):
         assert llm.step() == []
@@ -254,12 +278,14 @@ def test_beams(llm: LLM) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_at_random(llm: LLM, llm_of: Callable[[EngineConfig], LLM], seed: int) -> None:
-    """Snapshots, restores of any of them, resets of the cache at random moments: the outcome is the undisturbed one."""
+    """Snapshots, restores of any of them, resets of the cache at random moments: the outcome is the
+    undisturbed one.
+    """
     fixed = [vary(p, seed=i) for i, p in enumerate(SAMPLING)]
     expected = llm_of(ROOMY).generate(PROMPTS, fixed, use_tqdm=False)
     expected += llm_of(ROOMY).beam_search(PROMPTS[1], 4, 14, use_tqdm=False)
     ids = [llm.add_request(prompt, p) for prompt, p in zip(PROMPTS, fixed, strict=True)]
-    search = llm._frontend.beam_search(PROMPTS[1], 4, 14, 1.0, False)
+    search = llm._processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
     llm._add(search)
     rng = random.Random(seed)
     found: dict[str, RequestOutput] = {}
@@ -304,7 +330,9 @@ def test_not_for_other_weights(params: Params) -> None:
     llm.update_params(jpaged.Params(dict(params), params.config), mode="abort")
     llm.restore(snapshot)  # the same arrays: the same weights
     llm.update_params(make_params(1), mode="abort")
-    with pytest.raises(RequestError, match=r"snapshot of weight version 1: its KV is not that of 2"):
+    with pytest.raises(
+        RequestError, match=r"snapshot of weight version 1: its KV is not that of 2"
+    ):
         llm.restore(snapshot)
     aborted = finish(llm)
     assert all(c.finish_reason == "abort" for out in aborted.values() for c in out.outputs)
@@ -320,7 +348,9 @@ def test_not_for_another_pool(llm: LLM, params: Params, changes: dict[str, int])
     llm.step()
     snapshot = llm.snapshot()
     other = make_llm(params, dataclasses.replace(SWAP, **changes))
-    with pytest.raises(RequestError, match=r"snapshot of another LLM, or of a pool that has since been replaced"):
+    with pytest.raises(
+        RequestError, match=r"snapshot of another LLM, or of a pool that has since been replaced"
+    ):
         other.restore(snapshot)
     assert not other.has_unfinished()
     assert_idle(other)
@@ -330,7 +360,9 @@ def test_not_for_another_pool(llm: LLM, params: Params, changes: dict[str, int])
 
 @pytest.mark.parametrize("same_weights", [False, True])
 def test_not_for_another_llm(llm: LLM, params: Params, same_weights: bool) -> None:
-    """Of the same pool: with other weights, or with fewer slots than the rows of the snapshot may have."""
+    """Of the same pool: with other weights, or with fewer slots than the rows of the snapshot may
+    have.
+    """
     snapshot = llm.snapshot()
     settings = dataclasses.replace(SWAP, max_num_seqs=3) if same_weights else SWAP
     other = make_llm(params if same_weights else make_params(1), settings)
@@ -340,7 +372,9 @@ def test_not_for_another_llm(llm: LLM, params: Params, same_weights: bool) -> No
 
 
 def test_a_stream_takes_no_output_with_it(llm: LLM) -> None:
-    """The snapshot's own request ends in the very step in which the stream finds out that it is gone."""
+    """The snapshot's own request ends in the very step in which the stream finds out that it is
+    gone.
+    """
     stream = llm.stream(PROMPTS[1], vary(GREEDY, max_tokens=2))
     next(stream)
     llm.restore(llm.snapshot())
@@ -367,7 +401,9 @@ def test_a_stream_does_not_outlive_a_restore(llm: LLM, where: str) -> None:
     assert list(stream) == []
     found = finish(llm)
     assert found.pop(other).outputs[0].finish_reason == "length"
-    assert len(found) == (0 if where == "after" else 2), "the snapshot's own requests go on, for `step`"
+    assert len(found) == (0 if where == "after" else 2), (
+        "the snapshot's own requests go on, for `step`"
+    )
     assert all(c.finish_reason == "length" for out in found.values() for c in out.outputs)
 
 

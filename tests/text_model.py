@@ -7,13 +7,18 @@ from typing import Any
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.config import ModelConfig, import_transformers
+from jpaged.models.config import ModelConfig, import_transformers
 from tests.golden.weights import state_dict
 from tests.tiny import CONFIG
 
-TILDE, TOKENIZER_EOS, CONFIG_EOS = 94, 95, 96  # three sources of EOS: generation_config, tokenizer, config.json
+TILDE, TOKENIZER_EOS, CONFIG_EOS = (
+    94,
+    95,
+    96,
+)  # three sources of EOS: generation_config, tokenizer, config.json
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') "
+    "}}{% endif %}"
     "{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if tone %}({{ tone }}){% endif %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
@@ -33,12 +38,20 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Any:
 
 
 def write_folder(folder: Path, name: str = "text", config: ModelConfig = CONFIG) -> Path:
-    """A Hugging Face folder: config.json, the weights that belong to `name`, tokenizer and generation defaults."""
+    """A Hugging Face folder: config.json, the weights that belong to `name`, tokenizer and
+    generation defaults.
+    """
     raw = config.to_hf()
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     save_file(state_dict(name, raw), folder / "model.safetensors")
     make_tokenizer().save_pretrained(folder)
-    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [TILDE, CONFIG_EOS], "do_sample": True}
+    defaults = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "eos_token_id": [TILDE, CONFIG_EOS],
+        "do_sample": True,
+    }
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     return folder

@@ -1,4 +1,6 @@
-"""A random model of a few kilobytes, engine settings that compile quickly, and a count of what XLA compiles."""
+"""A random model of a few kilobytes, engine settings that compile quickly, and a count of what XLA
+compiles.
+"""
 
 import contextlib
 import dataclasses
@@ -30,7 +32,8 @@ CONFIG = ModelConfig(
     qk_norm=True,
     eos_token_ids=(EOS,),
 )
-# One prefill and one decode shape; small blocks, so that every prompt crosses some, and chunks of 16 tokens.
+# One prefill and one decode shape; small blocks, so that every prompt crosses some, and chunks of
+# 16 tokens.
 ENGINE = EngineConfig(
     block_size=4,
     max_num_seqs=8,
@@ -42,7 +45,8 @@ ENGINE = EngineConfig(
     max_logit_bias=4,
     max_stop_ids=4,
 )
-# Rows for many samples of a prompt and candidates for 4 beams; CROWDED is a pool in which they preempt each other.
+# Rows for many samples of a prompt and candidates for 4 beams; CROWDED is a pool in which they
+# preempt each other.
 ROOMY = dataclasses.replace(ENGINE, max_num_seqs=12, seq_buckets=(12,), max_logprobs=12)
 CROWDED = dataclasses.replace(ROOMY, num_blocks=20, swap_min_tokens=0)
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -68,7 +72,9 @@ def make_params(seed: int = 0, config: ModelConfig = CONFIG, dtype: Any = np.flo
             x *= (3.0 if "lm_head" in name or "embed" in name else 1.4) / np.sqrt(fan_in)
         return jnp.asarray(x, dtype)
 
-    tree = jax.tree_util.tree_map_with_path(leaf, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
+    tree = jax.tree_util.tree_map_with_path(
+        leaf, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple)
+    )
     return Params(tree, config)
 
 
@@ -92,7 +98,9 @@ def _logits(params: Params, tokens: jax.Array) -> jax.Array:
 
 
 def dense_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:
-    """f32 logits [len(tokens), V] of the dense forward, padded to the longest context so that it compiles once."""
+    """f32 logits [len(tokens), V] of the dense forward, padded to the longest context so that it
+    compiles once.
+    """
     padded = np.zeros((1, params.config.max_position_embeddings), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_forward(params, padded))[0, : len(tokens)]
@@ -117,11 +125,15 @@ def tokens_of(outputs: Sequence[jpaged.RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def assert_same(outputs: Sequence[jpaged.RequestOutput], expected: Sequence[jpaged.RequestOutput]) -> None:
+def assert_same(
+    outputs: Sequence[jpaged.RequestOutput], expected: Sequence[jpaged.RequestOutput]
+) -> None:
     """Every completion: tokens, text and what ended it; logprobs and scores to rounding."""
     assert len(outputs) == len(expected)
     for out, other in zip(outputs, expected, strict=True):
-        assert out.prompt_token_ids == other.prompt_token_ids and (out.error is None) == (other.error is None)
+        assert out.prompt_token_ids == other.prompt_token_ids and (out.error is None) == (
+            other.error is None
+        )
         assert [c.index for c in out.outputs] == [c.index for c in other.outputs]
         for a, b in zip(out.outputs, other.outputs, strict=True):
             assert_same_completion(a, b)
@@ -138,8 +150,12 @@ def assert_same_completion(a: jpaged.CompletionOutput, b: jpaged.CompletionOutpu
         np.testing.assert_allclose(a.score, b.score, atol=1e-4)
     assert (a.logprobs is None) == (b.logprobs is None)
     for top, other in zip(a.logprobs or (), b.logprobs or (), strict=True):
-        assert list(top) == list(other) and [x.rank for x in top.values()] == [x.rank for x in other.values()]
-        np.testing.assert_allclose([x.logprob for x in top.values()], [x.logprob for x in other.values()], atol=1e-4)
+        assert list(top) == list(other) and [x.rank for x in top.values()] == [
+            x.rank for x in other.values()
+        ]
+        np.testing.assert_allclose(
+            [x.logprob for x in top.values()], [x.logprob for x in other.values()], atol=1e-4
+        )
 
 
 def assert_idle(llm: jpaged.LLM) -> None:
@@ -154,7 +170,9 @@ def assert_idle(llm: jpaged.LLM) -> None:
 
 @contextlib.contextmanager
 def compile_cache(folder: Path) -> Iterator[None]:
-    """Steps whose like was compiled inside such a block before are loaded from `folder`: ten times as fast."""
+    """Steps whose like was compiled inside such a block before are loaded from `folder`: ten times
+    as fast.
+    """
     settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,

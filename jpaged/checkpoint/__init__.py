@@ -1,4 +1,6 @@
-"""Checkpoints on disk (Hugging Face, Orbax) to Params and back, the tokenizer beside them; other projects' trees."""
+"""Checkpoints on disk (Hugging Face, Orbax) to Params and back, the tokenizer beside them; other
+projects' trees.
+"""
 
 from jpaged.checkpoint.foreign import params_from
 from jpaged.checkpoint.load import load_params

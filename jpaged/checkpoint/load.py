@@ -11,22 +11,33 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.checkpoint.hf import INDEX, SINGLE, plan_hf
 from jpaged.checkpoint.orbax import find_orbax, plan_orbax
 from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
-from jpaged.config import ModelConfig, read_json
+from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import choose_tensor_axis, param_shapes, param_specs
 from jpaged.models.params import Params
 
-PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")  # reading these runs code that they hold
+PICKLED = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".pkl",
+    ".pickle",
+    ".ckpt",
+)  # reading these runs code that they hold
 
 
-def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None) -> Params:
+def load_params(
+    path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None
+) -> Params:
     """Params from a Hugging Face folder (safetensors) or an Orbax folder with a config.json.
 
-    dtype: "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files hold.
-    mesh: KV heads are split over its tensor axis as `param_specs` says; None is jax's default device.
-    Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host memory peaks at the
-    checkpoint's own size on CPU, where jax takes the buffers over, and at the largest tensor's on an accelerator.
-    Raises CheckpointError (missing, damaged, unsafe, misfit) and ConfigError (architecture, dtype or mesh cannot work).
+    dtype: "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files
+    hold. mesh: KV heads are split over its tensor axis as `param_specs` says; None is jax's default
+    device. Names, shapes, dtypes and file sizes are all checked before the first tensor is read.
+    Host memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at
+    the largest tensor's on an accelerator. Raises CheckpointError (missing, damaged, unsafe,
+    misfit) and ConfigError (architecture, dtype or mesh cannot work).
     """
     target = None if dtype is None else float_dtype(dtype)
     folder = Path(path).expanduser().absolute()
@@ -39,9 +50,13 @@ def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh |
         specs = flat(param_specs(config, axis, mesh.shape[axis]))
         shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     leaves = {}
-    for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):  # large ones while there is most room
+    for name in sorted(
+        shapes, key=lambda name: -math.prod(shapes[name])
+    ):  # large ones while there is most room
         held = {part.dtype for part in plan[name]}
-        buffer = empty(shapes[name], target or (held.pop() if len(held) == 1 else DTYPES["float32"]))
+        buffer = empty(
+            shapes[name], target or (held.pop() if len(held) == 1 else DTYPES["float32"])
+        )
         for part in plan[name]:
             part.read(buffer[part.index])
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
@@ -54,7 +69,9 @@ def load_params(path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh |
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a checkpoint folder; the message of any error names the folder."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder (checkpoints are read from local folders only)")
+        raise CheckpointError(
+            f"{folder}: no such folder (checkpoints are read from local folders only)"
+        )
     raw = read_json(folder / "config.json", CheckpointError)
     try:
         return ModelConfig.from_hf(raw)
@@ -63,7 +80,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def find_plan(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
-    """The stored parts of every canonical tensor, checked, from whichever format the folder holds."""
+    """The stored parts of every canonical tensor, checked, from whichever format the folder
+    holds.
+    """
     try:
         if any((folder / name).is_file() for name in (INDEX, SINGLE)):
             return plan_hf(folder, config)
@@ -75,4 +94,6 @@ def find_plan(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     if pickled:
         unsafe = "is a pickle, which can run code when it is read; convert it to safetensors"
         raise CheckpointError(f"{folder}: {pickled[0]} {unsafe}")
-    raise CheckpointError(f"{folder}: holds neither model.safetensors, nor its index, nor an Orbax checkpoint")
+    raise CheckpointError(
+        f"{folder}: holds neither model.safetensors, nor its index, nor an Orbax checkpoint"
+    )

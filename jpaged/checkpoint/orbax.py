@@ -1,4 +1,6 @@
-"""Orbax folders: config.json, tokenizer files, and the canonical tree as an Orbax checkpoint in `params/`."""
+"""Orbax folders: config.json, tokenizer files, and the canonical tree as an Orbax checkpoint in
+`params/`.
+"""
 
 import contextlib
 import functools
@@ -16,8 +18,9 @@ from jax.core import Tracer
 
 from jpaged.checkpoint.tensors import DTYPES, Part, check_fit, first_line, flat, store
 from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
-from jpaged.config import ModelConfig, read_json
+from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
 from jpaged.models.params import Params
 
@@ -27,13 +30,17 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def save_params(params: Params, path: str | os.PathLike[str]) -> None:
-    """Write Params as an Orbax folder that `load_params` reads back exactly; finished when this returns.
+    """Write Params as an Orbax folder that `load_params` reads back exactly; finished when this
+    returns.
 
-    The config.json, tokenizer files and generation_config of the folder that the params came from go along.
-    path: a folder that does not exist or is empty. CheckpointError otherwise, or when leaves do not fit the config.
+    The config.json, tokenizer files and generation_config of the folder that the params came from
+    go along. path: a folder that does not exist or is empty. CheckpointError otherwise, or when
+    leaves do not fit the config.
     """
     if not isinstance(params, Params):
-        raise ConfigError(f"save_params takes what load_params returns, not a {type(params).__name__}")
+        raise ConfigError(
+            f"save_params takes what load_params returns, not a {type(params).__name__}"
+        )
     folder = check_new(path)
     leaves = flat(params)
     for name, leaf in leaves.items():
@@ -45,19 +52,27 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
     check_fit("params", found, flat(param_shapes(params.config)))
     config_json = _config_json(params)
 
-    import orbax.checkpoint as ocp  # takes a second and a half; loading a Hugging Face folder never needs it
+    # takes a second and a half; loading a Hugging Face folder never needs it
+    import orbax.checkpoint as ocp
 
-    # Small chunks keep a reader's peak low. Compression would save a fifth of the disk and double the time of a load.
+    # Small chunks keep a reader's peak low. Compression would save a fifth of the disk and double
+    # the time of a load.
     options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-            checkpointer.save(folder / "params", args=ocp.args.PyTreeSave(params, save_args=options))
+            checkpointer.save(
+                folder / "params", args=ocp.args.PyTreeSave(params, save_args=options)
+            )
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
             if params.source and (file := params.source / name).exists():
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
-        (folder / "config.json").write_text(config_json, encoding="utf-8")  # last: without it the folder does not load
-    except Exception as e:  # Orbax and tensorstore raise many types for a disk that is full or not writable
+        (folder / "config.json").write_text(
+            config_json, encoding="utf-8"
+        )  # last: without it the folder does not load
+    except (
+        Exception
+    ) as e:  # Orbax and tensorstore raise many types for a disk that is full or not writable
         raise CheckpointError(f"{folder}: cannot be written ({first_line(e)})") from e
 
 
@@ -66,7 +81,9 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     folder = Path(path).expanduser().absolute()
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder}: exists and is not an empty folder; nothing was written")
+            raise CheckpointError(
+                f"{folder}: exists and is not an empty folder; nothing was written"
+            )
     except OSError as e:
         raise CheckpointError(f"{folder}: {e}") from e
     return folder
@@ -76,7 +93,9 @@ def find_orbax(folder: Path) -> Path | None:
     """The Orbax tree of a folder: the folder itself, or the one below it."""
     if (folder / MARK).is_file():
         return folder
-    whole = (child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name)  # else: cut short
+    whole = (
+        child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name
+    )  # else: cut short
     roots = sorted(child for child in whole if (child / MARK).is_file())
     if len(roots) > 1:
         several = f"several Orbax checkpoints ({', '.join(root.name for root in roots)})"
@@ -87,8 +106,9 @@ def find_orbax(folder: Path) -> Path | None:
 def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """One part for every canonical tensor, after names, shapes and dtypes have been checked.
 
-    By tensorstore, which Orbax writes with. Orbax's own restore holds every tensor twice, so that a checkpoint which is
-    mostly embedding peaks at 1.5 to 2 times its size, and it leaves failing tasks behind where a file is damaged.
+    By tensorstore, which Orbax writes with. Orbax's own restore holds every tensor twice, so that a
+    checkpoint which is mostly embedding peaks at 1.5 to 2 times its size, and it leaves failing
+    tasks behind where a file is damaged.
     """
     import tensorstore as ts
 
@@ -97,7 +117,10 @@ def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
     context = ts.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
     try:
         metadata = read_json(root / MARK)
-        stored = [".".join(key["key"] for key in entry["key_metadata"]) for entry in metadata["tree_metadata"].values()]
+        stored = [
+            ".".join(key["key"] for key in entry["key_metadata"])
+            for entry in metadata["tree_metadata"].values()
+        ]
         names = our_names(stored, wanted)
         specs = {name: _spec(root, at, metadata) for name, at in names.items() if name in wanted}
         opening = {name: ts.open(spec, context=context, read=True) for name, spec in specs.items()}
@@ -115,12 +138,14 @@ def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
 def our_names(stored: Iterable[str], wanted: Container[str]) -> dict[str, str]:
     """Our name of each stored tensor: {"norm.scale": "params.norm.scale.value", ...}.
 
-    nnx saves a Variable as its `value`. In a training loop's state the weights are one part, which TRAIN_STATE names;
-    its other parts (optimizer, step) are left out.
+    nnx saves a Variable as its `value`. In a training loop's state the weights are one part, which
+    TRAIN_STATE names; its other parts (optimizer, step) are left out.
     """
     plain = {name.removesuffix(".value"): name for name in stored}
     for prefix in TRAIN_STATE:
-        part = {name.removeprefix(prefix): at for name, at in plain.items() if name.startswith(prefix)}
+        part = {
+            name.removeprefix(prefix): at for name, at in plain.items() if name.startswith(prefix)
+        }
         if "norm.scale" in part and "norm.scale" in wanted:
             return part
     return plain
@@ -130,7 +155,11 @@ def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """tensorstore's address of one tensor of an Orbax tree."""
     kvstore = {"driver": "file", "path": f"{root}/{name}/"}
     if (root / "manifest.ocdbt").exists():
-        kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
+        kvstore = {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{root}/"},
+            "path": f"{name}/",
+        }
     # Where Orbax stored zeros too, a chunk that is not there is lost, and must not read as zeros.
     complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
@@ -140,7 +169,10 @@ def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
 def _read(name: str, array: Any, out: np.ndarray) -> None:
     """Fill `out` with a stored tensor, one stored chunk after another."""
     chunk = array.chunk_layout.read_chunk.shape
-    sides = [[slice(i, min(i + c, n)) for i in range(0, n, c)] for n, c in zip(out.shape, chunk, strict=True)]
+    sides = [
+        [slice(i, min(i + c, n)) for i in range(0, n, c)]
+        for n, c in zip(out.shape, chunk, strict=True)
+    ]
     for index in itertools.product(*sides):
         try:
             block = array[index].read().result()
@@ -150,7 +182,9 @@ def _read(name: str, array: Any, out: np.ndarray) -> None:
 
 
 def _config_json(params: Params) -> str:
-    """The source's own config.json where it still describes these params, else one made from the config."""
+    """The source's own config.json where it still describes these params, else one made from the
+    config.
+    """
     raw = params.config.to_hf()
     if params.source is not None:
         with contextlib.suppress(ConfigError):  # the folder has gone or changed since

@@ -10,26 +10,36 @@ import numpy as np
 
 from jpaged.errors import CheckpointError, ConfigError
 
-DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {name: np.dtype(name) for name in ("float32", "float16")} | {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16)
+}
 SLAB_BYTES = 16 * 2**20  # what is read, cast or stored as one piece
 
 
 class Part(NamedTuple):
-    """A stored tensor and its place: canonical[index] takes it in C order. `read` fills that view, and casts."""
+    """A stored tensor and its place: canonical[index] takes it in C order. `read` fills that view,
+    and casts.
+    """
 
     dtype: np.dtype
     read: Callable[[np.ndarray], None]
     index: Any = ()
 
 
-def flat(tree: Any, is_leaf: Callable[[Any], bool] = lambda node: isinstance(node, tuple)) -> dict[str, Any]:
-    """{"layers.0.attention.qkv": leaf, ...} of a nested dict, in jax's order. Orbax stores tensors by these names."""
+def flat(
+    tree: Any, is_leaf: Callable[[Any], bool] = lambda node: isinstance(node, tuple)
+) -> dict[str, Any]:
+    """{"layers.0.attention.qkv": leaf, ...} of a nested dict, in jax's order. Orbax stores tensors
+    by these names.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def float_dtype(dtype: Any) -> np.dtype:
-    """A numpy dtype from a name, a numpy or a jax dtype; ConfigError for any that weights cannot have."""
+    """A numpy dtype from a name, a numpy or a jax dtype; ConfigError for any that weights cannot
+    have.
+    """
     try:
         return DTYPES[np.dtype(dtype).name]
     except (KeyError, TypeError):
@@ -39,16 +49,27 @@ def float_dtype(dtype: Any) -> np.dtype:
 Shape = tuple[int, ...]
 
 
-def check_fit(where: Any, found: Mapping[str, tuple[Shape, str]], wanted: Mapping[str, Shape]) -> None:
-    """CheckpointError that names every kind of misfit between tensors (shape, dtype name) and the config's shapes."""
+def check_fit(
+    where: Any, found: Mapping[str, tuple[Shape, str]], wanted: Mapping[str, Shape]
+) -> None:
+    """CheckpointError that names every kind of misfit between tensors (shape, dtype name) and the
+    config's shapes.
+    """
     both = [(name, *found[name], wanted[name]) for name in wanted if name in found]
     misfits = {
         "missing": [name for name in wanted if name not in found],
         "not in this architecture": [name for name in found if name not in wanted],
-        "of another shape": [f"{name} {list(a)}, config {list(b)}" for name, a, _, b in both if tuple(a) != tuple(b)],
-        "not bfloat16, float16 or float32": [f"{name} {dtype}" for name, _, dtype, _ in both if dtype not in DTYPES],
+        "of another shape": [
+            f"{name} {list(a)}, config {list(b)}" for name, a, _, b in both if tuple(a) != tuple(b)
+        ],
+        "not bfloat16, float16 or float32": [
+            f"{name} {dtype}" for name, _, dtype, _ in both if dtype not in DTYPES
+        ],
     }
-    first = {kind: ", ".join(names[:3]) + (", ..." if names[3:] else "") for kind, names in misfits.items()}
+    first = {
+        kind: ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        for kind, names in misfits.items()
+    }
     if said := [f"{len(names)} {kind} ({first[kind]})" for kind, names in misfits.items() if names]:
         raise CheckpointError(f"{where}: tensors do not fit the config: " + "; ".join(said))
 
@@ -58,11 +79,15 @@ def store(name: str, block: np.ndarray, out: np.ndarray) -> None:
     with np.errstate(over="ignore"):
         out[...] = block
     if out.dtype == np.float16 and block.dtype != np.float16 and not np.isfinite(out).all():
-        raise CheckpointError(f"{name}: holds values beyond float16's range; load it as bfloat16 or float32")
+        raise CheckpointError(
+            f"{name}: holds values beyond float16's range; load it as bfloat16 or float32"
+        )
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that starts on a cache line: jax on CPU then takes it over without a copy."""
+    """An uninitialised array that starts on a cache line: jax on CPU then takes it over without a
+    copy.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -1,4 +1,6 @@
-"""The loop: schedule, dispatch, commit. The runner is handed in, so a mock model can stand in for the device."""
+"""The loop: schedule, dispatch, commit. The runner is handed in, so a mock model can stand in for
+the device.
+"""
 
 import contextlib
 import copy
@@ -9,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
-from jpaged.engine.batch import Batch, StepResult, pack
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.scheduler import Plan, Scheduler
+from jpaged.engine.packing import Batch, pack
+from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Status, Swapped
 from jpaged.errors import RequestError
 
@@ -37,7 +40,9 @@ class Runner(Protocol):
         ...
 
     def write_blocks(self, data: Any, block_ids: list[int]) -> None:
-        """Put what read_blocks gave into these blocks, before the next step; -1 leaves a block out."""
+        """Put what read_blocks gave into these blocks, before the next step; -1 leaves a block
+        out.
+        """
         ...
 
     def recover(self) -> None:
@@ -58,8 +63,8 @@ class EngineState:
 class Engine:
     """All requests in flight over one pool.
 
-    config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next step is dispatched before the last
-    one's tokens are read.
+    config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next step is
+    dispatched before the last one's tokens are read.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner, *, depth: int = 1):
@@ -77,21 +82,29 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; its request_id must not be in use."""
         if request.request_id in self.requests:
-            raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use by an unfinished request"
+            )
         with self._consistent():
             self.requests[request.request_id] = request
             for seq in request.sequences:
                 self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> Request | None:
-        """End an unfinished request as "abort"; returns it, or None when there is none of that id."""
+        """End an unfinished request as "abort"; returns it, or None when there is none of that
+        id.
+        """
         request = self.requests.get(request_id)
         if request is not None:
             with self._consistent():
                 for seq in request.sequences:
-                    if seq.status is not Status.FINISHED:  # as one that ended in a step which then failed
+                    if (
+                        seq.status is not Status.FINISHED
+                    ):  # as one that ended in a step which then failed
                         self.scheduler.finish(seq, "abort")
-                self.scheduler.finished = [seq for seq in self.scheduler.finished if seq.request is not request]
+                self.scheduler.finished = [
+                    seq for seq in self.scheduler.finished if seq.request is not request
+                ]
                 self._forget(request)
         return request
 
@@ -99,7 +112,8 @@ class Engine:
         return bool(self.requests)
 
     def step(self) -> list[Request]:
-        """Dispatch the next step, commit the oldest in flight, return the requests that ended. Idle: [] at once.
+        """Dispatch the next step, commit the oldest in flight, return the requests that ended.
+        Idle: [] at once.
 
         Any exception leaves the engine consistent: what was running is queued again and recomputed.
         """
@@ -117,13 +131,19 @@ class Engine:
                 self._in_flight.append((plan, handle, started))
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-            ended = {seq.request: None for seq in self.scheduler.take_finished() if seq.request.is_finished}
+            ended = {
+                seq.request: None
+                for seq in self.scheduler.take_finished()
+                if seq.request.is_finished
+            }
             for request in ended:
                 self._forget(request)
         return list(ended)
 
     def recover(self) -> None:
-        """Start over from the unfinished sequences: a fresh block manager, nothing cached, nothing in flight."""
+        """Start over from the unfinished sequences: a fresh block manager, nothing cached, nothing
+        in flight.
+        """
         self._is_broken = True
         self._in_flight.clear()
         self.runner.recover()
@@ -157,10 +177,14 @@ class Engine:
             blocks = self.runner.read_blocks(block_ids)
             requests, scheduler = copy.deepcopy((self.requests, self.scheduler))
         scheduler.blocks.forget_free()  # their content is not kept
-        return EngineState(requests=requests, scheduler=scheduler, block_ids=block_ids, blocks=blocks)
+        return EngineState(
+            requests=requests, scheduler=scheduler, block_ids=block_ids, blocks=blocks
+        )
 
     def restore(self, state: EngineState) -> None:
-        """Go back to a snapshot of this engine; whatever was added since is gone. A snapshot can be restored again."""
+        """Go back to a snapshot of this engine; whatever was added since is gone. A snapshot can be
+        restored again.
+        """
         with self._consistent():
             self._in_flight.clear()
             self.requests, self.scheduler = copy.deepcopy((state.requests, state.scheduler))
@@ -180,13 +204,20 @@ class Engine:
         """The totals of Stats, what follows from them, and the blocks in use now."""
         stats, blocks, preemptions = self.stats, self.scheduler.blocks, self.stats.preemptions
         computed = stats.prefill_tokens + stats.decode_tokens
-        totals = {name: value for name, value in vars(stats).items() if not isinstance(value, Counter)}
+        totals = {
+            name: value for name, value in vars(stats).items() if not isinstance(value, Counter)
+        }
         return {
             **totals,
-            "step_sizes": {"prefill": dict(stats.prefill_sizes), "decode": dict(stats.decode_sizes)},
+            "step_sizes": {
+                "prefill": dict(stats.prefill_sizes),
+                "decode": dict(stats.decode_sizes),
+            },
             "steps": stats.prefill_steps + stats.decode_steps,
             "padding_waste": 1 - computed / stats.padded_tokens if stats.padded_tokens else 0.0,
-            "prefix_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+            "prefix_hit_rate": stats.cached_tokens / stats.prompt_tokens
+            if stats.prompt_tokens
+            else 0.0,
             "preemptions": preemptions.total(),
             "preemptions_swapped": preemptions["swapped"],
             "preemptions_recomputed": preemptions["recomputed"],
@@ -210,7 +241,10 @@ class Engine:
         done = time.perf_counter()
         self.stats.device_time_s += fetched - waiting
         self.stats.host_time_s += (waiting - started) + (done - fetched)
-        dispatched, self._last_done = max(dispatched, self._last_done), done  # what overlaps counts once
+        dispatched, self._last_done = (
+            max(dispatched, self._last_done),
+            done,
+        )  # what overlaps counts once
         if plan.phase == "prefill":
             self.stats.prefill_time_s += done - dispatched
         else:
@@ -226,7 +260,11 @@ class Engine:
         config = self.config
         assert config.num_blocks is not None, "the engine's config is not resolved"
         return Scheduler(
-            BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+            BlockManager(
+                config.num_blocks,
+                config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_steps=config.decode_steps or 1,
@@ -239,15 +277,18 @@ class Engine:
 class Stats:
     """Running totals of one engine. Times in seconds; tokens, steps and preemptions are counts.
 
-    prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended.
-    dispatches: a prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
-    host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for results.
-    padded_tokens: rows of tokens computed, padding included. preemptions: by kind, "swapped" or "recomputed".
+    prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended. dispatches: a
+    prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
+    host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
+    results. padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
+    "swapped" or "recomputed".
     """
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
-        self.prefill_steps = self.decode_steps = self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
+        self.prefill_steps = self.decode_steps = self.prefill_tokens = self.decode_tokens = (
+            self.padded_tokens
+        ) = 0
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
         self.dispatches = 0

@@ -1,7 +1,8 @@
-"""Random keys on the host: threefry2x32 over two Python ints, equal to jax.random's key and fold_in.
+"""Random keys on the host: threefry2x32 over two Python ints, equal to jax.random's key and
+fold_in.
 
-A request's key is fixed at admission, without a device call. Source: Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3" (SC 2011), 20 rounds.
+A request's key is fixed at admission, without a device call. Source: Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3" (SC 2011), 20 rounds.
 """
 
 Key = tuple[int, int]

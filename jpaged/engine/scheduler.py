@@ -1,67 +1,28 @@
-"""Scheduler: which sequences run in the next step. Works on Sequences and block counts; never touches a tensor."""
+"""Scheduler: which sequences run in the next step. Works on Sequences and block counts; never
+touches a tensor.
+"""
 
-import dataclasses
 from collections import Counter, OrderedDict
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from jpaged.engine.batch import StepResult, padded_blocks
-from jpaged.engine.beam import BeamSearch
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.buckets import padded_blocks
+from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence, Status, Swapped
 from jpaged.errors import CapacityError
+from jpaged.search.beam import BeamSearch
 
-MAX_PREFILL_STREAK = 4  # prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens
-
-
-Phase = Literal["prefill", "decode"]
-
-
-class PlanEntry(NamedTuple):
-    """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
-
-    No tokens at all make a fork: it draws from what the row before it has computed. draws: tokens that the step draws:
-    one after the last chunk of a prompt, and in decode one after each of its tokens.
-    first: the row's slot was just taken (its device state is another's).
-    epoch: the sequence's epoch when planned; a later one means that it was preempted meanwhile.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    draws: int
-    first: bool
-    epoch: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One dispatch: chunks of prompts (prefill), or as many tokens of each row as it has steps left (decode).
-
-    Before it, in this order: `swap_outs` are copied from the pool to the host, `swap_ins` come back into other blocks
-    (-1: not needed, the cache has it), and `copies` (source, target) are made within the pool.
-    """
-
-    phase: Phase
-    entries: tuple[PlanEntry, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-    swap_outs: tuple[tuple[Swapped, list[int]], ...] = ()
-    swap_ins: tuple[tuple[Swapped, list[int]], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(e.num_tokens for e in self.entries)
+# prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens
+MAX_PREFILL_STREAK = 4
 
 
 class Scheduler:
     """Two queues, waiting and running, over one BlockManager.
 
-    max_num_seqs: device slots, so rows that run at once. max_num_batched_tokens: prefill tokens a step. decode_steps:
-    tokens of a row in one decode dispatch. host_blocks: how many blocks of preempted sequences the host may keep;
-    swap_min_tokens: fewer tokens are computed again instead. preemptions: counts them as "swapped" and "recomputed".
+    max_num_seqs: device slots, so rows that run at once. max_num_batched_tokens: prefill tokens a
+    step. decode_steps: tokens of a row in one decode dispatch. host_blocks: how many blocks of
+    preempted sequences the host may keep; swap_min_tokens: fewer tokens are computed again instead.
+    preemptions: counts them as "swapped" and "recomputed".
     """
 
     def __init__(
@@ -81,13 +42,17 @@ class Scheduler:
         self.decode_steps = decode_steps
         self.host_blocks = self.free_host_blocks = host_blocks
         self.swap_min_tokens = swap_min_tokens
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an ordered set, next to be admitted first
+        self.waiting: OrderedDict[Sequence, None] = (
+            OrderedDict()
+        )  # an ordered set, next to be admitted first
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.finished: list[Sequence] = []  # since the engine last took them
         self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._streak = 0
-        self._swap_outs: list[tuple[Swapped, list[int]]] = []  # since the last plan, as are the next
+        self._swap_outs: list[
+            tuple[Swapped, list[int]]
+        ] = []  # since the last plan, as are the next
         self._swap_ins: list[tuple[Swapped, list[int]]] = []
 
     def add(self, seq: Sequence) -> None:
@@ -97,7 +62,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> Plan | None:
-        """The next step, with its blocks allocated, or None when nothing can be dispatched before the next commit."""
+        """The next step, with its blocks allocated, or None when nothing can be dispatched before
+        the next commit.
+        """
         decodable = any(seq.can_decode for seq in self.running)
         entries: list[PlanEntry] = []
         phase: Phase = "prefill"
@@ -115,13 +82,19 @@ class Scheduler:
             return None
         self._streak = self._streak + 1 if phase == "prefill" else 0
         ins, self._swap_ins = tuple(self._swap_ins), []
-        moves = {"copies": self.blocks.take_copies(), "swap_outs": self.take_swap_outs(), "swap_ins": ins}
+        moves = {
+            "copies": self.blocks.take_copies(),
+            "swap_outs": self.take_swap_outs(),
+            "swap_ins": ins,
+        }
         return Plan(phase=phase, entries=tuple(entries), **moves)
 
     def commit(self, plan: Plan, result: StepResult) -> None:
-        """Take in what a dispatch computed: append tokens, hash full blocks, end the sequences that stop.
+        """Take in what a dispatch computed: append tokens, hash full blocks, end the sequences that
+        stop.
 
-        Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted nor hashed.
+        Tokens of a sequence that ended while the dispatch was in flight are surplus: neither
+        emitted nor hashed.
         """
         searches: dict[BeamSearch, None] = {}
         drawn = 0
@@ -145,7 +118,9 @@ class Scheduler:
                     self._written(entry, entry.end)
                 seq.candidates = result.top(at, search.num_candidates)[1:]
                 searches[search] = None
-                self.waiting.pop(seq, None)  # preempted meanwhile: it waits for its search, not for blocks
+                self.waiting.pop(
+                    seq, None
+                )  # preempted meanwhile: it waits for its search, not for blocks
             else:
                 self._append_drawn(plan, entry, at, result)
         for search in searches:
@@ -153,12 +128,16 @@ class Scheduler:
                 self._advance(search)
 
     def _written(self, entry: PlanEntry, num_tokens: int) -> None:
-        """Hash what a decode has filled, if the row still holds the blocks that it was planned with."""
+        """Hash what a decode has filled, if the row still holds the blocks that it was planned
+        with.
+        """
         if entry.epoch == entry.seq.epoch and num_tokens % self.blocks.block_size == 0:
             self.blocks.close(entry.seq, num_tokens)
 
     def _append_drawn(self, plan: Plan, entry: PlanEntry, row: int, result: StepResult) -> None:
-        """Append the tokens that a row drew, up to the one that ends the sequence: what follows it is surplus."""
+        """Append the tokens that a row drew, up to the one that ends the sequence: what follows it
+        is surplus.
+        """
         seq = entry.seq
         for step in range(result.num_drawn[row]):
             if plan.phase == "decode":
@@ -180,14 +159,19 @@ class Scheduler:
             self.finish(seq, "stop")
         elif may_stop and token in seq.stop_ids:
             self.finish(seq, "stop", stop=token)
-        elif seq.text is not None and (matched := seq.text.push(token, may_stop=may_stop)) is not None:
+        elif (
+            seq.text is not None
+            and (matched := seq.text.push(token, may_stop=may_stop)) is not None
+        ):
             self.finish(seq, "stop", stop=matched)
         elif len(seq) >= seq.end:
             self.finish(seq, "length")
         seq.num_committed = len(seq)
 
     def _advance(self, search: BeamSearch) -> None:
-        """One token further: beams that are left behind go, those that go on in several ways are forked."""
+        """One token further: beams that are left behind go, those that go on in several ways are
+        forked.
+        """
         step = search.choose()
         parents = {parent for parent, *_ in step.continued}
         for seq in search.sequences:
@@ -208,7 +192,9 @@ class Scheduler:
                 self.waiting[seq] = None
 
     def fork(self, parent: Sequence) -> Sequence:
-        """A second sequence of the same tokens: running on shared blocks where there is a slot, else waiting."""
+        """A second sequence of the same tokens: running on shared blocks where there is a slot,
+        else waiting.
+        """
         child = parent.copy()
         if parent.status is Status.RUNNING and self._slots:
             self.blocks.fork(parent, child)
@@ -217,12 +203,19 @@ class Scheduler:
         return child
 
     def finish(
-        self, seq: Sequence, reason: str, *, stop: int | str | None = None, error: Exception | None = None
+        self,
+        seq: Sequence,
+        reason: str,
+        *,
+        stop: int | str | None = None,
+        error: Exception | None = None,
     ) -> None:
         """End a sequence from any state; its blocks and slot are free for the next dispatch."""
         self._leave(seq)
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
-        seq.status = Status.FINISHED  # last: an interrupt before it undoes the end, one after it does not
+        seq.status = (
+            Status.FINISHED
+        )  # last: an interrupt before it undoes the end, one after it does not
         self.finished.append(seq)
 
     def take_finished(self) -> list[Sequence]:
@@ -230,8 +223,14 @@ class Scheduler:
         return finished
 
     def preempt(self, seq: Sequence) -> None:
-        """Give up a running sequence's blocks; when next admitted its KV comes back from the host or is recomputed."""
-        written = [] if self.blocks.is_stale(seq) else seq.block_table[: self.blocks.blocks_for(seq.num_dispatched)]
+        """Give up a running sequence's blocks; when next admitted its KV comes back from the host
+        or is recomputed.
+        """
+        written = (
+            []
+            if self.blocks.is_stale(seq)
+            else seq.block_table[: self.blocks.blocks_for(seq.num_dispatched)]
+        )
         num_blocks = padded_blocks(len(written)) if written else 0
         if 0 < num_blocks <= self.free_host_blocks and seq.num_dispatched >= self.swap_min_tokens:
             self.free_host_blocks -= num_blocks
@@ -258,42 +257,67 @@ class Scheduler:
             seq.swapped = None
 
     def check_integrity(self, plan: Plan | None = None) -> None:
-        """Assert the block manager's invariants, that slots and queues agree, and that a plan writes its own blocks."""
+        """Assert the block manager's invariants, that slots and queues agree, and that a plan
+        writes its own blocks.
+        """
         self.blocks.check_integrity(self.running)
         slots = [seq.slot for seq in self.running]
-        assert sorted(slots + self._slots) == list(range(self.max_num_seqs)), "slots leaked or doubled"
+        assert sorted(slots + self._slots) == list(range(self.max_num_seqs)), (
+            "slots leaked or doubled"
+        )
         for seq in self.running:
-            assert seq.status is Status.RUNNING and seq.num_dispatched <= len(seq.block_table) * self.blocks.block_size
+            assert (
+                seq.status is Status.RUNNING
+                and seq.num_dispatched <= len(seq.block_table) * self.blocks.block_size
+            )
             assert seq.swapped is None, f"{seq!r} runs and is on the host too"
             if not seq.is_prefilling and not seq.score_only:
                 drawn = seq.candidates is not None
-                assert seq.num_dispatched == len(seq) + seq.pending - 1 + drawn, f"{seq!r}: {seq.num_dispatched}"
+                assert seq.num_dispatched == len(seq) + seq.pending - 1 + drawn, (
+                    f"{seq!r}: {seq.num_dispatched}"
+                )
         held = 0
         for seq in self.waiting:
-            assert seq.status is Status.WAITING and not seq.block_table and seq.slot == -1 and seq.candidates is None
+            assert (
+                seq.status is Status.WAITING
+                and not seq.block_table
+                and seq.slot == -1
+                and seq.candidates is None
+            )
             held += seq.swapped.num_blocks if seq.swapped is not None else 0
-        assert held <= self.host_blocks - self.free_host_blocks <= self.host_blocks, "host blocks leaked"
+        assert held <= self.host_blocks - self.free_host_blocks <= self.host_blocks, (
+            "host blocks leaked"
+        )
         entries = plan.entries if plan is not None else ()
         admitted = {entry.seq: row for row, entry in enumerate(entries) if entry.first}
         for row, entry in enumerate(entries):
-            # Only rows admitted further down in the plan may read along: they attend after this one has written.
-            others = [seq for seq in self.running if seq is not entry.seq and admitted.get(seq, -1) < row]
+            # Only rows admitted further down in the plan may read along: they attend after this one
+            # has written.
+            others = [
+                seq for seq in self.running if seq is not entry.seq and admitted.get(seq, -1) < row
+            ]
             held = {block_id for seq in others for block_id in seq.block_table}
             for position in range(entry.start, entry.end):
                 block_id = entry.seq.block_table[position // self.blocks.block_size]
-                assert block_id not in held, f"{entry.seq!r} writes block {block_id}, which is another's too"
+                assert block_id not in held, (
+                    f"{entry.seq!r} writes block {block_id}, which is another's too"
+                )
 
     def _plan_prefill(self) -> list[PlanEntry]:
         budget = self.max_num_batched_tokens
         chunks: list[list[PlanEntry]] = []  # a chunk of a prompt, then the forks that draw after it
         same: dict[Any, list[PlanEntry]] = {}  # those that end a prompt, by its content
-        for seq in self.running:  # at most one is in the middle of its prompt, unless a budget cut two plans
+        for seq in (
+            self.running
+        ):  # at most one is in the middle of its prompt, unless a budget cut two plans
             if budget and seq.is_prefilling:
                 chunks.append(self._chunk(seq, budget, same))
                 budget -= chunks[-1][0].num_tokens
         while self.waiting and len(self.running) < self.max_num_seqs:
             seq = next(iter(self.waiting))
-            if seq.in_flight:  # preempted while a step still holds it: its tokens are not all known yet
+            if (
+                seq.in_flight
+            ):  # preempted while a step still holds it: its tokens are not all known yet
                 break
             if self.blocks.blocks_for(len(seq)) > self.blocks.num_blocks:
                 self._fail(seq)
@@ -303,7 +327,8 @@ class Scheduler:
             leader = self._leader(seq, len(matched), same)
             if leader is None and not budget:
                 break
-            # A block in hand for every row that runs: an admission that forces a preemption at once is wasted work.
+            # A block in hand for every row that runs: an admission that forces a preemption at once
+            # is wasted work.
             cost = self.blocks.cost(seq, matched) if leader is None else 0
             if cost + len(self.running) > self.blocks.num_free and self.running:
                 break
@@ -315,11 +340,15 @@ class Scheduler:
             budget -= chunks[-1][0].num_tokens
         return [entry for chunk in chunks for entry in chunk]
 
-    def _leader(self, seq: Sequence, num_matched: int, same: dict[Any, list[PlanEntry]]) -> list[PlanEntry] | None:
-        """The chunk of this plan that ends the very same tokens, if a fork of its sequence is what to run.
+    def _leader(
+        self, seq: Sequence, num_matched: int, same: dict[Any, list[PlanEntry]]
+    ) -> list[PlanEntry] | None:
+        """The chunk of this plan that ends the very same tokens, if a fork of its sequence is what
+        to run.
 
-        A fork computes nothing. It shares the open block too, which is copied when written: samples of one request are
-        always forks; other requests are where the cached blocks leave more than the one token to compute.
+        A fork computes nothing. It shares the open block too, which is copied when written: samples
+        of one request are always forks; other requests are where the cached blocks leave more than
+        the one token to compute.
         """
         leader = same.get(_content(seq)) if same and seq.params.prompt_logprobs is None else None
         if leader is None or leader[0].seq.request is seq.request:
@@ -341,7 +370,9 @@ class Scheduler:
         self._run(seq)
         seq.fill = len(seq)
         if seq.swapped is not None and seq.swapped.num_tokens > seq.num_dispatched:
-            blocks = seq.block_table[len(matched) : self.blocks.blocks_for(seq.swapped.num_tokens)].tolist()
+            blocks = seq.block_table[
+                len(matched) : self.blocks.blocks_for(seq.swapped.num_tokens)
+            ].tolist()
             self._swap_ins.append((seq.swapped, [-1] * len(matched) + blocks))
             seq.num_dispatched = seq.swapped.num_tokens
         self.drop_swapped(seq)
@@ -354,13 +385,18 @@ class Scheduler:
         seq.status = Status.RUNNING
         self.running[seq] = None
 
-    def _chunk(self, seq: Sequence, budget: int, same: dict[Any, list[PlanEntry]]) -> list[PlanEntry]:
+    def _chunk(
+        self, seq: Sequence, budget: int, same: dict[Any, list[PlanEntry]]
+    ) -> list[PlanEntry]:
         """The next chunk of a prompt, entered in `same` if it is the last."""
         start = seq.num_dispatched
         num_tokens = min(budget, seq.fill - start)
-        assert num_tokens > 0 and start + num_tokens <= len(seq), f"{seq!r}: nothing to compute from {start}"
+        assert num_tokens > 0 and start + num_tokens <= len(seq), (
+            f"{seq!r}: nothing to compute from {start}"
+        )
         draws = start + num_tokens == seq.fill and not seq.score_only
-        # Hashed now, not at commit: a later dispatch, or a later entry of this plan, may read what this one writes.
+        # Hashed now, not at commit: a later dispatch, or a later entry of this plan, may read what
+        # this one writes.
         self.blocks.close(seq, start + num_tokens)
         chunk = [self._dispatched(seq, start, num_tokens, draws=int(draws))]
         if draws:
@@ -388,7 +424,9 @@ class Scheduler:
         return entries
 
     def _steps_ahead(self, seq: Sequence, most: int) -> int:
-        """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is preempted for it."""
+        """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is
+        preempted for it.
+        """
         start, held = seq.num_dispatched, len(seq.block_table)
         steps = min(most, seq.end - len(seq) - seq.pending)
         if steps > 1:
@@ -398,7 +436,9 @@ class Scheduler:
         return steps
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give a row the block that its next token is written to, preempting the youngest rows; False: it must wait."""
+        """Give a row the block that its next token is written to, preempting the youngest rows;
+        False: it must wait.
+        """
         while not self.blocks.is_writable(seq, seq.num_dispatched):
             if self.blocks.num_free:
                 self.blocks.make_writable(seq, seq.num_dispatched)
@@ -423,8 +463,10 @@ class Scheduler:
     def _outgrown(self, seq: Sequence) -> CapacityError:
         size = self.blocks.num_blocks * self.blocks.block_size
         return CapacityError(
-            f"{len(seq)} tokens and the next one do not fit the KV pool of {self.blocks.num_blocks} blocks of "
-            f"{self.blocks.block_size} ({size} tokens): raise num_blocks, or lower max_tokens or max_model_len"
+            f"{len(seq)} tokens and the next one do not fit the KV pool of "
+            f"{self.blocks.num_blocks} blocks of "
+            f"{self.blocks.block_size} ({size} tokens): raise num_blocks, or lower "
+            "max_tokens or max_model_len"
         )
 
     def _leave(self, seq: Sequence) -> None:
@@ -445,10 +487,18 @@ def _content(seq: Sequence) -> tuple[bytes, tuple[int, ...]]:
     return seq.salt, tuple(seq.token_ids)
 
 
-def _append_prompt_logprobs(seq: Sequence, entry: PlanEntry, rows: list[list[tuple[int, float, int]]]) -> None:
-    """The hidden state at position p scores the prompt token at p + 1; a recomputed chunk adds nothing."""
-    for position, scored in zip(range(entry.start + 1, min(entry.end + 1, seq.prompt_len)), rows, strict=False):
+def _append_prompt_logprobs(
+    seq: Sequence, entry: PlanEntry, rows: list[list[tuple[int, float, int]]]
+) -> None:
+    """The hidden state at position p scores the prompt token at p + 1; a recomputed chunk adds
+    nothing.
+    """
+    for position, scored in zip(
+        range(entry.start + 1, min(entry.end + 1, seq.prompt_len)), rows, strict=False
+    ):
         if position == len(seq.prompt_logprobs):
             seq.prompt_logprobs.append(
-                scored[: seq.params.prompt_logprobs + 1] if seq.params.prompt_logprobs else scored[:1]
+                scored[: seq.params.prompt_logprobs + 1]
+                if seq.params.prompt_logprobs
+                else scored[:1]
             )

@@ -1,4 +1,6 @@
-"""Sequence: the one mutable record of a completion, from admission to its last token; Request: those of one prompt."""
+"""Sequence: the one mutable record of a completion, from admission to its last token; Request:
+those of one prompt.
+"""
 
 import copy
 import dataclasses
@@ -7,10 +9,10 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jpaged.engine.text import TextStream
+    from jpaged.request.detokenizer import TextStream
 
 
 class Status(enum.Enum):
@@ -21,7 +23,9 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Swapped:
-    """The KV of a preempted sequence's first `num_tokens` tokens, on the host. data: the runner's; None until moved."""
+    """The KV of a preempted sequence's first `num_tokens` tokens, on the host. data: the runner's;
+    None until moved.
+    """
 
     num_tokens: int
     num_blocks: int
@@ -34,25 +38,57 @@ class Swapped:
 class Sequence:
     """One prompt and one completion of it.
 
-    Positions count from 0. Tokens [0, num_dispatched) have their KV written by dispatches that went out; the token at
-    position len(token_ids) and beyond is known to the device alone while `pending` samples are in flight. Between steps
-    a decoding row has num_dispatched == len(token_ids) + pending - 1.
+    Positions count from 0. Tokens [0, num_dispatched) have their KV written by dispatches that went
+    out; the token at position len(token_ids) and beyond is known to the device alone while
+    `pending` samples are in flight. Between steps a decoding row has num_dispatched ==
+    len(token_ids) + pending - 1.
 
-    request_id, token_ids[:prompt_len], params, key, index, salt, stop_ids, text: set by the caller, once.
-    request: by Request.
-    token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs, candidates, num_committed, finish_reason,
-    stop_reason, error: set by commit.
-    status, slot, block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch, is_new,
+    request_id, token_ids[:prompt_len], params, key, index, salt, stop_ids, text: set by the caller,
+    once. request: by Request. token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs,
+    candidates, num_committed, finish_reason, stop_reason, error: set by commit. status, slot,
+    block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch, is_new,
     swapped: the scheduler's and block manager's.
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
     __slots__ = (
-        "block_table", "candidates", "controls", "end", "eos_ids", "epoch", "error", "fill", "finish_reason", "hashes",
-        "in_flight", "index", "is_beam", "is_new", "key", "logprobs", "num_cached", "num_closed", "num_committed",
-        "num_dispatched", "params", "pending", "prompt_len", "prompt_logprobs", "request", "request_id", "salt",
-        "score_only", "slot", "status", "stop_ids", "stop_reason", "swapped", "text", "token_ids", "top_logprobs",
-    )  # fmt: skip
+        "block_table",
+        "candidates",
+        "controls",
+        "end",
+        "eos_ids",
+        "epoch",
+        "error",
+        "fill",
+        "finish_reason",
+        "hashes",
+        "in_flight",
+        "index",
+        "is_beam",
+        "is_new",
+        "key",
+        "logprobs",
+        "num_cached",
+        "num_closed",
+        "num_committed",
+        "num_dispatched",
+        "params",
+        "pending",
+        "prompt_len",
+        "prompt_logprobs",
+        "request",
+        "request_id",
+        "salt",
+        "score_only",
+        "slot",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "swapped",
+        "text",
+        "token_ids",
+        "top_logprobs",
+    )
     request: "Request"
 
     def __init__(
@@ -75,13 +111,17 @@ class Sequence:
         self.params = params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
-        self.salt = b"" if salt is None else salt.encode()  # cached blocks are shared under one salt only
+        self.salt = (
+            b"" if salt is None else salt.encode()
+        )  # cached blocks are shared under one salt only
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
         self.stop_ids = frozenset(params.stop_token_ids or ())
         self.text = text
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
         limit = max_model_len if params.max_tokens is None else self.prompt_len + params.max_tokens
-        self.end = self.prompt_len if score_only else min(limit, max_model_len)  # length at which it stops
+        self.end = (
+            self.prompt_len if score_only else min(limit, max_model_len)
+        )  # length at which it stops
         self.status = Status.WAITING
         self.slot = -1  # row of the device state (last token, counts) while running
         self.block_table = array("i")
@@ -92,15 +132,27 @@ class Sequence:
         self.fill = 0  # length up to which prefill runs (all tokens known at admission)
         self.pending = 0  # samples dispatched and not committed
         self.in_flight = 0  # dispatches that hold this sequence
-        self.epoch = 0  # bumped at preemption: results of an older epoch say nothing of the current blocks
-        self.is_new = False  # took its slot after the last dispatch: the slot's device state is another's
+        self.epoch = (
+            0  # bumped at preemption: results of an older epoch say nothing of the current blocks
+        )
+        self.is_new = (
+            False  # took its slot after the last dispatch: the slot's device state is another's
+        )
         self.swapped: Swapped | None = None  # KV kept on the host while it waits
         self.is_beam = False
-        self.candidates: list[tuple[int, float, int]] | None = None  # of a beam: what it may go on with
+        self.candidates: list[tuple[int, float, int]] | None = (
+            None  # of a beam: what it may go on with
+        )
         self.logprobs: list[float] = []  # of each generated token
-        self.top_logprobs: list[list[tuple[int, float, int]]] = []  # (token, logprob, rank), asked by params.logprobs
-        self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]  # position 0 has none
-        self.num_committed = self.prompt_len  # tokens that commit was done with: it may be interrupted
+        self.top_logprobs: list[
+            list[tuple[int, float, int]]
+        ] = []  # (token, logprob, rank), asked by params.logprobs
+        self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [
+            None
+        ]  # position 0 has none
+        self.num_committed = (
+            self.prompt_len
+        )  # tokens that commit was done with: it may be interrupted
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
@@ -111,7 +163,9 @@ class Sequence:
 
     def __repr__(self) -> str:
         name = f"{self.request_id!r}[{self.index}]"
-        return f"Sequence({name}, {self.status.value}, {self.prompt_len}+{self.num_generated} tokens)"
+        return (
+            f"Sequence({name}, {self.status.value}, {self.prompt_len}+{self.num_generated} tokens)"
+        )
 
     @property
     def num_generated(self) -> int:
@@ -124,8 +178,12 @@ class Sequence:
 
     @property
     def can_decode(self) -> bool:
-        """Whether one more token may be dispatched: prefill is out, and those in flight do not reach the end."""
-        if self.is_beam and (self.pending or self.candidates is not None):  # it waits for the others
+        """Whether one more token may be dispatched: prefill is out, and those in flight do not
+        reach the end.
+        """
+        if self.is_beam and (
+            self.pending or self.candidates is not None
+        ):  # it waits for the others
             return False
         return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
 
@@ -146,7 +204,9 @@ class Sequence:
         return twin
 
     def restart(self) -> None:
-        """Back to waiting with nothing computed, after a failed step; tokens that were fully committed are kept."""
+        """Back to waiting with nothing computed, after a failed step; tokens that were fully
+        committed are kept.
+        """
         del (
             self.token_ids[self.num_committed :],
             self.logprobs[self.num_generated :],
@@ -165,7 +225,9 @@ class Sequence:
 
 
 class Request:
-    """What one caller asked for: the samples of one prompt, in order. weight_version: set when the engine takes it."""
+    """What one caller asked for: the samples of one prompt, in order. weight_version: set when the
+    engine takes it.
+    """
 
     def __init__(self, sequences: Iterable[Sequence], *, prompt: str | None = None):
         self.sequences = list(sequences)

@@ -1,8 +1,11 @@
-"""The model "jpaged" of lm-eval (EleutherAI's evaluation harness), with the semantics of its "hf" model.
+"""The model "jpaged" of lm-eval (EleutherAI's evaluation harness), with the semantics of its "hf"
+model.
 
-    python -m jpaged.integrations.lm_eval --model jpaged --model_args pretrained=DIR,dtype=bfloat16 --tasks TASKS
+    python -m jpaged.integrations.lm_eval --model jpaged --model_args pretrained=DIR,dtype=bfloat16
+    --tasks TASKS
 
-takes the arguments of `lm_eval`; importing this module registers the model for lm_eval.simple_evaluate too.
+takes the arguments of `lm_eval`; importing this module registers the model for
+lm_eval.simple_evaluate too.
 """
 
 import dataclasses
@@ -14,10 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.checkpoint import load_params
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import ConfigError, RequestError
 from jpaged.llm import LLM
 from jpaged.models.params import Params
+from jpaged.request.sampling_params import SamplingParams
 
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
@@ -33,36 +36,56 @@ try:
         make_disjoint_window,
     )
 except ImportError as e:
-    raise ImportError("jpaged.integrations.lm_eval needs lm-eval: pip install 'jpaged[clients]'") from e
+    raise ImportError(
+        "jpaged.integrations.lm_eval needs lm-eval: pip install 'jpaged[clients]'"
+    ) from e
 
 HARNESS_DEVICE = "cuda:0"  # what its command line passes when nobody said anything
 SCORED_AT_ONCE = 1024  # sequences: bounds what is held for each token
 # What a task's generation_kwargs may hold beside until, do_sample and the number of tokens.
 CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]  # (cache key, context, continuation)
+TokenRequest = tuple[
+    tuple[str, str] | None, list[int], list[int]
+]  # (cache key, context, continuation)
 
 
 @register_model("jpaged")
 class JPagedLM(TemplateLM):
     """A checkpoint folder, or Params, under lm-eval.
 
-    pretrained: Hugging Face or Orbax folder, or Params. dtype: "auto" keeps the checkpoint's. max_length: tokens that
-    the model reads at most; None is its config's. tokenizer: a transformers tokenizer; None is the folder's.
-    add_bos_token: None leaves it to the tokenizer. prefix_token_id: what stands before an empty context; None is BOS,
-    else EOS. max_gen_toks: of tasks that name none. batch_size: rows at once, "auto" for jpaged's own choice (at most
-    max_batch_size). device: must be jax's platform in use. The rest are EngineConfig's fields. Raises ConfigError.
+    pretrained: Hugging Face or Orbax folder, or Params. dtype: "auto" keeps the checkpoint's.
+    max_length: tokens that the model reads at most; None is its config's. tokenizer: a transformers
+    tokenizer; None is the folder's. add_bos_token: None leaves it to the tokenizer.
+    prefix_token_id: what stands before an empty context; None is BOS, else EOS. max_gen_toks: of
+    tasks that name none. batch_size: rows at once, "auto" for jpaged's own choice (at most
+    max_batch_size). device: must be jax's platform in use. The rest are EngineConfig's fields.
+    Raises ConfigError.
     """
 
     def __init__(
-        self, pretrained: Any, *, dtype: str = "auto", max_length: int | None = None, tokenizer: Any = None,
-        add_bos_token: bool | None = None, prefix_token_id: int | None = None, max_gen_toks: int = 256,
-        batch_size: int | str = "auto", max_batch_size: int | None = None, device: str | None = None,
+        self,
+        pretrained: Any,
+        *,
+        dtype: str = "auto",
+        max_length: int | None = None,
+        tokenizer: Any = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        max_gen_toks: int = 256,
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+        device: str | None = None,
         **engine_config: Any,
-    ):  # fmt: skip
+    ):
         super().__init__()
         platform = jax.default_backend()
-        if device not in (None, HARNESS_DEVICE) and str(device).partition(":")[0] not in (platform, "jax"):
-            raise ConfigError(f"device={device!r}: jax runs on {platform!r} here; JAX_PLATFORMS chooses")
+        if device not in (None, HARNESS_DEVICE) and str(device).partition(":")[0] not in (
+            platform,
+            "jax",
+        ):
+            raise ConfigError(
+                f"device={device!r}: jax runs on {platform!r} here; JAX_PLATFORMS chooses"
+            )
         if isinstance(batch_size, str) and batch_size.partition(":")[0] == "auto":
             rows = max_batch_size
         else:
@@ -73,18 +96,28 @@ class JPagedLM(TemplateLM):
         longest = params.config.max_position_embeddings
         self.max_length = longest if max_length is None else int(max_length)
         if not 1 <= self.max_length <= longest:
-            raise ConfigError(f"max_length={max_length}: must be between 1 and the model's {longest}")
+            raise ConfigError(
+                f"max_length={max_length}: must be between 1 and the model's {longest}"
+            )
         # A sequence is scored with the token after the last one that the model reads.
         config = dataclasses.replace(params.config, max_position_embeddings=longest + 1)
         self._llm = LLM(
-            config, params=params, tokenizer=tokenizer, max_model_len=self.max_length + 1,
-            dtype=None if dtype == "auto" else dtype, **engine_config,
-        )  # fmt: skip
+            config,
+            params=params,
+            tokenizer=tokenizer,
+            max_model_len=self.max_length + 1,
+            dtype=None if dtype == "auto" else dtype,
+            **engine_config,
+        )
         self.tokenizer = self._llm.tokenizer
         if self.tokenizer is None:
             raise ConfigError("no tokenizer: pass tokenizer=, or a folder that holds one")
         self._source = str(params.source or type(self.tokenizer).__name__)
-        self.add_bos_token, self._prefix_token_id, self.max_gen_toks = add_bos_token, prefix_token_id, int(max_gen_toks)
+        self.add_bos_token, self._prefix_token_id, self.max_gen_toks = (
+            add_bos_token,
+            prefix_token_id,
+            int(max_gen_toks),
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -102,23 +135,37 @@ class JPagedLM(TemplateLM):
         """For lm-eval's cache of requests."""
         return self._source.replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """A conversation as text, by the tokenizer's chat template."""
         return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-        )  # fmt: skip
+        )
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
     ) -> list[int]:
-        """Token ids; BOS is not put before a text that begins with it. left_truncate_len keeps the last ones."""
+        """Token ids; BOS is not put before a text that begins with it. left_truncate_len keeps the
+        last ones.
+        """
         if kwargs:
             raise TypeError(f"tok_encode has no argument {next(iter(kwargs))!r}")
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+        if add_special_tokens is None and has_bos_prefix(
+            string, self.tokenizer.decode(self.prefix_token_id)
+        ):
             special = False
-        ids = self.tokenizer.encode(string, **({} if special is None else {"add_special_tokens": special}))
+        ids = self.tokenizer.encode(
+            string, **({} if special is None else {"add_special_tokens": special})
+        )
         return list(ids[-left_truncate_len:] if left_truncate_len else ids)
 
     def tok_decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -128,17 +175,23 @@ class JPagedLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[TokenRequest], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether it is greedy); too long ones lose tokens on the left."""
+        """(log-probability of the continuation, whether it is greedy); too long ones lose tokens on
+        the left.
+        """
         if kwargs:
             raise TypeError(f"_loglikelihood_tokens has no argument {next(iter(kwargs))!r}")
         for i, (_, context, continuation) in enumerate(requests):
             if not context or not 1 <= len(continuation) <= self.max_length:
                 lengths = f"{len(context)} and {len(continuation)} tokens"
                 raise RequestError(
-                    f"request {i}: context and continuation of {lengths}; both need at least one, and a continuation "
+                    f"request {i}: context and continuation of {lengths}; both need at "
+                    "least one, and a continuation "
                     f"at most max_length={self.max_length}"
                 )
-        whole = [tuple((context + continuation)[-(self.max_length + 1) :]) for _, context, continuation in requests]
+        whole = [
+            tuple((context + continuation)[-(self.max_length + 1) :])
+            for _, context, continuation in requests
+        ]
         scores = self._score(list(dict.fromkeys(whole)), disable_tqdm)  # choices often say the same
         results = []
         for (key, _, continuation), sequence in zip(requests, whole, strict=True):
@@ -154,40 +207,57 @@ class JPagedLM(TemplateLM):
     ) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
         """(log-probabilities, whether greedy) of every token but the first of each sequence."""
         scores = {}
-        for i in tqdm(range(0, len(sequences), SCORED_AT_ONCE), desc="Scoring", disable=disable_tqdm):
+        for i in tqdm(
+            range(0, len(sequences), SCORED_AT_ONCE), desc="Scoring", disable=disable_tqdm
+        ):
             some = sequences[i : i + SCORED_AT_ONCE]
-            logprobs, greedy = self._llm.score([list(sequence) for sequence in some], return_greedy=True)
+            logprobs, greedy = self._llm.score(
+                [list(sequence) for sequence in some], return_greedy=True
+            )
             scores |= dict(zip(some, zip(logprobs, greedy, strict=True), strict=True))
         return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of max_length tokens in which each token counts once."""
+        """Log-probability of whole texts, in windows of max_length tokens in which each token
+        counts once.
+        """
         totals = [0.0] * len(requests)
         windows: list[TokenRequest] = []
         owners = []
         for i, (text,) in enumerate(request.args for request in requests):
             rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length,
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
                 context_len=1,
-            )  # fmt: skip
+            )
             pairs = [make_disjoint_window(pair) for pair in rolling]
             windows += [(None, context, continuation) for context, continuation in pairs]
             owners += [i] * len(pairs)
-        for owner, (score, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+        for owner, (score, _) in zip(
+            owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
+        ):
             totals[owner] += score
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Completions cut at the first stop string; contexts lose tokens on the left to leave room for max_gen_toks."""
+        """Completions cut at the first stop string; contexts lose tokens on the left to leave room
+        for max_gen_toks.
+        """
         prompts, controls, stops = [], [], []
         for context, gen_kwargs in (request.args for request in requests):
             how = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
-            until = handle_stop_sequences(how.pop("until"), eos=self.tok_decode([self.eot_token_id], False))
+            until = handle_stop_sequences(
+                how.pop("until"), eos=self.tok_decode([self.eot_token_id], False)
+            )
             until, count = [stop for stop in until if stop], how.pop("max_gen_toks")
             if not 1 <= count < self.max_length:
-                raise RequestError(f"max_gen_toks={count}: must be at least 1 and below max_length={self.max_length}")
+                raise RequestError(
+                    f"max_gen_toks={count}: must be at least 1 and below "
+                    f"max_length={self.max_length}"
+                )
             prompts.append(self.tok_encode(context, left_truncate_len=self.max_length - count))
             controls.append(self._controls(how, until, count))
             stops.append(until)
@@ -200,14 +270,19 @@ class JPagedLM(TemplateLM):
         return texts
 
     def _controls(self, how: dict[str, Any], until: list[str], count: int) -> SamplingParams:
-        """SamplingParams of normalized generation_kwargs; what they leave open is generation_config's, as in hf."""
+        """SamplingParams of normalized generation_kwargs; what they leave open is
+        generation_config's, as in hf.
+        """
         sample = how.pop("do_sample")
         if unknown := sorted(set(how) - set(CONTROLS)):
             raise RequestError(
-                f"generation_kwargs {unknown[0]}={how[unknown[0]]!r}: supported are {', '.join(CONTROLS)}"
+                f"generation_kwargs {unknown[0]}={how[unknown[0]]!r}: supported are "
+                f"{', '.join(CONTROLS)}"
             )
         how["temperature"] = how.get("temperature", 0.0) if sample else 0.0
-        return dataclasses.replace(self._llm.default_sampling_params(), max_tokens=count, stop=until, **how)
+        return dataclasses.replace(
+            self._llm.default_sampling_params(), max_tokens=count, stop=until, **how
+        )
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """A column of prompts in a Ray dataset, completed: the class to hand to `Dataset.map_batches`.
 
     ds.map_batches(
-        JPagedPredictor,
-        fn_constructor_kwargs={"model": "DIR", "sampling": {"temperature": 0.7, "max_tokens": 64}, "id_column": "id"},
-        compute=ray.data.ActorPoolStrategy(size=4), batch_size=256, num_gpus=1, max_concurrency=2,
+        JPagedPredictor, fn_constructor_kwargs={"model": "DIR", "sampling": {"temperature": 0.7,
+        "max_tokens": 64}, "id_column": "id"}, compute=ray.data.ActorPoolStrategy(size=4),
+        batch_size=256, num_gpus=1, max_concurrency=2,
     )
 
 Needs Ray: pip install 'jpaged[ray]'. docs/cluster.md has the whole example.
@@ -15,78 +15,113 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import ConfigError, RequestError
-from jpaged.frontend import Chat
 from jpaged.integrations.batch.fields import SAMPLING
 from jpaged.integrations.batch.lines import MAX_TOKENS
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
-from jpaged.outputs import Logprob, RequestOutput
+from jpaged.request.outputs import Logprob, RequestOutput
+from jpaged.request.processor import Chat
+from jpaged.request.sampling_params import SamplingParams
 
 try:
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     from ray.data.block import BlockAccessor  # pyright: ignore[reportMissingImports]
 except ImportError as e:
-    raise ImportError("jpaged.integrations.ray needs Ray with its datasets: pip install 'jpaged[ray]'") from e
+    raise ImportError(
+        "jpaged.integrations.ray needs Ray with its datasets: pip install 'jpaged[ray]'"
+    ) from e
 
-TOP = pa.list_(pa.struct({"token_id": pa.int64(), "logprob": pa.float32(), "rank": pa.int64(), "token": pa.string()}))
-# The columns that are added to every row; those of a completion are lists where `sampling` says n > 1.
+TOP = pa.list_(
+    pa.struct(
+        {"token_id": pa.int64(), "logprob": pa.float32(), "rank": pa.int64(), "token": pa.string()}
+    )
+)
+# The columns that are added to every row; those of a completion are lists where `sampling` says n >
+# 1.
 OF_COMPLETION = {
-    "generated_text": pa.string(), "generated_token_ids": pa.list_(pa.int64()), "finish_reason": pa.string(),
-}  # fmt: skip
+    "generated_text": pa.string(),
+    "generated_token_ids": pa.list_(pa.int64()),
+    "finish_reason": pa.string(),
+}
 OF_REQUEST = {
-    "prompt_tokens": pa.int64(), "completion_tokens": pa.int64(), "cached_tokens": pa.int64(), "error": pa.string(),
+    "prompt_tokens": pa.int64(),
+    "completion_tokens": pa.int64(),
+    "cached_tokens": pa.int64(),
+    "error": pa.string(),
     "error_type": pa.string(),
-}  # fmt: skip
-SHAPING = ("n", "logprobs", "prompt_logprobs")  # decide which columns there are, so they are no row's to set
+}
+SHAPING = (
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+)  # decide which columns there are, so they are no row's to set
 
 
 class JPagedPredictor:
     """Completes one column of every batch; each actor has an LLM of its own, kept between batches.
 
-    model: a checkpoint folder that every node can read. sampling: SamplingParams as they are; or a mapping of their
-    fields, over the model's generation_config (max_tokens is then 256 for prompts, None for conversations).
-    prompt_column: each row a str, token ids, or a conversation (list of {"role", "content"}). id_column: a row's name,
-    of which its seed is made: a row that is run again, anywhere, gets the same text. Without it the seed is made of the
-    prompt and how often it came before in its batch, so a retried batch repeats itself too, but equal prompts of two
-    batches draw the same. sampling_column: a mapping for each row, over `sampling`; null fields are not given.
-    chat_template_kwargs: variables of the chat template. output_prefix: put before the names of the added columns.
-    The rest are EngineConfig's fields.
+    model: a checkpoint folder that every node can read. sampling: SamplingParams as they are; or a
+    mapping of their fields, over the model's generation_config (max_tokens is then 256 for prompts,
+    None for conversations). prompt_column: each row a str, token ids, or a conversation (list of
+    {"role", "content"}). id_column: a row's name, of which its seed is made: a row that is run
+    again, anywhere, gets the same text. Without it the seed is made of the prompt and how often it
+    came before in its batch, so a retried batch repeats itself too, but equal prompts of two
+    batches draw the same. sampling_column: a mapping for each row, over `sampling`; null fields are
+    not given. chat_template_kwargs: variables of the chat template. output_prefix: put before the
+    names of the added columns. The rest are EngineConfig's fields.
 
-    Added: generated_text, generated_token_ids, finish_reason (lists of these if n > 1), prompt_tokens,
-    completion_tokens, cached_tokens, error and error_type (null where all went well), and logprobs, prompt_logprobs
-    where `sampling` asks. A row that cannot run is kept, with its error; what is wrong with all of them raises
-    ConfigError.
+    Added: generated_text, generated_token_ids, finish_reason (lists of these if n > 1),
+    prompt_tokens, completion_tokens, cached_tokens, error and error_type (null where all went
+    well), and logprobs, prompt_logprobs where `sampling` asks. A row that cannot run is kept, with
+    its error; what is wrong with all of them raises ConfigError.
     """
 
     def __init__(
-        self, model: Any, *, sampling: SamplingParams | Mapping[str, Any] | None = None, prompt_column: str = "prompt",
-        id_column: str | None = None, sampling_column: str | None = None, seed: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None, output_prefix: str = "", **engine_config: Any,
-    ):  # fmt: skip
+        self,
+        model: Any,
+        *,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        prompt_column: str = "prompt",
+        id_column: str | None = None,
+        sampling_column: str | None = None,
+        seed: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        output_prefix: str = "",
+        **engine_config: Any,
+    ):
         self._llm = LLM(model, seed=seed, **engine_config)
-        self._prompt_column, self._id_column, self._sampling_column = prompt_column, id_column, sampling_column
+        self._prompt_column, self._id_column, self._sampling_column = (
+            prompt_column,
+            id_column,
+            sampling_column,
+        )
         self._seed, self._template, self._prefix = seed, chat_template_kwargs, output_prefix
-        self._longest: dict[bool, int | None] | None = None  # max_tokens of a conversation (True) and of a prompt
+        self._longest: dict[bool, int | None] | None = (
+            None  # max_tokens of a conversation (True) and of a prompt
+        )
         if isinstance(sampling, SamplingParams):
             self._params = sampling
         else:
             given = dict(sampling or {})
             known = [f.name for f in dataclasses.fields(SamplingParams)]
             if unknown := sorted(set(given) - set(known)):
-                raise ConfigError(f"sampling has {unknown[0]!r}: SamplingParams has {', '.join(known)}")
+                raise ConfigError(
+                    f"sampling has {unknown[0]!r}: SamplingParams has {', '.join(known)}"
+                )
             self._params = dataclasses.replace(self._llm.default_sampling_params(), **given)
             if "max_tokens" not in given:
                 self._longest = {True: MAX_TOKENS["chat"], False: MAX_TOKENS["bare"]}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
-        self._done: dict[str, RequestOutput] = {}  # finished, not yet taken by the batch they belong to
+        self._done: dict[
+            str, RequestOutput
+        ] = {}  # finished, not yet taken by the batch they belong to
 
     async def __call__(self, batch: Any) -> Any:
         """A batch in any of Ray's formats -> a pyarrow Table of its columns and the answers'.
 
-        A coroutine, so that Ray runs several batches of an actor at once: all step the one engine, which then never
-        runs half empty at a batch's end.
+        A coroutine, so that Ray runs several batches of an actor at once: all step the one engine,
+        which then never runs half empty at a batch's end.
         """
         table = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
         answers: list[str | RequestOutput | Exception] = [*self._admit(table)]
@@ -101,13 +136,17 @@ class JPagedPredictor:
                     self._llm.abort(answer)
                     self._done.pop(answer, None)
             raise
-        outputs = [self._done.pop(answer) if isinstance(answer, str) else answer for answer in answers]
+        outputs = [
+            self._done.pop(answer) if isinstance(answer, str) else answer for answer in answers
+        ]
         for name, (kind, values) in self._columns(outputs).items():
             table = table.append_column(self._prefix + name, pa.array(values, kind))
         return table
 
     def _step(self, pending: set[str]) -> set[str]:
-        """One step of the engine; which of `pending` are done, by this step or by one of another batch's."""
+        """One step of the engine; which of `pending` are done, by this step or by one of another
+        batch's.
+        """
         if self._llm.has_unfinished():
             self._done |= {output.request_id: output for output in self._llm.step()}
         return pending & self._done.keys()
@@ -118,9 +157,13 @@ class JPagedPredictor:
         needed = (self._prompt_column, self._id_column, self._sampling_column)
         for name in needed:
             if name is not None and name not in names:
-                raise ConfigError(f"column {name!r} is not in the dataset, which has {', '.join(names)}")
+                raise ConfigError(
+                    f"column {name!r} is not in the dataset, which has {', '.join(names)}"
+                )
         if taken := sorted(set(names) & {self._prefix + name for name in self._columns([])}):
-            raise ConfigError(f"column {taken[0]!r} is in the dataset already: rename it, or pass output_prefix")
+            raise ConfigError(
+                f"column {taken[0]!r} is in the dataset already: rename it, or pass output_prefix"
+            )
         rows = [[None] * len(table) if name is None else table[name].to_pylist() for name in needed]
         seen = collections.Counter[str]()
         answers = []
@@ -139,7 +182,9 @@ class JPagedPredictor:
         params = dataclasses.replace(self._params, **given)
         if params.seed is None:
             if self._id_column is not None and not isinstance(row_id, str | int):
-                raise RequestError(f"{self._id_column}={row_id!r}: an id must be a string or an integer")
+                raise RequestError(
+                    f"{self._id_column}={row_id!r}: an id must be a string or an integer"
+                )
             if self._id_column is None:
                 seen[repr(prompt)] += 1
                 name = f"prompt {prompt!r} {seen[repr(prompt)]}"
@@ -165,12 +210,17 @@ class JPagedPredictor:
             "generated_token_ids": each(lambda c: c.token_ids),
             "finish_reason": each(lambda c: c.finish_reason),
             "prompt_tokens": [None if o is None else len(o.prompt_token_ids) for o in good],
-            "completion_tokens": [sum(len(c.token_ids) for c in completions) for completions in made],
+            "completion_tokens": [
+                sum(len(c.token_ids) for c in completions) for completions in made
+            ],
             "cached_tokens": [None if o is None else o.num_cached_tokens for o in good],
             "error": [None if e is None else str(e) for e in errors],
             "error_type": [None if e is None else type(e).__name__ for e in errors],
         }
-        types = {name: pa.list_(kind) if self._params.n > 1 else kind for name, kind in OF_COMPLETION.items()}
+        types = {
+            name: pa.list_(kind) if self._params.n > 1 else kind
+            for name, kind in OF_COMPLETION.items()
+        }
         types |= OF_REQUEST
         if self._params.logprobs is not None:
             types["logprobs"] = pa.list_(pa.list_(TOP)) if self._params.n > 1 else pa.list_(TOP)
@@ -178,15 +228,23 @@ class JPagedPredictor:
         if self._params.prompt_logprobs is not None:
             types["prompt_logprobs"] = pa.list_(TOP)
             values["prompt_logprobs"] = [
-                None if o is None or o.error is not None else [e and _top(e) for e in o.prompt_logprobs] for o in good
+                None
+                if o is None or o.error is not None
+                else [e and _top(e) for e in o.prompt_logprobs]
+                for o in good
             ]
         return {name: (types[name], values[name]) for name in types}
 
 
 def _prompt(value: Any) -> Any:
-    """A prompt as it was before Arrow made all messages of one type: what a message does not have is left out."""
+    """A prompt as it was before Arrow made all messages of one type: what a message does not have
+    is left out.
+    """
     if isinstance(value, list) and any(isinstance(message, Mapping) for message in value):
-        return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in value]
+        return [
+            {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m
+            for m in value
+        ]
     return value
 
 
@@ -195,13 +253,17 @@ def _row_sampling(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RequestError(f"sampling of type {type(value).__name__}: pass a mapping of SamplingParams' fields")
+        raise RequestError(
+            f"sampling of type {type(value).__name__}: pass a mapping of SamplingParams' fields"
+        )
     given = {}
     for name, field in value.items():
         if field is None:
             continue
         if name in SHAPING or name not in SAMPLING:
-            raise RequestError(f"{name}={field!r}: not a row's to set; one of {', '.join(_ROW_FIELDS)} is")
+            raise RequestError(
+                f"{name}={field!r}: not a row's to set; one of {', '.join(_ROW_FIELDS)} is"
+            )
         try:
             given[name] = SAMPLING[name](field)
         except ValueError as e:

@@ -2,7 +2,8 @@
 
     ClusterConfig(rollout_engine=JPagedRollout, rollout_config=RolloutConfig(...), ...)
 
-or functools.partial(JPagedRollout, lora_scale=..., engine_config=...) for what RolloutConfig has no field for.
+or functools.partial(JPagedRollout, lora_scale=..., engine_config=...) for what RolloutConfig has no
+field for.
 """
 
 import contextlib
@@ -18,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.api import generate, score
 from jpaged.checkpoint.foreign import NameMap, params_from
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import TENSOR_AXES
 from jpaged.models.params import Params
+from jpaged.request.sampling_params import SamplingParams
 
 try:
     from tunix.generate.tokenizer_adapter import TokenizerAdapter  # pyright: ignore[reportMissingImports]
@@ -32,52 +34,89 @@ try:
         RolloutOutput,
     )
 except ImportError as e:
-    raise ImportError("jpaged.integrations.tunix needs google-tunix: pip install 'jpaged[clients]'") from e
+    raise ImportError(
+        "jpaged.integrations.tunix needs google-tunix: pip install 'jpaged[clients]'"
+    ) from e
 
 # RolloutConfig's fields that have a meaning here; any other must be at its default.
 HONOURED = {
-    "max_tokens_to_generate", "temperature", "top_p", "top_k", "seed", "max_prompt_length", "kv_cache_size",
-    "data_type", "eos_tokens", "tensor_parallel_size", "data_parallel_size", "expert_parallel_size", "return_logprobs",
-}  # fmt: skip
-DECODE_STEPS = 8  # a rollout streams to nobody, and small models are bound by the host at one token a dispatch
+    "max_tokens_to_generate",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_prompt_length",
+    "kv_cache_size",
+    "data_type",
+    "eos_tokens",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "return_logprobs",
+}
+DECODE_STEPS = (
+    8  # a rollout streams to nobody, and small models are bound by the host at one token a dispatch
+)
 ROPE_THETA = 1_000_000  # what tunix's Qwen3 computes with, whatever its config says
 
 
 class JPagedRollout(BaseRollout):
     """tunix's rollout engine over jpaged.generate and jpaged.score.
 
-    rollout_actor: a Qwen3 of tunix, or any nnx module with `family` (a name map, see params_from) and `config`.
-    tokenizer: Hugging Face, sentencepiece or tunix's adapter; its pad and EOS ids must differ. mesh: where to serve;
-    on the actor's own mesh its weights are read as they are at each call, on another they are those of the last
-    update_params. rollout_config: bounds the context (kv_cache_size, or prompt and completion if these are more).
-    lora_scale: alpha / rank of the actor's LoRA parts, which are merged; needed if it has any. keep_eos: leave the EOS
-    token in the tokens, as tunix's vLLM engine does; its own sampler leaves it out. seed: of calls whose config has
-    none; they differ from call to call. engine_config: jpaged's settings; max_model_len and dtype are set here.
-    A pad token that the model draws ends a completion, since tunix's trainer would take it for padding.
-    Raises ConfigError for all that cannot be honoured.
+    rollout_actor: a Qwen3 of tunix, or any nnx module with `family` (a name map, see params_from)
+    and `config`. tokenizer: Hugging Face, sentencepiece or tunix's adapter; its pad and EOS ids
+    must differ. mesh: where to serve; on the actor's own mesh its weights are read as they are at
+    each call, on another they are those of the last update_params. rollout_config: bounds the
+    context (kv_cache_size, or prompt and completion if these are more). lora_scale: alpha / rank of
+    the actor's LoRA parts, which are merged; needed if it has any. keep_eos: leave the EOS token in
+    the tokens, as tunix's vLLM engine does; its own sampler leaves it out. seed: of calls whose
+    config has none; they differ from call to call. engine_config: jpaged's settings; max_model_len
+    and dtype are set here. A pad token that the model draws ends a completion, since tunix's
+    trainer would take it for padding. Raises ConfigError for all that cannot be honoured.
     """
 
     def __init__(
-        self, *, rollout_actor: nnx.Module, tokenizer: Any, mesh: Mesh | None, rollout_config: RolloutConfig,
-        family: str | NameMap = "tunix_qwen3", config: ModelConfig | None = None, lora_scale: float | None = None,
-        keep_eos: bool = False, seed: int = 0, engine_config: EngineConfig | None = None,
-    ):  # fmt: skip
-        self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
+        self,
+        *,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: Mesh | None,
+        rollout_config: RolloutConfig,
+        family: str | NameMap = "tunix_qwen3",
+        config: ModelConfig | None = None,
+        lora_scale: float | None = None,
+        keep_eos: bool = False,
+        seed: int = 0,
+        engine_config: EngineConfig | None = None,
+    ):
+        self._tokenizer = (
+            tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
+        )
         if self.pad_id() == self.eos_id():
             both = f"the tokenizer's pad and EOS ids are both {self.pad_id()}"
-            raise ConfigError(f"{both}: tunix masks by the pad id, so that EOS would never be learned; set pad_token")
+            raise ConfigError(
+                f"{both}: tunix masks by the pad id, so that EOS would never be learned; "
+                "set pad_token"
+            )
         base = EngineConfig(decode_steps=DECODE_STEPS) if engine_config is None else engine_config
         longest = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         self._max_len = base.max_model_len or max(longest, rollout_config.kv_cache_size)
         self._engine_config = dataclasses.replace(base, max_model_len=self._max_len)
         self._config = _qwen3_config(rollout_actor, self._max_len) if config is None else config
-        self._family, self._lora_scale, self._keep_eos, self._seed = family, lora_scale, keep_eos, seed
+        self._family, self._lora_scale, self._keep_eos, self._seed = (
+            family,
+            lora_scale,
+            keep_eos,
+            seed,
+        )
         self._compute_dtype = getattr(getattr(rollout_actor, "config", None), "dtype", None)
         self._rollout_config = rollout_config
         self.mesh = None if mesh is None or mesh.empty else mesh
         self._check(rollout_config)
         self._model = rollout_actor
-        self._shares_weights = self.mesh is None or all(_lies_on(x, self.mesh) for x in self._arrays())
+        self._shares_weights = self.mesh is None or all(
+            _lies_on(x, self.mesh) for x in self._arrays()
+        )
         if not self._shares_weights:  # a module of our own, so that tunix sees that it has to sync
             graph, state = nnx.split(rollout_actor)
             self._model = nnx.merge(graph, _placed(state, self.mesh))
@@ -86,31 +125,48 @@ class JPagedRollout(BaseRollout):
         self._made_from: list[weakref.ref[jax.Array]] = []
         self._current()
 
-    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """One completion of each prompt; equal prompts get different samples, and the same again for the same seed."""
+    def generate(
+        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
+        """One completion of each prompt; equal prompts get different samples, and the same again
+        for the same seed.
+        """
         if kwargs:
             raise TypeError(f"generate has no argument {next(iter(kwargs))!r}")
         self._check(rollout_config)
         c = rollout_config
         tokens = [self._tokenize(str(prompt)) for prompt in prompts]
         longest = max(len(ids) for ids in tokens)
-        width = c.max_prompt_length if longest <= c.max_prompt_length else 1 << (longest - 1).bit_length()
+        width = (
+            c.max_prompt_length
+            if longest <= c.max_prompt_length
+            else 1 << (longest - 1).bit_length()
+        )
         if width + c.max_tokens_to_generate > self._max_len:
             asked = f"prompts of {width} and completions of {c.max_tokens_to_generate} tokens"
-            raise ConfigError(f"{asked} are longer than {self._max_len}: raise kv_cache_size of the train config")
+            raise ConfigError(
+                f"{asked} are longer than {self._max_len}: raise kv_cache_size of the train config"
+            )
         greedy = c.temperature == 0 or c.top_p is None  # as tunix's sampler takes them
         how = SamplingParams(
             temperature=0.0 if greedy else c.temperature,
             top_p=1.0 if c.top_p is None else c.top_p,
             top_k=0 if c.top_k is None else max(c.top_k, 0),
             max_tokens=c.max_tokens_to_generate,
-            ignore_eos=True,  # eos_tokens end a completion, and a pad token: the trainer would not see it as context
+            # eos_tokens end a completion, and a pad token: the trainer would not see it as context
+            ignore_eos=True,
             stop_token_ids=[*self._eos_tokens(c), self.pad_id()],
             logprobs_mode="raw" if greedy else "tempered",
         )
         self._calls += 1
-        seed = jax.random.fold_in(jax.random.key(self._seed), self._calls) if c.seed is None else c.seed
-        outs = generate(self._current(), tokens, how, mesh=self.mesh, seed=seed, engine_config=self._settings(c))
+        seed = (
+            jax.random.fold_in(jax.random.key(self._seed), self._calls)
+            if c.seed is None
+            else c.seed
+        )
+        outs = generate(
+            self._current(), tokens, how, mesh=self.mesh, seed=seed, engine_config=self._settings(c)
+        )
         completions, logprobs = [], []
         for out in outs:
             done = out.outputs[0]
@@ -129,17 +185,27 @@ class JPagedRollout(BaseRollout):
             logprobs=logprobs if c.return_logprobs else None,
         )
 
-    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """The model's log-probabilities of completions, float32 [B, completion length], 0 where they are padding.
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """The model's log-probabilities of completions, float32 [B, completion length], 0 where
+        they are padding.
 
-        prompt_tokens [B, P], completion_tokens [B, C]; pad ids in either are left out. At temperature 1, as tunix's
-        own sampler has it.
+        prompt_tokens [B, P], completion_tokens [B, C]; pad ids in either are left out. At
+        temperature 1, as tunix's own sampler has it.
         """
-        prompts, completions = np.asarray(jax.device_get(prompt_tokens)), np.asarray(jax.device_get(completion_tokens))
+        prompts, completions = (
+            np.asarray(jax.device_get(prompt_tokens)),
+            np.asarray(jax.device_get(completion_tokens)),
+        )
         pad = self.pad_id()
-        rows = [(p[p != pad].tolist(), c != pad, c) for p, c in zip(prompts, completions, strict=True)]
+        rows = [
+            (p[p != pad].tolist(), c != pad, c) for p, c in zip(prompts, completions, strict=True)
+        ]
         if empty := [i for i, (prompt, *_) in enumerate(rows) if not prompt]:
-            raise RequestError(f"prompt {empty[0]} is nothing but padding: its first token has no probability")
+            raise RequestError(
+                f"prompt {empty[0]} is nothing but padding: its first token has no probability"
+            )
         sequences = [prompt + c[real].tolist() for prompt, real, c in rows]
         settings = self._settings(self._rollout_config)
         scores = score(self._current(), sequences, mesh=self.mesh, engine_config=settings)
@@ -149,7 +215,9 @@ class JPagedRollout(BaseRollout):
         return jnp.asarray(out)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take new weights, or new LoRA parts alone; the next call converts them. Nothing is copied or moved here."""
+        """Take new weights, or new LoRA parts alone; the next call converts them. Nothing is copied
+        or moved here.
+        """
         del filter_types  # what `params` was filtered by; it holds what it holds
         params = params if isinstance(params, nnx.State) else nnx.State(params)
         known = {path for path, _ in nnx.to_flat_state(nnx.state(self._model))}
@@ -181,7 +249,9 @@ class JPagedRollout(BaseRollout):
             if not self._shares_weights:
                 nnx.update(self._model, _placed(nnx.state(self._model, nnx.Param), self.mesh))
                 arrays = self._arrays()
-            self._params = params_from(self._model, self._family, config=self._config, lora_scale=self._lora_scale)
+            self._params = params_from(
+                self._model, self._family, config=self._config, lora_scale=self._lora_scale
+            )
             self._made_from = [weakref.ref(x) for x in arrays]
         return self._params
 
@@ -191,17 +261,26 @@ class JPagedRollout(BaseRollout):
     def _tokenize(self, prompt: str) -> list[int]:
         """As tunix's sampler does: the BOS token first, once."""
         bos = self._tokenizer.bos_id()
-        return [int(x) for x in self._tokenizer.dedup_bos_ids(([bos] if bos else []) + self._tokenizer.encode(prompt))]
+        return [
+            int(x)
+            for x in self._tokenizer.dedup_bos_ids(
+                ([bos] if bos else []) + self._tokenizer.encode(prompt)
+            )
+        ]
 
     def _eos_tokens(self, c: RolloutConfig) -> list[int]:
         return [self.eos_id()] if not c.eos_tokens else [int(token) for token in c.eos_tokens]
 
     def _settings(self, c: RolloutConfig) -> EngineConfig:
-        """The engine's settings for a config: in data_type, else in the dtype that the actor computes in."""
+        """The engine's settings for a config: in data_type, else in the dtype that the actor
+        computes in.
+        """
         if self._engine_config.dtype is not None:
             return self._engine_config
         dtype = c.data_type if c.data_type is not None else self._compute_dtype
-        return dataclasses.replace(self._engine_config, dtype=None if dtype is None else jnp.dtype(dtype).name)
+        return dataclasses.replace(
+            self._engine_config, dtype=None if dtype is None else jnp.dtype(dtype).name
+        )
 
     def _check(self, c: RolloutConfig) -> None:
         """ConfigError naming the first field that cannot be honoured."""
@@ -209,7 +288,9 @@ class JPagedRollout(BaseRollout):
         for field in dataclasses.fields(c):
             value = getattr(c, field.name)
             if field.name not in HONOURED and value != getattr(default, field.name):
-                raise ConfigError(f"rollout_config.{field.name}={value!r}: JPagedRollout does not support it")
+                raise ConfigError(
+                    f"rollout_config.{field.name}={value!r}: JPagedRollout does not support it"
+                )
         axes = {} if self.mesh is None else dict(self.mesh.shape)
         tensor = next((axes[name] for name in TENSOR_AXES if name in axes), 1)
         for name, served in (("tensor", tensor), ("data", 1), ("expert", 1)):
@@ -222,20 +303,35 @@ def _qwen3_config(actor: nnx.Module, max_len: int) -> ModelConfig:
     """Our config of a dense Qwen3 of tunix."""
     c: Any = getattr(actor, "config", None)
     if type(c).__module__ != "tunix.models.qwen3.model":
-        raise ConfigError(f"rollout_actor is a {type(actor).__name__}, not tunix's Qwen3: pass config= and family=")
+        raise ConfigError(
+            f"rollout_actor is a {type(actor).__name__}, not tunix's Qwen3: pass config= "
+            "and family="
+        )
     if c.num_experts is not None:
-        raise ConfigError(f"num_experts={c.num_experts}: mixture-of-experts models are not supported")
+        raise ConfigError(
+            f"num_experts={c.num_experts}: mixture-of-experts models are not supported"
+        )
     if c.rope_theta != ROPE_THETA:
         raise ConfigError(
-            f"rope_theta={c.rope_theta}: tunix's Qwen3 computes with {ROPE_THETA} whatever its config says, so that "
+            f"rope_theta={c.rope_theta}: tunix's Qwen3 computes with {ROPE_THETA} "
+            "whatever its config says, so that "
             "rollouts with the config's would not be its own; pass config= to choose"
         )
     return ModelConfig(
-        family="qwen3", vocab_size=c.vocab_size, hidden_size=c.embed_dim, intermediate_size=c.hidden_dim,
-        num_layers=c.num_layers, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
-        max_position_embeddings=max_len, rms_norm_eps=c.norm_eps, rope_theta=float(c.rope_theta),
-        tie_word_embeddings=c.use_tied_embedding, qk_norm=True,
-    )  # fmt: skip
+        family="qwen3",
+        vocab_size=c.vocab_size,
+        hidden_size=c.embed_dim,
+        intermediate_size=c.hidden_dim,
+        num_layers=c.num_layers,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=max_len,
+        rms_norm_eps=c.norm_eps,
+        rope_theta=float(c.rope_theta),
+        tie_word_embeddings=c.use_tied_embedding,
+        qk_norm=True,
+    )
 
 
 def _lies_on(x: jax.Array, mesh: Mesh) -> bool:
@@ -245,7 +341,9 @@ def _lies_on(x: jax.Array, mesh: Mesh) -> bool:
 
 
 def _placed(state: Any, mesh: Mesh | None) -> Any:
-    """A state's arrays on a mesh, split as they are now where that mesh has the axes for it, else replicated."""
+    """A state's arrays on a mesh, split as they are now where that mesh has the axes for it, else
+    replicated.
+    """
     assert mesh is not None
 
     def place(x: jax.Array) -> jax.Array:

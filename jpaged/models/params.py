@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What jax keeps beside the leaves. The source takes no part in equality or hash: it must never split a treedef."""
+    """What jax keeps beside the leaves. The source takes no part in equality or hash: it must never
+    split a treedef.
+    """
 
     config: ModelConfig
     keys: tuple[str, ...]
@@ -21,13 +23,14 @@ class _Static:
 
 
 class Params(Mapping[str, Any]):
-    """The canonical parameter tree (see models/layout.py) with its ModelConfig, usable wherever jax takes a pytree.
+    """The canonical parameter tree (see models/layout.py) with its ModelConfig, usable wherever jax
+    takes a pytree.
 
-    Flattens like the plain dict that it wraps: same leaves, order and key paths. Nothing is checked here, so that jax,
-    optax and Orbax may put any object where an array was. Two Params have one treedef if their configs are equal,
-    wherever they came from.
-    source: the folder they were read from (its tokenizer and generation_config), a hint and no more: a tree map keeps
-    the first tree's, and a jitted function returns that of the call that traced it.
+    Flattens like the plain dict that it wraps: same leaves, order and key paths. Nothing is checked
+    here, so that jax, optax and Orbax may put any object where an array was. Two Params have one
+    treedef if their configs are equal, wherever they came from. source: the folder they were read
+    from (its tokenizer and generation_config), a hint and no more: a tree map keeps the first
+    tree's, and a jitted function returns that of the call that traced it.
     """
 
     __slots__ = ("__weakref__", "_static", "_tree")
@@ -59,14 +62,20 @@ class Params(Mapping[str, Any]):
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        leaves = [leaf for leaf in jax.tree.leaves(self._tree) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+        leaves = [
+            leaf
+            for leaf in jax.tree.leaves(self._tree)
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        ]
         count = sum(math.prod(leaf.shape) for leaf in leaves)
         dtypes = "+".join(sorted({str(leaf.dtype) for leaf in leaves})) or "no arrays"
         return f"Params({self.config.family}, {count:,} parameters, {dtypes})"
 
 
 def _children(params: Params) -> tuple[list[tuple[Any, Any]], _Static]:
-    return [(jax.tree_util.DictKey(key), child) for key, child in params._tree.items()], params._static
+    return [
+        (jax.tree_util.DictKey(key), child) for key, child in params._tree.items()
+    ], params._static
 
 
 def _rebuild(static: _Static, children: Iterable[Any]) -> Params:

@@ -6,13 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jpaged.config import ModelConfig, RopeScaling
+from jpaged.models.config import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Angular frequency of each rotated pair (float32 [D/2], radians a token), and the factor on cos and sin.
+    """Angular frequency of each rotated pair (float32 [D/2], radians a token), and the factor on
+    cos and sin.
 
-    Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says. Computed in float64 on the host.
+    Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says. Computed in float64 on
+    the host.
     """
     dim, base, s = config.head_dim, config.rope_theta, config.rope_scaling
     inv = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -20,9 +22,15 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         return inv.astype(np.float32), 1.0
     if s.kind == "linear":
         inv = inv / s.factor
-    elif s.kind == "llama3":  # long wavelengths are slowed by the factor, short ones kept, those between interpolated
-        turns = s.original_max_position * inv / (2 * math.pi)  # rotations within the original context
-        smooth = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+    elif (
+        s.kind == "llama3"
+    ):  # long wavelengths are slowed by the factor, short ones kept, those between interpolated
+        turns = (
+            s.original_max_position * inv / (2 * math.pi)
+        )  # rotations within the original context
+        smooth = np.clip(
+            (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0
+        )
         inv = (1 - smooth) * inv / s.factor + smooth * inv
     else:
         inv = _yarn(inv, s, dim, base)
@@ -30,10 +38,16 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:
-    """YaRN, equation 23: interpolate the dimensions that turn fewer than beta_slow times, keep those over beta_fast."""
+    """YaRN, equation 23: interpolate the dimensions that turn fewer than beta_slow times, keep
+    those over beta_fast.
+    """
 
     def dimension(rotations: float) -> float:
-        return dim * math.log(s.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            dim
+            * math.log(s.original_max_position / (rotations * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     low, high = dimension(s.beta_fast), dimension(s.beta_slow)
     if s.truncate:
@@ -46,12 +60,16 @@ def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:
 def rotation(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
     """cos and sin, f32 [..., D/2], of integer positions [...]."""
     inv, factor = inverse_frequencies(config)
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv).reshape((1,) * positions.ndim + (-1,))
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv).reshape(
+        (1,) * positions.ndim + (-1,)
+    )
     return jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the pairs (i, i + D/2) of x [..., heads, D] in f32; cos and sin are [..., D/2]; returns x's dtype."""
+    """Rotate the pairs (i, i + D/2) of x [..., heads, D] in f32; cos and sin are [..., D/2];
+    returns x's dtype.
+    """
     lead = x.shape[: cos.ndim - 1] + (1,) * (x.ndim - cos.ndim) + cos.shape[-1:]
     cos, sin = cos.reshape(lead), sin.reshape(lead)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -1,4 +1,6 @@
-"""What a layer does with the pool: write its keys and values, then attend through the block table."""
+"""What a layer does with the pool: write its keys and values, then attend through the block
+table.
+"""
 
 import dataclasses
 import importlib
@@ -9,20 +11,29 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
+from jpaged.models.config import ModelConfig
 from kernels_pallas.paged_attention.kv_write import write_kv
 
 log = logging.getLogger("jpaged")
 
-# What attention="auto" tries before "xla", by platform. Those of Pallas run on CPU too when named, interpreted.
-PREFERRED = {"cpu": ("native",), "gpu": ("mosaic_gpu", "triton"), "cuda": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}
+# What attention="auto" tries before "xla", by platform. Those of Pallas run on CPU too when named,
+# interpreted.
+PREFERRED = {
+    "cpu": ("native",),
+    "gpu": ("mosaic_gpu", "triton"),
+    "cuda": ("mosaic_gpu", "triton"),
+    "tpu": ("tpu",),
+}
 COMPILED = ("xla", "native")  # never interpreted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One implementation of paged attention: a module of kernels_pallas.paged_attention. num_kv_heads: a device's."""
+    """One implementation of paged attention: a module of kernels_pallas.paged_attention.
+    num_kv_heads: a device's.
+    """
 
     name: str = "xla"
     interpret: bool = False
@@ -34,35 +45,53 @@ class Kernel:
             return importlib.import_module("kernels_cpu.paged_attention")
         return importlib.import_module(f"kernels_pallas.paged_attention.{self.name}")
 
-    def prefill_tiles(self, query_starts_S1: Array, context_lens_S: Array, num_tokens: int, G: int) -> Array | None:
-        """Mosaic's table of query tiles, made once a step for all layers; the others make their own."""
+    def prefill_tiles(
+        self, query_starts_S1: Array, context_lens_S: Array, num_tokens: int, G: int
+    ) -> Array | None:
+        """Mosaic's table of query tiles, made once a step for all layers; the others make their
+        own.
+        """
         if self.name != "mosaic_gpu" or self.num_kv_heads is None:
             return None
         heads = {"num_heads": G * self.num_kv_heads, "num_kv_heads": self.num_kv_heads}
-        return self.module.prefill_tiles(query_starts_S1, context_lens_S, num_tokens=num_tokens, **heads)
+        return self.module.prefill_tiles(
+            query_starts_S1, context_lens_S, num_tokens=num_tokens, **heads
+        )
 
 
-def choose_kernel(model: ModelConfig, config: EngineConfig, dtype: Any, device: Any, shards: int) -> Kernel:
-    """The kernel that `attention` of a resolved config names, or the best that runs on a device with these shapes.
+def choose_kernel(
+    model: ModelConfig, config: EngineConfig, dtype: Any, device: Any, shards: int
+) -> Kernel:
+    """The kernel that `attention` of a resolved config names, or the best that runs on a device
+    with these shapes.
 
-    shards: devices that the heads are split over. UnsupportedError where the one that is named cannot run.
+    shards: devices that the heads are split over. UnsupportedError where the one that is named
+    cannot run.
     """
     heads, kv_heads = model.num_heads // shards, model.num_kv_heads // shards
     shapes = {"dtype": dtype, "head_dim": model.head_dim, "block_size": config.block_size}
     shapes |= {"num_heads": heads, "num_kv_heads": kv_heads}
     preferred = PREFERRED.get(device.platform, ())
     for name in (*preferred, "xla") if config.attention == "auto" else (config.attention,):
-        kernel = Kernel(name=name, interpret=device.platform == "cpu" and name not in COMPILED, num_kv_heads=kv_heads)
+        kernel = Kernel(
+            name=name,
+            interpret=device.platform == "cpu" and name not in COMPILED,
+            num_kv_heads=kv_heads,
+        )
         reason = None if name == "xla" else _unsupported(kernel, shapes, config, device)
         if reason is None:
             return kernel
         if config.attention == name:
-            raise UnsupportedError(f"attention={name!r} cannot run: {reason}; 'auto' takes what can")
+            raise UnsupportedError(
+                f"attention={name!r} cannot run: {reason}; 'auto' takes what can"
+            )
         log.info("attention='auto': not %s (%s)", name, reason)
     raise AssertionError("xla runs everywhere")
 
 
-def _unsupported(kernel: Kernel, shapes: dict[str, Any], config: EngineConfig, device: Any) -> str | None:
+def _unsupported(
+    kernel: Kernel, shapes: dict[str, Any], config: EngineConfig, device: Any
+) -> str | None:
     if not kernel.interpret and kernel.name not in PREFERRED.get(device.platform, ()):
         return f"not on {device.platform}"
     shapes = dict(shapes)
@@ -77,13 +106,15 @@ def _unsupported(kernel: Kernel, shapes: dict[str, Any], config: EngineConfig, d
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCache:
-    """The pool and one step's view of it; threaded through the layers and returned with the pool updated in place.
+    """The pool and one step's view of it; threaded through the layers and returned with the pool
+    updated in place.
 
-    pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with 0.
-    context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1], where each row's tokens
-    begin in the packed T. num_tokens: how many of the packed T there are before padding. slot_mapping_T: block * P +
-    slot of each token, past the pool's end for padding. decode: one token a row. tensor_axis: the mesh axis that holds
-    shares of the heads inside shard_map, or None. tiles: of Kernel.prefill_tiles.
+    pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with
+    0. context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1],
+    where each row's tokens begin in the packed T. num_tokens: how many of the packed T there are
+    before padding. slot_mapping_T: block * P + slot of each token, past the pool's end for padding.
+    decode: one token a row. tensor_axis: the mesh axis that holds shares of the heads inside
+    shard_map, or None. tiles: of Kernel.prefill_tiles.
     """
 
     pool: Array
@@ -100,16 +131,26 @@ class PagedCache:
 
     def write(self, layer: Array | int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
         """Put this step's keys and values into their slots of one layer."""
-        kv = jnp.stack([k_TKD, v_TKD], axis=2).reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]).astype(self.pool.dtype)
+        kv = (
+            jnp.stack([k_TKD, v_TKD], axis=2)
+            .reshape(k_TKD.shape[0], -1, k_TKD.shape[-1])
+            .astype(self.pool.dtype)
+        )
         kv = self.kernel.module.to_pool(kv) if self.kernel.name == "tpu" else kv
         with jax.named_scope("write_kv"):
             pool = write_kv(self.pool, layer, kv, self.slot_mapping_T, num_layers=self.num_layers)
         return dataclasses.replace(self, pool=pool)
 
-    def attend(self, layer: Array | int, q_THD: Array, *, scale: float, sliding_window: int | None) -> Array:
+    def attend(
+        self, layer: Array | int, q_THD: Array, *, scale: float, sliding_window: int | None
+    ) -> Array:
         """Attention of this step's queries over each row's whole context, in q's dtype."""
         args = (q_THD, self.pool, layer, self.block_table_SM, self.context_lens_S)
-        options: dict[str, Any] = {"num_layers": self.num_layers, "scale": scale, "sliding_window": sliding_window}
+        options: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "scale": scale,
+            "sliding_window": sliding_window,
+        }
         options |= {} if self.kernel.name in COMPILED else {"interpret": self.kernel.interpret}
         options |= {"num_kv_heads": self.kernel.num_kv_heads} if self.kernel.name == "tpu" else {}
         with jax.named_scope("paged_attention"):

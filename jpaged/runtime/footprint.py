@@ -1,8 +1,9 @@
 """What the compiled steps need of a device beside weights and pool, and the plan that follows.
 
-Read from XLA's memory_analysis() of the largest steps, compiled over a pool of just enough blocks: the number of blocks
-is itself a shape, and temporaries do not depend on it. On CPU, where a compile is seconds of a cold start, an upper
-bound by arithmetic stands in wherever the pool comes out the same.
+Read from XLA's memory_analysis() of the largest steps, compiled over a pool of just enough blocks:
+the number of blocks is itself a shape, and temporaries do not depend on it. On CPU, where a compile
+is seconds of a cold start, an upper bound by arithmetic stands in wherever the pool comes out the
+same.
 """
 
 import dataclasses
@@ -12,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import Bucket, bucket_table, padded_blocks
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
 from jpaged.runtime.memory import Limits, MemoryPlan, Needs, plan
 from jpaged.runtime.runner import Placement, Runner
-from jpaged.runtime.sampling import SEARCH_ROWS
+from jpaged.runtime.sampler import SEARCH_ROWS
 
 FEATURES = ("plain", "full", "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
@@ -25,23 +27,34 @@ TILES = 16 << 20  # bytes of attention's own tiles
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
 
 
-def plan_pool(model: ModelConfig, config: EngineConfig, where: Placement, params: Any, *, freed: int = 0) -> MemoryPlan:
-    """The plan of the machine at hand, for a resolved config and a serving tree that lies on its devices.
+def plan_pool(
+    model: ModelConfig, config: EngineConfig, where: Placement, params: Any, *, freed: int = 0
+) -> MemoryPlan:
+    """The plan of the machine at hand, for a resolved config and a serving tree that lies on its
+    devices.
 
-    freed: bytes on a device that the engine itself will free first (the pool that a larger one replaces).
+    freed: bytes on a device that the engine itself will free first (the pool that a larger one
+    replaces).
     """
     limits, weights = Limits.of(where.device, config.memory_utilization), bytes_on_device(params)
     if limits.pool is None:
         limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
     else:  # virtual CPU devices share one memory, of which the weights have been taken already
         devices = 1 if where.mesh is None else where.mesh.size
-        limits = Limits(total=limits.total // devices + weights + freed, pool=limits.pool // devices)
+        limits = Limits(
+            total=limits.total // devices + weights + freed, pool=limits.pool // devices
+        )
     return plan_within(config, limits, probe_runner(model, config, where, params))
 
 
 def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPlan:
-    """The plan of one device; steps are compiled unless the bound holds (on CPU) and leaves the pool as it would be."""
-    block_bytes, weights = probe.block_bytes // probe.placement.axis_size, bytes_on_device(probe.params)
+    """The plan of one device; steps are compiled unless the bound holds (on CPU) and leaves the
+    pool as it would be.
+    """
+    block_bytes, weights = (
+        probe.block_bytes // probe.placement.axis_size,
+        bytes_on_device(probe.params),
+    )
     needs = bound(probe.model, config, probe.layout.dtype, block_bytes)
     most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
     most = min(most, most if limits.pool is None else limits.pool)
@@ -52,7 +65,8 @@ def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPl
 
 
 def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, params: Any) -> Runner:
-    """A runner to compile with and never to run: over the smallest pool whose block tables are as wide as can be.
+    """A runner to compile with and never to run: over the smallest pool whose block tables are as
+    wide as can be.
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
@@ -64,54 +78,86 @@ def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, par
 
 
 def largest_buckets(config: EngineConfig) -> list[Bucket]:
-    """Of each phase the bucket with the most features, then tokens, then rows: no other of the phase needs more."""
-    ascending = sorted(bucket_table(config), key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows))
+    """Of each phase the bucket with the most features, then tokens, then rows: no other of the
+    phase needs more.
+    """
+    ascending = sorted(
+        bucket_table(config), key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows)
+    )
     return list({bucket.phase: bucket for bucket in ascending}.values())
 
 
 def measured(probe: Runner) -> Needs:
     """What the compiled steps say; compiles the largest of each phase."""
-    found = [probe.lower(bucket).compile().memory_analysis() for bucket in largest_buckets(probe.config)]
+    found = [
+        probe.lower(bucket).compile().memory_analysis() for bucket in largest_buckets(probe.config)
+    ]
     steps = len(list(bucket_table(probe.config)))
     return Needs(
         # With results of their own: those that do not take an argument's place.
-        temporaries=max(m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found),
+        temporaries=max(
+            m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0)
+            for m in found
+        ),
         # None on CPU and CUDA, megabytes a step on TPUs.
         code=max(m.generated_code_size_in_bytes for m in found)
         * (steps if probe.config.strict else min(steps, RESIDENT_STEPS)),
-        state=state_bytes(probe.model, probe.config, probe.block_bytes // probe.placement.axis_size),
+        state=state_bytes(
+            probe.model, probe.config, probe.block_bytes // probe.placement.axis_size
+        ),
         source=f"compiled for {probe.placement.device.device_kind}",
     )
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
-    """Last tokens and token counts of every slot, and one sequence's blocks on their way to the host or back."""
+    """Last tokens and token counts of every slot, and one sequence's blocks on their way to the
+    host or back.
+    """
     slots = 4 * config.max_num_seqs * (1 + model.vocab_size)
-    return slots + (padded_blocks(config.max_blocks_per_seq) * block_bytes if config.swap_space_gib else 0)
+    return slots + (
+        padded_blocks(config.max_blocks_per_seq) * block_bytes if config.swap_space_gib else 0
+    )
 
 
 def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
-    """Needs that no step on CPU exceeds, by either kernel, everything on one device; nothing is compiled.
+    """Needs that no step on CPU exceeds, by either kernel, everything on one device; nothing is
+    compiled.
 
-    Twice what a layer makes of its tokens, one result of attention for each layer (XLA:CPU shares none of them), the
-    logits as often as the full sampler holds them, tiles of prompt scores, and float16 weights in f32 (bfloat16 ones
-    are multiplied as they are). Steps use up to two thirds of it.
+    Twice what a layer makes of its tokens, one result of attention for each layer (XLA:CPU shares
+    none of them), the logits as often as the full sampler holds them, tiles of prompt scores, and
+    float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to two thirds of
+    it.
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     rows, vocab = config.seq_buckets[-1], model.vocab_size
     tokens = max(config.token_buckets[-1], rows)
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    token = 4 * (heads + 2 * kv_heads) + 12 * model.intermediate_size + 4 * model.hidden_size + 8 * config.max_logprobs
+    token = (
+        4 * (heads + 2 * kv_heads)
+        + 12 * model.intermediate_size
+        + 4 * model.hidden_size
+        + 8 * config.max_logprobs
+    )
     short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
     attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
     logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
-    indices = 4 * rows * (tokens + config.max_blocks_per_seq + 2 * config.max_logprobs + config.max_logit_bias)
+    indices = (
+        4
+        * rows
+        * (tokens + config.max_blocks_per_seq + 2 * config.max_logprobs + config.max_logit_bias)
+    )
     temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices + TILES
-    return Needs(temporaries=temporaries, state=state_bytes(model, config, block_bytes), source="an upper bound")
+    return Needs(
+        temporaries=temporaries,
+        state=state_bytes(model, config, block_bytes),
+        source="an upper bound",
+    )
 
 
 def bytes_on_device(tree: Any) -> int:
     """Bytes of a tree of placed arrays (or ShapeDtypeStructs) on one of its devices."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )

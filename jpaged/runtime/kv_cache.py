@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec, Sharding
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
     """Shape [L*N, P, rows, width] of the pool: row l*N + b is block b of layer l.
 
-    rows, width: 2*K and D, K0, V0, K1, V1, ... on axis 2; padded where a TPU would otherwise copy the pool.
+    rows, width: 2*K and D, K0, V0, K1, V1, ... on axis 2; padded where a TPU would otherwise copy
+    the pool.
     """
 
     num_layers: int
@@ -38,16 +39,29 @@ class Layout:
 
 
 def layout(
-    model: ModelConfig, *, num_blocks: int, block_size: int, dtype: jnp.dtype, attention: str = "xla", shards: int = 1
+    model: ModelConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: jnp.dtype,
+    attention: str = "xla",
+    shards: int = 1,
 ) -> Layout:
-    """The pool's layout for a model; CPU and CUDA need no padding. shards: devices that the KV heads are split over."""
+    """The pool's layout for a model; CPU and CUDA need no padding. shards: devices that the KV
+    heads are split over.
+    """
     rows, width = 2 * model.num_kv_heads, model.head_dim
     if attention == "tpu":
         tpu = importlib.import_module("kernels_pallas.paged_attention.tpu")
         rows, width = tpu.pool_shape(model.num_kv_heads // shards, model.head_dim)
         rows *= shards
     return Layout(
-        num_layers=model.num_layers, num_blocks=num_blocks, block_size=block_size, rows=rows, width=width, dtype=dtype
+        num_layers=model.num_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        rows=rows,
+        width=width,
+        dtype=dtype,
     )
 
 
@@ -73,7 +87,8 @@ def zeros(shape: tuple[int, ...], dtype: Any, where: Sharding) -> Array:
 
 
 def copy_blocks(pool: Array, copies_C2: Array, *, num_layers: int) -> Array:
-    """The pool after each (source, target) pair of blocks in turn, all layers of a block at once, in place.
+    """The pool after each (source, target) pair of blocks in turn, all layers of a block at once,
+    in place.
 
     A pair whose blocks are the same ends the list: no copies cost nothing.
     """
@@ -85,13 +100,17 @@ def copy_blocks(pool: Array, copies_C2: Array, *, num_layers: int) -> Array:
         block = jax.lax.optimization_barrier(block)
         return jax.lax.dynamic_update_slice_in_dim(layers, block, copies_C2[i, 1], axis=1)
 
-    count = jnp.sum(jnp.cumprod((copies_C2[:, 0] != copies_C2[:, 1]).astype(jnp.int32)), dtype=jnp.int32)
+    count = jnp.sum(
+        jnp.cumprod((copies_C2[:, 0] != copies_C2[:, 1]).astype(jnp.int32)), dtype=jnp.int32
+    )
     with jax.named_scope("copy_blocks"):
         return jax.lax.fori_loop(0, count, copy, layers).reshape(pool.shape)
 
 
 def _rows(block_ids_B: Array, num_layers: int, rows: int) -> Array:
-    """Rows of the pool, a block's layers together; past the end, each at its own place, for ids of -1."""
+    """Rows of the pool, a block's layers together; past the end, each at its own place, for ids of
+    -1.
+    """
     step = rows // num_layers
     row_BL = block_ids_B[:, None] + step * jnp.arange(num_layers, dtype=jnp.int32)[None, :]
     past_BL = rows + jnp.arange(row_BL.size, dtype=jnp.int32).reshape(row_BL.shape)

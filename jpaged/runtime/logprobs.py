@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, and the reductions over the vocabulary that sampling shares.
 
-A row's bits depend on that row alone: sums add in a written order, whatever the number of rows. N is the tiles of the
-vocabulary, C the tokens gathered from some of them, X any axis.
+A row's bits depend on that row alone: sums add in a written order, whatever the number of rows. N
+is the tiles of the vocabulary, C the tokens gathered from some of them, X any axis.
 """
 
 import dataclasses
@@ -29,13 +29,20 @@ class TokenLogprobs:
 
 
 def token_logprobs(
-    logits_fn: Callable[[Array], Array], x_TE: Array, targets_T: Array, temperature_T: Array, mode_T: Array,
-    *, max_logprobs: int = 0, tile: int = 64,
-) -> TokenLogprobs:  # fmt: skip
-    """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are never whole.
+    logits_fn: Callable[[Array], Array],
+    x_TE: Array,
+    targets_T: Array,
+    temperature_T: Array,
+    mode_T: Array,
+    *,
+    max_logprobs: int = 0,
+    tile: int = 64,
+) -> TokenLogprobs:
+    """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are
+    never whole.
 
-    logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by it (0 counts as 1).
-    targets_T outside the vocabulary are clipped into it.
+    logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by
+    it (0 counts as 1). targets_T outside the vocabulary are clipped into it.
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
@@ -47,9 +54,14 @@ def token_logprobs(
         sum_t = total(tile_sums(weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))))
         value_t = pick(logits_tV, targets_t)
         top_tK, top_ids_tK = top_values(logits_tV, max_logprobs)
-        logprob_t, rank_t = logprob(value_t, max_t, tau_t, sum_t), rank(logits_tV, value_t, targets_t)
+        logprob_t, rank_t = (
+            logprob(value_t, max_t, tau_t, sum_t),
+            rank(logits_tV, value_t, targets_t),
+        )
         tops_tK = logprob(top_tK, max_t[:, None], tau_t[:, None], sum_t[:, None])
-        return TokenLogprobs(logprob_T=logprob_t, rank_T=rank_t, top_ids_TK=top_ids_tK, top_logprobs_TK=tops_tK)
+        return TokenLogprobs(
+            logprob_T=logprob_t, rank_T=rank_t, top_ids_TK=top_ids_tK, top_logprobs_TK=tops_tK
+        )
 
     tokens = targets_T.shape[0]
     tiles = -(-tokens // tile)
@@ -69,7 +81,9 @@ def _tile(reduce: Callable[[Array], Array], a_SV: Array, tile: int, fill: float)
     whole = vocab - vocab % tile
     parts = [reduce(a_SV[:, :whole].reshape(rows, whole // tile, tile))] if whole else []
     if whole < vocab:
-        tail_SC = jnp.pad(a_SV[:, whole:], ((0, 0), (0, tile - (vocab - whole))), constant_values=fill)
+        tail_SC = jnp.pad(
+            a_SV[:, whole:], ((0, 0), (0, tile - (vocab - whole))), constant_values=fill
+        )
         parts.append(reduce(tail_SC[:, None]))
     return jnp.concatenate(parts, axis=1)
 
@@ -81,8 +95,8 @@ def tile_max(z_SV: Array, tile: int) -> Array:
 def tile_sums(a_SV: Array) -> Array:
     """The sum of each SUM_TILE entries, added by halving: an order that is written down.
 
-    For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the entries, so that they are
-    never stored, and runs over 16 lanes.
+    For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the
+    entries, so that they are never stored, and runs over 16 lanes.
     """
 
     def add(a_SNC: Array) -> Array:
@@ -97,7 +111,9 @@ def tile_sums(a_SV: Array) -> Array:
 
 
 def weights(z_SX: Array, max_S: Array, temp_S: Array, floor_S: Array) -> Array:
-    """Unnormalised probabilities of the kept logits, exp((z - max) / temperature), 0 elsewhere; the largest is 1."""
+    """Unnormalised probabilities of the kept logits, exp((z - max) / temperature), 0 elsewhere; the
+    largest is 1.
+    """
     exp_SX = jnp.exp((z_SX - max_S[:, None]) / temp_S[:, None])
     return jnp.where(z_SX >= floor_S[:, None], exp_SX, jnp.float32(0))
 
@@ -109,7 +125,9 @@ def total(sums_SN: Array) -> Array:
 
 def finite_max(tile_max_SN: Array) -> Array:
     """The row's maximum, 0 where it is no number to subtract."""
-    max_S = jnp.max(lax.optimization_barrier(tile_max_SN), axis=1)  # else XLA:CPU takes it from the logits again
+    max_S = jnp.max(
+        lax.optimization_barrier(tile_max_SN), axis=1
+    )  # else XLA:CPU takes it from the logits again
     return jnp.where(jnp.isfinite(max_S), max_S, jnp.float32(0))
 
 
@@ -120,15 +138,18 @@ def logprob(value: Array, max_: Array, tau: Array, total: Array) -> Array:
 def rank(z_SV: Array, value_S: Array, token_S: Array) -> Array:
     """1 + how many tokens come before this one: larger ones, and equal ones of a lower id."""
     ids_V = lax.broadcasted_iota(jnp.int32, z_SV.shape, 1)
-    before_SV = (z_SV > value_S[:, None]) | ((z_SV == value_S[:, None]) & (ids_V < token_S[:, None]))
+    before_SV = (z_SV > value_S[:, None]) | (
+        (z_SV == value_S[:, None]) & (ids_V < token_S[:, None])
+    )
     return 1 + total(tile_sums(before_SV.astype(jnp.float32))).astype(jnp.int32)  # exact to 2**24
 
 
 def top_values(z_SV: Array, k: int) -> tuple[Array, Array]:
     """The k largest of each row and their ids, equal values in order of id.
 
-    A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after k others, so only
-    those tiles are looked at: a quarter of the time of `lax.top_k` over 152k tokens.
+    A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after
+    k others, so only those tiles are looked at: a quarter of the time of `lax.top_k` over 152k
+    tokens.
     """
     tile_max_SN = tile_max(z_SV, TOP_TILE)
     if k == 0 or tile_max_SN.shape[1] <= k:
@@ -140,9 +161,13 @@ def top_values(z_SV: Array, k: int) -> tuple[Array, Array]:
 
 
 def gather_tiles(z_SV: Array, tiles_SN: Array, tile: int) -> tuple[Array, Array]:
-    """The logits of the named tiles, one after the other, and their ids; past the vocabulary's end -inf."""
+    """The logits of the named tiles, one after the other, and their ids; past the vocabulary's end
+    -inf.
+    """
     rows, vocab = z_SV.shape
-    ids_SC = (tiles_SN[:, :, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]).reshape(rows, -1)
+    ids_SC = (
+        tiles_SN[:, :, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]
+    ).reshape(rows, -1)
     z_SC = jnp.take_along_axis(z_SV, jnp.minimum(ids_SC, vocab - 1), axis=1)
     return jnp.where(ids_SC < vocab, z_SC, NEG_INF), ids_SC
 
@@ -154,7 +179,10 @@ def pick(a_SX: Array, at_S: Array) -> Array:
 def first_true(true_SX: Array) -> Array:
     """Index of the first true of each row, X where there is none.
 
-    In f32, which counts exactly to 2**24, because XLA:CPU reduces floats fast, and argmax and integers slowly.
+    In f32, which counts exactly to 2**24, because XLA:CPU reduces floats fast, and argmax and
+    integers slowly.
     """
     at_SX = lax.broadcasted_iota(jnp.float32, true_SX.shape, 1)
-    return jnp.min(jnp.where(true_SX, at_SX, jnp.float32(true_SX.shape[1])), axis=1).astype(jnp.int32)
+    return jnp.min(jnp.where(true_SX, at_SX, jnp.float32(true_SX.shape[1])), axis=1).astype(
+        jnp.int32
+    )

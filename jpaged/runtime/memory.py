@@ -1,8 +1,9 @@
 """Where a device's memory goes, and so how many KV blocks fit: computed, with no trial run.
 
-A device holds the weights, the program's other arrays, what the steps need beside them (see footprint.py), and the
-pool, which takes what is left. On CPU the memory is others' too: there the pool is small by default and half of what
-is free stays free, which the steps' temporaries must fit. Running out of it is told in terms of settings.
+A device holds the weights, the program's other arrays, what the steps need beside them (see
+footprint.py), and the pool, which takes what is left. On CPU the memory is others' too: there the
+pool is small by default and half of what is free stays free, which the steps' temporaries must fit.
+Running out of it is told in terms of settings.
 """
 
 import contextlib
@@ -19,16 +20,22 @@ from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, ConfigError
 
 CPU_POOL_BYTES = 4 << 30
-CGROUPS = {"2": ("memory.max", "memory.current"), "1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-ASKED = re.compile(r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))")  # in every backend's words for running out of memory
+CGROUPS = {
+    "2": ("memory.max", "memory.current"),
+    "1": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+ASKED = re.compile(
+    r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))"
+)  # in every backend's words for running out of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
     """Bytes of a device that the engine takes beside weights and pool.
 
-    temporaries: of the largest step, with its results. code: of all steps, where code lies in the device's memory.
-    state: what the engine keeps for each device slot. source: where the figures come from.
+    temporaries: of the largest step, with its results. code: of all steps, where code lies in the
+    device's memory. state: what the engine keeps for each device slot. source: where the figures
+    come from.
     """
 
     temporaries: int = 0
@@ -43,7 +50,9 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What may be used of a device, what its arrays hold already, and what a pool may take, all in bytes."""
+    """What may be used of a device, what its arrays hold already, and what a pool may take, all in
+    bytes.
+    """
 
     total: int
     in_use: int = 0
@@ -51,7 +60,9 @@ class Limits:
 
     @classmethod
     def of(cls, device: Any, utilization: float) -> "Limits":
-        """Of a device that is here: its share `utilization`; on CPU what is free, half of it (or 4 GiB) for a pool."""
+        """Of a device that is here: its share `utilization`; on CPU what is free, half of it (or 4
+        GiB) for a pool.
+        """
         stats = device.memory_stats() if device.platform != "cpu" else None
         if stats is None:
             free = free_memory()
@@ -61,7 +72,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The bytes of one device. other: arrays that are not the engine's. decided_by: what set num_blocks."""
+    """The bytes of one device. other: arrays that are not the engine's. decided_by: what set
+    num_blocks.
+    """
 
     limit: int
     weights: int
@@ -75,8 +88,17 @@ class MemoryPlan:
     @property
     def account(self) -> dict[str, int]:
         """Bytes by what takes them."""
-        steps = {"temporaries": self.needs.temporaries, "code": self.needs.code, "state": self.needs.state}
-        return {"weights": self.weights, "other": self.other, **steps, "pool": self.num_blocks * self.block_bytes}
+        steps = {
+            "temporaries": self.needs.temporaries,
+            "code": self.needs.code,
+            "state": self.needs.state,
+        }
+        return {
+            "weights": self.weights,
+            "other": self.other,
+            **steps,
+            "pool": self.num_blocks * self.block_bytes,
+        }
 
     @property
     def waste(self) -> int:
@@ -84,11 +106,13 @@ class MemoryPlan:
         return self.limit - sum(self.account.values())
 
 
-def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int = 0, needs: Needs) -> MemoryPlan:
+def plan(
+    config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int = 0, needs: Needs
+) -> MemoryPlan:
     """The account of a device for a resolved config; num_blocks is the config's own, or what fits.
 
-    weights: bytes of them that limits.in_use counts too where it is not 0. The default pool never holds more than
-    max_num_seqs * max_model_len tokens. Raises ConfigError where no block fits.
+    weights: bytes of them that limits.in_use counts too where it is not 0. The default pool never
+    holds more than max_num_seqs * max_model_len tokens. Raises ConfigError where no block fits.
     """
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
@@ -103,21 +127,30 @@ def plan(config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
         lower = _settings(config, "block_size", "max_num_batched_tokens", "max_num_seqs")
         raise ConfigError(
-            f"no KV block of {block_bytes} bytes fits the {left} bytes left for the pool (weights take {weights}, "
+            f"no KV block of {block_bytes} bytes fits the {left} bytes left for the pool "
+            f"(weights take {weights}, "
             f"other arrays {other}, steps {needs.total}): lower {lower}, "
             f"or raise memory_utilization={config.memory_utilization}"
         )
     return MemoryPlan(
-        limit=limits.total, weights=weights, other=other, needs=needs, block_bytes=block_bytes,
-        block_size=config.block_size, num_blocks=sizes[decided_by], decided_by=decided_by,
-    )  # fmt: skip
+        limit=limits.total,
+        weights=weights,
+        other=other,
+        needs=needs,
+        block_bytes=block_bytes,
+        block_size=config.block_size,
+        num_blocks=sizes[decided_by],
+        decided_by=decided_by,
+    )
 
 
 @contextlib.contextmanager
 def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterator[None]:
-    """Running out of memory inside becomes an error that names the settings to lower; anything else passes.
+    """Running out of memory inside becomes an error that names the settings to lower; anything else
+    passes.
 
-    pool_bytes: of the pool that is allocated inside (a ConfigError then); None for a step (a CapacityError).
+    pool_bytes: of the pool that is allocated inside (a ConfigError then); None for a step (a
+    CapacityError).
     """
     try:
         yield
@@ -126,10 +159,17 @@ def explained(config: EngineConfig, *, pool_bytes: int | None = None) -> Iterato
             raise
         if pool_bytes is not None:
             lower = _settings(config, "num_blocks", "memory_utilization", last=" or ")
-            raise ConfigError(f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}") from e
-        asked, knobs = ASKED.search(str(e)), ("num_blocks", "memory_utilization", "max_num_batched_tokens")
+            raise ConfigError(
+                f"the KV pool of {pool_bytes} bytes does not fit the device: lower {lower}"
+            ) from e
+        asked, knobs = (
+            ASKED.search(str(e)),
+            ("num_blocks", "memory_utilization", "max_num_batched_tokens"),
+        )
         lower = _settings(config, *knobs, "max_num_seqs", last=" or ")
-        raise CapacityError(f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}") from e
+        raise CapacityError(
+            f"a step could not get {asked[1] if asked else 'memory'}: lower {lower}"
+        ) from e
 
 
 def _settings(config: EngineConfig, *names: str, last: str = ", ") -> str:
@@ -138,7 +178,9 @@ def _settings(config: EngineConfig, *names: str, last: str = ", ") -> str:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's available memory or its cgroup's, whichever is less."""
+    """Bytes that this process may still take: the machine's available memory or its cgroup's,
+    whichever is less.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -147,7 +189,8 @@ def free_memory() -> int:
         folder = "/sys/fs/cgroup" if version == "2" else "/sys/fs/cgroup/memory"
         limit, used = (_lines(f"{folder}/{name}") for name in names)
         if limit and used and limit[0] != "max":
-            # Cached pages of files (a checkpoint just read) count as used, and go when others are wanted.
+            # Cached pages of files (a checkpoint just read) count as used, and go when others are
+            # wanted.
             stat = dict(line.split() for line in _lines(f"{folder}/memory.stat"))
             cached = int(stat.get("inactive_file", 0))
             free = min(free, max(int(limit[0]) - int(used[0]) + cached, 0))

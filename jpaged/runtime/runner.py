@@ -1,4 +1,6 @@
-"""Runner: the one object that owns arrays: params, pool, device slots, compiled steps. It makes every transfer."""
+"""Runner: the one object that owns arrays: params, pool, device slots, compiled steps. It makes
+every transfer.
+"""
 
 import dataclasses
 import functools
@@ -15,21 +17,16 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from tqdm import tqdm
 
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import (
-    Batch,
-    Bucket,
-    StepResult,
-    bucket_table,
-    input_sections,
-    padded_blocks,
-    unpack_result,
-)
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Bucket, bucket_table, input_sections, padded_blocks
+from jpaged.engine.packing import Batch, unpack_result
+from jpaged.engine.plan import StepResult
 from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_specs
 from jpaged.runtime import kv_cache
 from jpaged.runtime.attention import Kernel, choose_kernel
-from jpaged.runtime.compiler import compile_step
+from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.memory import explained
 from jpaged.runtime.steps import COUNTS_CHUNK, make_step, set_counts
 
@@ -38,7 +35,9 @@ log = logging.getLogger("jpaged")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where arrays live: one device, or a mesh with KV heads over `axis` (None: everything is replicated)."""
+    """Where arrays live: one device, or a mesh with KV heads over `axis` (None: everything is
+    replicated).
+    """
 
     mesh: Mesh | None
     axis: str | None
@@ -49,7 +48,11 @@ class Placement:
         return 1 if self.mesh is None or self.axis is None else self.mesh.shape[self.axis]
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | SingleDeviceSharding:
-        return SingleDeviceSharding(self.device) if self.mesh is None else NamedSharding(self.mesh, spec)
+        return (
+            SingleDeviceSharding(self.device)
+            if self.mesh is None
+            else NamedSharding(self.mesh, spec)
+        )
 
     @property
     def replicated(self) -> NamedSharding | SingleDeviceSharding:
@@ -76,7 +79,9 @@ class Handle:
 
 @dataclasses.dataclass
 class Usage:
-    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without padding."""
+    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without
+    padding.
+    """
 
     hits: int = 0
     tokens: int = 0
@@ -85,10 +90,12 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketReport:
-    """One shape of the table of steps (see engine.batch.Bucket): how often it ran, and what it costs.
+    """One shape of the table of steps (see engine.batch.Bucket): how often it ran, and what it
+    costs.
 
-    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding. compile_seconds and bytes
-    are None until it is compiled; temp_bytes: of temporaries while it runs.
+    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding.
+    compile_seconds and bytes are None until it is compiled; temp_bytes: of temporaries while it
+    runs.
     """
 
     phase: str
@@ -107,8 +114,8 @@ class BucketReport:
 class Runner:
     """Compiles one executable a Bucket and runs it over the donated pool.
 
-    model, config: resolved, with num_blocks. dtype: of the pool (and of the params). `params` is set by the owner
-    before a dispatch: the serving tree, an ordinary argument of every step.
+    model, config: resolved, with num_blocks. dtype: of the pool (and of the params). `params` is
+    set by the owner before a dispatch: the serving tree, an ordinary argument of every step.
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, dtype: Any):
@@ -121,7 +128,9 @@ class Runner:
         self.compile_seconds: dict[Bucket | str, float] = {}
         self._steps: dict[Bucket, Any] = {}
         self._set_counts: Any = None
-        self._moves: dict[tuple[str, int], Any] = {}  # compiled read_blocks and write_blocks, by number of blocks
+        self._moves: dict[
+            tuple[str, int], Any
+        ] = {}  # compiled read_blocks and write_blocks, by number of blocks
         self._pool: Array | None = None
         self._last_R: Array | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -133,13 +142,17 @@ class Runner:
         return self.layout.block_bytes
 
     def dispatch(self, batch: Batch) -> Handle:
-        """Start a step; the pool is rebound to its result before this returns. CapacityError where memory runs out."""
+        """Start a step; the pool is rebound to its result before this returns. CapacityError where
+        memory runs out.
+        """
         with explained(self.config):
             return self._dispatch(batch)
 
     def _dispatch(self, batch: Batch) -> Handle:
         buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-        self._prepare(buckets, full=bool(batch.count_rows) or any(bucket.is_full for bucket in buckets))
+        self._prepare(
+            buckets, full=bool(batch.count_rows) or any(bucket.is_full for bucket in buckets)
+        )
         for slot, token_ids, prompt_len in batch.count_rows:
             self._enter_counts(slot, token_ids, prompt_len)
         packed = self.put(batch.packed)
@@ -156,7 +169,9 @@ class Runner:
         return Handle(batch=batch, outs=tuple(outs), done=hidden)
 
     def _prepare(self, buckets: list[Bucket], *, full: bool) -> None:
-        """Have the arrays and the steps of a dispatch: what is missing of them is made side by side."""
+        """Have the arrays and the steps of a dispatch: what is missing of them is made side by
+        side.
+        """
         missing = [bucket for bucket in buckets if bucket not in self._steps]
         if self._pool is not None and not missing:
             self.allocate(full=full)
@@ -164,18 +179,23 @@ class Runner:
         with ThreadPoolExecutor() as threads:
             made = [threads.submit(self.allocate, full=full)]
             made += [
-                threads.submit(self._compile, bucket, time.perf_counter(), self.lower(bucket)) for bucket in missing
+                threads.submit(self._compile, bucket, time.perf_counter(), self.lower(bucket))
+                for bucket in missing
             ]
             for future in made:
                 future.result()
 
-    def _draw(self, bucket: Bucket, batch: Batch, packed: Array, hidden: Array | None = None) -> Array:
+    def _draw(
+        self, bucket: Bucket, batch: Batch, packed: Array, hidden: Array | None = None
+    ) -> Array:
         """Run the step that draws: a whole decode, or what follows a prefill's hidden states."""
         real = batch.num_tokens if hidden is None else batch.num_rows
         step = self._ran(bucket, real, bucket.rows * batch.steps)
         counts = self._counts_RV if bucket.is_full else None
         if hidden is None:
-            self._pool, self._last_R, counts, out = step(self.params, self._pool, self._last_R, counts, packed)
+            self._pool, self._last_R, counts, out = step(
+                self.params, self._pool, self._last_R, counts, packed
+            )
         else:
             self._last_R, counts, out = step(self.params, hidden, self._last_R, counts, packed)
         if counts is not None:
@@ -184,24 +204,34 @@ class Runner:
 
     def _ran(self, bucket: Bucket, tokens: int, padded: int) -> Any:
         usage = self.usage.setdefault(bucket, Usage())
-        usage.hits, usage.tokens, usage.padded = usage.hits + 1, usage.tokens + tokens, usage.padded + padded
+        usage.hits, usage.tokens, usage.padded = (
+            usage.hits + 1,
+            usage.tokens + tokens,
+            usage.padded + padded,
+        )
         return self._steps[bucket]
 
     def fetch(self, handle: Handle) -> StepResult:
-        """Wait for a step and read what it returns: one buffer, or two where a prefill scored its prompts too."""
+        """Wait for a step and read what it returns: one buffer, or two where a prefill scored its
+        prompts too.
+        """
         with explained(self.config):
             handle.done.block_until_ready()
             outs = [self.get(out) for out in handle.outs]
         return unpack_result(handle.batch, self.config, outs)
 
     def read_blocks(self, block_ids: list[int]) -> Any:
-        """Copy blocks to the host in one transfer, padded to a power of two: into pinned memory where there is any."""
+        """Copy blocks to the host in one transfer, padded to a power of two: into pinned memory
+        where there is any.
+        """
         if not block_ids:
             return None
         self.allocate()
         size = padded_blocks(len(block_ids))
         blocks = self._move("read_blocks", size)(self._pool, self.put(_padded(block_ids, size)))
-        if "pinned_host" not in {memory.kind for memory in self.placement.device.addressable_memories()}:
+        if "pinned_host" not in {
+            memory.kind for memory in self.placement.device.addressable_memories()
+        }:
             return self.get(blocks)
         self.downloads += 1
         return jax.device_put(blocks, self._pool_sharding().with_memory_kind("pinned_host"))
@@ -214,17 +244,23 @@ class Runner:
         size = padded_blocks(len(block_ids))
         self.uploads += 1
         blocks = jax.device_put(data, self._pool_sharding())
-        self._pool = self._move("write_blocks", size)(self._pool, self.put(_padded(block_ids, size)), blocks)
+        self._pool = self._move("write_blocks", size)(
+            self._pool, self.put(_padded(block_ids, size)), blocks
+        )
 
     def recover(self) -> None:
-        """After an exception: state whose buffers went into a step that never came back is made anew (zeros)."""
+        """After an exception: state whose buffers went into a step that never came back is made
+        anew (zeros).
+        """
         for name in ("_pool", "_last_R", "_counts_RV"):
             array = getattr(self, name)
             if array is not None and array.is_deleted():
                 setattr(self, name, None)
 
     def release(self) -> None:
-        """Free the pool and the device slots; executables stay. The next dispatch allocates again."""
+        """Free the pool and the device slots; executables stay. The next dispatch allocates
+        again.
+        """
         self._pool = self._last_R = self._counts_RV = None
 
     def report(self) -> dict[str, Any]:
@@ -242,7 +278,11 @@ class Runner:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pool takes on each device now."""
-        return 0 if self._pool is None else self.layout.num_blocks * self.block_bytes // self.placement.axis_size
+        return (
+            0
+            if self._pool is None
+            else self.layout.num_blocks * self.block_bytes // self.placement.axis_size
+        )
 
     def put(self, array: np.ndarray) -> Array:
         """The only way up: one explicit, counted transfer."""
@@ -257,7 +297,9 @@ class Runner:
     def executable(self, bucket: Bucket) -> Any:
         """The compiled step of a bucket."""
         step = self._steps.get(bucket)
-        return self._compile(bucket, time.perf_counter(), self.lower(bucket)) if step is None else step
+        return (
+            self._compile(bucket, time.perf_counter(), self.lower(bucket)) if step is None else step
+        )
 
     def _compile(self, bucket: Bucket, started: float, lowered: Any) -> Any:
         step = self._steps[bucket] = compile_step(lowered, self.placement.device.platform)
@@ -272,21 +314,35 @@ class Runner:
         axis = self.placement.axis if self.placement.axis_size > 1 else None
         step = make_step(bucket, self.model, self.config, axis, self.kernel)
         assert self.config.seq_buckets is not None
-        most, slots, vocab = self.config.seq_buckets[-1], self.config.max_num_seqs, self.model.vocab_size
-        # Each argument as (shape, dtype, its share of a mesh), or None; what is donated comes back in its place.
+        most, slots, vocab = (
+            self.config.seq_buckets[-1],
+            self.config.max_num_seqs,
+            self.model.vocab_size,
+        )
+        # Each argument as (shape, dtype, its share of a mesh), or None; what is donated comes back
+        # in its place.
         pool, counts = (self.layout.shape, self.layout.dtype, kv_cache.spec(axis)), None
         if bucket.is_full:
             counts = ((slots, vocab), jnp.int32, PartitionSpec())
         state = [((slots,), jnp.int32, PartitionSpec()), counts]
-        hidden = ((most, self.model.hidden_size), self.params["embed"]["weight"].dtype, PartitionSpec())
+        hidden = (
+            (most, self.model.hidden_size),
+            self.params["embed"]["weight"].dtype,
+            PartitionSpec(),
+        )
         packed = ((input_sections(bucket, self.config)[1],), jnp.int32, PartitionSpec())
         own, donated, num_outs = {
             "prefill": ([pool, packed], (1,), 4),
             "sample": ([hidden, *state, packed], (2, 3), 3),
             "decode": ([pool, *state, packed], (1, 2, 3), 4),
         }[bucket.phase]
-        out_specs = [pool[2] if i == 0 and bucket.phase != "sample" else PartitionSpec() for i in range(num_outs)]
-        if axis is not None:  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
+        out_specs = [
+            pool[2] if i == 0 and bucket.phase != "sample" else PartitionSpec()
+            for i in range(num_outs)
+        ]
+        if (
+            axis is not None
+        ):  # XLA cannot partition a Pallas call, so the whole step runs a device at a time
             step = jax.shard_map(
                 step,
                 mesh=self.placement.mesh,
@@ -297,9 +353,14 @@ class Runner:
                 out_specs=tuple(out_specs),
                 check_vma=False,
             )
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params)
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params
+        )
         where = self.placement.sharding
-        arguments = [None if x is None else jax.ShapeDtypeStruct(x[0], x[1], sharding=where(x[2])) for x in own]
+        arguments = [
+            None if x is None else jax.ShapeDtypeStruct(x[0], x[1], sharding=where(x[2]))
+            for x in own
+        ]
         outs = tuple(where(spec) for spec in out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(params, *arguments)
 
@@ -320,18 +381,31 @@ class Runner:
             reports.append(report)
         return reports
 
-    def warmup(self, *, tokens: int | None = None, rows: int | None = None, use_tqdm: bool = False) -> float:
-        """Compile whatever of the table (see bucket_table) is not compiled yet, several at once; seconds it took."""
+    def warmup(
+        self, *, tokens: int | None = None, rows: int | None = None, use_tqdm: bool = False
+    ) -> float:
+        """Compile whatever of the table (see bucket_table) is not compiled yet, several at once;
+        seconds it took.
+        """
         started = time.perf_counter()
         sizes = {padded_blocks(n) for n in range(1, self.config.max_blocks_per_seq + 1)}
         moves: list[Literal["read_blocks", "write_blocks"]] = ["read_blocks", "write_blocks"]
         table = bucket_table(self.config, tokens=tokens, rows=rows)
-        jobs = [functools.partial(self.executable, bucket) for bucket in sorted(table, reverse=True)]
-        jobs += [functools.partial(self._move, m, n) for m in moves for n in sizes if self.config.swap_space_gib]
+        jobs = [
+            functools.partial(self.executable, bucket) for bucket in sorted(table, reverse=True)
+        ]
+        jobs += [
+            functools.partial(self._move, m, n)
+            for m in moves
+            for n in sizes
+            if self.config.swap_space_gib
+        ]
         jobs.append(functools.partial(self._counts_step))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             done = as_completed([pool.submit(job) for job in jobs])
-            for future in tqdm(done, total=len(jobs), unit="step", desc="compiling", disable=not use_tqdm):
+            for future in tqdm(
+                done, total=len(jobs), unit="step", desc="compiling", disable=not use_tqdm
+            ):
                 future.result()
         return time.perf_counter() - started
 
@@ -340,11 +414,15 @@ class Runner:
         self._sealed = True
 
     def allocate(self, *, full: bool = False) -> None:
-        """Have the pool and the device slots, and for full steps the counts; CapacityError where memory runs out."""
+        """Have the pool and the device slots, and for full steps the counts; CapacityError where
+        memory runs out.
+        """
         where, slots = self.placement.replicated, self.config.max_num_seqs
         if self._pool is None:
             with explained(self.config, pool_bytes=self.layout.num_blocks * self.block_bytes):
-                self._pool = kv_cache.zeros(self.layout.shape, self.layout.dtype, self._pool_sharding())
+                self._pool = kv_cache.zeros(
+                    self.layout.shape, self.layout.dtype, self._pool_sharding()
+                )
         if self._last_R is None:
             self._last_R = jax.device_put(np.zeros(slots, np.int32), where)
         if full and self._counts_RV is None:
@@ -367,7 +445,11 @@ class Runner:
                 arguments.append(jax.ShapeDtypeStruct(blocks, self.layout.dtype, sharding=where))
             function = functools.partial(getattr(kv_cache, name), num_layers=self.layout.num_layers)
             donated = 0 if name == "write_blocks" else ()
-            move = jax.jit(function, donate_argnums=donated, out_shardings=where).lower(*arguments).compile()
+            move = (
+                jax.jit(function, donate_argnums=donated, out_shardings=where)
+                .lower(*arguments)
+                .compile()
+            )
             self._moves[name, size] = move
             self.compile_seconds[f"{name} {size}"] = time.perf_counter() - started
         return move
@@ -393,7 +475,9 @@ class Runner:
         return self._set_counts
 
     def _enter_counts(self, slot: int, token_ids: list[int], prompt_len: int) -> None:
-        """Set a slot's token counts from scratch: its last owner's are of no use to a row just admitted."""
+        """Set a slot's token counts from scratch: its last owner's are of no use to a row just
+        admitted.
+        """
         step = self._counts_step()
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             chunk = np.full(COUNTS_CHUNK, self.model.vocab_size, np.int32)

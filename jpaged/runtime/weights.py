@@ -1,4 +1,6 @@
-"""The caller's params -> the serving tree: any pytree form in, cast and placed once a weight version."""
+"""The caller's params -> the serving tree: any pytree form in, cast and placed once a weight
+version.
+"""
 
 import itertools
 import logging
@@ -14,8 +16,9 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.config import EngineConfig, ModelConfig
+from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import to_tree
 from jpaged.models.layout import TENSOR_AXES, param_shapes, param_specs
 from jpaged.models.params import Params
@@ -27,9 +30,9 @@ log = logging.getLogger("jpaged")
 def as_params(params: Any, config: Any = None) -> Params:
     """Params over the caller's own leaves, from any accepted form; nothing is copied.
 
-    params: what load_params returns, an nnx Module or State, a linen {"params": ...} dict or a plain dict in the
-    canonical names. config: ModelConfig, Hugging Face dict or folder; needed for raw trees.
-    Raises ConfigError naming the first parameter that does not fit.
+    params: what load_params returns, an nnx Module or State, a linen {"params": ...} dict or a
+    plain dict in the canonical names. config: ModelConfig, Hugging Face dict or folder; needed for
+    raw trees. Raises ConfigError naming the first parameter that does not fit.
     """
     source = params.source if isinstance(params, Params) else None
     if config is not None:
@@ -38,13 +41,18 @@ def as_params(params: Any, config: Any = None) -> Params:
         model = params.config
     else:
         kind = type(params).__name__
-        raise ConfigError(f"params of type {kind} need config= (ModelConfig, Hugging Face dict or folder)")
+        raise ConfigError(
+            f"params of type {kind} need config= (ModelConfig, Hugging Face dict or folder)"
+        )
     if source is None and isinstance(config, str | Path):
         source = Path(config)
     if isinstance(params, nnx.Module):
         params = to_tree(params)
     if not isinstance(params, Mapping):
-        raise ConfigError(f"params of type {type(params).__name__}: pass Params, an nnx Module or State, or a dict")
+        raise ConfigError(
+            f"params of type {type(params).__name__}: pass Params, an nnx Module or "
+            "State, or a dict"
+        )
     if set(params) == {"params"}:
         params = params["params"]
     tree = to_tree(params)
@@ -53,22 +61,34 @@ def as_params(params: Any, config: Any = None) -> Params:
 
 
 def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
-    """Where to serve: `mesh`, else the mesh of the params' own NamedShardings, else the params' device."""
+    """Where to serve: `mesh`, else the mesh of the params' own NamedShardings, else the params'
+    device.
+    """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     if mesh is None:
-        own = (x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1)
+        own = (
+            x.sharding.mesh
+            for x in leaves
+            if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1
+        )
         mesh = next((m for m in own if isinstance(m, Mesh)), None)
     if jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes: only one is supported yet")
     if mesh is None or mesh.size == 1:
         own = leaves[0].devices() if leaves else jax.devices()
-        return Placement(mesh=None, axis=None, device=next(iter(own if mesh is None else mesh.devices.flat)))
+        return Placement(
+            mesh=None, axis=None, device=next(iter(own if mesh is None else mesh.devices.flat))
+        )
     axis = config.tensor_axis
     if axis == "auto":
-        axis = _kv_axis(params, mesh) or next((name for name in TENSOR_AXES if name in mesh.axis_names), None)
+        axis = _kv_axis(params, mesh) or next(
+            (name for name in TENSOR_AXES if name in mesh.axis_names), None
+        )
     elif axis is not None and axis not in mesh.axis_names:
         raise ConfigError(f"tensor_axis={axis!r} is not an axis of the mesh {mesh.axis_names}")
-    param_specs(params.config, axis, 1 if axis is None else mesh.shape[axis])  # raises where KV heads do not divide
+    param_specs(
+        params.config, axis, 1 if axis is None else mesh.shape[axis]
+    )  # raises where KV heads do not divide
     return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
 
 
@@ -80,24 +100,32 @@ def is_deleted(leaf: Any) -> bool:
 
 
 class ServingWeights:
-    """The serving tree of one engine, remade when any leaf of the caller's params is another object.
+    """The serving tree of one engine, remade when any leaf of the caller's params is another
+    object.
 
-    Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are held by weakref, so the
-    caller's weights are never kept alive by it; numpy, dead and donated leaves always mean a new version.
+    Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are
+    held by weakref, so the caller's weights are never kept alive by it; numpy, dead and donated
+    leaves always mean a new version.
     """
 
     def __init__(self, where: Placement, dtype: str | None):
         self.where = where
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
-        self._dtypes: list[Any] | None = None  # of every leaf as served: the steps are compiled for them
+        self._dtypes: list[Any] | None = (
+            None  # of every leaf as served: the steps are compiled for them
+        )
         self._refs: list[weakref.ref[jax.Array] | None] = []
-        self._derived: list[jax.Array | None] = []  # leaves that are copies of ours; None where the caller's own serves
+        self._derived: list[
+            jax.Array | None
+        ] = []  # leaves that are copies of ours; None where the caller's own serves
 
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""
         leaves = jax.tree.leaves(params)
-        same = len(leaves) == len(self._refs) and all(r and r() is x for r, x in zip(self._refs, leaves, strict=True))
+        same = len(leaves) == len(self._refs) and all(
+            r and r() is x for r, x in zip(self._refs, leaves, strict=True)
+        )
         if same and self._derived:
             return False
         self.check_dtypes(params)
@@ -110,9 +138,14 @@ class ServingWeights:
         return True
 
     def tree(self, params: Params) -> Any:
-        """The serving tree for params that were last passed to `update`: plain dicts of jax arrays."""
+        """The serving tree for params that were last passed to `update`: plain dicts of jax
+        arrays.
+        """
         leaves = jax.tree.leaves(params)
-        served = [ours if ours is not None else theirs for ours, theirs in zip(self._derived, leaves, strict=True)]
+        served = [
+            ours if ours is not None else theirs
+            for ours, theirs in zip(self._derived, leaves, strict=True)
+        ]
         return dict(jax.tree.unflatten(jax.tree.structure(params), served))
 
     def release(self) -> None:
@@ -120,12 +153,16 @@ class ServingWeights:
         self._derived = []
 
     def check_dtypes(self, params: Params) -> None:
-        """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take neither."""
+        """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take
+        neither.
+        """
         leaves = jax.tree.leaves_with_path(params)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
         is_linear = [leaf.ndim > 1 and "bias" not in str(path[-1]) for path, leaf in leaves]
         if len(linear := set(itertools.compress(dtypes, is_linear))) > 1:
-            raise ConfigError(f"linear weights in {_names(linear)}: pass dtype= to serve them in one")
+            raise ConfigError(
+                f"linear weights in {_names(linear)}: pass dtype= to serve them in one"
+            )
         if self._dtypes not in (None, dtypes):
             built = f"this engine was built for {_names(self._dtypes or [])}"
             raise ConfigError(f"params in {_names(dtypes)}; {built}: pass dtype= to it")
@@ -138,8 +175,12 @@ class ServingWeights:
         derived: list[jax.Array | None] = []
         moved = 0
         for leaf, target in zip(leaves, targets, strict=True):
-            out = leaf if self.dtype is None or leaf.dtype == self.dtype else leaf.astype(self.dtype)
-            if not isinstance(out, jax.Array) or not out.sharding.is_equivalent_to(target, out.ndim):
+            out = (
+                leaf if self.dtype is None or leaf.dtype == self.dtype else leaf.astype(self.dtype)
+            )
+            if not isinstance(out, jax.Array) or not out.sharding.is_equivalent_to(
+                target, out.ndim
+            ):
                 if isinstance(out, jax.Array) and not out.sharding.is_fully_replicated:
                     moved += out.nbytes
                 out = jax.device_put(out, target)
@@ -156,19 +197,27 @@ def _names(dtypes: Iterable[Any]) -> str:
 def _kv_axis(params: Params, mesh: Mesh) -> str | None:
     """The mesh axis that the KV heads of the first layer are split over."""
     sharding = getattr(params["layers"]["0"]["attention"]["qkv"], "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names else ()
+    spec = (
+        sharding.spec
+        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names
+        else ()
+    )
     axes = spec[0] if spec else None
     if not isinstance(axes, tuple):
         return axes
     if len(axes) > 1:
-        raise ConfigError(f"KV heads are split over the axes {axes}: only one tensor axis is supported")
+        raise ConfigError(
+            f"KV heads are split over the axes {axes}: only one tensor axis is supported"
+        )
     return axes[0] if axes else None
 
 
 def _check(tree: Any, shapes: Any, path: str) -> None:
     """Every name and shape as the config says, and every leaf a live floating-point array."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}")
+        raise ConfigError(
+            f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}"
+        )
     if missing := sorted(shapes.keys() - tree.keys()):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise ConfigError(f"params{path} lack {missing[0]!r}{more}")
@@ -179,7 +228,9 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
         if isinstance(shape, dict):
             _check(leaf, shape, where)
         elif isinstance(leaf, Tracer):
-            raise ConfigError("params are tracers: generate is host Python and cannot run under jit, grad or vmap")
+            raise ConfigError(
+                "params are tracers: generate is host Python and cannot run under jit, grad or vmap"
+            )
         elif not isinstance(leaf, jax.Array | np.ndarray):
             raise ConfigError(f"params{where} is a {type(leaf).__name__}, not an array")
         elif leaf.shape != shape:

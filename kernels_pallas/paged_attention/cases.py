@@ -1,7 +1,7 @@
 """Named cases of paged attention, for tests and benches alike.
 
-Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
-D head dim.
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
+heads, K KV heads, D head dim.
 """
 
 import dataclasses
@@ -10,9 +10,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call. Rows have `contexts[r]` tokens, of which the last `queries[r]` are queries; `queries` None is decode.
+    """One call. Rows have `contexts[r]` tokens, of which the last `queries[r]` are queries;
+    `queries` None is decode.
 
-    A context of 0 is a padding row. extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
+    A context of 0 is a padding row. extra_tokens, extra_blocks: padding of the packed tokens and of
+    the block table.
     """
 
     name: str
@@ -52,65 +54,230 @@ DECODE = (
     Case(name="decode", contexts=_EDGES),
     Case(name="decode_bf16", contexts=_EDGES, dtype=_BF16),
     Case(name="decode_block1_g1", contexts=(1, 2, 70, 0, 130, 3), P=1, K=4),
-    Case(name="decode_block4_g4_window", contexts=(3, 4, 5, 97, 0, 60), P=4, K=1, D=80, sliding_window=9),
-    Case(name="decode_block64_g7_bf16", contexts=(1, 63, 64, 65, 200), P=64, H=7, K=1, D=64, dtype=_BF16),
-    Case(name="decode_block256_g8_cap", contexts=(255, 256, 257, 0, 700), P=256, H=8, K=1, soft_cap=3.0),
-    Case(name="decode_block20_window_bf16", contexts=(19, 20, 21, 99), P=20, D=128, sliding_window=25, dtype=_BF16),
-    Case(name="decode_many_rows", contexts=tuple(37 * i % 90 for i in range(40)), P=16, H=2, D=24, extra_blocks=0),
+    Case(
+        name="decode_block4_g4_window",
+        contexts=(3, 4, 5, 97, 0, 60),
+        P=4,
+        K=1,
+        D=80,
+        sliding_window=9,
+    ),
+    Case(
+        name="decode_block64_g7_bf16",
+        contexts=(1, 63, 64, 65, 200),
+        P=64,
+        H=7,
+        K=1,
+        D=64,
+        dtype=_BF16,
+    ),
+    Case(
+        name="decode_block256_g8_cap",
+        contexts=(255, 256, 257, 0, 700),
+        P=256,
+        H=8,
+        K=1,
+        soft_cap=3.0,
+    ),
+    Case(
+        name="decode_block20_window_bf16",
+        contexts=(19, 20, 21, 99),
+        P=20,
+        D=128,
+        sliding_window=25,
+        dtype=_BF16,
+    ),
+    Case(
+        name="decode_many_rows",
+        contexts=tuple(37 * i % 90 for i in range(40)),
+        P=16,
+        H=2,
+        D=24,
+        extra_blocks=0,
+    ),
 )
 
 PREFILL = (
     Case(name="prefill", contexts=_EDGES, queries=_EDGES, extra_tokens=3),
     Case(name="prefill_bf16", contexts=_EDGES, queries=_EDGES, extra_tokens=3, dtype=_BF16),
-    Case(name="prefill_cached", contexts=(9, 16, 0, 28, 72, 135), queries=(1, 8, 0, 5, 71, 130), extra_blocks=0),
+    Case(
+        name="prefill_cached",
+        contexts=(9, 16, 0, 28, 72, 135),
+        queries=(1, 8, 0, 5, 71, 130),
+        extra_blocks=0,
+    ),
     Case(name="prefill_block1_g1", contexts=(1, 70, 2), queries=(1, 64, 2), P=1, K=4),
-    Case(name="prefill_block4_g4_window", contexts=(3, 0, 4, 97, 60), queries=(3, 0, 4, 97, 1),
-         P=4, K=1, D=80, sliding_window=9),
-    Case(name="prefill_block64_g7_bf16", contexts=(65, 1, 200), queries=(65, 1, 70),
-         P=64, H=7, K=1, D=64, dtype=_BF16),
-    Case(name="prefill_block256_g8_cap", contexts=(257, 300), queries=(257, 40), P=256, H=8, K=1, soft_cap=3.0),
-    Case(name="prefill_block20_window_bf16", contexts=(99, 200), queries=(30, 150),
-         P=20, D=128, sliding_window=70, dtype=_BF16),
-)  # fmt: skip
+    Case(
+        name="prefill_block4_g4_window",
+        contexts=(3, 0, 4, 97, 60),
+        queries=(3, 0, 4, 97, 1),
+        P=4,
+        K=1,
+        D=80,
+        sliding_window=9,
+    ),
+    Case(
+        name="prefill_block64_g7_bf16",
+        contexts=(65, 1, 200),
+        queries=(65, 1, 70),
+        P=64,
+        H=7,
+        K=1,
+        D=64,
+        dtype=_BF16,
+    ),
+    Case(
+        name="prefill_block256_g8_cap",
+        contexts=(257, 300),
+        queries=(257, 40),
+        P=256,
+        H=8,
+        K=1,
+        soft_cap=3.0,
+    ),
+    Case(
+        name="prefill_block20_window_bf16",
+        contexts=(99, 200),
+        queries=(30, 150),
+        P=20,
+        D=128,
+        sliding_window=70,
+        dtype=_BF16,
+    ),
+)
 
 # What the GPU kernels take: 16-bit, head dims of 64, 128 and 256, blocks of whole powers of two.
 GPU = (
     Case(name="decode_d64_p16_g2", contexts=(1, 15, 0, 16, 17, 64, 150), P=16, D=64, dtype=_BF16),
-    Case(name="decode_d128_p64_g4_window_f16", contexts=(63, 64, 65, 200),
-         K=1, P=64, D=128, dtype="float16", sliding_window=70),
-    Case(name="decode_d256_p128_g8_cap", contexts=(127, 129), H=8, K=1, P=128, D=256, dtype=_BF16, soft_cap=3.0),
-    Case(name="decode_d128_p8_g1", contexts=(7, 0, 9, 70), H=2, P=8, D=128, dtype=_BF16, extra_blocks=0),
-    Case(name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"),
-    Case(name="prefill_d64_p16_g2", contexts=(1, 15, 0, 17, 64, 150), queries=(1, 15, 0, 17, 64, 150),
-         P=16, D=64, dtype=_BF16, extra_tokens=70),
-    Case(name="prefill_d128_p64_g4_cached_f16", contexts=(9, 64, 100, 200, 135), queries=(1, 64, 0, 5, 70),
-         K=1, P=64, D=128, dtype="float16", extra_blocks=0),
-    Case(name="prefill_d256_p128_g8_cap", contexts=(129, 40), queries=(70, 3),
-         H=8, K=1, P=128, D=256, dtype=_BF16, soft_cap=3.0),
-    Case(name="prefill_d128_p8_g1_window", contexts=(190, 3, 60), queries=(150, 3, 1),
-         H=2, P=8, D=128, dtype=_BF16, sliding_window=9),
-    Case(name="prefill_d64_p256_g7_window_f16", contexts=(300,), queries=(140,),
-         H=7, K=1, P=256, D=64, dtype="float16", sliding_window=100),
-    Case(name="prefill_few_tokens", contexts=(70, 2), queries=(3, 2), P=16, D=64, dtype=_BF16, extra_tokens=1),
-)  # fmt: skip
+    Case(
+        name="decode_d128_p64_g4_window_f16",
+        contexts=(63, 64, 65, 200),
+        K=1,
+        P=64,
+        D=128,
+        dtype="float16",
+        sliding_window=70,
+    ),
+    Case(
+        name="decode_d256_p128_g8_cap",
+        contexts=(127, 129),
+        H=8,
+        K=1,
+        P=128,
+        D=256,
+        dtype=_BF16,
+        soft_cap=3.0,
+    ),
+    Case(
+        name="decode_d128_p8_g1",
+        contexts=(7, 0, 9, 70),
+        H=2,
+        P=8,
+        D=128,
+        dtype=_BF16,
+        extra_blocks=0,
+    ),
+    Case(
+        name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"
+    ),
+    Case(
+        name="prefill_d64_p16_g2",
+        contexts=(1, 15, 0, 17, 64, 150),
+        queries=(1, 15, 0, 17, 64, 150),
+        P=16,
+        D=64,
+        dtype=_BF16,
+        extra_tokens=70,
+    ),
+    Case(
+        name="prefill_d128_p64_g4_cached_f16",
+        contexts=(9, 64, 100, 200, 135),
+        queries=(1, 64, 0, 5, 70),
+        K=1,
+        P=64,
+        D=128,
+        dtype="float16",
+        extra_blocks=0,
+    ),
+    Case(
+        name="prefill_d256_p128_g8_cap",
+        contexts=(129, 40),
+        queries=(70, 3),
+        H=8,
+        K=1,
+        P=128,
+        D=256,
+        dtype=_BF16,
+        soft_cap=3.0,
+    ),
+    Case(
+        name="prefill_d128_p8_g1_window",
+        contexts=(190, 3, 60),
+        queries=(150, 3, 1),
+        H=2,
+        P=8,
+        D=128,
+        dtype=_BF16,
+        sliding_window=9,
+    ),
+    Case(
+        name="prefill_d64_p256_g7_window_f16",
+        contexts=(300,),
+        queries=(140,),
+        H=7,
+        K=1,
+        P=256,
+        D=64,
+        dtype="float16",
+        sliding_window=100,
+    ),
+    Case(
+        name="prefill_few_tokens",
+        contexts=(70, 2),
+        queries=(3, 2),
+        P=16,
+        D=64,
+        dtype=_BF16,
+        extra_tokens=1,
+    ),
+)
 
 _ROWS = Case(name="", contexts=(), dtype=_BF16, num_layers=1, layer=0)
 
 
 def _timed(
-    rows: int, context: int, queries: int | None = None, G: int = 2, K: int = 8, D: int = 128, P: int = 64
+    rows: int,
+    context: int,
+    queries: int | None = None,
+    G: int = 2,
+    K: int = 8,
+    D: int = 128,
+    P: int = 64,
 ) -> Case:
     """Rows alike, in bfloat16; by default with the heads of Qwen3-0.6B."""
     kind = "decode" if queries is None else "fresh" if queries == context else "cached"
-    name, query_lens = f"{kind} {rows}x{context} G{G} D{D} P{P}", None if queries is None else (queries,) * rows
+    name, query_lens = (
+        f"{kind} {rows}x{context} G{G} D{D} P{P}",
+        None if queries is None else (queries,) * rows,
+    )
     sizes = {"H": G * K, "K": K, "D": D, "P": P}
-    return dataclasses.replace(_ROWS, name=name, contexts=(context,) * rows, queries=query_lens, **sizes)
+    return dataclasses.replace(
+        _ROWS, name=name, contexts=(context,) * rows, queries=query_lens, **sizes
+    )
 
 
 _LENGTHS = (512, 2048, 8192, 32768)
-_OTHERS: tuple[dict[str, int], ...] = ({"G": 1}, {"G": 4}, {"G": 8}, {"D": 64}, {"P": 16}, {"P": 128})
+_OTHERS: tuple[dict[str, int], ...] = (
+    {"G": 1},
+    {"G": 4},
+    {"G": 8},
+    {"D": 64},
+    {"P": 16},
+    {"P": 128},
+)
 
-# What is timed on a GPU: decode, then prefill of 8192 or more tokens of context, fresh and with a cached prefix.
+# What is timed on a GPU: decode, then prefill of 8192 or more tokens of context, fresh and with a
+# cached prefix.
 BENCH = (
     *(_timed(rows, n) for rows in (1, 8, 32, 128, 256) for n in _LENGTHS),
     *(_timed(128, 2048, **other) for other in _OTHERS),
@@ -118,4 +285,8 @@ BENCH = (
     *(_timed(max(1, 8192 // n), n, n // 4) for n in _LENGTHS),
     *(_timed(1, 8192, 8192, **other) for other in _OTHERS),
 )
-BENCH_DRY = (_timed(2, 40, K=1, D=64, P=16), _timed(1, 48, 48, K=1, D=64, P=16), _timed(1, 48, 32, K=1, D=64, P=16))
+BENCH_DRY = (
+    _timed(2, 40, K=1, D=64, P=16),
+    _timed(1, 48, 48, K=1, D=64, P=16),
+    _timed(1, 48, 32, K=1, D=64, P=16),
+)

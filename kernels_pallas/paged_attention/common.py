@@ -1,17 +1,21 @@
 """What the kernels share around their calls.
 
-Shapes: S rows, A items of work, X splits of a context, K KV heads, G query heads of each, D head dim.
+Shapes: S rows, A items of work, X splits of a context, K KV heads, G query heads of each, D head
+dim.
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-# A masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes it out).
+# A masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes
+# it out).
 NEG = -1e30
 
 
 def rows_of(items_S: Array, item_A: Array) -> tuple[Array, Array]:
-    """The row of each item and its place among the row's, of which row r has items_S[r]; past the end, the last row."""
+    """The row of each item and its place among the row's, of which row r has items_S[r]; past the
+    end, the last row.
+    """
     end_S = jnp.cumsum(items_S, dtype=jnp.int32)
     row_A = jnp.sum(end_S[None, :] <= item_A[:, None], axis=1, dtype=jnp.int32)
     row_A = jnp.minimum(row_A, items_S.shape[0] - 1)
@@ -19,6 +23,8 @@ def rows_of(items_S: Array, item_A: Array) -> tuple[Array, Array]:
 
 
 def combine(o_SXKGD: Array, lse_SXKG: Array) -> Array:
-    """The attention of whole contexts from that of their splits and the base-2 logarithms of their sums of weights."""
+    """The attention of whole contexts from that of their splits and the base-2 logarithms of their
+    sums of weights.
+    """
     weight = jnp.exp2(lse_SXKG - jnp.max(lse_SXKG, axis=1, keepdims=True))
     return jnp.sum(o_SXKGD * weight[..., None], axis=1) / jnp.sum(weight, axis=1)[..., None]

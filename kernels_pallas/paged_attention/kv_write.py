@@ -1,4 +1,5 @@
-"""Writing new keys and values into the pool, in place when the pool is donated (or carried by a loop).
+"""Writing new keys and values into the pool, in place when the pool is donated (or carried by a
+loop).
 
 Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, D head dim.
 """
@@ -7,16 +8,20 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def write_kv(pool: Array, layer: Array | int, kv_T2KD: Array, slot_mapping_T: Array, *, num_layers: int = 1) -> Array:
+def write_kv(
+    pool: Array, layer: Array | int, kv_T2KD: Array, slot_mapping_T: Array, *, num_layers: int = 1
+) -> Array:
     """The pool with each token's keys and values (K0, V0, K1, V1, ...) in its slot of one layer.
 
-    pool [L*N, P, 2K, D]; kv_T2KD in the pool's dtype; slot_mapping_T int32: block * P + slot, no slot twice. Padding
-    tokens carry any index outside [0, N*P), by custom the whole pool's L*N*P, and are dropped.
+    pool [L*N, P, 2K, D]; kv_T2KD in the pool's dtype; slot_mapping_T int32: block * P + slot, no
+    slot twice. Padding tokens carry any index outside [0, N*P), by custom the whole pool's L*N*P,
+    and are dropped.
     """
     rows, P, K2, D = pool.shape
     slots, total = rows // num_layers * P, rows * P
     inside_T = (slot_mapping_T >= 0) & (slot_mapping_T < slots)
-    # One scatter over flat rows; dropped rows get distinct indices past the end, so that all indices are unique.
+    # One scatter over flat rows; dropped rows get distinct indices past the end, so that all
+    # indices are unique.
     past_T = total + jnp.arange(kv_T2KD.shape[0], dtype=slot_mapping_T.dtype)
     row_T = jnp.where(inside_T, layer * slots + slot_mapping_T, past_T)
     flat = pool.reshape(total, K2, D).at[row_T].set(kv_T2KD, mode="drop", unique_indices=True)

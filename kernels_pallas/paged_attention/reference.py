@@ -1,7 +1,8 @@
-"""The definition of paged attention in numpy, one query at a time: what every implementation is held to.
+"""The definition of paged attention in numpy, one query at a time: what every implementation is
+held to.
 
-Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
-G = H/K, D head dim; C visible tokens of context.
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
+heads, K KV heads, G = H/K, D head dim; C visible tokens of context.
 """
 
 from typing import Any
@@ -11,25 +12,37 @@ from jax.typing import ArrayLike
 
 
 def paged_attention(
-    q_THD: ArrayLike, pool: ArrayLike, layer: int, block_table_SM: ArrayLike, context_lens_S: ArrayLike,
-    query_starts_S1: ArrayLike, *, num_layers: int = 1, scale: float, sliding_window: int | None = None,
-    soft_cap: float | None = None, exact: bool = False,
-) -> np.ndarray:  # fmt: skip
+    q_THD: ArrayLike,
+    pool: ArrayLike,
+    layer: int,
+    block_table_SM: ArrayLike,
+    context_lens_S: ArrayLike,
+    query_starts_S1: ArrayLike,
+    *,
+    num_layers: int = 1,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    exact: bool = False,
+) -> np.ndarray:
     """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
 
-    pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...; query head h reads KV
-    head h // G. block_table_SM int32, padded with 0. context_lens_S counts a row's tokens, its queries included: their
-    own keys and values are in the pool. query_starts_S1 is cumulative: row r owns the packed tokens query_starts[r] up
-    to query_starts[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives zeros: tokens past
-    query_starts[S]; a row without queries is skipped. A query sees itself and all before it, or, with sliding_window w,
-    itself and the w - 1 before it. soft_cap c turns a score s into c * tanh(s / c). Slots that no query sees may hold
-    anything, NaN too.
+    pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...;
+    query head h reads KV head h // G. block_table_SM int32, padded with 0. context_lens_S counts a
+    row's tokens, its queries included: their own keys and values are in the pool. query_starts_S1
+    is cumulative: row r owns the packed tokens query_starts[r] up to query_starts[r+1] - 1, the
+    last of which sits at position context_lens[r] - 1. Padding gives zeros: tokens past
+    query_starts[S]; a row without queries is skipped. A query sees itself and all before it, or,
+    with sliding_window w, itself and the w - 1 before it. soft_cap c turns a score s into c *
+    tanh(s / c). Slots that no query sees may hold anything, NaN too.
 
-    exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and softmax,
-    probabilities rounded to the pool's dtype, the result to q's.
+    exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and
+    softmax, probabilities rounded to the pool's dtype, the result to q's.
     """
     q, kv_pool = np.asarray(q_THD), np.asarray(pool)
-    tables, contexts, starts = (np.asarray(x) for x in (block_table_SM, context_lens_S, query_starts_S1))
+    tables, contexts, starts = (
+        np.asarray(x) for x in (block_table_SM, context_lens_S, query_starts_S1)
+    )
     dtype = np.dtype(np.float64 if exact else np.float32)
     P, K = kv_pool.shape[1], kv_pool.shape[2] // 2
     H = q.shape[1]
@@ -55,9 +68,16 @@ def paged_attention(
 
 
 def paged_attention_decode(
-    q_SHD: ArrayLike, pool: ArrayLike, layer: int, block_table_SM: ArrayLike, context_lens_S: ArrayLike, **options: Any
+    q_SHD: ArrayLike,
+    pool: ArrayLike,
+    layer: int,
+    block_table_SM: ArrayLike,
+    context_lens_S: ArrayLike,
+    **options: Any,
 ) -> np.ndarray:
-    """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros. Options as above."""
+    """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros.
+    Options as above.
+    """
     q, contexts = np.asarray(q_SHD), np.asarray(context_lens_S)
     live = np.flatnonzero(contexts > 0)
     starts = np.arange(len(live) + 1)

@@ -1,14 +1,16 @@
-"""Paged attention in Pallas' Triton backend, for CUDA cards before Hopper: one kernel for decode and prefill.
+"""Paged attention in Pallas' Triton backend, for CUDA cards before Hopper: one kernel for decode
+and prefill.
 
-A program takes one KV head and a tile of queries of one row, the G query heads of a token side by side as M = B * G
-rows of its matmuls, and walks over the context C slots at a time with an online softmax. Decode has one query a tile
-and splits its context over several programs, whose results are combined afterwards. Block ids are loaded one step
-ahead: otherwise the pipelined loads of keys and values would wait for them.
+A program takes one KV head and a tile of queries of one row, the G query heads of a token side by
+side as M = B * G rows of its matmuls, and walks over the context C slots at a time with an online
+softmax. Decode has one query a tile and splits its context over several programs, whose results are
+combined afterwards. Block ids are loaded one step ahead: otherwise the pipelined loads of keys and
+values would wait for them.
 
 Pallas' Triton backend is deprecated by jax; Mosaic GPU is the one to use on Hopper.
 
-Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
-G = H/K, D head dim; A query tiles, B tokens of a tile, C slots a step.
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
+heads, K KV heads, G = H/K, D head dim; A query tiles, B tokens of a tile, C slots a step.
 """
 
 import functools
@@ -24,7 +26,8 @@ from kernels_pallas.paged_attention.common import NEG, combine, rows_of
 
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of a Triton matmul
-PREFILL_ROWS = 128  # half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
+# half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
+PREFILL_ROWS = 128
 SLOTS = 64  # C
 PROGRAMS = 264  # that fill a card twice over: what decode splits its contexts for
 MAX_SPLITS = 16
@@ -33,20 +36,29 @@ MAX_SPLITS = 16
 def unsupported(*, dtype: Any, head_dim: int, **_: Any) -> str | None:
     """Why these shapes cannot run here, or None."""
     reasons = {
-        f"dtype {jnp.dtype(dtype)}: only bfloat16 and float16": jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16),
+        f"dtype {jnp.dtype(dtype)}: only bfloat16 and float16": jnp.dtype(dtype)
+        not in (jnp.bfloat16, jnp.float16),
         f"head_dim {head_dim}: only 32, 64, 128 and 256": head_dim not in (32, 64, 128, 256),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def paged_attention_decode(
-    q_SHD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
-    *, splits: int | None = None, **options: Any,
-) -> Array:  # fmt: skip
-    """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`.
+    q_SHD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    *,
+    splits: int | None = None,
+    **options: Any,
+) -> Array:
+    """Attention of one query a row, the last token of its context; see
+    `reference.paged_attention_decode`.
 
-    splits: programs a context, None chooses. The options are those of the reference, and interpret: None interprets
-    where the default backend is the CPU. Raises NotImplementedError with the reason that `unsupported` gives.
+    splits: programs a context, None chooses. The options are those of the reference, and interpret:
+    None interprets where the default backend is the CPU. Raises NotImplementedError with the reason
+    that `unsupported` gives.
     """
     (S, M), (_, P, K2, _) = block_table_SM.shape, pool.shape
     context_lens_S = jnp.asarray(context_lens_S)
@@ -54,15 +66,28 @@ def paged_attention_decode(
     tiles, starts_S1 = (rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
     splits = splits or min(max(-(-PROGRAMS // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
     args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles)
-    return jnp.where((context_lens_S > 0)[:, None, None], _attend(*args, tokens=1, splits=splits, **options), 0)
+    return jnp.where(
+        (context_lens_S > 0)[:, None, None], _attend(*args, tokens=1, splits=splits, **options), 0
+    )
 
 
 def paged_attention(
-    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
-    query_starts_S1: Array, **options: Any,
-) -> Array:  # fmt: skip
-    """Causal attention of packed queries, any number a row; see `reference.paged_attention`. Options as for decode."""
-    (T, H, D), S, query_starts_S1 = q_THD.shape, block_table_SM.shape[0], jnp.asarray(query_starts_S1)
+    q_THD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    query_starts_S1: Array,
+    **options: Any,
+) -> Array:
+    """Causal attention of packed queries, any number a row; see `reference.paged_attention`.
+    Options as for decode.
+    """
+    (T, H, D), S, query_starts_S1 = (
+        q_THD.shape,
+        block_table_SM.shape[0],
+        jnp.asarray(query_starts_S1),
+    )
     rows = PREFILL_ROWS if D <= 128 else PREFILL_ROWS // 2
     tokens = max(1, rows // pl.next_power_of_2(2 * H // pool.shape[2]))  # of a tile
     tiles_S = (query_starts_S1[1:] - query_starts_S1[:-1] + tokens - 1) // tokens
@@ -74,47 +99,110 @@ def paged_attention(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("num_layers", "scale", "sliding_window", "soft_cap", "interpret", "tokens", "splits")
+    jax.jit,
+    static_argnames=(
+        "num_layers",
+        "scale",
+        "sliding_window",
+        "soft_cap",
+        "interpret",
+        "tokens",
+        "splits",
+    ),
 )
 def _attend(
-    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array, query_starts_S1: Array,
-    tiles: tuple[Array, Array], *, num_layers: int = 1, scale: float, sliding_window: int | None = None,
-    soft_cap: float | None = None, interpret: bool | None = None, tokens: int, splits: int,
-) -> Array:  # fmt: skip
+    q_THD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    query_starts_S1: Array,
+    tiles: tuple[Array, Array],
+    *,
+    num_layers: int = 1,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool | None = None,
+    tokens: int,
+    splits: int,
+) -> Array:
     """Results of every query of a tile; whatever was there before for all others.
 
-    tiles, int32 [A] each: the row of a tile of so many `tokens`, -1 for no tile, and its first query in the row.
+    tiles, int32 [A] each: the row of a tile of so many `tokens`, -1 for no tile, and its first
+    query in the row.
     """
     (T, H, D), (blocks, P, K2, _) = q_THD.shape, pool.shape
     if reason := unsupported(dtype=pool.dtype, head_dim=D):
         raise NotImplementedError(f"triton: {reason}")
     K, G = K2 // 2, 2 * H // K2
-    heads = max(pl.next_power_of_2(G), MIN_ROWS // tokens)  # all of a tile's rows, G of each token's heads real
+    heads = max(
+        pl.next_power_of_2(G), MIN_ROWS // tokens
+    )  # all of a tile's rows, G of each token's heads real
     C, stages = (SLOTS, 3) if D <= 128 else (SLOTS // 2, 2)
     kernel = functools.partial(
-        _kernel, G=G, heads=heads, tokens=tokens, P=P, C=C, scale=scale, window=sliding_window, soft_cap=soft_cap
+        _kernel,
+        G=G,
+        heads=heads,
+        tokens=tokens,
+        P=P,
+        C=C,
+        scale=scale,
+        window=sliding_window,
+        soft_cap=soft_cap,
     )
-    outputs = ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype), ((T, splits, K, G), jnp.float32)
+    outputs = (
+        ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype),
+        ((T, splits, K, G), jnp.float32),
+    )
     o, lse = pl.pallas_call(
         kernel,
         grid=(tiles[0].shape[0], K, splits),
         out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
         interpret=jax.default_backend() == "cpu" if interpret is None else interpret,
-        compiler_params=plgpu.CompilerParams(num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=stages
+        ),
         name="paged_attention",
     )(
-        q_THD.reshape(T, K, G, D), pool.reshape(blocks * P, K2, D), jnp.asarray(block_table_SM),
-        jnp.asarray(context_lens_S), query_starts_S1, *tiles,
+        q_THD.reshape(T, K, G, D),
+        pool.reshape(blocks * P, K2, D),
+        jnp.asarray(block_table_SM),
+        jnp.asarray(context_lens_S),
+        query_starts_S1,
+        *tiles,
         jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // num_layers), (1,)),
-    )  # fmt: skip
+    )
     return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, D)
 
 
 def _kernel(
-    q_ref, pool_ref, table_ref, contexts_ref, starts_ref, rows_ref, firsts_ref, first_block_ref, out_ref, lse_ref,
-    *, G: int, heads: int, tokens: int, P: int, C: int, scale: float, window: int | None, soft_cap: float | None,
-):  # fmt: skip
-    tile, head, split, splits = pl.program_id(0), pl.program_id(1), pl.program_id(2), out_ref.shape[1]
+    q_ref,
+    pool_ref,
+    table_ref,
+    contexts_ref,
+    starts_ref,
+    rows_ref,
+    firsts_ref,
+    first_block_ref,
+    out_ref,
+    lse_ref,
+    *,
+    G: int,
+    heads: int,
+    tokens: int,
+    P: int,
+    C: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+):
+    tile, head, split, splits = (
+        pl.program_id(0),
+        pl.program_id(1),
+        pl.program_id(2),
+        out_ref.shape[1],
+    )
     row = rows_ref[tile]
     D, rows = q_ref.shape[-1], tokens * heads
 
@@ -130,7 +218,9 @@ def _kernel(
         here = ((start + token_R)[:, None], head, head_R[:, None], dim_D)
         q = plgpu.load(q_ref.at[here], mask=real_R[:, None], other=0.0)
 
-        end = jnp.minimum(context - count + first + tokens, context)  # slots that some query of the tile sees
+        end = jnp.minimum(
+            context - count + first + tokens, context
+        )  # slots that some query of the tile sees
         begin = 0 if window is None else jnp.maximum(context - count + first + 1 - window, 0)
         steps_from = lax.div(begin, C)
         steps = pl.cdiv(end, C) - steps_from
@@ -165,11 +255,14 @@ def _kernel(
         nothing = jnp.zeros((rows,), jnp.float32)
         state = (nothing + NEG, nothing, jnp.zeros((rows, D), jnp.float32), blocks(step0))
         top, total, acc, _ = lax.fori_loop(step0, step1, body, state)
-        # A query that saw masked keys alone so far has weights of exp2(0): its maximum says that they are nothing.
+        # A query that saw masked keys alone so far has weights of exp2(0): its maximum says that
+        # they are nothing.
         total = jnp.where(top > NEG, total, 0.0)
         out = acc / jnp.where(total > 0, total, 1.0)[:, None]
         real = jnp.broadcast_to(real_R[:, None], out.shape)
         plgpu.store(out_ref.at[here[0], split, *here[1:]], out.astype(out_ref.dtype), mask=real)
         if splits > 1:
-            lse = top + jnp.log2(jnp.maximum(total, 1.0))  # a sum is at least 1, its maximum's weight, or 0
+            lse = top + jnp.log2(
+                jnp.maximum(total, 1.0)
+            )  # a sum is at least 1, its maximum's weight, or 0
             plgpu.store(lse_ref.at[start + token_R, split, head, head_R], lse, mask=real_R)

@@ -1,19 +1,22 @@
 """Paged attention in plain XLA, tuned for CPU: online softmax over KV tiles that stay in cache.
 
-Neither function gathers a whole context or pays for the block table's width, for padding rows or for uneven lengths:
-the work is a list of tiles of about 64 tokens, and loops with dynamic trip counts go through those that exist.
+Neither function gathers a whole context or pays for the block table's width, for padding rows or
+for uneven lengths: the work is a list of tiles of about 64 tokens, and loops with dynamic trip
+counts go through those that exist.
 
-- decode: the list holds (row, KV tile) pairs, W of them an iteration whatever rows they belong to (as flash-decoding
-  splits a context); partial results meet in their row's running maximum, sum and accumulator.
-- prefill: query tiles, sorted by how many KV tiles they see; W query tiles at a time walk over their own KV tiles.
+- decode: the list holds (row, KV tile) pairs, W of them an iteration whatever rows they belong to
+  (as flash-decoding splits a context); partial results meet in their row's running maximum, sum and
+  accumulator.
+- prefill: query tiles, sorted by how many KV tiles they see; W query tiles at a time walk over
+  their own KV tiles.
 
-What XLA:CPU makes fast decides the form (each measured): gathers of long flat rows; barriers where a fusion would
-compute an index anew for each element; for a single query, multiply-adds on vectors instead of batched matmuls, which
-spend their time packing the context.
+What XLA:CPU makes fast decides the form (each measured): gathers of long flat rows; barriers where
+a fusion would compute an index anew for each element; for a single query, multiply-adds on vectors
+instead of batched matmuls, which spend their time packing the context.
 
-Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads,
-G = H/K, D head dim, E = H*D; W work items an iteration, A query tiles, B tokens of a query tile, Q = B*G, C tokens of a
-KV tile, U pool rows that make up a KV tile.
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
+heads, K KV heads, G = H/K, D head dim, E = H*D; W work items an iteration, A query tiles, B tokens
+of a query tile, Q = B*G, C tokens of a KV tile, U pool rows that make up a KV tile.
 """
 
 import functools
@@ -26,13 +29,20 @@ from jax import Array, lax
 
 KV_TILE = 64  # tokens of context a work item
 QUERY_TILE = 64  # tokens of a prefill query tile, at most
-DECODE_BYTES = 1 << 21  # context read by an iteration of decode: it should be in L2 or L3 still when it is used
+DECODE_BYTES = (
+    1 << 21
+)  # context read by an iteration of decode: it should be in L2 or L3 still when it is used
 PREFILL_BYTES = 1 << 20  # f32 scores of an iteration of prefill
-NEG = -1e30  # masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes it out)
+# masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes
+# it out)
+NEG = -1e30
 
 _barrier = lax.optimization_barrier
-# Inside another jit this makes an unrolled model trace and lower the operation once, not once a layer.
-_jit = functools.partial(jax.jit, static_argnames=("num_layers", "scale", "sliding_window", "soft_cap"))
+# Inside another jit this makes an unrolled model trace and lower the operation once, not once a
+# layer.
+_jit = functools.partial(
+    jax.jit, static_argnames=("num_layers", "scale", "sliding_window", "soft_cap")
+)
 
 
 class _Tiles(NamedTuple):
@@ -47,30 +57,51 @@ class _Tiles(NamedTuple):
 
 @_jit
 def paged_attention_decode(
-    q_SHD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array,
-    *, num_layers: int = 1, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
-) -> Array:  # fmt: skip
-    """Attention of one query a row, the last token of its context; see `reference.paged_attention_decode`."""
+    q_SHD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    *,
+    num_layers: int = 1,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Array:
+    """Attention of one query a row, the last token of its context; see
+    `reference.paged_attention_decode`.
+    """
     S, H, D = q_SHD.shape
     K = pool.shape[2] // 2
     tiles = _tiles(pool, layer, num_layers)
     C = tiles.size
     W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * pool.dtype.itemsize), 4, 32)
     begin_S = (
-        jnp.zeros_like(context_lens_S) if sliding_window is None else jnp.maximum(context_lens_S - sliding_window, 0)
+        jnp.zeros_like(context_lens_S)
+        if sliding_window is None
+        else jnp.maximum(context_lens_S - sliding_window, 0)
     )
     first_tile_S = begin_S // C
     tiles_S = (context_lens_S + C - 1) // C - first_tile_S
     end_S = jnp.cumsum(tiles_S)
-    rank_S = jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1  # place of a row among the rows that have work
+    rank_S = (
+        jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1
+    )  # place of a row among the rows that have work
     lane_W = jnp.arange(W)
-    dtype, q_SHD = q_SHD.dtype, _barrier(q_SHD.astype(jnp.float32) * jnp.float32(scale))  # else once a context token
+    dtype, q_SHD = (
+        q_SHD.dtype,
+        _barrier(q_SHD.astype(jnp.float32) * jnp.float32(scale)),
+    )  # else once a context token
 
     def body(i, state):
         item_W = i * W + lane_W
-        row_W = jnp.minimum(jnp.sum(end_S[None, :] <= item_W[:, None], axis=1, dtype=jnp.int32), S - 1)
+        row_W = jnp.minimum(
+            jnp.sum(end_S[None, :] <= item_W[:, None], axis=1, dtype=jnp.int32), S - 1
+        )
         tile_W = first_tile_S[row_W] + item_W - (end_S - tiles_S)[row_W]
-        stop_W = jnp.where(item_W < end_S[-1], context_lens_S[row_W] - tile_W * C, 0)  # slots before it are seen
+        stop_W = jnp.where(
+            item_W < end_S[-1], context_lens_S[row_W] - tile_W * C, 0
+        )  # slots before it are seen
         start_W = begin_S[row_W] - tile_W * C  # slots from it on are seen
         rank_W = rank_S[row_W]
         first_rank = rank_W[0]
@@ -82,21 +113,33 @@ def paged_attention_decode(
         s_WCH = _capped(_decode_scores(q_WHD, kv), soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
-        # Ranks of consecutive items differ by at most one, so the items of an iteration meet W neighbouring ranks.
+        # Ranks of consecutive items differ by at most one, so the items of an iteration meet W
+        # neighbouring ranks.
         owner_WW = ((rank_W - first_rank)[None, :] == lane_W[:, None]) & (stop_W > 0)[None, :]
         m0, total0, acc0 = (lax.dynamic_slice_in_dim(x, first_rank, W) for x in state)
-        m = jnp.maximum(m0, jnp.max(jnp.where(owner_WW[:, :, None], jnp.max(s_WCH, axis=1)[None], NEG), axis=1))
+        m = jnp.maximum(
+            m0, jnp.max(jnp.where(owner_WW[:, :, None], jnp.max(s_WCH, axis=1)[None], NEG), axis=1)
+        )
         m_WH, s_WCH = _barrier((m[jnp.minimum(rank_W - first_rank, W - 1)], s_WCH))
         p_WCH = jnp.exp(s_WCH - m_WH[:, None])
         alpha = jnp.exp(m0 - m)
         owner = owner_WW.astype(jnp.float32)
-        acc = jnp.dot(owner, _decode_values(p_WCH, seen_WC, kv).reshape(W, H * D), precision="highest")
+        acc = jnp.dot(
+            owner, _decode_values(p_WCH, seen_WC, kv).reshape(W, H * D), precision="highest"
+        )
         total = total0 * alpha + jnp.dot(owner, jnp.sum(p_WCH, axis=1), precision="highest")
         new = (m, total, acc0 * alpha[:, :, None] + acc.reshape(W, H, D))
-        return tuple(lax.dynamic_update_slice_in_dim(x, y, first_rank, 0) for x, y in zip(state, new, strict=True))
+        return tuple(
+            lax.dynamic_update_slice_in_dim(x, y, first_rank, 0)
+            for x, y in zip(state, new, strict=True)
+        )
 
     f32 = jnp.float32
-    state = (jnp.full((S + W, H), NEG, f32), jnp.zeros((S + W, H), f32), jnp.zeros((S + W, H, D), f32))
+    state = (
+        jnp.full((S + W, H), NEG, f32),
+        jnp.zeros((S + W, H), f32),
+        jnp.zeros((S + W, H, D), f32),
+    )
     _, total, acc = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, state)
     at_S = jnp.maximum(rank_S, 0)
     o_SHD = acc[at_S] / jnp.maximum(total[at_S], 1e-30)[:, :, None]
@@ -120,13 +163,17 @@ def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
 
 
 def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCK2D: Array) -> Array:
-    """p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero whatever they hold."""
+    """p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero whatever they
+    hold.
+    """
     W, C, K, _, D = kv_WCK2D.shape
     G = p_WCH.shape[2] // K
     unroll = next(u for u in (4, 3, 2, 1) if C % u == 0)
 
     def body(i, acc_WKGD):
-        p, seen, kv = (lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, kv_WCK2D))
+        p, seen, kv = (
+            lax.dynamic_slice_in_dim(x, i * unroll, unroll, 1) for x in (p_WCH, seen_WC, kv_WCK2D)
+        )
         p = p.reshape(W, unroll, K, G, 1)
         for u in range(unroll):
             v = jnp.where(seen[:, u, None, None, None], kv[:, u, :, 1:].astype(jnp.float32), 0.0)
@@ -138,9 +185,18 @@ def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCK2D: Array) -> Array:
 
 @_jit
 def paged_attention(
-    q_THD: Array, pool: Array, layer: Array | int, block_table_SM: Array, context_lens_S: Array, query_starts_S1: Array,
-    *, num_layers: int = 1, scale: float, sliding_window: int | None = None, soft_cap: float | None = None,
-) -> Array:  # fmt: skip
+    q_THD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    query_starts_S1: Array,
+    *,
+    num_layers: int = 1,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.paged_attention`."""
     T, H, D = q_THD.shape
     K, dtype = pool.shape[2] // 2, pool.dtype
@@ -163,10 +219,16 @@ def paged_attention(
         def body(i, state):
             m0, total0, acc0 = state
             tile_W = mine.begin // C + i
-            ids, start_W = _barrier((_pool_rows(tiles, block_table_SM, mine.row, tile_W), tile_W * C))
+            ids, start_W = _barrier(
+                (_pool_rows(tiles, block_table_SM, mine.row, tile_W), tile_W * C)
+            )
             pos_WC = start_W[:, None] + slot_C[None, :]
-            kv = _take(kv_pool, ids).reshape(W, C, K, 2, D).transpose(3, 0, 2, 1, 4)  # [2, W, K, C, D]
-            seen_WC = (pos_WC >= mine.begin[:, None]) & (pos_WC < (mine.position + mine.size)[:, None])
+            kv = (
+                _take(kv_pool, ids).reshape(W, C, K, 2, D).transpose(3, 0, 2, 1, 4)
+            )  # [2, W, K, C, D]
+            seen_WC = (pos_WC >= mine.begin[:, None]) & (
+                pos_WC < (mine.position + mine.size)[:, None]
+            )
             v = jnp.where(seen_WC[:, None, :, None], kv[1], jnp.zeros((), dtype))
             k, v = _barrier(kv[0].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, D))
             s = _einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C)
@@ -178,12 +240,20 @@ def paged_attention(
             p = jnp.exp(s - m[..., None]).astype(dtype)
             alpha = jnp.exp(m0 - m)
             pv = _einsum("wqc,wcd->wqd", p.reshape(W * K, -1, C), v).reshape(acc0.shape)
-            return m, total0 * alpha + jnp.sum(p.astype(jnp.float32), axis=-1), acc0 * alpha[..., None] + pv
+            return (
+                m,
+                total0 * alpha + jnp.sum(p.astype(jnp.float32), axis=-1),
+                acc0 * alpha[..., None] + pv,
+            )
 
         zeros = jnp.zeros((W, K, H // K * B), jnp.float32)
         state = (zeros + NEG, zeros, jnp.zeros((*zeros.shape, D), jnp.float32))
         _, total, acc = lax.fori_loop(0, mine.need[0], body, state)
-        o = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q_THD.dtype).reshape(W, K, B, H // K * D)
+        o = (
+            (acc / jnp.maximum(total, 1e-30)[..., None])
+            .astype(q_THD.dtype)
+            .reshape(W, K, B, H // K * D)
+        )
         o = _barrier(o.transpose(0, 2, 1, 3).reshape(W * B, H * D))
         return lax.dynamic_update_slice_in_dim(out, o, g * W * B, 0)
 
@@ -204,8 +274,12 @@ class _QueryTiles(NamedTuple):
     need: Array  # KV tiles
 
 
-def _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window) -> tuple[_QueryTiles, Array]:
-    """All query tiles, and each packed token's place [T] among the tiles' tokens (A*B, a row of zeros, for padding)."""
+def _query_tiles(
+    query_starts_S1, context_lens_S, T, B, C, W, sliding_window
+) -> tuple[_QueryTiles, Array]:
+    """All query tiles, and each packed token's place [T] among the tiles' tokens (A*B, a row of
+    zeros, for padding).
+    """
     S = context_lens_S.shape[0]
     A = -(-(T // B + S) // W) * W
     starts_S, lens_S = query_starts_S1[:-1], query_starts_S1[1:] - query_starts_S1[:-1]
@@ -223,11 +297,15 @@ def _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window) ->
     order_A = jnp.argsort(need_A, descending=True)
     tiles = _QueryTiles(row_A, count_A, starts_S[row_A] + skip_A, position_A, begin_A, need_A)
 
-    row_T = jnp.minimum(jnp.sum(query_starts_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1)
+    row_T = jnp.minimum(
+        jnp.sum(query_starts_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1
+    )
     skip_T = token_T - starts_S[row_T]
     tile_T = jnp.minimum((end_S - tiles_S)[row_T] + skip_T // B, A - 1)
     at_T = jnp.argsort(order_A)[tile_T] * B + skip_T % B
-    return _QueryTiles(*(x[order_A] for x in tiles)), jnp.where(token_T < query_starts_S1[-1], at_T, A * B)
+    return _QueryTiles(*(x[order_A] for x in tiles)), jnp.where(
+        token_T < query_starts_S1[-1], at_T, A * B
+    )
 
 
 def _einsum(form: str, x: Array, y: Array) -> Array:
@@ -243,7 +321,9 @@ def _tiles(pool: Array, layer: Array | int, num_layers: int) -> _Tiles:
 
 
 def _pool_rows(tiles: _Tiles, block_table_SM: Array, row_W: Array, tile_W: Array) -> Array:
-    """[W*U] rows of the pool that hold KV tile `tile_W` of `row_W`; any valid row past the table's end."""
+    """[W*U] rows of the pool that hold KV tile `tile_W` of `row_W`; any valid row past the table's
+    end.
+    """
     unit_WU = tile_W[:, None] * tiles.units + jnp.arange(tiles.units)[None, :]
     block_WU = jnp.minimum(unit_WU // tiles.parts, block_table_SM.shape[1] - 1)
     id_WU = tiles.first_block + block_table_SM[row_W[:, None], block_WU]

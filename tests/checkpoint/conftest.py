@@ -28,14 +28,23 @@ SMALL: dict[str, Any] = {
 NUMPY_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
-def make_tensors(raw: Mapping[str, Any], dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tensors under Hugging Face's names; no two values of a checkpoint are likely to be equal."""
+def make_tensors(
+    raw: Mapping[str, Any], dtype: str = "float32", seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Random tensors under Hugging Face's names; no two values of a checkpoint are likely to be
+    equal.
+    """
     rng = np.random.default_rng(seed)
     shapes = tensor_shapes(raw)
-    return {name: rng.standard_normal(shape).astype(NUMPY_DTYPES[dtype]) for name, shape in shapes.items()}
+    return {
+        name: rng.standard_normal(shape).astype(NUMPY_DTYPES[dtype])
+        for name, shape in shapes.items()
+    }
 
 
-def write_folder(folder: Path, raw: Mapping[str, Any], tensors: dict[str, np.ndarray], shards: int = 1) -> Path:
+def write_folder(
+    folder: Path, raw: Mapping[str, Any], tensors: dict[str, np.ndarray], shards: int = 1
+) -> Path:
     """A Hugging Face folder: one model.safetensors, or as many shards and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
@@ -43,10 +52,15 @@ def write_folder(folder: Path, raw: Mapping[str, Any], tensors: dict[str, np.nda
         save_file(tensors, folder / "model.safetensors")
         return folder
     names = sorted(tensors)
-    files = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
+    files = {
+        name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors"
+        for i, name in enumerate(names)
+    }
     for file in set(files.values()):
         save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files})
+    )
     return folder
 
 

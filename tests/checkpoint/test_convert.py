@@ -34,7 +34,10 @@ def test_convert(make: Callable[..., Path], small: dict[str, Any], tmp_path: Pat
 
 
 def test_one_sentence_and_no_traceback(
-    make: Callable[..., Path], small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[..., Path],
+    small: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cut = make(small)
     file = cut / "model.safetensors"

@@ -1,4 +1,6 @@
-"""params_from: trees in the layouts of tunix and MaxText, made from Hugging Face tensors as those projects do it."""
+"""params_from: trees in the layouts of tunix and MaxText, made from Hugging Face tensors as those
+projects do it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +37,9 @@ def expected(tensors: dict[str, np.ndarray], config: ModelConfig) -> Params:
         at = f"model.layers.{i}."
         q, key, v, o = (tensors[f"{at}self_attn.{x}_proj.weight"] for x in "qkvo")
         attention: Tree = {
-            "qkv": np.concatenate([q.reshape(k, g, d, e), key.reshape(k, 1, d, e), v.reshape(k, 1, d, e)], 1),
+            "qkv": np.concatenate(
+                [q.reshape(k, g, d, e), key.reshape(k, 1, d, e), v.reshape(k, 1, d, e)], 1
+            ),
             "out": o.reshape(e, k, g, d),
             "q_norm": {"scale": tensors[f"{at}self_attn.q_norm.weight"]},
             "k_norm": {"scale": tensors[f"{at}self_attn.k_norm.weight"]},
@@ -62,18 +66,27 @@ def expected(tensors: dict[str, np.ndarray], config: ModelConfig) -> Params:
 
 
 def tunix_tree(tensors: dict[str, np.ndarray], config: ModelConfig) -> Tree:
-    """As tunix's safetensors loader makes it: transposed, then reshaped to heads; layers keyed by integers."""
+    """As tunix's safetensors loader makes it: transposed, then reshaped to heads; layers keyed by
+    integers.
+    """
     h, k, d, e = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
 
     def layer(i: int) -> Tree:
         at = f"model.layers.{i}."
         shapes = {"q": (e, h, d), "k": (e, k, d), "v": (e, k, d), "o": (h, d, e)}
         attn: Tree = {
-            f"{x}_proj": {"w": tensors[f"{at}self_attn.{x}_proj.weight"].T.reshape(shapes[x])} for x in "qkvo"
+            f"{x}_proj": {"w": tensors[f"{at}self_attn.{x}_proj.weight"].T.reshape(shapes[x])}
+            for x in "qkvo"
         }
         attn |= {f"{x}_norm": {"w": tensors[f"{at}self_attn.{x}_norm.weight"]} for x in "qk"}
-        norms = {f"{x}_layernorm": {"w": tensors[f"{at}{x}_layernorm.weight"]} for x in ("input", "post_attention")}
-        mlp = {f"{x}_proj": {"kernel": tensors[f"{at}mlp.{x}_proj.weight"].T} for x in ("gate", "up", "down")}
+        norms = {
+            f"{x}_layernorm": {"w": tensors[f"{at}{x}_layernorm.weight"]}
+            for x in ("input", "post_attention")
+        }
+        mlp = {
+            f"{x}_proj": {"kernel": tensors[f"{at}mlp.{x}_proj.weight"].T}
+            for x in ("gate", "up", "down")
+        }
         return {"attn": attn, "mlp": mlp, **norms}
 
     tree: Tree = {
@@ -87,9 +100,16 @@ def tunix_tree(tensors: dict[str, np.ndarray], config: ModelConfig) -> Tree:
 
 
 def maxtext_tree(
-    tensors: dict[str, np.ndarray], config: ModelConfig, *, scanned: bool, scan_axis: int = 1, padding: int = 0
+    tensors: dict[str, np.ndarray],
+    config: ModelConfig,
+    *,
+    scanned: bool,
+    scan_axis: int = 1,
+    padding: int = 0,
 ) -> Tree:
-    """As MaxText's conversion makes it: `weight.T.reshape(shape)`, stacked on scan_axis, the vocabulary padded."""
+    """As MaxText's conversion makes it: `weight.T.reshape(shape)`, stacked on scan_axis, the
+    vocabulary padded.
+    """
     h, k, d, e = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
 
     def layer(i: int) -> Tree:
@@ -102,15 +122,21 @@ def maxtext_tree(
         }
         if config.qkv_bias:
             for name in ("query", "key", "value"):
-                attention[name]["bias"] = tensors[f"{at}self_attn.{names[name]}_proj.bias"].reshape(-1, d)
+                attention[name]["bias"] = tensors[f"{at}self_attn.{names[name]}_proj.bias"].reshape(
+                    -1, d
+                )
         attention["query_norm"] = {"scale": tensors[f"{at}self_attn.q_norm.weight"]}
         attention["key_norm"] = {"scale": tensors[f"{at}self_attn.k_norm.weight"]}
         mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
         return {
             "pre_self_attention_layer_norm": {"scale": tensors[f"{at}input_layernorm.weight"]},
             "self_attention": attention,
-            "post_self_attention_layer_norm": {"scale": tensors[f"{at}post_attention_layernorm.weight"]},
-            "mlp": {name: {"kernel": tensors[f"{at}mlp.{x}_proj.weight"].T} for name, x in mlp.items()},
+            "post_self_attention_layer_norm": {
+                "scale": tensors[f"{at}post_attention_layernorm.weight"]
+            },
+            "mlp": {
+                name: {"kernel": tensors[f"{at}mlp.{x}_proj.weight"].T} for name, x in mlp.items()
+            },
         }
 
     layers = [layer(i) for i in range(config.num_layers)]
@@ -121,7 +147,9 @@ def maxtext_tree(
         decoder |= {f"layers_{i}": tree for i, tree in enumerate(layers)}
     rows = ((0, padding), (0, 0))
     if not config.tie_word_embeddings:
-        decoder["logits_dense"] = {"kernel": np.pad(tensors["lm_head.weight"], rows, constant_values=7.0).T}
+        decoder["logits_dense"] = {
+            "kernel": np.pad(tensors["lm_head.weight"], rows, constant_values=7.0).T
+        }
     embedding = np.pad(tensors["model.embed_tokens.weight"], rows, constant_values=7.0)
     tree = {"params": {"token_embedder": {"embedding": embedding}, "decoder": decoder}}
     return jax.tree.map(jnp.asarray, tree)
@@ -144,7 +172,9 @@ def test_tunix(config: ModelConfig):
 @pytest.mark.parametrize("config", [UNTIED, TIED, BIASED], ids=["untied", "tied", "biased"])
 def test_maxtext(config: ModelConfig, scanned: bool):
     tensors = hf_tensors(UNTIED if config is UNTIED else config)
-    if config.qkv_bias:  # Hugging Face's attention_bias has an output bias too, which MaxText's Qwen3 has not
+    if (
+        config.qkv_bias
+    ):  # Hugging Face's attention_bias has an output bias too, which MaxText's Qwen3 has not
         tensors = hf_tensors(tiny.config(qkv_bias=True, out_bias=True))
     tree = maxtext_tree(tensors, config, scanned=scanned, padding=5)
     params = jpaged.params_from(tree, "maxtext_qwen3", config=config)
@@ -156,12 +186,16 @@ def test_maxtext_scanned_over_the_first_axis():
     tree = maxtext_tree(tensors, UNTIED, scanned=True, scan_axis=0)
     params = jpaged.params_from(tree, maxtext_qwen3(scan_axis=0), config=UNTIED)
     assert_equal(params, expected(tensors, UNTIED))
-    with pytest.raises(ConfigError, match=r"key_norm\.scale is of shape \(2, 16\); .*\(D = 16, L = 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"key_norm\.scale is of shape \(2, 16\); .*\(D = 16, L = 2\)"
+    ):
         jpaged.params_from(tree, "maxtext_qwen3", config=UNTIED)
 
 
 def test_name_map_of_hugging_face_names():
-    """A map of one's own: flat keys, fused heads, and a fused gate and up of which each takes an index."""
+    """A map of one's own: flat keys, fused heads, and a fused gate and up of which each takes an
+    index.
+    """
     names = {
         "embed.weight": ("model.embed_tokens.weight", "V E"),
         "layers.{i}.input_norm.scale": ("model.layers.{i}.input_layernorm.weight", "E"),
@@ -204,7 +238,13 @@ def test_forms_of_tree():
     tree, wanted = tunix_tree(tensors, UNTIED), expected(tensors, UNTIED)
     module = Node(tree)
     boxed = jax.tree.map(lambda x: meta.Partitioned(x, names=(None,) * x.ndim), tree)
-    forms = [module, nnx.state(module), nnx.state(module, nnx.Param), {"params": tree}, {"params": boxed}]
+    forms = [
+        module,
+        nnx.state(module),
+        nnx.state(module, nnx.Param),
+        {"params": tree},
+        {"params": boxed},
+    ]
     forms += [{**tree, "layers": [tree["layers"][i] for i in range(UNTIED.num_layers)]}]
     for form in forms:
         assert_equal(jpaged.params_from(form, "tunix_qwen3", config=UNTIED), wanted)
@@ -215,13 +255,18 @@ def test_served():
     tensors = hf_tensors()
     params = jpaged.params_from(tunix_tree(tensors, UNTIED), "tunix_qwen3", config=UNTIED)
     out = jpaged.generate(
-        params, [[3, 5, 7]], jpaged.SamplingParams(temperature=0, max_tokens=6), engine_config=tiny.ENGINE
+        params,
+        [[3, 5, 7]],
+        jpaged.SamplingParams(temperature=0, max_tokens=6),
+        engine_config=tiny.ENGINE,
     )
     assert out[0].outputs[0].token_ids == tiny.dense_greedy(expected(tensors, UNTIED), [3, 5, 7], 6)
     jpaged.release(compiled=True)
 
 
-@pytest.mark.parametrize("make", [tunix_tree, lambda t, c: maxtext_tree(t, c, scanned=True)], ids=["tunix", "scanned"])
+@pytest.mark.parametrize(
+    "make", [tunix_tree, lambda t, c: maxtext_tree(t, c, scanned=True)], ids=["tunix", "scanned"]
+)
 def test_new_weights_compile_nothing_and_what_needs_no_change_is_aliased(make: Callable[..., Tree]):
     family = "tunix_qwen3" if make is tunix_tree else "maxtext_qwen3"
     tree = make(hf_tensors(), UNTIED)
@@ -233,7 +278,10 @@ def test_new_weights_compile_nothing_and_what_needs_no_change_is_aliased(make: C
     embedding = newer["embedder"]["input_embedding"] if make is tunix_tree else None
     if embedding is not None:
         assert params["embed"]["weight"] is embedding
-        assert params["layers"]["1"]["attention"]["k_norm"]["scale"] is newer["layers"][1]["attn"]["k_norm"]["w"]
+        assert (
+            params["layers"]["1"]["attention"]["k_norm"]["scale"]
+            is newer["layers"][1]["attn"]["k_norm"]["w"]
+        )
     else:
         assert params["norm"]["scale"] is newer["params"]["decoder"]["decoder_norm"]["scale"]
 
@@ -265,9 +313,14 @@ def test_sharded_trees_stay_on_their_mesh():
 
 
 def add_lora(tree: Tree, rank: int = 3) -> Tree:
-    """LoRA parts beside two weights of each layer, in qwix's shapes: [contracted..., rank] and [rank, others...]."""
+    """LoRA parts beside two weights of each layer, in qwix's shapes: [contracted..., rank] and
+    [rank, others...].
+    """
     for i, layer in tree["layers"].items():
-        for node, name, contracted in ((layer["attn"]["q_proj"], "w", 1), (layer["attn"]["o_proj"], "w", 2)):
+        for node, name, contracted in (
+            (layer["attn"]["q_proj"], "w", 1),
+            (layer["attn"]["o_proj"], "w", 2),
+        ):
             shape = node[name].shape
             a, b = (*shape[:contracted], rank), (rank, *shape[contracted:])
             for x, dims in (("a", a), ("b", b)):
@@ -281,13 +334,20 @@ def test_lora_is_merged():
     params = jpaged.params_from(tree, "tunix_qwen3", config=config, lora_scale=0.5)
     for i, layer in tree["layers"].items():
         for node, axes, name in (
-            (layer["attn"]["q_proj"], "dr,rnh->dnh", "q"), (layer["attn"]["o_proj"], "nhr,rd->nhd", "o"),
-        ):  # fmt: skip
+            (layer["attn"]["q_proj"], "dr,rnh->dnh", "q"),
+            (layer["attn"]["o_proj"], "nhr,rd->nhd", "o"),
+        ):
             delta = 0.5 * np.einsum(axes, node["w_lora_a"], node["w_lora_b"])
             merged = np.asarray(node["w"]) + delta
-            flat = merged.reshape(config.hidden_size, -1) if name == "q" else merged.reshape(-1, config.hidden_size)
+            flat = (
+                merged.reshape(config.hidden_size, -1)
+                if name == "q"
+                else merged.reshape(-1, config.hidden_size)
+            )
             tensors[f"model.layers.{i}.self_attn.{name}_proj.weight"] = flat.T
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(expected(tensors, config)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(params), jax.tree.leaves(expected(tensors, config)), strict=True
+    ):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
@@ -297,14 +357,26 @@ def test_lora_is_never_ignored():
         jpaged.params_from(tree, "tunix_qwen3", config=UNTIED)
     attn = tree["layers"][1]["attn"]
     attn["q_proj"]["w_lora_a"] = attn["q_proj"]["w_lora_a"][:-1]
-    with pytest.raises(ConfigError, match=r"layers\.1\.attn\.q_proj\.w_lora_a \(31, 3\) .* cannot be merged"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.attn\.q_proj\.w_lora_a \(31, 3\) .* cannot be merged"
+    ):
         jpaged.params_from(tree, "tunix_qwen3", config=UNTIED, lora_scale=1.0)
-    alone = {"layers": {0: {"attn": {"q_proj": {"w_lora_a": jnp.ones((32, 3)), "w_lora_b": jnp.ones((3, 4, 16))}}}}}
+    alone = {
+        "layers": {
+            0: {
+                "attn": {
+                    "q_proj": {"w_lora_a": jnp.ones((32, 3)), "w_lora_b": jnp.ones((3, 4, 16))}
+                }
+            }
+        }
+    }
     with pytest.raises(ConfigError, match=r"lacks embedder\.input_embedding .*LoRA parts alone"):
         jpaged.params_from(alone, "tunix_qwen3", config=UNTIED, lora_scale=1.0)
     tree = tunix_tree(hf_tensors(), UNTIED)
     tree["layers"][0]["attn"]["q_norm"]["w_lora_b"] = jnp.ones((3, 4))
-    with pytest.raises(ConfigError, match=r"holds layers\.0\.attn\.q_norm\.w_lora_b .*without a weight"):
+    with pytest.raises(
+        ConfigError, match=r"holds layers\.0\.attn\.q_norm\.w_lora_b .*without a weight"
+    ):
         jpaged.params_from(tree, "tunix_qwen3", config=UNTIED, lora_scale=1.0)
 
 
@@ -323,14 +395,30 @@ def change(tree: Any, path: str, value: Any) -> None:
     ("path", "value", "message"),
     [
         ("layers.1.attn.k_proj.w", None, r"lacks layers\.1\.attn\.k_proj\.w$"),
-        ("layers.1.attn.k_proj.w", lambda x: x[:, :1], r"k_proj\.w is of shape \(32, 1, 16\); .*K = 2, D = 16"),
-        ("layers.0.mlp.up_proj.kernel", lambda x: x.T, r"layers\.0\.mlp\.up_proj\.kernel is of shape \(48, 32\)"),
-        ("layers.0.mlp.router", {"kernel": np.ones(3)}, r"holds layers\.0\.mlp\.router\.kernel, which"),
+        (
+            "layers.1.attn.k_proj.w",
+            lambda x: x[:, :1],
+            r"k_proj\.w is of shape \(32, 1, 16\); .*K = 2, D = 16",
+        ),
+        (
+            "layers.0.mlp.up_proj.kernel",
+            lambda x: x.T,
+            r"layers\.0\.mlp\.up_proj\.kernel is of shape \(48, 32\)",
+        ),
+        (
+            "layers.0.mlp.router",
+            {"kernel": np.ones(3)},
+            r"holds layers\.0\.mlp\.router\.kernel, which",
+        ),
         ("final_norm.w", lambda x: x.astype(jnp.int8), r"final_norm\.w is of dtype int8"),
         ("final_norm.w", 3.0, r"final_norm\.w is a float, not an array"),
-        ("layers.0.attn.v_proj.w", lambda x: x.astype(jnp.bfloat16), r"layers\.0\.attention\.qkv are in bfloat16 and"),
+        (
+            "layers.0.attn.v_proj.w",
+            lambda x: x.astype(jnp.bfloat16),
+            r"layers\.0\.attention\.qkv are in bfloat16 and",
+        ),
     ],
-)  # fmt: skip
+)
 def test_misfits_are_named(path: str, value: Any, message: str):
     tree = tunix_tree(hf_tensors(), UNTIED)
     change(tree, path, value)
@@ -346,7 +434,9 @@ def test_tied_config_refuses_a_head():
 def test_tracers_and_deleted_arrays_are_refused():
     tree = tunix_tree(hf_tensors(), UNTIED)
     with pytest.raises(ConfigError, match="is a tracer: params_from is host Python"):
-        jax.jit(lambda tree: jax.tree.leaves(jpaged.params_from(tree, "tunix_qwen3", config=UNTIED)))(tree)
+        jax.jit(
+            lambda tree: jax.tree.leaves(jpaged.params_from(tree, "tunix_qwen3", config=UNTIED))
+        )(tree)
     tree["final_norm"]["w"].delete()
     with pytest.raises(ConfigError, match=r"final_norm\.w is a deleted array"):
         jpaged.params_from(tree, "tunix_qwen3", config=UNTIED)
@@ -356,13 +446,25 @@ def test_tracers_and_deleted_arrays_are_refused():
     ("family", "message"),
     [
         ("tunix_llama", "family='tunix_llama': must be"),
-        ({**TUNIX_QWEN3, "layers.{i}.attention.qkv": ("x", "E")}, r"gives 'layers\.\{i\}\.attention\.qkv', which"),
-        ({k: v for k, v in TUNIX_QWEN3.items() if k != "norm.scale"}, "lacks 'norm.scale', which this config needs"),
-        (dict(TUNIX_QWEN3) | {"norm.scale": ("final_norm.w", "D")}, "axes 'D' of norm.scale: must hold E once each"),
-        (dict(TUNIX_QWEN3) | {"norm.scale": ("final_norm.w", "E L L")}, "axes 'E L L' of norm.scale"),
+        (
+            {**TUNIX_QWEN3, "layers.{i}.attention.qkv": ("x", "E")},
+            r"gives 'layers\.\{i\}\.attention\.qkv', which",
+        ),
+        (
+            {k: v for k, v in TUNIX_QWEN3.items() if k != "norm.scale"},
+            "lacks 'norm.scale', which this config needs",
+        ),
+        (
+            dict(TUNIX_QWEN3) | {"norm.scale": ("final_norm.w", "D")},
+            "axes 'D' of norm.scale: must hold E once each",
+        ),
+        (
+            dict(TUNIX_QWEN3) | {"norm.scale": ("final_norm.w", "E L L")},
+            "axes 'E L L' of norm.scale",
+        ),
         (dict(TUNIX_QWEN3) | {"norm.scale": ("final_norm.w", "E -")}, "axes 'E -' of norm.scale"),
     ],
-)  # fmt: skip
+)
 def test_bad_name_maps_are_refused(family: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         jpaged.params_from(tunix_tree(hf_tensors(), UNTIED), family, config=UNTIED)

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoint import load_params
 from jpaged.checkpoint.tensors import flat
-from jpaged.config import ModelConfig
 from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
 from tests.checkpoint.conftest import make_tensors
 
@@ -29,18 +29,29 @@ def expected(raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, n
     heads, kv = raw["num_attention_heads"], raw["num_key_value_heads"]
     d = raw.get("head_dim") or raw["hidden_size"] // heads
     group = heads // kv
-    want = {"embed.weight": tensors["model.embed_tokens.weight"], "norm.scale": tensors["model.norm.weight"]}
+    want = {
+        "embed.weight": tensors["model.embed_tokens.weight"],
+        "norm.scale": tensors["model.norm.weight"],
+    }
     if not raw["tie_word_embeddings"]:
         want["lm_head.weight"] = tensors["lm_head.weight"]
     for i in range(raw["num_hidden_layers"]):
-        t = {k.removeprefix(f"model.layers.{i}."): v for k, v in tensors.items() if k.startswith(f"model.layers.{i}.")}
+        t = {
+            k.removeprefix(f"model.layers.{i}."): v
+            for k, v in tensors.items()
+            if k.startswith(f"model.layers.{i}.")
+        }
         at = f"layers.{i}.attention."
 
         def heads_of(kind: str, t: dict[str, np.ndarray] = t) -> np.ndarray:
             rows = []
             for k in range(kv):
-                mine = [t[f"self_attn.q_proj.{kind}"][(k * group + j) * d :][:d] for j in range(group)]
-                rows.append([*mine, *(t[f"self_attn.{x}_proj.{kind}"][k * d : (k + 1) * d] for x in "kv")])
+                mine = [
+                    t[f"self_attn.q_proj.{kind}"][(k * group + j) * d :][:d] for j in range(group)
+                ]
+                rows.append(
+                    [*mine, *(t[f"self_attn.{x}_proj.{kind}"][k * d : (k + 1) * d] for x in "kv")]
+                )
             return np.array(rows)
 
         out = t["self_attn.o_proj.weight"]
@@ -49,7 +60,9 @@ def expected(raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, n
             f"layers.{i}.post_norm.scale": t["post_attention_layernorm.weight"],
             f"{at}qkv": heads_of("weight"),
             f"{at}out": out.reshape(out.shape[0], kv, group, d),
-            f"layers.{i}.mlp.gate_up": np.stack([t["mlp.gate_proj.weight"], t["mlp.up_proj.weight"]]),
+            f"layers.{i}.mlp.gate_up": np.stack(
+                [t["mlp.gate_proj.weight"], t["mlp.up_proj.weight"]]
+            ),
             f"layers.{i}.mlp.down": t["mlp.down_proj.weight"],
         }
         if "self_attn.q_proj.bias" in t:
@@ -71,7 +84,9 @@ def assert_tensors(params: Any, want: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_every_tensor_lands_in_its_place(make: Make, small: dict[str, Any], dtype: str, shards: int) -> None:
+def test_every_tensor_lands_in_its_place(
+    make: Make, small: dict[str, Any], dtype: str, shards: int
+) -> None:
     tensors = make_tensors(small, dtype)
     folder = make(small, shards=shards, tensors=tensors)
     params = load_params(folder)
@@ -99,8 +114,12 @@ def test_families(make: Make, small: dict[str, Any], change: dict[str, Any]) -> 
     assert_tensors(load_params(make(raw, tensors=tensors)), expected(raw, tensors))
 
 
-def test_tensors_larger_than_a_slab(make: Make, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jpaged.checkpoint.hf.SLAB_BYTES", 100)  # no tensor's size is a multiple of it
+def test_tensors_larger_than_a_slab(
+    make: Make, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "jpaged.checkpoint.hf.SLAB_BYTES", 100
+    )  # no tensor's size is a multiple of it
     tensors = make_tensors(small, "float32")
     folder = make(small, tensors=tensors)
     assert_tensors(load_params(folder), expected(small, tensors))
@@ -146,7 +165,9 @@ def test_only_files_that_the_index_names(make: Make, small: dict[str, Any]) -> N
     load_params(folder)
 
 
-def test_tied_embeddings_may_carry_a_head_and_buffers_are_skipped(make: Make, small: dict[str, Any]) -> None:
+def test_tied_embeddings_may_carry_a_head_and_buffers_are_skipped(
+    make: Make, small: dict[str, Any]
+) -> None:
     raw = small | {"tie_word_embeddings": True}
     tensors = make_tensors(raw)
     extra = {
@@ -197,33 +218,49 @@ def refused(folder: Path, match: str, error: type[Exception] = CheckpointError) 
 class TestMisfits:
     def test_missing(self, make: Make, small: dict[str, Any]) -> None:
         tensors = {k: v for k, v in make_tensors(small).items() if ".1." not in k}
-        refused(make(small, tensors=tensors), r"11 missing \(model\.layers\.1\.\S+, \S+, \S+, \.\.\.\)$")
+        refused(
+            make(small, tensors=tensors), r"11 missing \(model\.layers\.1\.\S+, \S+, \S+, \.\.\.\)$"
+        )
 
     def test_missing_head(self, make: Make, small: dict[str, Any]) -> None:
         tensors = make_tensors(small | {"tie_word_embeddings": True})
         refused(make(small, tensors=tensors), r"1 missing \(lm_head\.weight\)")
 
     def test_extra(self, make: Make, small: dict[str, Any]) -> None:
-        tensors = make_tensors(small) | {"model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32)}
-        refused(make(small, tensors=tensors), r"1 not in this architecture \(model\.layers\.2\.mlp\.up_proj\.weight\)")
+        tensors = make_tensors(small) | {
+            "model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32)
+        }
+        refused(
+            make(small, tensors=tensors),
+            r"1 not in this architecture \(model\.layers\.2\.mlp\.up_proj\.weight\)",
+        )
 
     def test_misshapen(self, make: Make, small: dict[str, Any]) -> None:
         tensors = make_tensors(small)
-        tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros((48, 32), np.float32)  # transposed
+        tensors["model.layers.0.mlp.down_proj.weight"] = np.zeros(
+            (48, 32), np.float32
+        )  # transposed
         refused(
-            make(small, tensors=tensors), r"1 of another shape \(\S+down_proj\.weight \[48, 32\], config \[32, 48\]\)"
+            make(small, tensors=tensors),
+            r"1 of another shape \(\S+down_proj\.weight \[48, 32\], config \[32, 48\]\)",
         )
 
     def test_dtype(self, make: Make, small: dict[str, Any]) -> None:
         tensors = make_tensors(small)
         tensors["model.norm.weight"] = np.zeros(32, np.int8)
-        refused(make(small, tensors=tensors), r"not bfloat16, float16 or float32 \(model\.norm\.weight I8\)")
+        refused(
+            make(small, tensors=tensors),
+            r"not bfloat16, float16 or float32 \(model\.norm\.weight I8\)",
+        )
 
     def test_all_kinds_in_one_message(self, make: Make, small: dict[str, Any]) -> None:
         tensors = make_tensors(small)
         tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
         tensors["lm_head.weight"] = np.zeros((1, 1), np.float32)
-        refused(make(small, tensors=tensors), "1 missing .*1 not in this architecture .*1 of another shape")
+        refused(
+            make(small, tensors=tensors),
+            "1 missing .*1 not in this architecture .*1 of another shape",
+        )
 
 
 @pytest.mark.usefixtures("no_reads")
@@ -236,7 +273,9 @@ class TestDamage:
         file.write_bytes(file.read_bytes()[:keep])
         refused(folder, rf"{file.name}: .*(truncated|damaged)")
 
-    @pytest.mark.parametrize("junk", [b"junk", b"\xff" * 64, struct.pack("<Q", 4) + b"\x80\x81{}", b"\0" * 8])
+    @pytest.mark.parametrize(
+        "junk", [b"junk", b"\xff" * 64, struct.pack("<Q", 4) + b"\x80\x81{}", b"\0" * 8]
+    )
     def test_garbage(self, make: Make, small: dict[str, Any], junk: bytes) -> None:
         folder = make(small)
         (folder / "model.safetensors").write_bytes(junk)
@@ -280,7 +319,9 @@ class TestDamage:
 
     def test_git_lfs_pointer(self, make: Make, small: dict[str, Any]) -> None:
         folder = make(small)
-        (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+        )
         refused(folder, "Git LFS pointer")
 
     def test_damaged_index(self, make: Make, small: dict[str, Any]) -> None:
@@ -299,14 +340,17 @@ class TestDamage:
         index = folder / "model.safetensors.index.json"
         value = json.loads(index.read_text())
         files = sorted(set(value["weight_map"].values()))
-        value["weight_map"]["model.norm.weight"] = files[value["weight_map"]["model.norm.weight"] == files[0]]
+        value["weight_map"]["model.norm.weight"] = files[
+            value["weight_map"]["model.norm.weight"] == files[0]
+        ]
         index.write_text(json.dumps(value))
         refused(folder, r"model\.norm\.weight is not in model-")
 
 
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize(
-    "escape", ["../x.safetensors", "/elsewhere/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors"]
+    "escape",
+    ["../x.safetensors", "/elsewhere/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors"],
 )
 def test_index_stays_inside_the_folder(make: Make, small: dict[str, Any], escape: str) -> None:
     folder = make(small, shards=2)
@@ -314,12 +358,16 @@ def test_index_stays_inside_the_folder(make: Make, small: dict[str, Any], escape
     value = json.loads(index.read_text())
     value["weight_map"]["model.norm.weight"] = escape
     index.write_text(json.dumps(value))
-    save_file(load_file(folder / "model-00001-of-00002.safetensors"), folder.parent / "x.safetensors")
+    save_file(
+        load_file(folder / "model-00001-of-00002.safetensors"), folder.parent / "x.safetensors"
+    )
     refused(folder, "not a .safetensors file inside the folder")
 
 
 @pytest.mark.usefixtures("no_reads")
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "weights.pkl"])
+@pytest.mark.parametrize(
+    "file", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "weights.pkl"]
+)
 def test_pickles_are_refused(make: Make, small: dict[str, Any], file: str) -> None:
     folder = make(small)
     (folder / "model.safetensors").rename(folder / file)

@@ -1,4 +1,6 @@
-"""save_params and load_params on Orbax folders: exact, sharded or not, with the files that belong to a model."""
+"""save_params and load_params on Orbax folders: exact, sharded or not, with the files that belong
+to a model.
+"""
 
 import json
 import shutil
@@ -15,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jpaged.checkpoint import load_params, save_params
 from jpaged.checkpoint.tensors import flat
-from jpaged.config import ModelConfig
 from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params
 from tests.checkpoint.conftest import make_tensors
 
@@ -44,7 +46,9 @@ def test_round_trip(make: Make, small: dict[str, Any], tmp_path: Path, dtype: st
     assert back.config.eos_token_ids == (3, 5)
 
 
-def test_round_trip_of_other_families_and_mixed_dtypes(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
+def test_round_trip_of_other_families_and_mixed_dtypes(
+    make: Make, small: dict[str, Any], tmp_path: Path
+) -> None:
     raw = small | {"model_type": "qwen2", "tie_word_embeddings": True, "num_hidden_layers": 11}
     tensors = make_tensors(raw, "bfloat16")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
@@ -53,7 +57,9 @@ def test_round_trip_of_other_families_and_mixed_dtypes(make: Make, small: dict[s
     assert_same(params, load_params(tmp_path / "out"))
 
 
-def test_sharded_params_and_a_mesh_to_load_onto(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
+def test_sharded_params_and_a_mesh_to_load_onto(
+    make: Make, small: dict[str, Any], tmp_path: Path
+) -> None:
     folder = make(small, "bfloat16")
     whole = load_params(folder)
     save_params(load_params(folder, mesh=mesh_of(2, 2)), tmp_path / "out")
@@ -61,11 +67,17 @@ def test_sharded_params_and_a_mesh_to_load_onto(make: Make, small: dict[str, Any
     mesh = mesh_of(1, 4)
     back = load_params(tmp_path / "out", mesh=mesh)
     assert_same(whole, back)
-    assert back["layers"]["0"]["attention"]["qkv"].sharding == NamedSharding(mesh, PartitionSpec("tp"))
+    assert back["layers"]["0"]["attention"]["qkv"].sharding == NamedSharding(
+        mesh, PartitionSpec("tp")
+    )
 
 
-def test_chunks_of_every_shape(make: Make, small: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("jpaged.checkpoint.orbax.CHUNK_BYTES", 300)  # many chunks a tensor, along several axes
+def test_chunks_of_every_shape(
+    make: Make, small: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        "jpaged.checkpoint.orbax.CHUNK_BYTES", 300
+    )  # many chunks a tensor, along several axes
     params = load_params(make(small, "bfloat16"))
     save_params(params, tmp_path / "out")
     assert_same(params, load_params(tmp_path / "out"))
@@ -74,7 +86,10 @@ def test_chunks_of_every_shape(make: Make, small: dict[str, Any], tmp_path: Path
 def test_cast(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
     params = load_params(make(small, "float32"))
     save_params(params, tmp_path / "out")
-    assert_same(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), load_params(tmp_path / "out", dtype="bfloat16"))
+    assert_same(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
+        load_params(tmp_path / "out", dtype="bfloat16"),
+    )
 
 
 def test_orbax_itself_restores_params(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
@@ -102,7 +117,12 @@ def test_a_callers_own_orbax_save(
 
 def test_files_that_go_along(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
     folder = make(small | {"_note": "the folder's own"})
-    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+    names = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    )
     for name in names:
         (folder / name).write_text(f'"{name}"')
     (folder / "README.md").write_text("not ours to copy")
@@ -113,7 +133,9 @@ def test_files_that_go_along(make: Make, small: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("source", ["none", "gone", "other"])
-def test_config_json_without_a_source(make: Make, small: dict[str, Any], tmp_path: Path, source: str) -> None:
+def test_config_json_without_a_source(
+    make: Make, small: dict[str, Any], tmp_path: Path, source: str
+) -> None:
     loaded = load_params(make(small))
     other = make(small | {"vocab_size": 97}, name="other")
     where = {"none": None, "gone": tmp_path / "gone", "other": other}[source]
@@ -127,7 +149,9 @@ def test_numpy_leaves(make: Make, small: dict[str, Any], tmp_path: Path) -> None
     assert_same(params, load_params(tmp_path / "out"))
 
 
-def test_an_existing_folder_is_never_overwritten(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
+def test_an_existing_folder_is_never_overwritten(
+    make: Make, small: dict[str, Any], tmp_path: Path
+) -> None:
     params = load_params(make(small))
     (tmp_path / "empty").mkdir()
     save_params(params, tmp_path / "empty")
@@ -150,8 +174,12 @@ def test_what_cannot_be_saved(make: Make, small: dict[str, Any], tmp_path: Path)
         jax.jit(lambda p: save_params(p, out))(params)
     with pytest.raises(CheckpointError, match=r"19 missing \(embed\.weight, "):
         save_params(jax.tree.map(lambda _: None, params), out)
-    with pytest.raises(CheckpointError, match=r"1 of another shape \(norm\.scale \[31\], config \[32\]\)"):
-        save_params(Params(dict(params) | {"norm": {"scale": np.ones(31, np.float32)}}, params.config), out)
+    with pytest.raises(
+        CheckpointError, match=r"1 of another shape \(norm\.scale \[31\], config \[32\]\)"
+    ):
+        save_params(
+            Params(dict(params) | {"norm": {"scale": np.ones(31, np.float32)}}, params.config), out
+        )
     with pytest.raises(CheckpointError, match="int8"):
         save_params(jax.tree.map(lambda x: x.astype(jnp.int8), params), out)
     jax.tree.leaves(params)[3].delete()
@@ -160,20 +188,26 @@ def test_what_cannot_be_saved(make: Make, small: dict[str, Any], tmp_path: Path)
     assert not out.exists()
 
 
-def test_a_config_that_no_config_json_expresses(make: Make, small: dict[str, Any], tmp_path: Path) -> None:
+def test_a_config_that_no_config_json_expresses(
+    make: Make, small: dict[str, Any], tmp_path: Path
+) -> None:
     loaded = load_params(make(small | {"model_type": "llama"}))
     odd = ModelConfig(**{**vars(loaded.config), "sliding_windows": (4, 8)})
     with pytest.raises(ConfigError, match=r"no llama config\.json can express"):
         save_params(Params(dict(loaded), odd), tmp_path / "out")
 
 
-def test_a_disk_that_fills_up(make: Make, small: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_disk_that_fills_up(
+    make: Make, small: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     params = load_params(make(small))
     monkeypatch.setattr(ocp.Checkpointer, "save", full)
-    with pytest.raises(CheckpointError, match=r"out: cannot be written \(.*No space left on device\)"):
+    with pytest.raises(
+        CheckpointError, match=r"out: cannot be written \(.*No space left on device\)"
+    ):
         save_params(params, tmp_path / "out")
     with pytest.raises(CheckpointError):
         load_params(tmp_path / "out")
@@ -193,7 +227,9 @@ class TestDamage:
 
     @pytest.mark.parametrize("keep", [0, 0.5])
     def test_every_file_truncated_in_turn(self, saved: Path, keep: float) -> None:
-        """Whatever file is cut, loading either still gives the exact tensors or raises CheckpointError."""
+        """Whatever file is cut, loading either still gives the exact tensors or raises
+        CheckpointError.
+        """
         good = load_params(saved)
         files = [file for file in (saved / "params").rglob("*") if file.is_file()]
         refusals = 0
@@ -212,7 +248,9 @@ class TestDamage:
     def test_a_lost_chunk_never_reads_as_zeros(self, saved: Path, zarr3: bool) -> None:
         params = jax.tree.map(jnp.zeros_like, load_params(saved))
         shutil.rmtree(saved / "params")
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)) as checkpointer:
+        with ocp.Checkpointer(
+            ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=zarr3)
+        ) as checkpointer:
             checkpointer.save(saved / "params", params)
         assert_same(params, load_params(saved))
         chunks = [file for file in (saved / "params" / "norm.scale").rglob("*") if file.is_file()]
@@ -234,5 +272,7 @@ class TestDamage:
 
     def test_misfit(self, saved: Path, small: dict[str, Any]) -> None:
         (saved / "config.json").write_text(json.dumps(small | {"num_hidden_layers": 3}))
-        with pytest.raises(CheckpointError, match=r"8 missing \(layers\.2\.attention\.k_norm\.scale, "):
+        with pytest.raises(
+            CheckpointError, match=r"8 missing \(layers\.2\.attention\.k_norm\.scale, "
+        ):
             load_params(saved)

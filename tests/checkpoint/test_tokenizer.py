@@ -50,7 +50,9 @@ def test_damaged(tmp_path: Path, text: str) -> None:
 
 
 def test_remote_code_never_runs(tmp_path: Path) -> None:
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n"
+    )
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     write_tokenizer(tmp_path, tokenizer_class="Evil", auto_map=auto_map)
     with pytest.raises(CheckpointError):
@@ -62,7 +64,14 @@ def test_generation_config(tmp_path: Path) -> None:
     assert load_generation_config(tmp_path) == {}
     file = tmp_path / "generation_config.json"
     file.write_text(
-        json.dumps({"_from_model_config": True, "transformers_version": "5", "top_k": 20, "temperature": 0.6})
+        json.dumps(
+            {
+                "_from_model_config": True,
+                "transformers_version": "5",
+                "top_k": 20,
+                "temperature": 0.6,
+            }
+        )
     )
     assert load_generation_config(tmp_path) == {"top_k": 20, "temperature": 0.6}
     for text in ("{", "[]"):
@@ -78,5 +87,7 @@ def test_transformers_is_imported_without_a_word() -> None:
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
     code = "import os; from jpaged.config import import_transformers; import_transformers()"
     code += f"; assert not set(os.environ) & {set(names)!r}"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120
+    )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

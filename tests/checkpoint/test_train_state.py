@@ -1,4 +1,6 @@
-"""Orbax checkpoints that a training loop of nnx and optax wrote, restored straight onto a mesh and served."""
+"""Orbax checkpoints that a training loop of nnx and optax wrote, restored straight onto a mesh and
+served.
+"""
 
 import json
 from collections.abc import Callable
@@ -31,7 +33,11 @@ def trained() -> Trained:
     """A model after two steps of a plain loop, and its optimizer."""
     model = Decoder(tiny.CONFIG, rngs=nnx.Rngs(0))
     nnx.update(
-        model, {**dict(tiny.make_params()), "layers": {int(i): x for i, x in tiny.make_params()["layers"].items()}}
+        model,
+        {
+            **dict(tiny.make_params()),
+            "layers": {int(i): x for i, x in tiny.make_params()["layers"].items()},
+        },
     )
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     tokens = jnp.asarray(tiny.make_prompts(16, 16)).reshape(2, 16)
@@ -40,7 +46,9 @@ def trained() -> Trained:
     def step(model: Decoder, optimizer: nnx.Optimizer, tokens: jax.Array) -> None:
         def loss(model: Decoder) -> jax.Array:
             hidden, _ = model(tokens[:, :-1])
-            losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:])
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                model.logits(hidden), tokens[:, 1:]
+            )
             return losses.mean()
 
         optimizer.update(model, nnx.grad(loss)(model))
@@ -78,7 +86,9 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "manager": save_by_manager,
     "nnx state": lambda folder, model, _: save(folder, nnx.state(model)),
     "train state": lambda folder, *trained: save(folder, train_state(*trained)),
-    "linen": lambda folder, model, _: save(folder, {"params": {"params": to_tree(model)}, "step": jnp.int32(2)}),
+    "linen": lambda folder, model, _: save(
+        folder, {"params": {"params": to_tree(model)}, "step": jnp.int32(2)}
+    ),
     "nnx both": lambda f, m, o: save(f, {"model": nnx.state(m), "optimizer": nnx.state(o)}),
 }
 
@@ -103,29 +113,39 @@ def test_load_params_restores_it_onto_a_mesh(writer: str, trained: Trained, tmp_
 
 
 def test_served_from_a_mesh(trained: Trained, tmp_path: Path) -> None:
-    """By load_params, and by Orbax's own restore of the whole state, whose weights are then served where they lie."""
+    """By load_params, and by Orbax's own restore of the whole state, whose weights are then served
+    where they lie.
+    """
     mesh = tensor_mesh()
     folder = save(tmp_path / "run", train_state(*trained))
     loaded = jpaged.load_params(folder, mesh=mesh)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(tiny.CONFIG, "tp", 2))
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), param_specs(tiny.CONFIG, "tp", 2)
+    )
     state = train_state(*trained)
     layers = {int(i): layer for i, layer in shardings["layers"].items()}
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     abstract["params"] = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract["params"], {**shardings, "layers": layers},
-    )  # fmt: skip
+        abstract["params"],
+        {**shardings, "layers": layers},
+    )
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder, abstract)["params"]
     prompt = tiny.make_prompts(7)[0]
     wanted = tiny.dense_greedy(Params(to_tree(trained[0]), tiny.CONFIG), prompt, 6)
     for params in (loaded, restored):
-        out = jpaged.generate(params, [prompt], GREEDY, config=tiny.CONFIG, engine_config=tiny.ENGINE)
+        out = jpaged.generate(
+            params, [prompt], GREEDY, config=tiny.CONFIG, engine_config=tiny.ENGINE
+        )
         assert tiny.tokens_of(out) == [wanted]
     jpaged.release(compiled=True)
 
 
 def test_a_state_without_the_weights_is_refused(trained: Trained, tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", {"opt_state": nnx.to_pure_dict(nnx.state(trained[1])), "step": jnp.int32(2)})
+    folder = save(
+        tmp_path / "run",
+        {"opt_state": nnx.to_pure_dict(nnx.state(trained[1])), "step": jnp.int32(2)},
+    )
     with pytest.raises(CheckpointError, match=r"19 missing \(embed\.weight"):
         jpaged.load_params(folder)

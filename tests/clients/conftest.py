@@ -1,4 +1,5 @@
-"""Clients run as they would in their own programs: standard promotion in every thread, and their warnings are theirs.
+"""Clients run as they would in their own programs: standard promotion in every thread, and their
+warnings are theirs.
 
 `make test-clients` has the packages; where one is missing, the tests of it are not collected.
 """
@@ -16,12 +17,16 @@ MODULES = {
     "test_tunix.py": ("tunix.rl.grpo.grpo_learner", "tunix.models.qwen3.model", "qwix"),
     "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
 }
-collect_ignore = [file for file, (name, *_) in MODULES.items() if find_spec(name.partition(".")[0]) is None]
+collect_ignore = [
+    file for file, (name, *_) in MODULES.items() if find_spec(name.partition(".")[0]) is None
+]
 SETTINGS = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what these say when they are imported
-    for name in (name for file, names in MODULES.items() if file not in collect_ignore for name in names):
+    for name in (
+        name for file, names in MODULES.items() if file not in collect_ignore for name in names
+    ):
         importlib.import_module(name)
 
 

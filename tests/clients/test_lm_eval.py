@@ -1,4 +1,6 @@
-"""JPagedLM beside the stored answers of lm-eval's "hf" model: tests/golden/lm_eval.json, by make_golden_lm_eval.py."""
+"""JPagedLM beside the stored answers of lm-eval's "hf" model: tests/golden/lm_eval.json, by
+make_golden_lm_eval.py.
+"""
 
 import json
 import subprocess
@@ -20,13 +22,20 @@ from tests.golden import lm_eval_cases as cases
 pytestmark = pytest.mark.clients
 ROOT = Path(__file__).resolve().parents[2]
 STORED = json.loads((ROOT / "tests" / "golden" / "lm_eval.json").read_text())
-SIZES: dict[str, Any] = {"token_buckets": (64,), "seq_buckets": (8,), "max_num_batched_tokens": 64, "num_blocks": 64}
+SIZES: dict[str, Any] = {
+    "token_buckets": (64,),
+    "seq_buckets": (8,),
+    "max_num_batched_tokens": 64,
+    "num_blocks": 64,
+}
 A_TOKEN = 1e-4
 
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[JPagedLM]:
-    model = JPagedLM(str(MODEL_PATH), dtype="float32", max_length=cases.MAX_LENGTH, batch_size=8, **SIZES)
+    model = JPagedLM(
+        str(MODEL_PATH), dtype="float32", max_length=cases.MAX_LENGTH, batch_size=8, **SIZES
+    )
     yield model
     model._llm.close()
 
@@ -48,14 +57,22 @@ def assert_near(model: JPagedLM, found: Any, stored: Any, text: str) -> None:
 
 
 def test_pairs(model: JPagedLM, monkeypatch: pytest.MonkeyPatch):
-    """Empty contexts, requests past max_length, spaces at the end of the context; a few at a time."""
+    """Empty contexts, requests past max_length, spaces at the end of the context; a few at a
+    time.
+    """
     monkeypatch.setattr("jpaged.integrations.lm_eval.SCORED_AT_ONCE", 3)
     answers = model.loglikelihood(instances("loglikelihood", cases.PAIRS), disable_tqdm=True)
-    lengths = [len(model.tok_encode(context + continuation)) for context, continuation in cases.PAIRS]
+    lengths = [
+        len(model.tok_encode(context + continuation)) for context, continuation in cases.PAIRS
+    ]
     assert max(lengths) > cases.MAX_LENGTH + 1
-    for answer, stored, (_, continuation) in zip(answers, STORED["pairs"], cases.PAIRS, strict=True):
+    for answer, stored, (_, continuation) in zip(
+        answers, STORED["pairs"], cases.PAIRS, strict=True
+    ):
         assert_near(model, list(answer), stored, continuation)
-    assert any(greedy for sample in STORED["tasks"]["jpaged_choice"]["answers"] for [[_, greedy]] in sample)
+    assert any(
+        greedy for sample in STORED["tasks"]["jpaged_choice"]["answers"] for [[_, greedy]] in sample
+    )
 
 
 def plain(found: Any) -> Any:
@@ -83,13 +100,26 @@ def test_command_line(tmp_path: Path):
     """`python -m jpaged.integrations.lm_eval --model jpaged` on one of the tasks."""
     cases.write_tasks(tmp_path)
     sizes = ",".join(
-        f"{name}={size}" for name, size in {"max_length": 64, "num_blocks": 64, "max_num_batched_tokens": 64}.items()
+        f"{name}={size}"
+        for name, size in {"max_length": 64, "num_blocks": 64, "max_num_batched_tokens": 64}.items()
     )
     command = [
-        sys.executable, "-m", "jpaged.integrations.lm_eval", "--model", "jpaged", "--include_path", str(tmp_path),
-        "--model_args", f"pretrained={MODEL_PATH},dtype=float32,{sizes}", "--tasks", "jpaged_choice",
-        "--output_path", str(tmp_path / "out"), "--batch_size", "8",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "jpaged.integrations.lm_eval",
+        "--model",
+        "jpaged",
+        "--include_path",
+        str(tmp_path),
+        "--model_args",
+        f"pretrained={MODEL_PATH},dtype=float32,{sizes}",
+        "--tasks",
+        "jpaged_choice",
+        "--output_path",
+        str(tmp_path / "out"),
+        "--batch_size",
+        "8",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "out").rglob("results*.json")
@@ -113,10 +143,13 @@ def test_generate_until_follows_its_arguments(model: JPagedLM):
     assert len(model.tok_encode(short)) <= 2 and sampled == again and "\n" not in sampled
     with pytest.raises(RequestError, match="num_beams=4: supported are temperature"):
         model.generate_until(
-            instances("generate_until", [("x", {"num_beams": 4, "max_gen_toks": 4})]), disable_tqdm=True
+            instances("generate_until", [("x", {"num_beams": 4, "max_gen_toks": 4})]),
+            disable_tqdm=True,
         )
     with pytest.raises(RequestError, match=r"max_gen_toks=64: must be .* below max_length=64"):
-        model.generate_until(instances("generate_until", [("x", {"max_gen_toks": 64})]), disable_tqdm=True)
+        model.generate_until(
+            instances("generate_until", [("x", {"max_gen_toks": 64})]), disable_tqdm=True
+        )
 
 
 def test_what_cannot_be_scored_is_refused(model: JPagedLM):
@@ -140,7 +173,9 @@ def test_tokenizer_side(model: JPagedLM):
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ConfigError, match="max_length=5000: must be between 1 and the model's 1024"):
+    with pytest.raises(
+        ConfigError, match="max_length=5000: must be between 1 and the model's 1024"
+    ):
         JPagedLM(str(MODEL_PATH), max_length=5000)
     with pytest.raises(ConfigError, match="device='tpu': jax runs on 'cpu' here"):
         JPagedLM(str(MODEL_PATH), device="tpu")

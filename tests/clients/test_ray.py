@@ -20,18 +20,31 @@ from jpaged.integrations.ray import JPagedPredictor  # noqa: E402
 # Ray warns of its own settings, and leaves sockets and processes to the end of the program.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+    for kind in (
+        "DeprecationWarning",
+        "FutureWarning",
+        "ResourceWarning",
+        "pytest.PytestUnraisableExceptionWarning",
+    )
 ]
 SMALL: dict[str, Any] = {
-    "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,), "num_blocks": 128,
-    "block_size": 8, "max_model_len": 96, "max_logprobs": 5,
-}  # fmt: skip
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "seq_buckets": (8,),
+    "num_blocks": 128,
+    "block_size": 8,
+    "max_model_len": 96,
+    "max_logprobs": 5,
+}
 SAMPLING = {"temperature": 0.9, "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
 def predictor() -> JPagedPredictor:
-    return JPagedPredictor(str(MODEL_PATH), sampling=SAMPLING, id_column="id", sampling_column="sampling", **SMALL)
+    return JPagedPredictor(
+        str(MODEL_PATH), sampling=SAMPLING, id_column="id", sampling_column="sampling", **SMALL
+    )
 
 
 def run(predictor: JPagedPredictor, *batches: Any) -> list[Any]:
@@ -66,46 +79,78 @@ def test_every_form_of_prompt_gives_what_generate_gives(predictor: JPagedPredict
         (row,) = table.to_pylist()
         done = output.outputs[0]
         assert (row["generated_text"], row["generated_token_ids"]) == (done.text, done.token_ids)
-        assert (row["finish_reason"], row["completion_tokens"]) == (done.finish_reason, len(done.token_ids))
-        assert row["prompt_tokens"] == len(output.prompt_token_ids) and row["error"] is row["error_type"] is None
+        assert (row["finish_reason"], row["completion_tokens"]) == (
+            done.finish_reason,
+            len(done.token_ids),
+        )
+        assert (
+            row["prompt_tokens"] == len(output.prompt_token_ids)
+            and row["error"] is row["error_type"] is None
+        )
 
 
-def test_a_row_that_cannot_run_is_kept_with_its_error_and_inputs_are_not_touched(predictor: JPagedPredictor) -> None:
+def test_a_row_that_cannot_run_is_kept_with_its_error_and_inputs_are_not_touched(
+    predictor: JPagedPredictor,
+) -> None:
     prompts = ["import", None, "", [5, 10**6], 3.5, "x = 1\n" * 200, [{"role": "user"}], "def", "a"]
     sampling = [None] * 7 + [{"temperature": -1.0}, {"colour": 1}]
-    batch = {name: np.empty(9, object) for name in ("prompt", "sampling")} | {"id": np.arange(9), "extra": np.ones(9)}
+    batch = {name: np.empty(9, object) for name in ("prompt", "sampling")} | {
+        "id": np.arange(9),
+        "extra": np.ones(9),
+    }
     batch["prompt"][:], batch["sampling"][:] = prompts, sampling
     before = {name: column.copy() for name, column in batch.items()}
     table = run(predictor, batch)[0]
     assert list(batch) == list(before)
-    assert all(a is b or a == b for name in batch for a, b in zip(batch[name], before[name], strict=True))
+    assert all(
+        a is b or a == b for name in batch for a, b in zip(batch[name], before[name], strict=True)
+    )
     assert table.column_names[:4] == ["prompt", "sampling", "id", "extra"]
     assert table["id"].to_pylist() == list(range(9)) and table["extra"].to_pylist() == [1.0] * 9
     found = list(zip(table["error_type"].to_pylist(), table["error"].to_pylist(), strict=True))
     assert found[0] == (None, None) and table["generated_text"][0].as_py() is not None
-    wanted = ["NoneType", "empty", "1000000", "float", "max_model_len", "chat", "temperature=-1.0", "colour=1"]
+    wanted = [
+        "NoneType",
+        "empty",
+        "1000000",
+        "float",
+        "max_model_len",
+        "chat",
+        "temperature=-1.0",
+        "colour=1",
+    ]
     for (kind, message), part in zip(found[1:], wanted, strict=True):
         assert kind in ("RequestError", "CapacityError") and part in message
     assert table["generated_text"].to_pylist()[1:] == [None] * 8
     assert not predictor._llm.has_unfinished() and predictor._done == {}
 
 
-def test_a_row_gives_the_same_text_in_any_batch_and_the_text_of_its_line(predictor: JPagedPredictor) -> None:
+def test_a_row_gives_the_same_text_in_any_batch_and_the_text_of_its_line(
+    predictor: JPagedPredictor,
+) -> None:
     prompts = [f"def f{i % 3}(" for i in range(12)]
     whole = run(predictor, rows(prompt=prompts))[0]
     batch = whole.select(["id", "prompt", "sampling"])
     halves = run(predictor, batch[6:], batch[:6])
     texts = whole["generated_text"].to_pylist()
-    assert [*halves[1]["generated_text"].to_pylist(), *halves[0]["generated_text"].to_pylist()] == texts
+    assert [
+        *halves[1]["generated_text"].to_pylist(),
+        *halves[0]["generated_text"].to_pylist(),
+    ] == texts
     assert len(set(texts)) > 8  # equal prompts of other ids draw otherwise
     line = BatchRequest(number=1)
     settings = Settings(defaults=predictor._llm.default_sampling_params(), overrides=SAMPLING)
     line.parse(b'{"id": 4, "prompt": "def f1("}', settings)
-    assert predictor._llm.generate("def f1(", line.params, use_tqdm=False)[0].outputs[0].text == texts[4]
+    assert (
+        predictor._llm.generate("def f1(", line.params, use_tqdm=False)[0].outputs[0].text
+        == texts[4]
+    )
 
 
 def test_without_ids_a_batch_repeats_itself_and_its_equal_prompts_differ() -> None:
-    predictor = JPagedPredictor(str(MODEL_PATH), sampling=SAMPLING | {"n": 2, "logprobs": 1}, **SMALL)
+    predictor = JPagedPredictor(
+        str(MODEL_PATH), sampling=SAMPLING | {"n": 2, "logprobs": 1}, **SMALL
+    )
     batch = pa.table({"prompt": ["class A", "class A", "class B", ""]})
     first, again = (run(predictor, batch)[0] for _ in range(2))
     assert first.equals(again)
@@ -113,7 +158,9 @@ def test_without_ids_a_batch_repeats_itself_and_its_equal_prompts_differ() -> No
     assert len(a["generated_text"]) == 2 and a["generated_text"] != b["generated_text"]
     assert a["completion_tokens"] == sum(map(len, a["generated_token_ids"]))
     for ids, logprobs in zip(a["generated_token_ids"], a["logprobs"], strict=True):
-        assert [top[0]["token_id"] for top in logprobs] == ids and all(top[0]["logprob"] <= 0 for top in logprobs)
+        assert [top[0]["token_id"] for top in logprobs] == ids and all(
+            top[0]["logprob"] <= 0 for top in logprobs
+        )
     assert failed["generated_text"] is failed["logprobs"] is None and "empty" in failed["error"]
 
 
@@ -155,10 +202,16 @@ def test_a_dataset_whose_actor_is_killed_loses_nothing(
             return super()._step(pending)
 
     prompts = [f"def f{i % 5}(" if i != 17 else "" for i in range(48)]
-    ds = ray.data.from_items([{"id": i, "prompt": p} for i, p in enumerate(prompts)], override_num_blocks=6)
+    ds = ray.data.from_items(
+        [{"id": i, "prompt": p} for i, p in enumerate(prompts)], override_num_blocks=6
+    )
     how = {"model": str(MODEL_PATH), "sampling": SAMPLING, "id_column": "id", **SMALL}
     answered = ds.map_batches(
-        Mortal, fn_constructor_kwargs=how, compute=ray.data.ActorPoolStrategy(size=2), batch_size=4, num_cpus=1
+        Mortal,
+        fn_constructor_kwargs=how,
+        compute=ray.data.ActorPoolStrategy(size=2),
+        batch_size=4,
+        num_cpus=1,
     )
     found = sorted(answered.take_all(), key=lambda row: row["id"])
     assert marker.exists() and [row["id"] for row in found] == list(range(48))
@@ -182,9 +235,15 @@ def test_batches_of_an_actor_overlap(cluster: None, blocks: int, more: dict[str,
             self.running -= 1
             return table.append_column("most", pa.array([self.most] * len(table)))
 
-    ds = ray.data.from_items([{"prompt": f"def f{i}("} for i in range(32)], override_num_blocks=blocks)
+    ds = ray.data.from_items(
+        [{"prompt": f"def f{i}("} for i in range(32)], override_num_blocks=blocks
+    )
     answered = ds.map_batches(
-        Counting, fn_constructor_kwargs={"model": str(MODEL_PATH), "sampling": SAMPLING, **SMALL},
-        compute=ray.data.ActorPoolStrategy(size=1), batch_size=8, num_cpus=1, **more,
-    )  # fmt: skip
+        Counting,
+        fn_constructor_kwargs={"model": str(MODEL_PATH), "sampling": SAMPLING, **SMALL},
+        compute=ray.data.ActorPoolStrategy(size=1),
+        batch_size=8,
+        num_cpus=1,
+        **more,
+    )
     assert max(row["most"] for row in answered.take_all()) >= 2

@@ -16,7 +16,16 @@ from tests.batch_engine import ROOT
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 psutil: Any = pytest.importorskip("psutil")
 
-ENGINE = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-blocks", "128", "--max-model-len", "128")
+ENGINE = (
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    "64",
+    "--num-blocks",
+    "128",
+    "--max-model-len",
+    "128",
+)
 ENGINE += ("--block-size", "16", "--dtype", "float32")
 COUNT = 120
 
@@ -28,10 +37,21 @@ def start(*argv: Any, **pipes: Any) -> Any:
 
 
 def write_input(path: Path) -> Path:
-    lines = [{"id": f"a{i}", "prompt": f"def f{i % 7}(", "max_tokens": 20, "ignore_eos": True} for i in range(COUNT)]
+    lines = [
+        {"id": f"a{i}", "prompt": f"def f{i % 7}(", "max_tokens": 20, "ignore_eos": True}
+        for i in range(COUNT)
+    ]
     texts = [json.dumps(line) for line in lines]
-    texts[10], texts[20], texts[30] = "{broken", json.dumps({"prompt": "x" * 2000}), json.dumps({"prompt": "a", "n": 0})
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "truncate_prompt_tokens": 8}
+    texts[10], texts[20], texts[30] = (
+        "{broken",
+        json.dumps({"prompt": "x" * 2000}),
+        json.dumps({"prompt": "a", "n": 0}),
+    )
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 20,
+        "truncate_prompt_tokens": 8,
+    }
     texts[40] = json.dumps(chat)
     path.write_text("\n".join(texts) + "\n")
     return path
@@ -54,9 +74,17 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
-def test_nothing_is_lost_with_a_killed_engine_and_the_text_is_that_of_one_engine(tmp_path: Path) -> None:
-    source, ray_out, one_out = write_input(tmp_path / "in.jsonl"), tmp_path / "ray.jsonl", tmp_path / "one.jsonl"
-    run = start(source, "--output", ray_out, "--ray", "local", "--replicas", "2", stdout=subprocess.PIPE)
+def test_nothing_is_lost_with_a_killed_engine_and_the_text_is_that_of_one_engine(
+    tmp_path: Path,
+) -> None:
+    source, ray_out, one_out = (
+        write_input(tmp_path / "in.jsonl"),
+        tmp_path / "ray.jsonl",
+        tmp_path / "one.jsonl",
+    )
+    run = start(
+        source, "--output", ray_out, "--ray", "local", "--replicas", "2", stdout=subprocess.PIPE
+    )
     try:
         deadline = time.monotonic() + 240
         while len(lines_of(ray_out)) < 10 or len(replicas(run)) < 2:
@@ -69,7 +97,9 @@ def test_nothing_is_lost_with_a_killed_engine_and_the_text_is_that_of_one_engine
         run.kill()
     assert run.returncode == 2, stderr.decode()
     found = lines_of(ray_out)
-    assert sorted(line["line"] if "line" in line else line["error"]["line"] for line in found) == [*range(1, COUNT + 1)]
+    assert sorted(line["line"] if "line" in line else line["error"]["line"] for line in found) == [
+        *range(1, COUNT + 1)
+    ]
     failed = {line.get("line", 11): line["error"]["code"] for line in found if line.get("error")}
     assert failed == {11: "invalid_json", 21: "context_length_exceeded", 31: "invalid_value"}
     assert b"1 died" in stdout and b"run again on others" in stdout
@@ -77,7 +107,8 @@ def test_nothing_is_lost_with_a_killed_engine_and_the_text_is_that_of_one_engine
     _, stderr = one.communicate(timeout=240)
     assert one.returncode == 2, stderr.decode()
     texts = [
-        {line["line"]: line.get("text") for line in lines_of(path) if "line" in line} for path in (ray_out, one_out)
+        {line["line"]: line.get("text") for line in lines_of(path) if "line" in line}
+        for path in (ray_out, one_out)
     ]
     assert texts[0] == texts[1]
 
@@ -104,4 +135,8 @@ def test_an_address_without_a_cluster_is_one_sentence(tmp_path: Path, address: s
     source.write_text(json.dumps({"prompt": "import"}) + "\n")
     run = start(source, "--output", "-", "--ray", address, stdout=subprocess.PIPE)
     _, stderr = run.communicate(timeout=240)
-    assert run.returncode == 1 and f"cannot reach Ray at '{address}'".encode() in stderr and b"Traceback" not in stderr
+    assert (
+        run.returncode == 1
+        and f"cannot reach Ray at '{address}'".encode() in stderr
+        and b"Traceback" not in stderr
+    )

@@ -1,4 +1,6 @@
-"""RayLLM: two engines on a local Ray cluster, killed in the middle; nothing is lost, nothing comes twice."""
+"""RayLLM: two engines on a local Ray cluster, killed in the middle; nothing is lost, nothing comes
+twice.
+"""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +12,8 @@ import jpaged
 from jpaged import CheckpointError, ConfigError, SamplingParams
 from jpaged.demo import MODEL_PATH
 from jpaged.errors import ReplicaError
-from jpaged.frontend import Chat
 from jpaged.integrations.batch import BatchRequest, Settings
+from jpaged.request.processor import Chat
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from jpaged.integrations import ray_llm  # noqa: E402
@@ -20,12 +22,22 @@ from jpaged.integrations.ray_llm import RayLLM  # noqa: E402
 # Ray warns of its own settings, and leaves sockets and processes to the end of the program.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in ("DeprecationWarning", "FutureWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
+    for kind in (
+        "DeprecationWarning",
+        "FutureWarning",
+        "ResourceWarning",
+        "pytest.PytestUnraisableExceptionWarning",
+    )
 ]
 SMALL: dict[str, Any] = {
-    "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "seq_buckets": (8,), "num_blocks": 128,
-    "block_size": 8, "max_model_len": 96,
-}  # fmt: skip
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "seq_buckets": (8,),
+    "num_blocks": 128,
+    "block_size": 8,
+    "max_model_len": 96,
+}
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
 PROMPTS = [f"def f{i % 7}(" for i in range(40)]
 
@@ -37,7 +49,9 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def finish(llm: RayLLM, outputs: list[jpaged.RequestOutput] | None = None) -> dict[str, jpaged.RequestOutput]:
+def finish(
+    llm: RayLLM, outputs: list[jpaged.RequestOutput] | None = None
+) -> dict[str, jpaged.RequestOutput]:
     """Everything that is unfinished, each request once."""
     ended = [] if outputs is None else outputs
     while llm.has_unfinished():
@@ -69,13 +83,17 @@ def test_a_killed_replica_loses_nothing() -> None:
         assert isinstance(error, jpaged.CapacityError) and "max_model_len" in str(error)
         assert all(o.error is None and len(o.outputs[0].token_ids) == 24 for o in ended.values())
         again = {llm.add_request(p, PARAMS, request_id=f"r{i}") for i, p in enumerate(PROMPTS)}
-        assert texts(finish(llm)) == texts(ended) and again == set(ended)  # the same on any replica, at any time
+        assert texts(finish(llm)) == texts(ended) and again == set(
+            ended
+        )  # the same on any replica, at any time
         assert llm.stats()["decode_tokens"] >= 2 * 40 * 23
     finally:
         llm.close()
 
 
-def test_a_request_that_kills_engines_is_found_without_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_kills_engines_is_found_without_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Mortal(ray_llm.Replica):
         def exchange(self, requests: list[Any], aborted: list[str]) -> Any:
             if any(prompt == "poison" for _, prompt, _ in requests):
@@ -116,7 +134,9 @@ def test_an_engine_that_raises_is_replaced_and_one_that_cannot_start_ends_the_ru
     llm = RayLLM(None, replicas=1, max_retries=1)
     try:
         llm.add_request("a")
-        with pytest.raises(ReplicaError, match=r"no replica can be kept up: 2 starts.*no room for the model"):
+        with pytest.raises(
+            ReplicaError, match=r"no replica can be kept up: 2 starts.*no room for the model"
+        ):
             finish(llm)
     finally:
         llm.close()
@@ -135,15 +155,21 @@ def test_requests_go_to_the_replicas_that_have_the_fewest_and_can_be_aborted() -
         for i in range(30):
             llm.abort(f"r{i}")
         assert not llm.has_unfinished()
-        llm.add_request(Chat(messages=[{"role": "user", "content": "hi"}]), PARAMS, request_id="chat")
+        llm.add_request(
+            Chat(messages=[{"role": "user", "content": "hi"}]), PARAMS, request_id="chat"
+        )
         line = BatchRequest(number=1)
         line.parse(
-            b'{"prompt": "a b c d e f", "truncate_prompt_tokens": 2, "cache_salt": "s"}', Settings(defaults=PARAMS)
+            b'{"prompt": "a b c d e f", "truncate_prompt_tokens": 2, "cache_salt": "s"}',
+            Settings(defaults=PARAMS),
         )
         llm.add_request(line.prompt_for, line.params, request_id="line")
         ended = finish(llm)
         assert set(ended) == {"chat", "line"} and not done & set(ended)
-        assert ended["chat"].error is ended["line"].error is None and len(ended["line"].prompt_token_ids) == 2
+        assert (
+            ended["chat"].error is ended["line"].error is None
+            and len(ended["line"].prompt_token_ids) == 2
+        )
     finally:
         llm.close()
 
@@ -153,5 +179,7 @@ def test_what_every_replica_would_say_is_raised_at_once(tmp_path: Any) -> None:
         RayLLM(tmp_path, replicas=1)
     with pytest.raises(ConfigError, match="replicas=0"):
         RayLLM(None, replicas=0)
-    with pytest.raises(ConfigError, match=r"no replica was up after 1 s: each asks for GPU=1; Ray has CPU=3"):
+    with pytest.raises(
+        ConfigError, match=r"no replica was up after 1 s: each asks for GPU=1; Ray has CPU=3"
+    ):
         RayLLM(None, resources={"GPU": 1}, start_timeout_s=1)

@@ -1,4 +1,6 @@
-"""JPagedRollout beside tunix's own sampler: the same tokens and logprobs, and GRPO that learns through either."""
+"""JPagedRollout beside tunix's own sampler: the same tokens and logprobs, and GRPO that learns
+through either.
+"""
 
 import contextlib
 import dataclasses
@@ -26,14 +28,33 @@ from tests import tiny
 
 DEPRECATED = (  # of flax, jax and optax, in tunix and qwix
     "optax.global_norm is deprecated",
-    "'sharding' is deprecated", "'.value' access is now deprecated", "'VariableState' was removed",
-    r"The 'm.iter_modules\(\)' method", "`with mesh", "jax.interpreters.pxla.thread_resources is",
-)  # fmt: skip
-pytestmark = [pytest.mark.clients, *(pytest.mark.filterwarnings(f"ignore:{x}:DeprecationWarning") for x in DEPRECATED)]
-SIZES = {"num_layers": 2, "embed_dim": 64, "hidden_dim": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    "'sharding' is deprecated",
+    "'.value' access is now deprecated",
+    "'VariableState' was removed",
+    r"The 'm.iter_modules\(\)' method",
+    "`with mesh",
+    "jax.interpreters.pxla.thread_resources is",
+)
+pytestmark = [
+    pytest.mark.clients,
+    *(pytest.mark.filterwarnings(f"ignore:{x}:DeprecationWarning") for x in DEPRECATED),
+]
+SIZES = {
+    "num_layers": 2,
+    "embed_dim": 64,
+    "hidden_dim": 96,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
 ENGINE = tiny.engine(decode_steps=4, max_num_batched_tokens=64, token_buckets=(64,), max_num_seqs=8)
 GREEDY = RolloutConfig(
-    max_tokens_to_generate=12, max_prompt_length=16, kv_cache_size=64, temperature=0.0, top_p=None, return_logprobs=True
+    max_tokens_to_generate=12,
+    max_prompt_length=16,
+    kv_cache_size=64,
+    temperature=0.0,
+    top_p=None,
+    return_logprobs=True,
 )
 SAMPLED = dataclasses.replace(GREEDY, temperature=0.7, top_p=1.0)
 PROMPTS = ["ab", "hello world", "x=1+1", "def f():"]
@@ -45,7 +66,9 @@ def _engines() -> Iterator[None]:
     jpaged.release(compiled=True)
 
 
-def make_rollout(model: Qwen3, config: RolloutConfig = GREEDY, mesh: Mesh | None = None, **how: Any) -> JPagedRollout:
+def make_rollout(
+    model: Qwen3, config: RolloutConfig = GREEDY, mesh: Mesh | None = None, **how: Any
+) -> JPagedRollout:
     mesh = grpo.make_mesh() if mesh is None else mesh
     how = {"tokenizer": grpo.make_tokenizer(), "engine_config": ENGINE} | how
     return JPagedRollout(rollout_actor=model, mesh=mesh, rollout_config=config, **how)
@@ -78,7 +101,10 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def change_weights(model: nnx.Module, by: float = 0.02) -> None:
     rng = np.random.default_rng(1)
     state = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.tree.map(lambda x: x + by * jnp.asarray(rng.standard_normal(x.shape), x.dtype), state))
+    nnx.update(
+        model,
+        jax.tree.map(lambda x: x + by * jnp.asarray(rng.standard_normal(x.shape), x.dtype), state),
+    )
 
 
 @pytest.mark.parametrize(("seed", "tied"), [(0, False), (5, True)], ids=["untied", "tied"])
@@ -87,7 +113,9 @@ def test_greedy_is_that_of_its_own_sampler(seed: int, tied: bool):
     model = grpo.make_model(seed, use_tied_embedding=tied, **SIZES)
     ours, theirs = make_rollout(model), make_vanilla(model)
     assert_same(ours.generate(PROMPTS, GREEDY), theirs.generate(PROMPTS, GREEDY))
-    ended = dataclasses.replace(GREEDY, eos_tokens=[lists(theirs.generate(PROMPTS, GREEDY))[0][4], grpo.EOS])
+    ended = dataclasses.replace(
+        GREEDY, eos_tokens=[lists(theirs.generate(PROMPTS, GREEDY))[0][4], grpo.EOS]
+    )
     assert_same(ours.generate(PROMPTS, ended), theirs.generate(PROMPTS, ended))
     assert len(lists(ours.generate(PROMPTS, ended))[0]) < 5
     change_weights(model)  # the module that is shared: read as it is
@@ -96,13 +124,19 @@ def test_greedy_is_that_of_its_own_sampler(seed: int, tied: bool):
     long = ["a" * 20, "b"]  # past max_prompt_length: the next power of two
     assert ours.generate(long, GREEDY).left_padded_prompt_tokens.shape == (2, 32)
     assert_same(ours.generate(long, GREEDY), theirs.generate(long, GREEDY))
-    assert ours.generate(PROMPTS, dataclasses.replace(GREEDY, return_logprobs=False)).logprobs is None
+    assert (
+        ours.generate(PROMPTS, dataclasses.replace(GREEDY, return_logprobs=False)).logprobs is None
+    )
 
 
 def test_eos_may_be_kept():
     model = grpo.make_model(0, **SIZES)
-    ended = dataclasses.replace(GREEDY, eos_tokens=[lists(make_rollout(model).generate(PROMPTS, GREEDY))[0][4]])
-    without, kept = (make_rollout(model, keep_eos=keep).generate(PROMPTS, ended) for keep in (False, True))
+    ended = dataclasses.replace(
+        GREEDY, eos_tokens=[lists(make_rollout(model).generate(PROMPTS, GREEDY))[0][4]]
+    )
+    without, kept = (
+        make_rollout(model, keep_eos=keep).generate(PROMPTS, ended) for keep in (False, True)
+    )
     assert lists(kept)[0] == [*lists(without)[0], *ended.eos_tokens]
     assert len(kept.logprobs[0]) == len(kept.tokens[0])
 
@@ -147,7 +181,9 @@ def test_top_k_and_top_p():
     model = grpo.make_model(0, **SIZES)
     ours = make_rollout(model)
     one = dataclasses.replace(SAMPLED, top_k=1, eos_tokens=None)
-    assert lists(ours.generate(PROMPTS, one)) == lists(make_vanilla(model).generate(PROMPTS, GREEDY))
+    assert lists(ours.generate(PROMPTS, one)) == lists(
+        make_vanilla(model).generate(PROMPTS, GREEDY)
+    )
     narrow = dataclasses.replace(SAMPLED, top_p=1e-6, eos_tokens=None)
     assert lists(ours.generate(PROMPTS, narrow)) == lists(ours.generate(PROMPTS, GREEDY))
     assert lists(ours.generate(PROMPTS, dataclasses.replace(SAMPLED, top_k=-1, seed=5))) == lists(
@@ -159,7 +195,10 @@ def test_logprobs_are_the_trainers():
     model = grpo.make_model(0, **SIZES)
     ours, theirs = make_rollout(model), make_vanilla(model)
     out = ours.generate([p for p in PROMPTS for _ in range(4)], SAMPLED)
-    prompts, completions = jnp.asarray(out.left_padded_prompt_tokens), jnp.asarray(pad(out.tokens, 12))
+    prompts, completions = (
+        jnp.asarray(out.left_padded_prompt_tokens),
+        jnp.asarray(pad(out.tokens, 12)),
+    )
     real = np.asarray(completions) != grpo.PAD
     graph, state = nnx.split(model)
     tempered = common.compute_per_token_logps(
@@ -168,7 +207,11 @@ def test_logprobs_are_the_trainers():
     for row, logprobs in zip(np.asarray(tempered), out.logprobs, strict=True):
         np.testing.assert_allclose(logprobs, row[: len(logprobs)], atol=1e-4)
     logps = ours.get_per_token_logps(prompts, completions)
-    assert isinstance(logps, jax.Array) and logps.shape == completions.shape and logps.dtype == jnp.float32
+    assert (
+        isinstance(logps, jax.Array)
+        and logps.shape == completions.shape
+        and logps.dtype == jnp.float32
+    )
     wanted = np.where(real, theirs.get_per_token_logps(prompts, completions), 0.0)
     np.testing.assert_allclose(logps, wanted, atol=1e-4)
     with pytest.raises(RequestError, match="prompt 0 is nothing but padding"):
@@ -184,22 +227,33 @@ def test_computes_in_the_actors_dtype():
     gaps = [abs(x[0] - y[0]) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
     assert 1e-5 < max(gaps) < 0.2
     model.config.dtype = jnp.bfloat16
-    np.testing.assert_array_equal(make_rollout(model).generate(PROMPTS, GREEDY).logprobs[0], a.logprobs[0])
+    np.testing.assert_array_equal(
+        make_rollout(model).generate(PROMPTS, GREEDY).logprobs[0], a.logprobs[0]
+    )
 
 
 def meshes() -> tuple[Mesh, Mesh]:
     devices = np.array(jax.devices())
-    return Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp")), Mesh(devices[4:6].reshape(1, 2), ("fsdp", "tp"))
+    return Mesh(devices[:2].reshape(2, 1), ("fsdp", "tp")), Mesh(
+        devices[4:6].reshape(1, 2), ("fsdp", "tp")
+    )
 
 
 def test_weights_of_another_mesh():
-    """Synced by tunix's cluster, under its transfer guards; in between the last weights serve on."""
+    """Synced by tunix's cluster, under its transfer guards; in between the last weights serve
+    on.
+    """
     actor_mesh, rollout_mesh = meshes()
     model = grpo.make_model(0, **SIZES)
     engine = functools.partial(JPagedRollout, engine_config=ENGINE)
-    cluster = grpo.make_cluster(engine, model, rollout=GREEDY, mesh=actor_mesh, rollout_mesh=rollout_mesh)
+    cluster = grpo.make_cluster(
+        engine, model, rollout=GREEDY, mesh=actor_mesh, rollout_mesh=rollout_mesh
+    )
     actor, rollout = cluster.actor_trainer.model, cluster.rollout
-    assert all(set(x.devices()) <= set(rollout_mesh.devices.flat) for x in jax.tree.leaves(nnx.state(rollout.model())))
+    assert all(
+        set(x.devices()) <= set(rollout_mesh.devices.flat)
+        for x in jax.tree.leaves(nnx.state(rollout.model()))
+    )
     before = lists(cluster.generate(PROMPTS))
     assert before == lists(make_vanilla(model).generate(PROMPTS, GREEDY))
     change_weights(actor, by=0.2)
@@ -210,13 +264,18 @@ def test_weights_of_another_mesh():
     leaves = jax.tree.leaves(rollout._current())
     assert all(set(x.devices()) <= set(rollout_mesh.devices.flat) for x in leaves)
     assert lists(cluster.generate(PROMPTS)) == after
-    assert all(a is b for a, b in zip(leaves, jax.tree.leaves(rollout._current()), strict=True))  # made once
+    assert all(
+        a is b for a, b in zip(leaves, jax.tree.leaves(rollout._current()), strict=True)
+    )  # made once
 
 
 @contextlib.contextmanager
 def no_transfers() -> Iterator[None]:
     """What tunix syncs weights under."""
-    with jax.transfer_guard_device_to_host("disallow_explicit"), jax.transfer_guard_host_to_device("disallow_explicit"):
+    with (
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+    ):
         yield
 
 
@@ -239,7 +298,10 @@ def add_lora(model: Qwen3) -> Qwen3:
     lora = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     parts = nnx.state(lora, nnx.LoRAParam)
-    nnx.update(lora, jax.tree.map(lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), parts))
+    nnx.update(
+        lora,
+        jax.tree.map(lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), parts),
+    )
     return lora
 
 
@@ -250,14 +312,18 @@ def test_lora_is_merged_or_refused():
         make_rollout(model)
     ours, theirs = make_rollout(model, lora_scale=2.0), make_vanilla(model)
     assert_same(ours.generate(PROMPTS, GREEDY), theirs.generate(PROMPTS, GREEDY))
-    assert lists(ours.generate(PROMPTS, GREEDY)) != lists(make_vanilla(plain).generate(PROMPTS, GREEDY))
+    assert lists(ours.generate(PROMPTS, GREEDY)) != lists(
+        make_vanilla(plain).generate(PROMPTS, GREEDY)
+    )
 
 
 def test_lora_parts_alone_are_synced():
     actor_mesh, rollout_mesh = meshes()
     engine = functools.partial(JPagedRollout, engine_config=ENGINE, lora_scale=2.0)
     model = add_lora(grpo.make_model(0, **SIZES))
-    cluster = grpo.make_cluster(engine, model, rollout=GREEDY, mesh=actor_mesh, rollout_mesh=rollout_mesh)
+    cluster = grpo.make_cluster(
+        engine, model, rollout=GREEDY, mesh=actor_mesh, rollout_mesh=rollout_mesh
+    )
     actor = cluster.actor_trainer.model
     before = lists(cluster.generate(PROMPTS))
     parts = nnx.state(actor, nnx.LoRAParam)
@@ -277,15 +343,21 @@ def test_unknown_parts_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout_vllm_server_mode": True}, r"rollout_vllm_server_mode=True: JPagedRollout does not support it"),
-        ({"rollout_vllm_kwargs": {"a": 1}}, r"rollout_vllm_kwargs=\{'a': 1\}: JPagedRollout does not"),
+        (
+            {"rollout_vllm_server_mode": True},
+            r"rollout_vllm_server_mode=True: JPagedRollout does not support it",
+        ),
+        (
+            {"rollout_vllm_kwargs": {"a": 1}},
+            r"rollout_vllm_kwargs=\{'a': 1\}: JPagedRollout does not",
+        ),
         ({"rollout_mapping_config": object()}, "rollout_mapping_config="),
         ({"rollout_sglang_jax_page_size": 64}, "rollout_sglang_jax_page_size=64"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: the mesh .* serves with 1"),
         ({"data_parallel_size": 4}, "data_parallel_size=4"),
         ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_refused(changes: dict[str, Any], message: str):
     model = grpo.make_model(0, **SIZES)
     config = dataclasses.replace(GREEDY, **changes)
@@ -302,7 +374,9 @@ def test_other_refusals():
     with pytest.raises(ConfigError, match="pad and EOS ids are both 95"):
         make_rollout(model, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match="are longer than 64: raise kv_cache_size"):
-        make_rollout(model).generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens_to_generate=60))
+        make_rollout(model).generate(
+            PROMPTS, dataclasses.replace(GREEDY, max_tokens_to_generate=60)
+        )
     with pytest.raises(TypeError, match="no argument 'images'"):
         make_rollout(model).generate(PROMPTS, GREEDY, images=None)
     with pytest.raises(RequestError, match="top_p=2"):
@@ -310,13 +384,20 @@ def test_other_refusals():
     with pytest.raises(ConfigError, match="rollout_actor is a Linear, not tunix's Qwen3"):
         make_rollout(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     model.config.rope_theta = 5_000_000
-    with pytest.raises(ConfigError, match="rope_theta=5000000: tunix's Qwen3 computes with 1000000"):
+    with pytest.raises(
+        ConfigError, match="rope_theta=5000000: tunix's Qwen3 computes with 1000000"
+    ):
         make_rollout(model)
 
 
 def test_grpo_learns_through_both():
-    """Its learner, 5 seeds: the mean reward rises with either engine, to the same within the 95% intervals."""
-    runs = {name: [grpo.train(engine, seed, 25, **SIZES) for seed in range(5)] for name, engine in grpo.ENGINES.items()}
+    """Its learner, 5 seeds: the mean reward rises with either engine, to the same within the 95%
+    intervals.
+    """
+    runs = {
+        name: [grpo.train(engine, seed, 25, **SIZES) for seed in range(5)]
+        for name, engine in grpo.ENGINES.items()
+    }
     for trained in runs.values():
         assert all(run.last > run.first + 0.2 for run in trained)
     a, b = (grpo.interval([run.last for run in trained]) for trained in runs.values())

@@ -1,8 +1,8 @@
 """A device that is a list, and a loop that checks the engine's invariants after every step.
 
-The "KV" of a token is a number that follows from the token and the KV before it, as a real model's does, and the next
-token follows from all KV read back through the block table: a wrong, stale, missing or foreign block shows as a wrong
-token, and a slot that nothing has written raises.
+The "KV" of a token is a number that follows from the token and the KV before it, as a real model's
+does, and the next token follows from all KV read back through the block table: a wrong, stale,
+missing or foreign block shows as a wrong token, and a slot that nothing has written raises.
 """
 
 import functools
@@ -17,31 +17,25 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.batch import (
-    CONTROLS,
-    ON_DEVICE,
-    PAD_TOKEN,
-    Batch,
-    Bucket,
-    Section,
-    StepResult,
-    input_sections,
-    output_sections,
-    unpack_result,
-)
-from jpaged.engine.beam import BeamSearch, EarlyStopping
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
 from jpaged.engine.engine import Engine
-from jpaged.engine.sampling_params import SamplingParams
-from jpaged.engine.scheduler import Plan, PlanEntry, Scheduler
+from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_result
+from jpaged.engine.plan import Plan, PlanEntry, StepResult
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
+from jpaged.models.config import ModelConfig
+from jpaged.request.sampling_params import SamplingParams
+from jpaged.search.beam import BeamSearch, EarlyStopping
 
 SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
 VOCAB = 101
 POISON, STOPPED = -1, -2
 Views = dict[str, np.ndarray]
-ROOTS = [random.Random(i).choices(range(1, 90), k=24) for i in range(2)]  # what prompts have in common
+ROOTS = [
+    random.Random(i).choices(range(1, 90), k=24) for i in range(2)
+]  # what prompts have in common
 MODEL = ModelConfig(
     family="llama",
     vocab_size=VOCAB,
@@ -68,9 +62,14 @@ def next_token(kv: list[int], banned: Iterable[int] = (), index: int = 0) -> int
 
 
 def top(kv: list[int], count: int) -> list[tuple[int, float]]:
-    """The likeliest next tokens with their logprobs, in falling order: what a beam may go on with."""
+    """The likeliest next tokens with their logprobs, in falling order: what a beam may go on
+    with.
+    """
     digest = zlib.crc32(np.array(kv, np.int64).tobytes())
-    return [((digest + 37 * i) % VOCAB, -((digest >> 8) % 61 + 16 * i * (1 + digest % 3)) / 64) for i in range(count)]
+    return [
+        ((digest + 37 * i) % VOCAB, -((digest >> 8) % 61 + 16 * i * (1 + digest % 3)) / 64)
+        for i in range(count)
+    ]
 
 
 def prompt_score(kv: int, target: int) -> float:
@@ -78,17 +77,23 @@ def prompt_score(kv: int, target: int) -> float:
 
 
 class MockRunner:
-    """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to raise.
+    """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to
+    raise.
 
-    born: for each slot of the pool the era in which it was written, or the oldest one in what that was computed from.
+    born: for each slot of the pool the era in which it was written, or the oldest one in what that
+    was computed from.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
         self.fail: set[tuple[str, int]] = set()
-        self.calls: dict[str, int] = dict.fromkeys(("dispatch", "fetch", "read_blocks", "write_blocks"), 0)
+        self.calls: dict[str, int] = dict.fromkeys(
+            ("dispatch", "fetch", "read_blocks", "write_blocks"), 0
+        )
         self.block_bytes = 2**20
-        self.dispatched: list[tuple[str, list[tuple[int, int]]]] = []  # (phase, [(start, end) of each row])
+        self.dispatched: list[
+            tuple[str, list[tuple[int, int]]]
+        ] = []  # (phase, [(start, end) of each row])
         self.era = 0
         self.recover()
 
@@ -103,9 +108,13 @@ class MockRunner:
         self._may_fail("dispatch")
         view = self._inputs(batch.bucket, batch.packed)
         buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-        outs = [np.full(output_sections(bucket, self.config)[1], POISON, np.int32) for bucket in buckets]
+        outs = [
+            np.full(output_sections(bucket, self.config)[1], POISON, np.int32) for bucket in buckets
+        ]
         if batch.bucket.phase == "decode":
-            spans = self._decode(batch, view, _views(outs[0], output_sections(batch.bucket, self.config)[0]))
+            spans = self._decode(
+                batch, view, _views(outs[0], output_sections(batch.bucket, self.config)[0])
+            )
         else:
             scores = _views(outs[0], output_sections(batch.bucket, self.config)[0])
             contexts, chunks = self._prefill(view, scores)
@@ -115,7 +124,9 @@ class MockRunner:
                 drawn = _views(outs[1], output_sections(batch.sample, self.config)[0])
                 assert not rows["context_lens"][batch.num_rows :].any()
                 for row, at in enumerate(view["drawn_at"][: batch.num_rows]):
-                    assert len(contexts[at]) == rows["context_lens"][row], "a row draws after another's context"
+                    assert len(contexts[at]) == rows["context_lens"][row], (
+                        "a row draws after another's context"
+                    )
                     self._draw(rows, drawn, row, 0, contexts[at])
                     drawn["num_drawn"][row] = 1
                     forks[at] += 1
@@ -130,8 +141,12 @@ class MockRunner:
         assert packed.shape == (size,) and packed.dtype == np.int32
         return _views(packed, sections)
 
-    def _prefill(self, view: Views, out: Views) -> tuple[dict[int, list[int]], dict[int, tuple[int, int]]]:
-        """The KV of each row's context, and (start, end) of each row's chunk, by the place of its last token."""
+    def _prefill(
+        self, view: Views, out: Views
+    ) -> tuple[dict[int, list[int]], dict[int, tuple[int, int]]]:
+        """The KV of each row's context, and (start, end) of each row's chunk, by the place of its
+        last token.
+        """
         contexts, chunks = {}, {}
         for row, end in enumerate(view["context_lens"]):
             first, past = view["query_starts"][row : row + 2]
@@ -179,12 +194,17 @@ class MockRunner:
         if "ranks" in out:
             out["ranks"][step, row] = 1
             ids, logprobs = zip(*top(kv, self.config.max_logprobs), strict=True)
-            out["top_ids"][step, row], out["top_logprobs"].view(np.float32)[step, row] = ids, logprobs
+            out["top_ids"][step, row], out["top_logprobs"].view(np.float32)[step, row] = (
+                ids,
+                logprobs,
+            )
         self.last[view["slots"][row]] = STOPPED if is_open and token in stop_ids else token
         return self.last[view["slots"][row]]
 
     def _attend(self, table: np.ndarray, end: int, tokens: list[int]) -> list[int]:
-        """Write the KV of a row's tokens, the last of its context of `end`; returns the KV of the whole context."""
+        """Write the KV of a row's tokens, the last of its context of `end`; returns the KV of the
+        whole context.
+        """
         size = self.config.block_size
         places = [int(table[p // size]) * size + p % size for p in range(end)]
         kv = [self.pool[place] for place in places[: end - len(tokens)]]
@@ -221,7 +241,9 @@ class MockRunner:
 
     def computed(self, phase: str) -> int:
         """Tokens dispatched in a phase so far."""
-        return sum(end - start for p, spans in self.dispatched if p == phase for start, end in spans)
+        return sum(
+            end - start for p, spans in self.dispatched if p == phase for start, end in spans
+        )
 
     def _may_fail(self, method: str) -> None:
         call = (method, self.calls[method])
@@ -231,11 +253,16 @@ class MockRunner:
 
 
 def _views(packed: np.ndarray, sections: dict[str, Section]) -> dict[str, np.ndarray]:
-    return {k: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+    return {
+        k: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape)
+        for k, s in sections.items()
+    }
 
 
 @functools.lru_cache(maxsize=4096)
-def _stream(prompt: tuple[int, ...], count: int, eos: frozenset[int], min_tokens: int, index: int) -> list[int]:
+def _stream(
+    prompt: tuple[int, ...], count: int, eos: frozenset[int], min_tokens: int, index: int
+) -> list[int]:
     kv = list(itertools.accumulate(prompt, next_kv, initial=0))[1:]
     tokens: list[int] = []
     while len(tokens) < count:
@@ -255,9 +282,14 @@ def expected(seq: Sequence) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def _beams(
-    prompt: tuple[int, ...], count: int, eos: frozenset[int], width: int, num_candidates: int, penalty: float,
+    prompt: tuple[int, ...],
+    count: int,
+    eos: frozenset[int],
+    width: int,
+    num_candidates: int,
+    penalty: float,
     early_stopping: EarlyStopping,
-) -> tuple[list[tuple[list[int], float]], int]:  # fmt: skip
+) -> tuple[list[tuple[list[int], float]], int]:
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     done: list[tuple[list[int], float]] = []
     length = 0
@@ -265,9 +297,13 @@ def _beams(
         options = []
         for total, tokens in beams:
             kv = list(itertools.accumulate([*prompt, *tokens], next_kv, initial=0))[1:]
-            options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in top(kv, num_candidates)]
+            options += [
+                (total + np.float32(p).item(), [*tokens, t]) for t, p in top(kv, num_candidates)
+            ]
         options = sorted(options, key=lambda option: -option[0])[:num_candidates]
-        ended = [(t, p / length**penalty) for p, t in options[:width] if length == count or t[-1] in eos]
+        ended = [
+            (t, p / length**penalty) for p, t in options[:width] if length == count or t[-1] in eos
+        ]
         done = sorted(done + ended, key=lambda d: -d[1])[:width]
         beams = [(p, t) for p, t in options if length < count and t[-1] not in eos][:width]
         if beams and len(done) == width:
@@ -278,12 +314,20 @@ def _beams(
 
 
 def expected_beams(search: BeamSearch) -> tuple[list[tuple[list[int], float]], int]:
-    """The token ids and scores of a search whose beams are lists, each copied in full at every step; and its length."""
+    """The token ids and scores of a search whose beams are lists, each copied in full at every
+    step; and its length.
+    """
     root = search.sequences[0]
     prompt = tuple(root.token_ids[: root.prompt_len])
     count, width = search.end - search.prompt_len, search.width
     return _beams(
-        prompt, count, root.eos_ids, width, search.num_candidates, search.length_penalty, search.early_stopping
+        prompt,
+        count,
+        root.eos_ids,
+        width,
+        search.num_candidates,
+        search.length_penalty,
+        search.early_stopping,
     )
 
 
@@ -292,35 +336,52 @@ def generated(seq: Sequence) -> list[int]:
 
 
 def check_ended(host: "Host", seq: Sequence) -> None:
-    """An ended sequence has exactly what it would have alone, or failed for want of blocks and of nothing else."""
+    """An ended sequence has exactly what it would have alone, or failed for want of blocks and of
+    nothing else.
+    """
     want = expected(seq)
     if seq.finish_reason == "abort":
         assert generated(seq) == want[: seq.num_generated]
         return
-    assert (seq.error is None) == host.fits(seq.prompt_len, len(want)), f"{seq!r} of {len(want)} to come: {seq.error}"
+    assert (seq.error is None) == host.fits(seq.prompt_len, len(want)), (
+        f"{seq!r} of {len(want)} to come: {seq.error}"
+    )
     if seq.error is not None:
         assert isinstance(seq.error, CapacityError) and generated(seq) == want[: seq.num_generated]
         return
     assert generated(seq) == want and seq.logprobs == [-t / 8 for t in want]
-    assert seq.finish_reason == ("stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length")
+    assert seq.finish_reason == (
+        "stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length"
+    )
     if seq.params.prompt_logprobs is not None:
         kv, scores = 0, []
-        for token, target in zip(seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False):
+        for token, target in zip(
+            seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False
+        ):
             kv = next_kv(kv, token)
             scores.append(prompt_score(kv, target))
-        assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [None, *scores]
+        assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [
+            None,
+            *scores,
+        ]
         assert seq.num_cached == 0
 
 
 def check_search(host: "Host", search: BeamSearch) -> None:
-    """An ended search has the naive one's hypotheses, or failed because one beam alone does not fit."""
+    """An ended search has the naive one's hypotheses, or failed because one beam alone does not
+    fit.
+    """
     want, length = expected_beams(search)
     if search.sequences[0].finish_reason != "abort":
-        assert (search.error is None) == host.fits(search.prompt_len, length), f"{length} steps: {search.error}"
+        assert (search.error is None) == host.fits(search.prompt_len, length), (
+            f"{length} steps: {search.error}"
+        )
         assert search.error is None or isinstance(search.error, CapacityError)
         if search.error is None:
             found = search.results()
-            assert [h.token_ids for h in found] == [tokens for tokens, _ in want], f"{search!r} has other beams"
+            assert [h.token_ids for h in found] == [tokens for tokens, _ in want], (
+                f"{search!r} has other beams"
+            )
             assert [h.score for h in found] == pytest.approx([score for _, score in want])
 
 
@@ -332,7 +393,9 @@ class Letters:
 
 
 class CheckedScheduler(Scheduler):
-    """Asserts the invariants of every plan as it is made, and counts forks: `joined` at a prompt, `split` of a beam."""
+    """Asserts the invariants of every plan as it is made, and counts forks: `joined` at a prompt,
+    `split` of a beam.
+    """
 
     forks: ClassVar[Counter[str]] = Counter()
 
@@ -358,10 +421,17 @@ class CheckedEngine(Engine):
 
 
 class Host:
-    """An engine over a mock device: small blocks, every step checked, and no more steps than any test needs."""
+    """An engine over a mock device: small blocks, every step checked, and no more steps than any
+    test needs.
+    """
 
     def __init__(self, depth: int = 1, **settings: Any):
-        sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+        sizes: dict[str, Any] = {
+            "block_size": 4,
+            "num_blocks": 32,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+        }
         config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
         self.config = config.resolve(MODEL)
         self.runner = MockRunner(self.config)
@@ -374,36 +444,53 @@ class Host:
     def blocks(self):
         return self.engine.scheduler.blocks
 
-    def sequence(self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any) -> Sequence:
+    def sequence(
+        self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any
+    ) -> Sequence:
         own = {
-            k: options.pop(k) for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt") if k in options
+            k: options.pop(k)
+            for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt")
+            if k in options
         }
         request_id = own.pop("request_id", None) or str(next(self._ids))
         params = SamplingParams(max_tokens=max_tokens, **options)
         assert self.config.max_model_len is not None
-        return Sequence(request_id, list(prompt), params, max_model_len=self.config.max_model_len, **own)
+        return Sequence(
+            request_id, list(prompt), params, max_model_len=self.config.max_model_len, **own
+        )
 
     def add(self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any) -> Sequence:
         seq = self.sequence(prompt, max_tokens, **options)
         self.engine.add(Request([seq]))
         return seq
 
-    def add_samples(self, prompt: Iterable[int], n: int, max_tokens: int | None = 8, **options: Any) -> list[Sequence]:
+    def add_samples(
+        self, prompt: Iterable[int], n: int, max_tokens: int | None = 8, **options: Any
+    ) -> list[Sequence]:
         """One request of n samples, of which the first alone scores the prompt."""
         request_id, prompt = str(next(self._ids)), list(prompt)
         seqs = []
         for i in range(n):
-            own = options if i == 0 else {k: v for k, v in options.items() if k != "prompt_logprobs"}
+            own = (
+                options if i == 0 else {k: v for k, v in options.items() if k != "prompt_logprobs"}
+            )
             seqs.append(self.sequence(prompt, max_tokens, request_id=request_id, index=i, **own))
         self.engine.add(Request(seqs))
         return seqs
 
     def add_beams(
-        self, prompt: Iterable[int], width: int, max_tokens: int = 8, length_penalty: float = 1.0,
-        early_stopping: EarlyStopping = False, **options: Any,
-    ) -> BeamSearch:  # fmt: skip
+        self,
+        prompt: Iterable[int],
+        width: int,
+        max_tokens: int = 8,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        **options: Any,
+    ) -> BeamSearch:
         root = self.sequence(prompt, max_tokens, temperature=0.0, logprobs=1, **options)
-        search = BeamSearch(root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None)
+        search = BeamSearch(
+            root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None
+        )
         self.engine.add(search)
         return search
 
@@ -414,7 +501,12 @@ class Host:
         self.check()
         for search in (r for r in ended if isinstance(r, BeamSearch)):
             check_search(self, search)
-        ended = [seq for request in ended if not isinstance(request, BeamSearch) for seq in request.sequences]
+        ended = [
+            seq
+            for request in ended
+            if not isinstance(request, BeamSearch)
+            for seq in request.sequences
+        ]
         for seq in ended:
             if seq.error is None and seq.finish_reason != "abort":
                 want = expected(seq)
@@ -423,7 +515,9 @@ class Host:
         return ended
 
     def check(self) -> None:
-        """The scheduler's invariants; host blocks equal what is swapped; nothing from before a reset can be found."""
+        """The scheduler's invariants; host blocks equal what is swapped; nothing from before a
+        reset can be found.
+        """
         scheduler, size = self.engine.scheduler, self.config.block_size
         scheduler.check_integrity()
         seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
@@ -431,7 +525,9 @@ class Host:
         assert swapped == scheduler.host_blocks - scheduler.free_host_blocks, "host blocks leaked"
         for block_id in self.blocks._by_hash.values():
             born = self.runner.born[block_id * size : (block_id + 1) * size]
-            assert min(born) >= self.era, f"block {block_id} can be found and is from before the reset"
+            assert min(born) >= self.era, (
+                f"block {block_id} can be found and is from before the reset"
+            )
 
     def reset(self) -> None:
         self.engine.reset_prefix_cache()
@@ -439,8 +535,13 @@ class Host:
         self.era = self.runner.era
 
     def fits(self, prompt_len: int, count: int) -> bool:
-        """Whether so many tokens more fit the pool alone; the KV of the last one is never written."""
-        return self.blocks.blocks_for(max(prompt_len, prompt_len + count - 1)) <= self.blocks.num_blocks
+        """Whether so many tokens more fit the pool alone; the KV of the last one is never
+        written.
+        """
+        return (
+            self.blocks.blocks_for(max(prompt_len, prompt_len + count - 1))
+            <= self.blocks.num_blocks
+        )
 
     def run(self) -> list[Sequence]:
         """Step until nothing is unfinished."""
@@ -451,7 +552,9 @@ class Host:
         self.check()  # of which nothing is on the host either
         return ended
 
-    def generate(self, *prompts: Iterable[int], max_tokens: int | None = 8, **options: Any) -> list[Sequence]:
+    def generate(
+        self, *prompts: Iterable[int], max_tokens: int | None = 8, **options: Any
+    ) -> list[Sequence]:
         """One call: all prompts admitted together, run to their end."""
         seqs = [self.add(prompt, max_tokens, **options) for prompt in prompts]
         self.run()

@@ -1,4 +1,6 @@
-"""BlockManager: the design's worked examples, sharing, reuse, and an integrity check that sees planted damage."""
+"""BlockManager: the design's worked examples, sharing, reuse, and an integrity check that sees
+planted damage.
+"""
 
 from array import array
 from collections.abc import Callable
@@ -8,8 +10,8 @@ import xxhash
 
 from jpaged.engine import block_manager
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.engine.sequence import Sequence
+from jpaged.request.sampling_params import SamplingParams
 
 
 def sequence(tokens: list[int] | range) -> Sequence:
@@ -84,7 +86,9 @@ def test_chain_hash():
     assert seq.hashes == [first, second]
 
 
-@pytest.mark.parametrize(("length", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (20, 3)])
+@pytest.mark.parametrize(
+    ("length", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (20, 3)]
+)
 def test_at_least_one_token_is_computed(length: int, hits: int):
     blocks = BlockManager(16, 4)
     admit(blocks, range(12))
@@ -141,12 +145,18 @@ def test_a_collision_of_equal_tokens_under_another_parent_is_no_hit():
 def test_least_recently_freed_is_reused_first():
     blocks = BlockManager(6, 2)
     early, late = admit(blocks, [1, 2, 3, 4, 5, 6]), admit(blocks, [7, 8, 9, 10, 11, 12])
-    order = [*reversed(early.block_table), *reversed(late.block_table)]  # a prefix outlives its tail
+    order = [
+        *reversed(early.block_table),
+        *reversed(late.block_table),
+    ]  # a prefix outlives its tail
     blocks.free(early)
     blocks.free(late)
     for i, block in enumerate(order):
         assert list(admit(blocks, [50 + i], write=False).block_table) == [block]
-        left = len(blocks.match(sequence([1, 2, 3, 4, 5, 6, 0]))), len(blocks.match(sequence([7, 8, 9, 10, 11, 12, 0])))
+        left = (
+            len(blocks.match(sequence([1, 2, 3, 4, 5, 6, 0]))),
+            len(blocks.match(sequence([7, 8, 9, 10, 11, 12, 0]))),
+        )
         assert left == (max(2 - i, 0), min(3, 5 - i))
 
 
@@ -168,11 +178,15 @@ def test_reallocation_takes_the_hash_entry_first():
     blocks.free(admit(blocks, [1, 2, 3, 4]))
     seq = admit(blocks, [7, 8, 9, 10], write=False)
     assert not blocks._by_hash and blocks.match(sequence([1, 2, 3])) == []
-    assert all(blocks.blocks[b].hash is None and not blocks.blocks[b].token_ids for b in seq.block_table)
+    assert all(
+        blocks.blocks[b].hash is None and not blocks.blocks[b].token_ids for b in seq.block_table
+    )
 
 
 def test_duplicates_name_one_content():
-    """The last block of a prompt of whole blocks is computed again; either copy may be what others hit and extend."""
+    """The last block of a prompt of whole blocks is computed again; either copy may be what others
+    hit and extend.
+    """
     blocks = BlockManager(8, 2)
     one, two = admit(blocks, [1, 2, 3, 4]), admit(blocks, [1, 2, 3, 4])
     assert one.block_table[0] == two.block_table[0] and one.block_table[1] != two.block_table[1]
@@ -183,7 +197,9 @@ def test_duplicates_name_one_content():
     for seq in (one, two):
         for token in (5, 6, 7):
             append(blocks, seq, token)
-        assert len(blocks.match(sequence([1, 2, 3, 4, 5, 6, 7]))) == 3  # whichever copy was extended
+        assert (
+            len(blocks.match(sequence([1, 2, 3, 4, 5, 6, 7]))) == 3
+        )  # whichever copy was extended
         blocks.check_integrity([one, two])
     blocks.free(one)
     assert len(blocks.match(sequence([1, 2, 3, 4, 5, 6, 7]))) == 3
@@ -194,7 +210,9 @@ def test_duplicates_name_one_content():
 
 
 def test_an_orphan_does_not_hide_its_content():
-    """A block whose parent's entry is gone cannot be found; the same content under a new parent must take its entry."""
+    """A block whose parent's entry is gone cannot be found; the same content under a new parent
+    must take its entry.
+    """
     blocks = BlockManager(8, 2)
     one, twin = admit(blocks, [1, 2, 3, 4, 5]), sequence([1, 2])
     blocks.admit(twin, [])  # as a request for prompt logprobs is: it takes no hits
@@ -224,14 +242,20 @@ def test_reset_hashes_nothing_that_was_written_before():
     blocks.reset()
     for token in (2, 3, 4, 5):
         append(blocks, seq, token)
-    assert seq.num_closed == 2 and not blocks._by_hash and blocks.match(sequence([1, 2, 3, 4, 5])) == []
+    assert (
+        seq.num_closed == 2
+        and not blocks._by_hash
+        and blocks.match(sequence([1, 2, 3, 4, 5])) == []
+    )
     blocks.check_integrity([seq])
     fresh = admit(blocks, [1, 2, 3, 4, 5])
     assert blocks.match(sequence([1, 2, 3, 4, 5])) == list(fresh.block_table[:2])
     blocks.free(seq)
     blocks.check_integrity([fresh])
     again = admit(blocks, range(20, 33))
-    assert again.num_closed == 6 and len(blocks.match(sequence(range(20, 33)))) == 6  # the old blocks serve anew
+    assert (
+        again.num_closed == 6 and len(blocks.match(sequence(range(20, 33)))) == 6
+    )  # the old blocks serve anew
     blocks.check_integrity([fresh, again])
 
 
@@ -253,8 +277,12 @@ def test_freeing_twice_is_caught():
         blocks.free(seq)
 
 
-def damage(change: Callable[[BlockManager, Sequence, Sequence], object]) -> tuple[BlockManager, list[Sequence]]:
-    """Two sequences [0, 1 | 2, 3 | 4] and [0, 1 | 2, 3 | 9] sharing two blocks, a freed block, and then one change."""
+def damage(
+    change: Callable[[BlockManager, Sequence, Sequence], object],
+) -> tuple[BlockManager, list[Sequence]]:
+    """Two sequences [0, 1 | 2, 3 | 4] and [0, 1 | 2, 3 | 9] sharing two blocks, a freed block, and
+    then one change.
+    """
     blocks = BlockManager(8, 2)
     blocks.free(admit(blocks, [50, 51]))
     one, two = admit(blocks, [0, 1, 2, 3, 4]), admit(blocks, [0, 1, 2, 3, 9])
@@ -264,28 +292,54 @@ def damage(change: Callable[[BlockManager, Sequence, Sequence], object]) -> tupl
     return blocks, [one, two]
 
 
-def _set(name: str, value: object, place: int = 1) -> Callable[[BlockManager, Sequence, Sequence], None]:
+def _set(
+    name: str, value: object, place: int = 1
+) -> Callable[[BlockManager, Sequence, Sequence], None]:
     return lambda blocks, one, two: setattr(blocks.blocks[one.block_table[place]], name, value)
 
 
 DAMAGE: dict[str, tuple[Callable[[BlockManager, Sequence, Sequence], object], str]] = {
     "ref count too low": (_set("ref_count", 1), r"1 != 2 owners"),
     "ref count too high": (_set("ref_count", 3), r"3 != 2 owners"),
-    "used block in the free list": (lambda b, one, _: b._free.update({one.block_table[0]: None}), "both free and used"),
+    "used block in the free list": (
+        lambda b, one, _: b._free.update({one.block_table[0]: None}),
+        "both free and used",
+    ),
     "free block not in the list": (lambda b, *_: b._free.popitem(), "or neither"),
-    "block twice in a table": (lambda b, one, _: one.block_table.__setitem__(1, one.block_table[0]), "a block twice"),
-    "block of another": (lambda b, one, two: two.block_table.__setitem__(2, one.block_table[2]), "holds two things"),
-    "block in two places": (lambda b, one, two: two.block_table.append(one.block_table[2]), "holds two things"),
+    "block twice in a table": (
+        lambda b, one, _: one.block_table.__setitem__(1, one.block_table[0]),
+        "a block twice",
+    ),
+    "block of another": (
+        lambda b, one, two: two.block_table.__setitem__(2, one.block_table[2]),
+        "holds two things",
+    ),
+    "block in two places": (
+        lambda b, one, two: two.block_table.append(one.block_table[2]),
+        "holds two things",
+    ),
     "owner too many": (_set("ref_count", 2, place=2), "2 != 1 owners"),
-    "unowned used block": (lambda b, one, two: b.blocks[7].__setattr__("ref_count", 1), "1 != 0 owners"),
-    "entry of an open block": (lambda b, one, _: b._by_hash.update({5: one.block_table[2]}), "stale hash entry 0x5"),
-    "entry under a wrong hash": (lambda b, one, _: b._by_hash.update({5: one.block_table[0]}), "stale hash entry 0x5"),
+    "unowned used block": (
+        lambda b, one, two: b.blocks[7].__setattr__("ref_count", 1),
+        "1 != 0 owners",
+    ),
+    "entry of an open block": (
+        lambda b, one, _: b._by_hash.update({5: one.block_table[2]}),
+        "stale hash entry 0x5",
+    ),
+    "entry under a wrong hash": (
+        lambda b, one, _: b._by_hash.update({5: one.block_table[0]}),
+        "stale hash entry 0x5",
+    ),
     "other tokens": (_set("token_ids", b"\x09\0\0\0\x09\0\0\0"), "over other tokens"),
     "wrong hash": (_set("hash", 5), "has hash 0x5"),
     "wrong parent": (_set("parent", 77), "another parent"),
     "never closed": (_set("hash", None), "should be closed"),
     "closed too early": (_set("hash", 5, place=2), "before it is full"),
-    "wrong hash of a free block": (lambda b, *_: b.blocks[0].__setattr__("hash", 5), "has hash 0x5"),
+    "wrong hash of a free block": (
+        lambda b, *_: b.blocks[0].__setattr__("hash", 5),
+        "has hash 0x5",
+    ),
 }
 
 

@@ -1,13 +1,16 @@
-"""Several tokens of a row in one dispatch: the same streams, blocks allocated ahead, nothing past a stop."""
+"""Several tokens of a row in one dispatch: the same streams, blocks allocated ahead, nothing past a
+stop.
+"""
 
 from collections.abc import Callable
 
 import pytest
 
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.scheduler import Plan, PlanEntry, Scheduler
+from jpaged.engine.plan import Plan, PlanEntry
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
-from jpaged.engine.text import TextStream
+from jpaged.request.detokenizer import TextStream
 from tests.engine.mock import ROOTS, Host, Letters, expected, generated
 from tests.engine.test_engine import workload
 
@@ -42,7 +45,9 @@ def test_fewer_dispatches(depth: int):
         host.generate(prompt(3), max_tokens=33)
         counts.append(len(decodes(host)))
         stats = host.engine.report()
-        assert (stats["decode_steps"], stats["decode_tokens"]) == (32, 32) and stats["dispatches"] == counts[-1] + 1
+        assert (stats["decode_steps"], stats["decode_tokens"]) == (32, 32) and stats[
+            "dispatches"
+        ] == counts[-1] + 1
         assert stats["step_sizes"] == {"prefill": {3: 1}, "decode": {1: 32}}
     assert counts == [32, 8, 2]
 
@@ -58,7 +63,9 @@ def test_a_stop_ends_the_row_within_its_dispatch(depth: int):
     assert generated(seq) == generated(probe)[: at + 1] and seq.stop_reason == stop
     written = [span for spans in decodes(host) for span in spans]
     assert sum(end - start for start, end in written) == at  # the last token's KV is nobody's need
-    assert len(written) == -(-at // 8) + (depth - 1) and (depth == 1 or written[-1][0] == written[-1][1])
+    assert len(written) == -(-at // 8) + (depth - 1) and (
+        depth == 1 or written[-1][0] == written[-1][1]
+    )
 
 
 def test_tokens_after_a_stop_string_are_surplus(depth: int):
@@ -79,16 +86,23 @@ def test_more_stop_ids_than_the_device_is_told(depth: int):
 
 
 def test_blocks_ahead_preempt_nobody(depth: int):
-    """8 blocks of 4, two rows of 9 tokens: each may be 16 long, so neither gets all of its 16 steps at once."""
+    """8 blocks of 4, two rows of 9 tokens: each may be 16 long, so neither gets all of its 16 steps
+    at once.
+    """
     host = Host(depth, decode_steps=16, num_blocks=8)
     seqs = [host.add(prompt(9, first), 8) for first in (1, 40)]
     host.run()
-    assert host.engine.scheduler.preemptions.total() == 0 and all(seq.finish_reason == "length" for seq in seqs)
+    assert host.engine.scheduler.preemptions.total() == 0 and all(
+        seq.finish_reason == "length" for seq in seqs
+    )
     crowded = Host(depth, decode_steps=16, num_blocks=7, enable_prefix_caching=False)
     seqs = [crowded.add(prompt(9, first), 8) for first in (1, 40)]
     while not decodes(crowded):
         crowded.step()
-    assert [end - start for start, end in decodes(crowded)[0]] == [7, 3]  # one block was left, and the first row has it
+    assert [end - start for start, end in decodes(crowded)[0]] == [
+        7,
+        3,
+    ]  # one block was left, and the first row has it
     crowded.run()
     assert [generated(seq) for seq in seqs] == [expected(seq) for seq in seqs]
 
@@ -124,7 +138,9 @@ def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
 def drawn_once(patch: pytest.MonkeyPatch) -> None:
     """All tokens of a dispatch count as one in flight."""
 
-    def mutated(self: Scheduler, seq: Sequence, start: int, num_tokens: int, *, draws: int) -> PlanEntry:
+    def mutated(
+        self: Scheduler, seq: Sequence, start: int, num_tokens: int, *, draws: int
+    ) -> PlanEntry:
         entry = dispatched(self, seq, start, num_tokens, draws=draws)
         seq.pending -= max(draws - 1, 0)
         return entry
@@ -141,7 +157,9 @@ def hashed_too_early(patch: pytest.MonkeyPatch) -> None:
 
 def never_hashed(patch: pytest.MonkeyPatch) -> None:
     close = BlockManager.close
-    patch.setattr(BlockManager, "close", lambda self, seq, n: close(self, seq, min(n, seq.prompt_len)))
+    patch.setattr(
+        BlockManager, "close", lambda self, seq, n: close(self, seq, min(n, seq.prompt_len))
+    )
 
 
 @pytest.mark.parametrize("steps", STEPS[1:])

@@ -1,4 +1,6 @@
-"""The engine over a mock device: a mixed load equals undisturbed streams, broken rules are noticed; snapshots."""
+"""The engine over a mock device: a mixed load equals undisturbed streams, broken rules are noticed;
+snapshots.
+"""
 
 import random
 from collections.abc import Callable
@@ -7,17 +9,20 @@ from typing import Any
 import pytest
 
 from jpaged.engine import block_manager
-from jpaged.engine.beam import BeamSearch
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.engine import EngineState
-from jpaged.engine.scheduler import Plan, PlanEntry, Scheduler
+from jpaged.engine.plan import Plan, PlanEntry
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
-from jpaged.engine.text import TextStream
+from jpaged.request.detokenizer import TextStream
+from jpaged.search.beam import BeamSearch
 from tests.engine.mock import ROOTS, Host, Letters, check_ended
 
 
 def workload(depth: int, seed: int, **settings: Any) -> None:
-    """A fixed mixed load over a pool that is too small: what the mutations below must not survive."""
+    """A fixed mixed load over a pool that is too small: what the mutations below must not
+    survive.
+    """
     rng = random.Random(seed)
     sizes = {"block_size": rng.choice([1, 2, 4]), "num_blocks": rng.choice([10, 16, 24])}
     host = Host(depth, max_num_batched_tokens=rng.choice([3, 12]), **sizes, **settings)
@@ -129,7 +134,9 @@ def surplus_emitted(patch: pytest.MonkeyPatch) -> None:
 def hashed_before_written(patch: pytest.MonkeyPatch) -> None:
     """A chunk hashes the whole prompt."""
     close = BlockManager.close
-    patch.setattr(BlockManager, "close", lambda self, seq, written: close(self, seq, max(written, seq.fill)))
+    patch.setattr(
+        BlockManager, "close", lambda self, seq, written: close(self, seq, max(written, seq.fill))
+    )
 
 
 def whole_prompt_cached(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +152,9 @@ def whole_prompt_cached(patch: pytest.MonkeyPatch) -> None:
 
 
 def epochs_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sequence, "epoch", property(lambda self: 0, lambda self, value: None), raising=False)
+    patch.setattr(
+        Sequence, "epoch", property(lambda self: 0, lambda self, value: None), raising=False
+    )
 
 
 def slot_kept(patch: pytest.MonkeyPatch) -> None:
@@ -181,14 +190,26 @@ def generated_tokens_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    share_without_counting, no_parent_check, no_token_check, stale_hash_entry, half_stale_hash_entry, surplus_hashed,
-    surplus_emitted, hashed_before_written, whole_prompt_cached, epochs_ignored, slot_kept, blocks_kept,
+    share_without_counting,
+    no_parent_check,
+    no_token_check,
+    stale_hash_entry,
+    half_stale_hash_entry,
+    surplus_hashed,
+    surplus_emitted,
+    hashed_before_written,
+    whole_prompt_cached,
+    epochs_ignored,
+    slot_kept,
+    blocks_kept,
     generated_tokens_lost,
-]  # fmt: skip
+]
 NEED_DEPTH_2 = (surplus_emitted, epochs_ignored)  # else nothing is in flight when it matters
 
 
-@pytest.mark.parametrize("setting", [lambda patch: None, weak_hash, constant_hash], ids=["plain", "weak", "constant"])
+@pytest.mark.parametrize(
+    "setting", [lambda patch: None, weak_hash, constant_hash], ids=["plain", "weak", "constant"]
+)
 def test_the_workload_passes(depth: int, setting: Callable, monkeypatch: pytest.MonkeyPatch):
     """Collisions cost hits, never a wrong token."""
     setting(monkeypatch)
@@ -214,7 +235,9 @@ NAMED = {
 
 
 @pytest.mark.parametrize("mutate", NAMED, ids=lambda f: f.__name__)
-def test_check_integrity_names_the_broken_rule(depth: int, mutate: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_check_integrity_names_the_broken_rule(
+    depth: int, mutate: Callable, monkeypatch: pytest.MonkeyPatch
+):
     mutate(monkeypatch)
     with pytest.raises(AssertionError, match=NAMED[mutate]):
         for seed in SEEDS:
@@ -227,7 +250,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def busy(depth: int, **settings: Any) -> Host:
     """Samples, beams, text and logprobs, some running, some swapped, some waiting."""
-    host = Host(depth, **{"swap_space_gib": 4 / 1024, "swap_min_tokens": 0, "num_blocks": 20, **settings})
+    host = Host(
+        depth, **{"swap_space_gib": 4 / 1024, "swap_min_tokens": 0, "num_blocks": 20, **settings}
+    )
     host.add_samples(prompt(10), 3, max_tokens=9)
     host.add_beams(prompt(7, 1), 1, 9)
     host.add([*prompt(10), 5], 12, text=TextStream(Letters(), stop=["never"]), salt="a")
@@ -243,7 +268,9 @@ def outcome(host: Host) -> dict[str, list]:
     requests = dict(host.engine.requests)
     host.run()
     return {
-        name: request.results() if isinstance(request, BeamSearch) else [seq.token_ids for seq in request.sequences]
+        name: request.results()
+        if isinstance(request, BeamSearch)
+        else [seq.token_ids for seq in request.sequences]
         for name, request in requests.items()
     }
 
@@ -254,7 +281,9 @@ def tokens_of(state: EngineState) -> list[list[int]]:
 
 @pytest.mark.parametrize("steps", [1, 7, 30])
 def test_restored_and_run_on(depth: int, steps: int):
-    """The same tokens as without a restore, whatever was in flight then; a snapshot is a value and serves twice."""
+    """The same tokens as without a restore, whatever was in flight then; a snapshot is a value and
+    serves twice.
+    """
     want, host = outcome(busy(depth)), busy(depth)
     state = host.engine.snapshot()
     before = tokens_of(state)
@@ -273,13 +302,17 @@ def test_restored_and_run_on(depth: int, steps: int):
 
 
 def test_what_was_merely_cached_is_not_restored(depth: int):
-    """A snapshot keeps the content of blocks in use: those that were free are not found, whatever is in them now."""
+    """A snapshot keeps the content of blocks in use: those that were free are not found, whatever
+    is in them now.
+    """
     host = Host(depth)
     host.generate(prompt(12))
     running = host.add(prompt(9, 1))
     host.step()
     state = host.engine.snapshot()
-    assert len(host.blocks.match(host.sequence(prompt(12)))) == 2  # taking one does not change the engine
+    assert (
+        len(host.blocks.match(host.sequence(prompt(12)))) == 2
+    )  # taking one does not change the engine
     host.engine.restore(state)
     assert host.blocks.match(host.sequence(prompt(12))) == []
     assert host.blocks.match(host.sequence(prompt(9, 1))) == list(running.block_table[:2])

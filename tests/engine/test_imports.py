@@ -1,4 +1,6 @@
-"""Who imports whom: the host side runs without jax, the kernels know nothing of jpaged, imports point downwards."""
+"""Who imports whom: the host side runs without jax, the kernels know nothing of jpaged, imports
+point downwards.
+"""
 
 import ast
 import subprocess
@@ -29,7 +31,9 @@ def within(module: str, packages: set[str]) -> bool:
 
 def test_the_walk_sees_imports(tmp_path: Path):
     file = tmp_path / "some.py"
-    file.write_text("import os, jax.numpy as jnp\ndef f():\n    from jax import lax\n    import flax\n")
+    file.write_text(
+        "import os, jax.numpy as jnp\ndef f():\n    from jax import lax\n    import flax\n"
+    )
     assert list(imported(file)) == ["os", "jax.numpy", "jax.lax", "flax"]
     assert [within(m, DEVICE) for m in imported(file)] == [False, True, True, True]
 
@@ -39,10 +43,34 @@ def test_the_engine_imports_nothing_of_the_device(file: Path):
     modules = set(imported(file))
     assert not [m for m in modules if within(m, DEVICE)]
     own = {m for m in modules if within(m, {"jpaged", "kernels_cpu", "kernels_pallas"})}
-    assert all(within(m, {"jpaged.engine", "jpaged.config", "jpaged.errors"}) for m in own), own
+    below = {
+        "jpaged.engine",
+        "jpaged.config",
+        "jpaged.checks",
+        "jpaged.errors",
+        "jpaged.request.sampling_params",
+        "jpaged.request.detokenizer",
+        "jpaged.search",
+    }
+    assert all(within(m, below) for m in own), own
 
 
-@pytest.mark.parametrize("file", [ROOT / "jpaged/config.py", ROOT / "jpaged/errors.py"], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "file",
+    [
+        ROOT / "jpaged" / name
+        for name in (
+            "config.py",
+            "checks.py",
+            "errors.py",
+            "models/config.py",
+            "request/sampling_params.py",
+            "request/detokenizer.py",
+            "search/beam.py",
+        )
+    ],
+    ids=lambda f: f.name,
+)
 def test_what_the_engine_stands_on(file: Path):
     assert not [m for m in imported(file) if within(m, DEVICE)]
 
@@ -56,14 +84,24 @@ def test_the_kernels_know_nothing_of_jpaged(file: Path):
     assert not [m for m in imported(file) if within(m, {"jpaged"})]
 
 
-@pytest.mark.parametrize("file", files("jpaged/models", "jpaged/runtime", "jpaged/checkpoint"), ids=str)
+@pytest.mark.parametrize(
+    "file", files("jpaged/models", "jpaged/runtime", "jpaged/checkpoint"), ids=str
+)
 def test_the_device_side_knows_nothing_of_the_api(file: Path):
-    above = {"jpaged.api", "jpaged.llm", "jpaged.frontend", "jpaged.engine.engine", "jpaged.engine.scheduler"}
+    above = {
+        "jpaged.api",
+        "jpaged.llm",
+        "jpaged.request.processor",
+        "jpaged.engine.engine",
+        "jpaged.engine.scheduler",
+    }
     assert not [m for m in imported(file) if within(m, above)]
 
 
 def test_every_engine_module_runs_without_jax():
-    """In a process where importing jax fails; the package's own __init__, which exports the API, is left out."""
+    """In a process where importing jax fails; the package's own __init__, which exports the API, is
+    left out.
+    """
     modules = [f"jpaged.engine.{file.stem}" for file in ENGINE if file.stem != "__init__"]
     program = f"""
 import importlib, sys, types
@@ -76,5 +114,7 @@ for name in {modules!r}:
     importlib.import_module(name)
 print("imported", len({modules!r}))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == f"imported {len(modules)}\n", done.stderr

@@ -37,9 +37,16 @@ def test_fold_in(key: tuple[int, int], value: int):
 
 
 def test_fold_in_takes_the_low_32_bits():
-    assert fold_in((1, 2), 2**32 + 5) == fold_in((1, 2), 5) and fold_in((1, 2), -1) == fold_in((1, 2), 2**32 - 1)
+    assert fold_in((1, 2), 2**32 + 5) == fold_in((1, 2), 5) and fold_in((1, 2), -1) == fold_in(
+        (1, 2), 2**32 - 1
+    )
 
 
 def test_folds_are_distinct():
-    keys = {fold_in(fold_in(key_from_seed(seed), i), j) for seed in range(4) for i in range(20) for j in range(20)}
+    keys = {
+        fold_in(fold_in(key_from_seed(seed), i), j)
+        for seed in range(4)
+        for i in range(20)
+        for j in range(20)
+    }
     assert len(keys) == 4 * 20 * 20

@@ -1,4 +1,6 @@
-"""Random histories over the mock device: whatever happens, every stream and every beam search ends as if alone."""
+"""Random histories over the mock device: whatever happens, every stream and every beam search ends
+as if alone.
+"""
 
 import dataclasses
 import random
@@ -18,12 +20,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jpaged.engine.batch import Batch
-from jpaged.engine.beam import BeamSearch
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.engine import Engine, EngineState
+from jpaged.engine.packing import Batch
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.search.beam import BeamSearch
 from tests.engine.mock import ROOTS, CheckedScheduler, Host, MockRunner, check_ended, check_search
 from tests.engine.test_engine import no_parent_check, stale_hash_entry
 
@@ -41,11 +43,16 @@ class Saved(NamedTuple):
 
 
 def tokens_of(requests: dict[str, Request]) -> dict[str, list[list[int]]]:
-    return {name: [list(seq.token_ids) for seq in request.sequences] for name, request in requests.items()}
+    return {
+        name: [list(seq.token_ids) for seq in request.sequences]
+        for name, request in requests.items()
+    }
 
 
 class HostMachine(RuleBasedStateMachine):
-    """Any history of requests of all kinds, steps, aborts, preemptions, failures and returns, with too small a pool."""
+    """Any history of requests of all kinds, steps, aborts, preemptions, failures and returns, with
+    too small a pool.
+    """
 
     depth: int
     seen: Counter[str]
@@ -85,12 +92,29 @@ class HostMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2, 3, 4]),
     )
     def add(
-        self, root, length, tails, times, salt, max_tokens, eos_every, stop_ids, min_tokens, scored, n
-    ) -> None:  # fmt: skip
+        self,
+        root,
+        length,
+        tails,
+        times,
+        salt,
+        max_tokens,
+        eos_every,
+        stop_ids,
+        min_tokens,
+        scored,
+        n,
+    ) -> None:
         """Requests of n samples with a prefix in common, or the same one several times."""
         options: dict[str, Any] = {"prompt_logprobs": 0} if scored else {}
-        options |= {"stop_token_ids": stop_ids, "min_tokens": min(min_tokens, max_tokens), "salt": salt}
-        options["eos_ids"] = frozenset(range(3, 100, eos_every)[:12])  # as many as can be banned with the stop ids
+        options |= {
+            "stop_token_ids": stop_ids,
+            "min_tokens": min(min_tokens, max_tokens),
+            "salt": salt,
+        }
+        options["eos_ids"] = frozenset(
+            range(3, 100, eos_every)[:12]
+        )  # as many as can be banned with the stop ids
         before = len(self.live)
         for tail in tails if times == 1 else tails[:1] * times:
             self.host.add_samples([*ROOTS[root][:length], *tail], n, max_tokens, **options)
@@ -106,15 +130,26 @@ class HostMachine(RuleBasedStateMachine):
         num_eos=st.sampled_from([0, 1, 3]),
         salt=SALTS,
     )
-    def add_beams(self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, salt) -> None:
+    def add_beams(
+        self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, salt
+    ) -> None:
         before = len(self.live)
         eos_ids = frozenset(range(3, 100, 8)[:num_eos])
-        options = {"early_stopping": early_stopping, "length_penalty": length_penalty, "eos_ids": eos_ids}
+        options = {
+            "early_stopping": early_stopping,
+            "length_penalty": length_penalty,
+            "eos_ids": eos_ids,
+        }
         self.host.add_beams(ROOTS[root][:length], width, max_tokens, salt=salt, **options)
         self.added(before)
 
     @precondition(lambda self: self.ended)
-    @rule(which=st.integers(0, 99), cut=st.integers(0, 2), tail=st.lists(st.integers(1, 3), max_size=2), salt=SALTS)
+    @rule(
+        which=st.integers(0, 99),
+        cut=st.integers(0, 2),
+        tail=st.lists(st.integers(1, 3), max_size=2),
+        salt=SALTS,
+    )
     def go_on(self, which: int, cut: int, tail: list[int], salt: str | None) -> None:
         """A next turn: the prompt is what an earlier request ended with."""
         tokens = self.ended[which % len(self.ended)]
@@ -124,7 +159,9 @@ class HostMachine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 20), root=st.integers(0, 1))
     def score(self, length: int, root: int) -> None:
-        self.live.append(self.host.add(ROOTS[root][:length], 1, prompt_logprobs=0, score_only=True).request)
+        self.live.append(
+            self.host.add(ROOTS[root][:length], 1, prompt_logprobs=0, score_only=True).request
+        )
 
     def stepped(self, count: int) -> None:
         for _ in range(count):
@@ -154,16 +191,25 @@ class HostMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
         request = self.live.pop(which % len(self.live))
-        had_ended = [seq for seq in request.sequences if seq.status is Status.FINISHED]  # maybe in a step that failed
+        had_ended = [
+            seq for seq in request.sequences if seq.status is Status.FINISHED
+        ]  # maybe in a step that failed
         assert self.host.engine.abort(request.request_id) is request
-        assert all(seq.finish_reason == "abort" for seq in request.sequences if seq not in had_ended)
+        assert all(
+            seq.finish_reason == "abort" for seq in request.sequences if seq not in had_ended
+        )
         self.settle(request)
 
     @precondition(lambda self: any(len(r.sequences) > 1 for r in self.live))
     @rule(which=st.integers(0, 99))
     def abort_one_sample(self, which: int) -> None:
         """One completion of several: the others go on."""
-        seqs = [seq for r in self.live if len(r.sequences) > 1 and not isinstance(r, BeamSearch) for seq in r.sequences]
+        seqs = [
+            seq
+            for r in self.live
+            if len(r.sequences) > 1 and not isinstance(r, BeamSearch)
+            for seq in r.sequences
+        ]
         if seqs and (seq := seqs[which % len(seqs)]).status is not Status.FINISHED:
             self.host.engine.scheduler.finish(seq, "abort")
             self.seen["samples aborted"] += 1
@@ -192,7 +238,9 @@ class HostMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule()
     def restore(self) -> None:
-        """What was added since is gone, what ended since goes on; nothing has changed in the snapshot meanwhile."""
+        """What was added since is gone, what ended since goes on; nothing has changed in the
+        snapshot meanwhile.
+        """
         assert self.saved is not None
         state, tokens, ended, used, era = self.saved
         assert tokens_of(state.requests) == tokens
@@ -200,14 +248,20 @@ class HostMachine(RuleBasedStateMachine):
         try:
             self.host.engine.restore(state)
             was_used = used
-        finally:  # a restore that fails has gone back all the same, to sequences that are computed again
+        # a restore that fails has gone back all the same, to sequences that are computed again
+        finally:
             self.live, self.ended = list(self.host.engine.requests.values()), list(ended)
             self.host.era = era
-        assert tokens_of(self.host.engine.requests) == tokens and self.host.blocks.num_used == was_used
+        assert (
+            tokens_of(self.host.engine.requests) == tokens and self.host.blocks.num_used == was_used
+        )
         assert all(self.host.blocks.blocks[b].hash is None for b in self.host.blocks._free)
         self.seen["restores"] += 1
 
-    @rule(method=st.sampled_from(["dispatch", "fetch", "read_blocks", "write_blocks"]), during=st.integers(0, 3))
+    @rule(
+        method=st.sampled_from(["dispatch", "fetch", "read_blocks", "write_blocks"]),
+        during=st.integers(0, 3),
+    )
     def fail(self, method: str, during: int) -> None:
         runner = self.host.runner
         runner.fail = {(method, runner.calls[method])}
@@ -244,7 +298,9 @@ class HostMachine(RuleBasedStateMachine):
             assert self.host.run() == [] and not self.host.engine.has_unfinished()
             stats = self.host.engine.stats
             self.seen += Counter(stats.preemptions) + (CheckedScheduler.forks - self.forks_before)
-            self.seen += Counter({"examples": 1, "engine steps": stats.prefill_steps + stats.decode_steps})
+            self.seen += Counter(
+                {"examples": 1, "engine steps": stats.prefill_steps + stats.decode_steps}
+            )
             self.seen["blocks copied"] += stats.copied_blocks
             self.seen["swapped in"] += stats.swap_in_bytes // 2**20
 
@@ -262,24 +318,44 @@ def test_any_history(depth: int, examples: int, steps: int, at_least: int):
     settings = hypothesis.settings(
         max_examples=examples,
         stateful_step_count=steps,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.filter_too_much,
+        ],
     )
     run_state_machine_as_test(machine, settings=settings)
-    print(f"\ndepth {depth}:", ", ".join(f"{count} {name}" for name, count in sorted(machine.seen.items())))
+    print(
+        f"\ndepth {depth}:",
+        ", ".join(f"{count} {name}" for name, count in sorted(machine.seen.items())),
+    )
     assert machine.seen["engine steps"] >= at_least
 
 
 def sharing_workload(depth: int, seed: int) -> None:
-    """A fixed load of everything that shares, copies, moves and comes back: the mutations below must not survive it."""
+    """A fixed load of everything that shares, copies, moves and comes back: the mutations below
+    must not survive it.
+    """
     rng = random.Random(seed)
-    size = {"block_size": rng.choice([2, 4]), "num_blocks": rng.choice([14, 20]), "max_logprobs": 12}
-    host = Host(depth, max_num_batched_tokens=rng.choice([6, 24]), swap_space_gib=8 / 1024, swap_min_tokens=0, **size)
+    size = {
+        "block_size": rng.choice([2, 4]),
+        "num_blocks": rng.choice([14, 20]),
+        "max_logprobs": 12,
+    }
+    host = Host(
+        depth,
+        max_num_batched_tokens=rng.choice([6, 24]),
+        swap_space_gib=8 / 1024,
+        swap_min_tokens=0,
+        **size,
+    )
     engine, state = host.engine, None
     for i in range(40):
         prompt = [*rng.choice(ROOTS)[: rng.randrange(1, 14)], rng.randrange(1, 4)]
         eos_ids = frozenset(rng.sample(range(100), 2))
         if rng.random() < 0.4:
-            host.add_beams(prompt, 3, rng.randrange(1, 9), eos_ids=eos_ids, salt=rng.choice([None, "a"]))
+            host.add_beams(
+                prompt, 3, rng.randrange(1, 9), eos_ids=eos_ids, salt=rng.choice([None, "a"])
+            )
         else:
             host.add_samples(prompt, rng.randrange(1, 5), rng.randrange(1, 9), eos_ids=eos_ids)
         for _ in range(rng.randrange(1, 7)):
@@ -342,7 +418,9 @@ def swap_in_forgets(patch: pytest.MonkeyPatch) -> None:
 def swap_out_of_other_blocks(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: Scheduler) -> tuple:
         n = self.blocks.num_blocks
-        return tuple((swapped, [(block + 1) % n for block in blocks]) for swapped, blocks in take(self))
+        return tuple(
+            (swapped, [(block + 1) % n for block in blocks]) for swapped, blocks in take(self)
+        )
 
     take = Scheduler.take_swap_outs
     patch.setattr(Scheduler, "take_swap_outs", mutated)
@@ -393,7 +471,9 @@ def extended_before_forking(patch: pytest.MonkeyPatch) -> None:
     """A beam that goes on in two ways gets its token first, and its fork has that one too."""
 
     def mutated(self: Scheduler, search: BeamSearch) -> None:
-        first = {beam: (token, logprob) for beam, token, logprob in reversed(search.choose().continued)}
+        first = {
+            beam: (token, logprob) for beam, token, logprob in reversed(search.choose().continued)
+        }
         patch.setattr(Sequence, "copy", lambda self: copy(self).extend(*first[self]))
         advance(self, search)
         patch.setattr(Sequence, "copy", copy)
@@ -413,14 +493,31 @@ def host_survives_a_reset(patch: pytest.MonkeyPatch) -> None:
 def joined_anywhere(patch: pytest.MonkeyPatch) -> None:
     """Forks come last in the plan, not right after the row whose prompt they share."""
     plan_prefill = Scheduler._plan_prefill
-    patch.setattr(Scheduler, "_plan_prefill", lambda self: sorted(plan_prefill(self), key=lambda e: e.num_tokens == 0))
+    patch.setattr(
+        Scheduler,
+        "_plan_prefill",
+        lambda self: sorted(plan_prefill(self), key=lambda e: e.num_tokens == 0),
+    )
 
 
 SHARING_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    no_parent_check, stale_hash_entry, fork_without_counting, written_in_place, copy_skipped, hash_list_shared,
-    swap_in_forgets, swap_out_of_other_blocks, swapped_after_the_step, restored_without_blocks, free_blocks_remembered,
-    snapshot_not_copied, extended_before_forking, host_budget_kept, host_survives_a_reset, joined_anywhere,
-]  # fmt: skip
+    no_parent_check,
+    stale_hash_entry,
+    fork_without_counting,
+    written_in_place,
+    copy_skipped,
+    hash_list_shared,
+    swap_in_forgets,
+    swap_out_of_other_blocks,
+    swapped_after_the_step,
+    restored_without_blocks,
+    free_blocks_remembered,
+    snapshot_not_copied,
+    extended_before_forking,
+    host_budget_kept,
+    host_survives_a_reset,
+    joined_anywhere,
+]
 SEEDS = range(8)
 
 
@@ -430,7 +527,9 @@ def test_the_sharing_workload_passes(depth: int):
 
 
 @pytest.mark.parametrize("mutate", SHARING_MUTATIONS, ids=lambda f: f.__name__)
-def test_a_broken_rule_of_sharing_is_noticed(depth: int, mutate: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_rule_of_sharing_is_noticed(
+    depth: int, mutate: Callable, monkeypatch: pytest.MonkeyPatch
+):
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         for seed in SEEDS:

@@ -1,4 +1,6 @@
-"""SCENARIOS: the cases that every change of the host side must survive. The device is a mock; see mock.py."""
+"""SCENARIOS: the cases that every change of the host side must survive. The device is a mock; see
+mock.py.
+"""
 
 import contextlib
 import itertools
@@ -13,8 +15,8 @@ import pytest
 from jpaged.engine import engine
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.text import TextStream
 from jpaged.errors import CapacityError, RequestError
+from jpaged.request.detokenizer import TextStream
 from tests.engine.mock import Host, Letters, expected, generated, next_kv, prompt_score
 
 FOLDER = str(Path(engine.__file__).parent)
@@ -83,7 +85,9 @@ def test_scenario_04_preempted_while_its_blocks_are_cached(depth: int):
 
 
 def watch_admissions(scheduler: Scheduler) -> list[tuple[Sequence, int, int, int]]:
-    """(sequence, tokens cached, tokens scheduled, tokens generated before) of each admission from now on."""
+    """(sequence, tokens cached, tokens scheduled, tokens generated before) of each admission from
+    now on.
+    """
     seen, plan_chunk = [], scheduler._chunk
 
     def chunk(seq: Sequence, *rest):
@@ -99,7 +103,11 @@ def watch_admissions(scheduler: Scheduler) -> list[tuple[Sequence, int, int, int
 def test_scenario_05_two_and_a_half_chunks(depth: int):
     whole, chunked = Host(depth, max_num_batched_tokens=32), Host(depth, max_num_batched_tokens=8)
     (one,), (other,) = (host.generate(prompt(20)) for host in (whole, chunked))
-    assert [s for p, s in chunked.runner.dispatched if p == "prefill"] == [[(0, 8)], [(8, 16)], [(16, 20)]]
+    assert [s for p, s in chunked.runner.dispatched if p == "prefill"] == [
+        [(0, 8)],
+        [(8, 16)],
+        [(16, 20)],
+    ]
     assert generated(one) == generated(other)
 
 
@@ -115,8 +123,11 @@ def test_scenario_06_07_preempted_at_every_offset_in_a_block(depth: int, length:
     assert generated(seq) == expected(seq)
     prefills = [spans for phase, spans in host.runner.dispatched if phase == "prefill"]
     (_, end), *_ = prefills[-1]
-    assert end == before + (depth - 1)  # the generated tokens too, and the one that was in flight when it was preempted
-    # Re-prefill emits its token: every other one takes a decode step, of which the last one may be surplus.
+    assert end == before + (
+        depth - 1
+    )  # the generated tokens too, and the one that was in flight when it was preempted
+    # Re-prefill emits its token: every other one takes a decode step, of which the last one may be
+    # surplus.
     decodes = sum(phase == "decode" for phase, _ in host.runner.dispatched)
     assert decodes == len(seq) - end - 1
 
@@ -136,7 +147,9 @@ def test_scenario_07_generated_tokens_are_prefilled_again(depth: int):
 
 
 def test_scenario_08_decode_equals_prefill(depth: int):
-    """The token that decode draws at position i is the one that a prefill of the first i tokens draws."""
+    """The token that decode draws at position i is the one that a prefill of the first i tokens
+    draws.
+    """
     host = Host(depth)
     (seq,) = host.generate(prompt(7), max_tokens=10)
     for length in range(8, 17):
@@ -147,8 +160,16 @@ def test_scenario_08_decode_equals_prefill(depth: int):
 def test_scenario_09_larger_than_the_pool(depth: int):
     host = Host(depth, num_blocks=4)
     fits, huge, too = host.generate(prompt(6), prompt(17), prompt(9), max_tokens=3)
-    assert isinstance(huge.error, CapacityError) and huge.finish_reason == "error" and "num_blocks" in str(huge.error)
-    assert fits.error is None and too.error is None and (fits.num_generated, too.num_generated) == (3, 3)
+    assert (
+        isinstance(huge.error, CapacityError)
+        and huge.finish_reason == "error"
+        and "num_blocks" in str(huge.error)
+    )
+    assert (
+        fits.error is None
+        and too.error is None
+        and (fits.num_generated, too.num_generated) == (3, 3)
+    )
 
 
 def test_scenario_09_lone_sequence_outgrows_the_pool(depth: int):
@@ -201,14 +222,25 @@ def test_scenario_12_two_engines(depth: int):
 def test_scenario_13_stops_at_max_model_len(depth: int):
     host = Host(depth, max_model_len=20)
     seqs = host.generate(prompt(15), prompt(19, seed=1), prompt(4, seed=2), max_tokens=50)
-    assert [(seq.num_generated, seq.finish_reason) for seq in seqs] == [(5, "length"), (1, "length"), (16, "length")]
+    assert [(seq.num_generated, seq.finish_reason) for seq in seqs] == [
+        (5, "length"),
+        (1, "length"),
+        (16, "length"),
+    ]
 
 
 def test_scenario_14_block_size_one(depth: int):
     host = Host(depth, block_size=1, num_blocks=24)
     shared = prompt(5)
     seqs = host.generate(*([*shared, i] for i in range(6)), max_tokens=9)
-    assert host.engine.scheduler.preemptions.total() > 0 and [seq.num_cached for seq in seqs] == [0, 5, 5, 5, 5, 5]
+    assert host.engine.scheduler.preemptions.total() > 0 and [seq.num_cached for seq in seqs] == [
+        0,
+        5,
+        5,
+        5,
+        5,
+        5,
+    ]
     assert host.generate([*shared, 0])[0].num_cached == 5
 
 
@@ -262,7 +294,9 @@ def requests(host: Host) -> list[Sequence]:
 
 @contextlib.contextmanager
 def interrupt_at(line: int) -> Iterator[None]:
-    """KeyboardInterrupt before the given one of the lines that jpaged.engine executes in the block, counted from 0."""
+    """KeyboardInterrupt before the given one of the lines that jpaged.engine executes in the block,
+    counted from 0.
+    """
     left = line
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -284,7 +318,9 @@ def interrupt_at(line: int) -> Iterator[None]:
 
 
 def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
-    """A host whose run was interrupted before a line, its requests, and whether the run was that long."""
+    """A host whose run was interrupted before a line, its requests, and whether the run was that
+    long.
+    """
     host = Host(depth, num_blocks=8, max_num_batched_tokens=8)
     seqs = requests(host)
     try:
@@ -301,7 +337,8 @@ def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
     return host, seqs, False
 
 
-# Every so many lines, with a stride that meets different lines of the loops each time around; `slow` takes more.
+# Every so many lines, with a stride that meets different lines of the loops each time around;
+# `slow` takes more.
 STRIDES = [pytest.param(37, id="some"), pytest.param(11, id="many", marks=pytest.mark.slow)]
 
 
@@ -326,7 +363,9 @@ def test_scenario_15_interrupted_on_any_line(depth: int, stride: int):
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
-    """Who goes on instead gets every stream, its text and its logprobs as if nothing had happened."""
+    """Who goes on instead gets every stream, its text and its logprobs as if nothing had
+    happened.
+    """
     for line in itertools.count(0, stride):
         host, seqs, hit = interrupted(depth, line)
         host.engine.scheduler.check_integrity()
@@ -338,7 +377,9 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
             assert seq.status is Status.FINISHED and generated(seq) == expected(seq), line
             assert seq.logprobs == [-t / 8 for t in generated(seq)]
             assert seq.text is None or seq.text.finish() == Letters().decode(generated(seq))
-        assert [top[0] for top in seqs[0].top_logprobs] == [(t, -t / 8, 1) for t in generated(seqs[0])]
+        assert [top[0] for top in seqs[0].top_logprobs] == [
+            (t, -t / 8, 1) for t in generated(seqs[0])
+        ]
         kv = list(itertools.accumulate(seqs[2].token_ids[:7], next_kv, initial=0))[1:]
         scores = [top[0][1] for top in seqs[2].prompt_logprobs[1:] if top is not None]
         assert scores == [prompt_score(kv[i], seqs[2].token_ids[i + 1]) for i in range(6)]
@@ -348,7 +389,9 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
 
 
 @pytest.mark.parametrize("owner", ["runner", "engine", "third request"])
-def test_scenario_15_interrupted_again_while_recovering(depth: int, owner: str, monkeypatch: pytest.MonkeyPatch):
+def test_scenario_15_interrupted_again_while_recovering(
+    depth: int, owner: str, monkeypatch: pytest.MonkeyPatch
+):
     host = Host(depth)
     seqs = [host.add(prompt(6, seed=i), max_tokens=7) for i in range(4)]
     for _ in range(3):
@@ -379,7 +422,9 @@ def test_scenario_16_steady_arrivals(depth: int):
     others = 0
     while runs.status is not Status.FINISHED:
         others += 1
-        host.add(prompt(30, seed=others), max_tokens=2)  # two prefill steps each: more than there are steps
+        host.add(
+            prompt(30, seed=others), max_tokens=2
+        )  # two prefill steps each: more than there are steps
         host.step()
     prefill_streak, longest = 0, 0
     phases = [phase for phase, _ in host.runner.dispatched]
@@ -387,7 +432,9 @@ def test_scenario_16_steady_arrivals(depth: int):
         prefill_streak = prefill_streak + 1 if phase == "prefill" else 0
         longest = max(longest, prefill_streak)
     assert longest == MAX_PREFILL_STREAK
-    assert all((s, e) for phase, spans in host.runner.dispatched if phase == "decode" for s, e in spans)
+    assert all(
+        (s, e) for phase, spans in host.runner.dispatched if phase == "decode" for s, e in spans
+    )
     host.run()
 
 
@@ -398,21 +445,30 @@ def test_scenario_16_every_row_decodes_in_every_decode_step(depth: int):
         host.add(prompt(17, seed=9 + i), max_tokens=1)
         host.step()
     decodes = [spans for phase, spans in host.runner.dispatched if phase == "decode"]
-    assert all(len(spans) == 3 for spans in decodes[:11]) and all(row.finish_reason == "length" for row in rows)
+    assert all(len(spans) == 3 for spans in decodes[:11]) and all(
+        row.finish_reason == "length" for row in rows
+    )
     host.run()
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 3}, {"max_num_batched_tokens": 64}, {"max_num_seqs": 1}, {"num_blocks": 7},
-        {"block_size": 1, "num_blocks": 128}, {"block_size": 8}, {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 3},
+        {"max_num_batched_tokens": 64},
+        {"max_num_seqs": 1},
+        {"num_blocks": 7},
+        {"block_size": 1, "num_blocks": 128},
+        {"block_size": 8},
+        {"enable_prefix_caching": False},
         {"token_buckets": (5, 16), "seq_buckets": (1, 2, 4)},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_scenario_18_same_tokens_however_scheduled(depth: int, settings: dict):
-    """Seeds are the device's; on the host: each row's key and position do not depend on how it was scheduled."""
+    """Seeds are the device's; on the host: each row's key and position do not depend on how it was
+    scheduled.
+    """
     plain, other = Host(1), Host(depth, **settings)
     prompts = [[*prompt(6), *prompt(3 * i, seed=i)] for i in range(6)]
     for one, two in zip(plain.generate(*prompts), other.generate(*prompts), strict=True):
@@ -421,7 +477,9 @@ def test_scenario_18_same_tokens_however_scheduled(depth: int, settings: dict):
 
 def test_scenario_22_duplicate_and_unknown_ids(depth: int):
     host = Host(depth)
-    assert host.engine.step() == [] and host.engine.step() == [] and host.runner.calls["dispatch"] == 0
+    assert (
+        host.engine.step() == [] and host.engine.step() == [] and host.runner.calls["dispatch"] == 0
+    )
     seq = host.add(prompt(5), request_id="a")
     with pytest.raises(RequestError, match="'a' is in use"):
         host.add(prompt(6), request_id="a")
@@ -446,6 +504,9 @@ def test_scenario_22_abort_at_any_time(depth: int, steps: int):
     for i in (0, 3):
         assert host.engine.abort(str(i)) is seqs[i].request and host.engine.abort(str(i)) is None
         host.engine.scheduler.check_integrity()
-        assert seqs[i].finish_reason == "abort" and generated(seqs[i]) == expected(seqs[i])[: seqs[i].num_generated]
+        assert (
+            seqs[i].finish_reason == "abort"
+            and generated(seqs[i]) == expected(seqs[i])[: seqs[i].num_generated]
+        )
     again = host.add(prompt(7), max_tokens=5, request_id="0")
     assert sorted(host.run(), key=lambda seq: seq.request_id) == [again, seqs[1], seqs[2]]

@@ -5,22 +5,29 @@ from collections import OrderedDict
 
 import pytest
 
-from jpaged.engine.batch import StepResult
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.sampling_params import SamplingParams
-from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Plan, Scheduler
+from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.text import TextStream
+from jpaged.request.detokenizer import TextStream
+from jpaged.request.sampling_params import SamplingParams
 from tests.engine.mock import Host, Letters, expected, generated
 
 
-def scheduler(num_blocks: int = 32, block_size: int = 4, *, rows: int = 4, tokens: int = 16) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_seqs=rows, max_num_batched_tokens=tokens)
+def scheduler(
+    num_blocks: int = 32, block_size: int = 4, *, rows: int = 4, tokens: int = 16
+) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, block_size), max_num_seqs=rows, max_num_batched_tokens=tokens
+    )
 
 
 def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Sequence:
     seq = Sequence(
-        f"{first}", list(range(first, first + length)), SamplingParams(max_tokens=max_tokens), max_model_len=4096
+        f"{first}",
+        list(range(first, first + length)),
+        SamplingParams(max_tokens=max_tokens),
+        max_model_len=4096,
     )
     s.add(Request([seq]).sequences[0])
     return seq
@@ -29,7 +36,11 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
 def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
     """Every row that draws draws this token."""
     counts = [entry.draws for entry in plan.entries if entry.draws]
-    return StepResult(num_drawn=counts, tokens=[[token] * n for n in counts], logprobs=[[logprob] * n for n in counts])
+    return StepResult(
+        num_drawn=counts,
+        tokens=[[token] * n for n in counts],
+        logprobs=[[logprob] * n for n in counts],
+    )
 
 
 def step(s: Scheduler) -> Plan | None:
@@ -66,7 +77,11 @@ def test_decode_has_every_row():
     for i, length in enumerate((5, 11, 8)):
         add(s, length, first=100 * i)
     step(s)
-    assert spans(step(s)) == [("0", 5, 6, True, False), ("100", 11, 12, True, False), ("200", 8, 9, True, False)]
+    assert spans(step(s)) == [
+        ("0", 5, 6, True, False),
+        ("100", 11, 12, True, False),
+        ("200", 8, 9, True, False),
+    ]
 
 
 def test_nothing_is_planned_past_the_end():
@@ -86,7 +101,10 @@ def test_admission_is_first_come_first_served():
     s = scheduler(num_blocks=8, tokens=64)
     first, large, small = add(s, 16), add(s, 20, first=100), add(s, 3, first=200)
     step(s)
-    assert list(s.running) == [first] and list(s.waiting) == [large, small]  # the small one does not overtake
+    assert list(s.running) == [first] and list(s.waiting) == [
+        large,
+        small,
+    ]  # the small one does not overtake
     while first.status is not Status.FINISHED:
         step(s)
     assert spans(step(s))[:2] == [("100", 0, 20, True, True), ("200", 0, 3, True, True)]
@@ -120,7 +138,9 @@ def test_preempts_the_youngest_and_readmits_in_order():
         gone = [seq for seq in before if seq not in s.running and seq.status is Status.WAITING]
         assert gone == before[len(before) - len(gone) :]  # always from the young end
         preempted += gone
-        assert [*s.running, *s.waiting] == [seq for seq in seqs if seq.status is not Status.FINISHED]  # by arrival
+        assert [*s.running, *s.waiting] == [
+            seq for seq in seqs if seq.status is not Status.FINISHED
+        ]  # by arrival
     assert preempted and seqs[0] not in preempted and s.preemptions.total() >= len(preempted)
     assert [seq.finish_reason for seq in s.take_finished()] == ["length"] * 4
 
@@ -140,7 +160,10 @@ def test_work_is_not_thrown_away_again_and_again(depth: int):
     """Under a pool of a third of the need each request is computed few times over."""
     host = Host(depth, num_blocks=40, max_num_seqs=16, max_num_batched_tokens=64)
     rng = random.Random(0)
-    seqs = [host.add(rng.choices(range(90), k=rng.randrange(4, 12)), rng.randrange(10, 40)) for _ in range(40)]
+    seqs = [
+        host.add(rng.choices(range(90), k=rng.randrange(4, 12)), rng.randrange(10, 40))
+        for _ in range(40)
+    ]
     host.run()
     tokens = sum(len(seq) for seq in seqs)
     assert host.engine.scheduler.preemptions.total() <= 2 * len(seqs)
@@ -255,13 +278,18 @@ def test_stops(depth: int):
         "eos": ({"eos_ids": frozenset({free[at]})}, ("stop", None, at + 1)),
         "id": ({"stop_token_ids": [free[at]]}, ("stop", free[at], at + 1)),
         "ignored": ({"eos_ids": frozenset({free[at]}), "ignore_eos": True}, ("length", None, 12)),
-        "both": ({"eos_ids": frozenset({free[at]}), "stop_token_ids": [free[at]]}, ("stop", None, at + 1)),
+        "both": (
+            {"eos_ids": frozenset({free[at]}), "stop_token_ids": [free[at]]},
+            ("stop", None, at + 1),
+        ),
     }
     for options, want in cases.values():
         seq = host.add(range(6), 12, **options)
         host.run()
         assert (seq.finish_reason, seq.stop_reason, seq.num_generated) == want
-        assert generated(seq) == free[: seq.num_generated] and len(seq.logprobs) == seq.num_generated
+        assert (
+            generated(seq) == free[: seq.num_generated] and len(seq.logprobs) == seq.num_generated
+        )
 
 
 def test_min_tokens_bans_until_then(depth: int):
@@ -280,8 +308,12 @@ def test_min_tokens_and_stop_strings(depth: int):
     letters = Letters().decode(expected(host.sequence(range(6), 12)))
     at = next(i for i in range(2, 12) if letters[i] not in letters[:i])
     for minimum in range(at + 3):
-        seq = host.add(range(6), 12, min_tokens=minimum, text=TextStream(Letters(), stop=[letters[at]]))
+        seq = host.add(
+            range(6), 12, min_tokens=minimum, text=TextStream(Letters(), stop=[letters[at]])
+        )
         host.run()
         again = letters.find(letters[at], max(minimum, at))
         assert seq.num_generated == (again + 1 if again >= 0 else 12)
-        assert (seq.stop_reason, seq.finish_reason) == ((letters[at], "stop") if again >= 0 else (None, "length"))
+        assert (seq.stop_reason, seq.finish_reason) == (
+            (letters[at], "stop") if again >= 0 else (None, "length")
+        )

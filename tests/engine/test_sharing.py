@@ -1,6 +1,8 @@
-"""Sharing of KV blocks over the mock device: forks and their copies, swapping, and what the cache keeps.
+"""Sharing of KV blocks over the mock device: forks and their copies, swapping, and what the cache
+keeps.
 
-Host.step holds every ended stream to what it would be alone, every search to a naive one, and all reference counts.
+Host.step holds every ended stream to what it would be alone, every search to a naive one, and all
+reference counts.
 """
 
 import random
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.scheduler import Plan
+from jpaged.engine.plan import Plan
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.errors import CapacityError
 from tests.engine.mock import CheckedScheduler, Host, check_ended, expected, generated
@@ -26,7 +28,9 @@ def roomy(depth: int, **settings: Any) -> Host:
 
 
 def watch(host: Host) -> list[tuple[Plan, list[int]]]:
-    """Each plan from now on, with the blocks that it writes; in a decode step none of them may be another's too."""
+    """Each plan from now on, with the blocks that it writes; in a decode step none of them may be
+    another's too.
+    """
     scheduler, plans = host.engine.scheduler, []
     schedule = scheduler.schedule
 
@@ -37,7 +41,9 @@ def watch(host: Host) -> list[tuple[Plan, list[int]]]:
             places = {(e.seq, p // size) for e in plan.entries for p in range(e.start, e.end)}
             written = [seq.block_table[i] for seq, i in places]
             if plan.phase == "decode":
-                assert all(host.blocks.blocks[b].ref_count == 1 for b in written), "a shared block is written"
+                assert all(host.blocks.blocks[b].ref_count == 1 for b in written), (
+                    "a shared block is written"
+                )
             plans.append((plan, written))
         return plan
 
@@ -53,9 +59,11 @@ def prefills(host: Host) -> list[list[tuple[int, int]]]:
 
 
 def test_identical_prompts_with_an_open_tail(depth: int):
-    """18 tokens in blocks of 4: four closed blocks and an open one of 2 tokens, computed once and shared by all four.
+    """18 tokens in blocks of 4: four closed blocks and an open one of 2 tokens, computed once and
+    shared by all four.
 
-    Each writes its first token into the open block: three copy it first, the last one owns it alone by then.
+    Each writes its first token into the open block: three copy it first, the last one owns it alone
+    by then.
     """
     host = roomy(depth)
     plans = watch(host)
@@ -67,21 +75,30 @@ def test_identical_prompts_with_an_open_tail(depth: int):
     assert all(list(seq.block_table) == shared for seq in seqs)
     host.step()
     decode, _ = plans[1]
-    assert [source for source, _ in decode.copies] == [shared[4]] * 3 and host.blocks.num_used == 4 + 4
+    assert [source for source, _ in decode.copies] == [
+        shared[4]
+    ] * 3 and host.blocks.num_used == 4 + 4
     assert seqs[3].block_table[4] == shared[4]
     host.run()
     assert host.runner.computed("prefill") == 18 and host.engine.stats.copied_blocks == 3
 
 
 def test_identical_prompts_with_a_tail_of_one(depth: int):
-    """17 tokens: the fifth block would hold one token, which is cheaper to compute than the block is to copy."""
+    """17 tokens: the fifth block would hold one token, which is cheaper to compute than the block
+    is to copy.
+    """
     host = roomy(depth)
     host.generate(*[prompt(17)] * 4)
-    assert prefills(host) == [[(0, 17), (16, 17), (16, 17), (16, 17)]] and host.engine.stats.copied_blocks == 0
+    assert (
+        prefills(host) == [[(0, 17), (16, 17), (16, 17), (16, 17)]]
+        and host.engine.stats.copied_blocks == 0
+    )
 
 
 def test_identical_prompts_later(depth: int):
-    """After the first call only closed blocks can be found: the tail is computed once more, and shared once more."""
+    """After the first call only closed blocks can be found: the tail is computed once more, and
+    shared once more.
+    """
     host = roomy(depth)
     host.generate(prompt(18))
     host.generate(*[prompt(18)] * 3)
@@ -94,7 +111,10 @@ def test_other_salts_share_nothing(depth: int):
     host.step()
     assert host.runner.computed("prefill") == 4 * 18 and host.blocks.num_used == 4 * 5
     host.run()
-    assert all(generated(seq) == expected(seqs[0]) for seq in seqs) and host.engine.stats.copied_blocks == 0
+    assert (
+        all(generated(seq) == expected(seqs[0]) for seq in seqs)
+        and host.engine.stats.copied_blocks == 0
+    )
     late = [host.add(prompt(18), salt=salt) for salt in ("b", "c", "a", None)]
     host.run()
     assert [seq.num_cached for seq in late] == [16, 0, 16, 16]
@@ -110,13 +130,17 @@ def test_equal_salts_share(depth: int):
 
 
 def test_without_prefix_caching_samples_alone_share(depth: int):
-    """What the caller asks for as one request is forked; requests that merely look alike are kept apart."""
+    """What the caller asks for as one request is forked; requests that merely look alike are kept
+    apart.
+    """
     host = roomy(depth, enable_prefix_caching=False)
     host.generate(*[prompt(18)] * 4)
     assert host.runner.computed("prefill") == 4 * 18 and host.engine.stats.copied_blocks == 0
     host.add_samples(prompt(18), 4)
     host.step()
-    assert prefills(host)[-1] == [(0, 18), (18, 18), (18, 18), (18, 18)] and host.blocks.num_used == 5
+    assert (
+        prefills(host)[-1] == [(0, 18), (18, 18), (18, 18), (18, 18)] and host.blocks.num_used == 5
+    )
     host.run()
     assert host.engine.stats.copied_blocks == 3
 
@@ -126,8 +150,17 @@ def test_without_prefix_caching_samples_alone_share(depth: int):
 
 @pytest.mark.parametrize("budget", [300, 8192])
 def test_a_long_prompt_is_held_once(depth: int, budget: int):
-    """2,000 tokens are 31 blocks of 64 and 16 tokens over: 32 blocks for ten samples, then a tail for each."""
-    host = Host(depth, block_size=64, num_blocks=64, max_num_seqs=10, max_num_batched_tokens=budget, max_model_len=4096)
+    """2,000 tokens are 31 blocks of 64 and 16 tokens over: 32 blocks for ten samples, then a tail
+    for each.
+    """
+    host = Host(
+        depth,
+        block_size=64,
+        num_blocks=64,
+        max_num_seqs=10,
+        max_num_batched_tokens=budget,
+        max_model_len=4096,
+    )
     seqs = host.add_samples(prompt(2000), 10, max_tokens=4)
     while any(seq.status is Status.WAITING for seq in seqs):
         host.step()
@@ -145,7 +178,9 @@ def test_a_long_prompt_is_held_once(depth: int, budget: int):
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("kind", ["swapped", "recomputed"])
 def test_scenario_20_preempted_while_forked(depth: int, kind: str, which: int, steps: int):
-    """The preempted one gives up its part of what is shared and nothing else, whenever it happens."""
+    """The preempted one gives up its part of what is shared and nothing else, whenever it
+    happens.
+    """
     host = roomy(depth, swap_space_gib=16 / 1024 if kind == "swapped" else 0.0, swap_min_tokens=0)
     seqs = host.add_samples(prompt(10), 4)
     for _ in range(1 + steps):
@@ -156,7 +191,9 @@ def test_scenario_20_preempted_while_forked(depth: int, kind: str, which: int, s
     assert host.blocks.blocks[shared].ref_count == 3
     host.step()
     host.run()
-    assert host.engine.stats.preemptions == {kind: 1} and all(seq.num_generated == 8 for seq in seqs)
+    assert host.engine.stats.preemptions == {kind: 1} and all(
+        seq.num_generated == 8 for seq in seqs
+    )
 
 
 @pytest.mark.parametrize("host_blocks", [0, 16])
@@ -179,13 +216,17 @@ def test_scenario_20_one_of_four_is_aborted(depth: int, which: int, steps: int):
     host.engine.scheduler.finish(seqs[which], "abort")
     host.check()
     assert host.run() == seqs
-    assert [seq.finish_reason for seq in seqs] == ["abort" if i == which else "length" for i in range(4)]
+    assert [seq.finish_reason for seq in seqs] == [
+        "abort" if i == which else "length" for i in range(4)
+    ]
     for seq in seqs:
         check_ended(host, seq)
 
 
 def test_scenario_20_a_search_drops_beams(depth: int):
-    """A beam that nothing continues is gone at once, though others were forked from it and share its blocks."""
+    """A beam that nothing continues is gone at once, though others were forked from it and share
+    its blocks.
+    """
     dropped, splits = 0, CheckedScheduler.forks["split"]
     for seed in range(4):
         host = roomy(depth)
@@ -202,7 +243,9 @@ def test_scenario_20_a_search_drops_beams(depth: int):
 
 @pytest.mark.parametrize("length", [4, 8, 16])
 def test_scenario_21_no_open_block_no_copy(depth: int, length: int):
-    """A prompt of whole blocks: each sample opens a block of its own, and `watch` sees no shared one written."""
+    """A prompt of whole blocks: each sample opens a block of its own, and `watch` sees no shared
+    one written.
+    """
     host = roomy(depth)
     plans = watch(host)
     seqs = host.add_samples(prompt(length), 4)
@@ -216,7 +259,9 @@ def test_scenario_21_no_open_block_no_copy(depth: int, length: int):
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("length", [1, 5, 6, 7, 15])
 def test_scenario_21_one_copy_a_writer(depth: int, length: int, n: int):
-    """All copies are of the one open block, in the first decode step; the last writer needs none."""
+    """All copies are of the one open block, in the first decode step; the last writer needs
+    none.
+    """
     host = roomy(depth)
     plans = watch(host)
     seqs = host.add_samples(prompt(length), n)
@@ -224,12 +269,16 @@ def test_scenario_21_one_copy_a_writer(depth: int, length: int, n: int):
     shared = list(seqs[0].block_table)
     host.run()
     (copies,) = [plan.copies for plan, _ in plans if plan.copies]
-    assert plans[1][0].copies is copies and [source for source, _ in copies] == [shared[-1]] * (n - 1)
+    assert plans[1][0].copies is copies and [source for source, _ in copies] == [shared[-1]] * (
+        n - 1
+    )
     assert len({target for _, target in copies} | {*shared}) == n - 1 + len(shared)
 
 
 def test_more_samples_than_rows(depth: int):
-    """Samples 0 and 1 share the prompt; 2 and 3 find its closed blocks and share what they compute; 4 is alone."""
+    """Samples 0 and 1 share the prompt; 2 and 3 find its closed blocks and share what they compute;
+    4 is alone.
+    """
     host = roomy(depth, max_num_seqs=2)
     seqs = host.add_samples(prompt(10), 5, max_tokens=4)
     host.run()
@@ -246,7 +295,9 @@ def test_samples_of_a_chunked_prompt(depth: int):
 
 
 def test_samples_with_prompt_logprobs(depth: int):
-    """Sample 0 alone scores the prompt, so it computes all of it although it is cached; the others fork from it."""
+    """Sample 0 alone scores the prompt, so it computes all of it although it is cached; the others
+    fork from it.
+    """
     host = roomy(depth)
     host.generate(prompt(10))
     seqs = host.add_samples(prompt(10), 3, prompt_logprobs=1)
@@ -262,7 +313,9 @@ def test_samples_with_prompt_logprobs(depth: int):
 @pytest.mark.parametrize("host_blocks", [0, 2, 32])
 @pytest.mark.parametrize("num_blocks", [7, 8, 10])
 def test_beams_take_turns(depth: int, num_blocks: int, host_blocks: int):
-    """7 blocks of 2 hold one beam of 6 + 7 tokens: the others wait without blocks until it has drawn, and so on."""
+    """7 blocks of 2 hold one beam of 6 + 7 tokens: the others wait without blocks until it has
+    drawn, and so on.
+    """
     size = {"block_size": 2, "num_blocks": num_blocks, "max_logprobs": 12}
     host = Host(depth, swap_space_gib=host_blocks / 1024, swap_min_tokens=0, **size)
     searches = [host.add_beams(prompt(6, seed), 3, 8) for seed in range(2)]
@@ -276,8 +329,16 @@ def test_beams_take_turns(depth: int, num_blocks: int, host_blocks: int):
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("steps", range(2, 8))
 def test_a_beam_is_preempted(depth: int, steps: int, rows: int, host_blocks: int):
-    """Also while its step is in flight, whose candidates count: it then waits for its search, not for blocks."""
-    host = roomy(depth, max_num_seqs=rows, max_logprobs=12, swap_space_gib=host_blocks / 1024, swap_min_tokens=0)
+    """Also while its step is in flight, whose candidates count: it then waits for its search, not
+    for blocks.
+    """
+    host = roomy(
+        depth,
+        max_num_seqs=rows,
+        max_logprobs=12,
+        swap_space_gib=host_blocks / 1024,
+        swap_min_tokens=0,
+    )
     search = host.add_beams(prompt(6), 3, 8)
     for _ in range(steps):
         host.step()
@@ -294,7 +355,9 @@ def test_a_search_that_cannot_fit_fails_alone(depth: int):
     huge, small = host.add_beams(prompt(11), 2, 8), host.add_beams(prompt(4), 2, 5)
     host.run()
     for failed in (search, huge):
-        assert isinstance(failed.error, CapacityError) and all(seq.error for seq in failed.sequences)
+        assert isinstance(failed.error, CapacityError) and all(
+            seq.error for seq in failed.sequences
+        )
         assert all(h.finish_reason in ("error", "stop") for h in failed.results())
     assert other.num_generated == 6 and small.error is None and len(small.results()) == 2
 
@@ -317,7 +380,9 @@ def preempted(host: Host, *seqs: Sequence) -> list[int]:
 
 
 def test_swapped_out_and_in(depth: int):
-    """All KV that was written comes back: one token is computed where recomputing takes the whole sequence."""
+    """All KV that was written comes back: one token is computed where recomputing takes the whole
+    sequence.
+    """
     host, other = swapping(depth), swapping(depth, host_blocks=0)
     seqs = [h.add(prompt(10)) for h in (host, other)]
     for h in (host, other):
@@ -332,13 +397,24 @@ def test_swapped_out_and_in(depth: int):
     (swapped,), (again,) = prefills(host)[-1], prefills(other)[-1]
     assert swapped == (again[1] - 1, again[1]) and again[0] == 0
     stats = host.engine.stats
-    assert (stats.swap_out_bytes, stats.swap_in_bytes, stats.preemptions) == (4 * MIB, 4 * MIB, {"swapped": 1})
-    assert (other.engine.stats.swap_out_bytes, other.engine.stats.preemptions) == (0, {"recomputed": 1})
-    assert seqs[0].token_ids == seqs[1].token_ids and host.engine.report()["host_blocks_in_use"] == 0
+    assert (stats.swap_out_bytes, stats.swap_in_bytes, stats.preemptions) == (
+        4 * MIB,
+        4 * MIB,
+        {"swapped": 1},
+    )
+    assert (other.engine.stats.swap_out_bytes, other.engine.stats.preemptions) == (
+        0,
+        {"recomputed": 1},
+    )
+    assert (
+        seqs[0].token_ids == seqs[1].token_ids and host.engine.report()["host_blocks_in_use"] == 0
+    )
 
 
 def test_the_cache_comes_before_the_host(depth: int):
-    """Blocks that the cache still holds are not written again; only the tail comes back from the host."""
+    """Blocks that the cache still holds are not written again; only the tail comes back from the
+    host.
+    """
     host = swapping(depth, enable_prefix_caching=True)
     plans = watch(host)
     seq = host.add(prompt(18))
@@ -351,7 +427,9 @@ def test_the_cache_comes_before_the_host(depth: int):
 
 
 def test_a_full_host_falls_back_to_recomputing(depth: int):
-    """3 blocks are kept as 4, which is how many a move is compiled for: the second finds 1 of 5 left."""
+    """3 blocks are kept as 4, which is how many a move is compiled for: the second finds 1 of 5
+    left.
+    """
     host = swapping(depth, host_blocks=5)
     seqs = [host.add(prompt(9, seed)) for seed in range(2)]
     for _ in range(2):
@@ -376,7 +454,9 @@ def test_short_sequences_are_recomputed(least: int, kind: str):
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_swapped_sequence_is_aborted(depth: int, moved: bool):
-    """Whether its KV has left the pool yet or not; another keeps the row so that it stays swapped."""
+    """Whether its KV has left the pool yet or not; another keeps the row so that it stays
+    swapped.
+    """
     host = swapping(depth, max_num_seqs=1)
     seq = host.add(prompt(10))
     for _ in range(2):
@@ -386,7 +466,10 @@ def test_a_swapped_sequence_is_aborted(depth: int, moved: bool):
     host.engine.scheduler.waiting.move_to_end(first, last=False)
     for _ in range(2 * moved):
         host.step()
-    assert host.engine.scheduler.free_host_blocks == 12 and (host.engine.stats.swap_out_bytes > 0) == moved
+    assert (
+        host.engine.scheduler.free_host_blocks == 12
+        and (host.engine.stats.swap_out_bytes > 0) == moved
+    )
     host.engine.abort(seq.request_id)
     assert host.engine.scheduler.free_host_blocks == 16
     host.run()
@@ -406,7 +489,9 @@ def test_a_reset_drops_what_is_on_the_host(depth: int):
 
 
 def test_nothing_from_before_a_reset_is_found_by_a_copy(depth: int):
-    """A fork's copy of a half-written block holds what was computed before the reset, as its source does."""
+    """A fork's copy of a half-written block holds what was computed before the reset, as its source
+    does.
+    """
     host = roomy(depth)
     seqs = host.add_samples(prompt(3), 3)
     host.step()
@@ -435,7 +520,9 @@ def test_what_is_preempted_after_a_reset_is_computed_again(depth: int, n: int):
 
 
 def test_least_recently_freed_is_reused_first(depth: int):
-    """12 blocks hold two ended prompts of 4 blocks and what a third one takes: all from the one that ended first."""
+    """12 blocks hold two ended prompts of 4 blocks and what a third one takes: all from the one
+    that ended first.
+    """
     host = Host(depth, num_blocks=12)
     for seed in range(2):
         host.generate(prompt(16, seed), max_tokens=1)
@@ -445,7 +532,9 @@ def test_least_recently_freed_is_reused_first(depth: int):
 
 
 def test_blocks_that_nothing_can_find_go_first(depth: int):
-    """Ended sequences leave open tails: a later request takes those, though they were freed after the cached ones."""
+    """Ended sequences leave open tails: a later request takes those, though they were freed after
+    the cached ones.
+    """
     host = Host(depth, num_blocks=12)
     for seed in range(4):  # two closed blocks and a tail each
         host.generate(prompt(10, seed), max_tokens=1)
@@ -456,10 +545,14 @@ def test_blocks_that_nothing_can_find_go_first(depth: int):
 def test_a_shared_prefix_outlives_its_tails(depth: int):
     """Freed last block first: under pressure the tails go, then the prefix from its end."""
     host = Host(depth, num_blocks=10)
-    host.generate([*prompt(8), *prompt(8, 1)], [*prompt(8), *prompt(8, 2)], max_tokens=1)  # 2 + 2 + 2 blocks, cached
+    host.generate(
+        [*prompt(8), *prompt(8, 1)], [*prompt(8), *prompt(8, 2)], max_tokens=1
+    )  # 2 + 2 + 2 blocks, cached
     left = []
     for seed in range(10, 14):
         host.generate(prompt(4 + 8 * (seed - 10), seed), max_tokens=1)
-        left.append([len(host.blocks.match(host.sequence([*prompt(8), *prompt(8, i), 1]))) for i in (1, 2)])
+        left.append(
+            [len(host.blocks.match(host.sequence([*prompt(8), *prompt(8, i), 1]))) for i in (1, 2)]
+        )
     assert left == sorted(left, reverse=True) and left[0] == [4, 4] and left[-1] == [0, 0]
     assert any(min(found) > 0 and max(found) < 4 for found in left)

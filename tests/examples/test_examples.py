@@ -41,7 +41,9 @@ def test_grpo_reward(example: Any, prompt: str, completion: str, expected: float
 
 @pytest.mark.train
 def test_grpo(example: Any, tmp_path: Path) -> None:
-    """A few updates: records, no compile once warm, a plot; that the reward rises is the slow test's."""
+    """A few updates: records, no compile once warm, a plot; that the reward rises is the slow
+    test's.
+    """
     grpo = example("grpo")
     history = grpo.train(grpo.Settings(updates=4, samples=2, max_tokens=6))
     assert [record["update"] for record in history] == [0, 1, 2, 3]
@@ -55,7 +57,9 @@ def test_grpo(example: Any, tmp_path: Path) -> None:
 @pytest.mark.train
 def test_grpo_learns(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     history = example("grpo").main(["--updates", "30", "--json", str(tmp_path / "run.jsonl")])
-    rewards = [json.loads(line)["reward"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    rewards = [
+        json.loads(line)["reward"] for line in (tmp_path / "run.jsonl").read_text().splitlines()
+    ]
     assert rewards == [record["reward"] for record in history]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15
     assert "mean reward of the first" in capsys.readouterr().out
@@ -72,9 +76,15 @@ def test_best_of_n(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tree_search(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tree = example("tree_search")
-    assert tree.is_prefix("def f(x):\n") and tree.is_prefix("if x:\n    y = 1\n") and not tree.is_prefix("if (x:\n")
+    assert (
+        tree.is_prefix("def f(x):\n")
+        and tree.is_prefix("if x:\n    y = 1\n")
+        and not tree.is_prefix("if (x:\n")
+    )
     found = tree.main(["--lines", "2", "--width", "4", "--expansions", "12"])
-    assert found and [node.score for node in found] == sorted((node.score for node in found), reverse=True)
+    assert found and [node.score for node in found] == sorted(
+        (node.score for node in found), reverse=True
+    )
     for node in found:
         assert node.text.startswith(tree.PROMPT) and node.lines >= 2 and tree.is_prefix(node.text)
     hits = int(capsys.readouterr().out.split("; ")[1].split("%")[0])
@@ -92,4 +102,6 @@ def test_quickstart_notebook() -> None:
             exec(compile(cell, f"cell {i}", "exec"), names)
     jpaged.release(compiled=True)
     assert "weight version 1 -> 2" in printed.getvalue()
-    assert names["arrays"]["completion_ids"].shape == (3, 16) and names["stats"]["decode_tokens"] > 0
+    assert (
+        names["arrays"]["completion_ids"].shape == (3, 16) and names["stats"]["decode_tokens"] > 0
+    )

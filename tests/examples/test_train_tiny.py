@@ -12,10 +12,16 @@ from jpaged.checkpoint.tokenizer import load_tokenizer
 
 
 @pytest.mark.train
-def test_check_mode_learns_and_its_folder_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_mode_learns_and_its_folder_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     loss = train_tiny.main(["--check", "--out", str(tmp_path)])
     out = capsys.readouterr().out
-    losses = [float(line.split("train loss")[1].split()[0]) for line in out.splitlines() if line.startswith("step")]
+    losses = [
+        float(line.split("train loss")[1].split()[0])
+        for line in out.splitlines()
+        if line.startswith("step")
+    ]
     uniform = np.log(train_tiny.CHECK.vocab)
     assert losses[-1] < losses[0] - 0.5 and losses[-1] < uniform - 1.0
     assert 0.5 < loss < uniform - 0.5
@@ -37,9 +43,13 @@ def test_held_out_files_are_not_trained_on() -> None:
 def test_chats_are_made_of_documented_functions() -> None:
     rng = train_tiny.random.Random(0)
     answer = 'def add(self, x):\n    """Add x to the list."""\n    self.x += x'
-    module = "class A:\n" + textwrap.indent(answer, "    ") + "\n\n    def bare(self):\n        pass\n"
+    module = (
+        "class A:\n" + textwrap.indent(answer, "    ") + "\n\n    def bare(self):\n        pass\n"
+    )
     (chat,) = train_tiny.chats([module], rng)
-    assert chat.startswith("<|im_start|>user\n") and "dd x to the list." in chat.split("<|im_end|>")[0]
+    assert (
+        chat.startswith("<|im_start|>user\n") and "dd x to the list." in chat.split("<|im_end|>")[0]
+    )
     assert chat.endswith(f"<|im_start|>assistant\n{answer}<|im_end|>\n")
 
 

@@ -1,9 +1,11 @@
-"""Tiny random models that transformers' answers are stored for: Hugging Face config dicts, nothing but data.
+"""Tiny random models that transformers' answers are stored for: Hugging Face config dicts, nothing
+but data.
 
-Between them: GQA ratios 1, 2, 4, 7; head_dim 32, 64, 80, 128; tied and untied embeddings; YaRN, llama3 and linear rope
-scaling; sliding windows on all layers, on some by `layer_types` and by `max_window_layers`; every bias there is;
-config.json's old spelling (`rope_theta`, `rope_scaling`, head_dim left out) and its new one (`rope_parameters`).
-Widths are odd on purpose: a swapped pair of dimensions must not fit.
+Between them: GQA ratios 1, 2, 4, 7; head_dim 32, 64, 80, 128; tied and untied embeddings; YaRN,
+llama3 and linear rope scaling; sliding windows on all layers, on some by `layer_types` and by
+`max_window_layers`; every bias there is; config.json's old spelling (`rope_theta`, `rope_scaling`,
+head_dim left out) and its new one (`rope_parameters`). Widths are odd on purpose: a swapped pair of
+dimensions must not fit.
 """
 
 from typing import Any
@@ -228,7 +230,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=24,
         rope_theta=10000.0,
         max_position_embeddings=4096,
-        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},  # beta_fast counts
+        rope_scaling={
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },  # beta_fast counts
         eos_token_id=159,
     ),
 }

@@ -1,5 +1,7 @@
-"""What lm-eval's models are asked in make_golden_lm_eval.py and in tests/clients/test_lm_eval.py: three local tasks and
-requests at the edges. Nothing here imports jpaged: the script runs beside torch."""
+"""What lm-eval's models are asked in make_golden_lm_eval.py and in tests/clients/test_lm_eval.py:
+three local tasks and requests at the edges. Nothing here imports jpaged: the script runs beside
+torch.
+"""
 
 import json
 from pathlib import Path
@@ -34,12 +36,15 @@ TASKS = ("jpaged_choice", "jpaged_text", "jpaged_complete")
 
 
 def write_tasks(folder: Path) -> list[str]:
-    """Writes the three tasks (YAML) and their documents (JSONL) into a folder; returns the tasks' names."""
+    """Writes the three tasks (YAML) and their documents (JSONL) into a folder; returns the tasks'
+    names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     bodies = {
         "jpaged_choice": (
             CHOICES,
-            "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{[a, b]}}'\ndoc_to_target: gold\n"
+            "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{[a, "
+            "b]}}'\ndoc_to_target: gold\n"
             "target_delimiter: ''\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n",
         ),
         "jpaged_text": (
@@ -50,13 +55,17 @@ def write_tasks(folder: Path) -> list[str]:
         "jpaged_complete": (
             [{"text": text, "answer": "self"} for text in CONTEXTS],
             "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{answer}}'\n"
-            f"generation_kwargs:\n  until: {json.dumps(STOP)}\n  do_sample: false\n  max_gen_toks: 12\n"
+            f"generation_kwargs:\n  until: {json.dumps(STOP)}\n  do_sample: false\n  "
+            "max_gen_toks: 12\n"
             "metric_list:\n  - metric: exact_match\n",
         ),
     }
     for name, (documents, body) in bodies.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-        head = f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\ntest_split: test\n"
+        head = (
+            f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+            f"{data}\ntest_split: test\n"
+        )
         (folder / f"{name}.yaml").write_text(head + body)
     return list(bodies)

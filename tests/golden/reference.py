@@ -19,7 +19,9 @@ class Prompt:
     """What transformers gave for one prompt; lists hold token ids."""
 
     token_ids: list[int]
-    positions: np.ndarray  # [R] int32: the prompt positions whose logits are stored, the last one among them
+    positions: (
+        np.ndarray
+    )  # [R] int32: the prompt positions whose logits are stored, the last one among them
     logits: np.ndarray  # [R, V] float32, from the float32 model
     logits_bf16: np.ndarray  # [R, V] float32, from the same model in bfloat16
     greedy: list[int]  # float32 greedy continuation; no end-of-sequence token in it
@@ -39,13 +41,19 @@ class Golden:
     versions: dict[str, str]
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The checkpoint's tensors, float32, exact in bfloat16 and float16 too; asserts that they are the same."""
+        """The checkpoint's tensors, float32, exact in bfloat16 and float16 too; asserts that they
+        are the same.
+        """
         tensors = state_dict(self.name, self.config)
-        assert checksum(tensors) == self.weights_sha256, f"{self.name}: run scripts/make_golden.py, its weights changed"
+        assert checksum(tensors) == self.weights_sha256, (
+            f"{self.name}: run scripts/make_golden.py, its weights changed"
+        )
         return tensors
 
     def write(self, folder: Path, dtype: str = "float32", shards: int = 1) -> Path:
-        """A Hugging Face folder (config.json, safetensors, an index for several shards); gives `folder`."""
+        """A Hugging Face folder (config.json, safetensors, an index for several shards); gives
+        `folder`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config | {"torch_dtype": dtype}))
         kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -77,7 +85,9 @@ class BeamCase:
     length_penalty: float
     early_stopping: bool | Literal["never"]
     eos_token_ids: list[int]  # of this case; the config's own do not count
-    beams: list[list[int]]  # completions, best first, as many as beam_width; one that met an eos ends with it
+    beams: list[
+        list[int]
+    ]  # completions, best first, as many as beam_width; one that met an eos ends with it
     scores: list[float]  # sum of log-probabilities / length ** length_penalty, of each beam
     gap: float  # least difference of log-probability that any choice on the way hung on
 
@@ -86,7 +96,9 @@ def load_beams() -> list[BeamCase]:
     """Every stored case of beam search; asserts that their models' weights are the same."""
     stored = json.loads((Path(__file__).parent / "beams.json").read_text())
     for name, expected in stored["weights_sha256"].items():
-        assert load(name).weights_sha256 == expected, f"run scripts/make_golden.py beams, the weights of {name} changed"
+        assert load(name).weights_sha256 == expected, (
+            f"run scripts/make_golden.py beams, the weights of {name} changed"
+        )
     return [BeamCase(**case) for case in stored["cases"]]
 
 
@@ -94,7 +106,9 @@ def load(name: str) -> Golden:
     """The stored reference of one of CONFIGS."""
     with np.load(Path(__file__).parent / f"{name}.npz", allow_pickle=False) as stored:
         meta = json.loads(str(stored["meta"]))
-        assert meta.pop("config") == CONFIGS[name], f"{name}: run scripts/make_golden.py, its config changed"
+        assert meta.pop("config") == CONFIGS[name], (
+            f"{name}: run scripts/make_golden.py, its config changed"
+        )
         prompts = [
             Prompt(
                 token_ids=stored[f"token_ids_{i}"].tolist(),

@@ -1,4 +1,6 @@
-"""The stored references are whole, belong to the weights that the tests make, and cover what they are said to cover."""
+"""The stored references are whole, belong to the weights that the tests make, and cover what they
+are said to cover.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import BeamCase, load, load_beams
 
@@ -21,7 +23,11 @@ def test_reference_is_whole(name: str) -> None:
         assert np.array_equal(tensor, tensor.astype(np.float16).astype(np.float32))
     assert golden.min_gap > 0.01
     for prompt in golden.prompts:
-        assert prompt.logits.shape == prompt.logits_bf16.shape == (len(prompt.positions), config.vocab_size)
+        assert (
+            prompt.logits.shape
+            == prompt.logits_bf16.shape
+            == (len(prompt.positions), config.vocab_size)
+        )
         assert prompt.positions[-1] == len(prompt.token_ids) - 1
         assert prompt.logits[-1].argmax() == prompt.greedy[0]
         assert len(prompt.greedy) == 24 and not set(prompt.greedy) & set(config.eos_token_ids)
@@ -35,7 +41,12 @@ def test_configs_cover_the_families() -> None:
     assert {c.group_size for c in configs} == {1, 2, 4, 7}
     assert {c.head_dim for c in configs} == {32, 64, 80, 128}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
-    assert {c.rope_scaling.kind if c.rope_scaling else None for c in configs} == {None, "linear", "llama3", "yarn"}
+    assert {c.rope_scaling.kind if c.rope_scaling else None for c in configs} == {
+        None,
+        "linear",
+        "llama3",
+        "yarn",
+    }
     assert any(None in c.sliding_windows and any(c.sliding_windows) for c in configs)
     longest = max(len(prompt.token_ids) for prompt in load("qwen3_g2_d32_tied").prompts)
     assert all(window < longest for c in configs for window in c.sliding_windows if window)
@@ -51,7 +62,11 @@ def test_beams_are_whole() -> None:
         assert len(set(map(tuple, case.beams))) == case.beam_width
         for beam, score in zip(case.beams, case.scores, strict=True):
             ends = [i for i, token in enumerate(beam) if token in case.eos_token_ids]
-            assert ends == [len(beam) - 1] if len(beam) < case.max_tokens else len(beam) == case.max_tokens
+            assert (
+                ends == [len(beam) - 1]
+                if len(beam) < case.max_tokens
+                else len(beam) == case.max_tokens
+            )
             assert not ends or ends == [len(beam) - 1]
             assert score < 0 and all(0 <= token < golden.config["vocab_size"] for token in beam)
 
@@ -63,7 +78,9 @@ def test_beams_cover_the_settings() -> None:
     assert {str(case.early_stopping) for case in cases} == {"True", "False", "never"}
     assert {len(case.prompt) for case in cases} == {5, 40}
     assert {len(case.eos_token_ids) for case in cases} == {1, 2}
-    assert min(case.max_tokens for case in cases) == 8 and max(case.max_tokens for case in cases) == 24
+    assert (
+        min(case.max_tokens for case in cases) == 8 and max(case.max_tokens for case in cases) == 24
+    )
     assert any(any(ModelConfig.from_hf(CONFIGS[case.config]).sliding_windows) for case in cases)
     for case in cases:
         assert len({len(beam) for beam in case.beams}) > 1 or case.beam_width == 1
@@ -72,14 +89,27 @@ def test_beams_cover_the_settings() -> None:
 
 
 def test_beams_tell_the_kinds_of_early_stopping_apart() -> None:
-    """In each model there is a search that gives other beams under True, under False and under "never"."""
+    """In each model there is a search that gives other beams under True, under False and under
+    "never".
+    """
     searches: dict[str, list[BeamCase]] = {}
     for case in load_beams():
-        key = (case.config, case.prompt, case.beam_width, case.max_tokens, case.length_penalty, case.eos_token_ids)
+        key = (
+            case.config,
+            case.prompt,
+            case.beam_width,
+            case.max_tokens,
+            case.length_penalty,
+            case.eos_token_ids,
+        )
         searches.setdefault(json.dumps(key), []).append(case)
     apart = set()
     for same in searches.values():
-        if len({json.dumps(case.beams) for case in same}) == len({str(case.early_stopping) for case in same}) == 3:
+        if (
+            len({json.dumps(case.beams) for case in same})
+            == len({str(case.early_stopping) for case in same})
+            == 3
+        ):
             apart.add(same[0].config)
     assert apart == {case.config for case in load_beams()}
 

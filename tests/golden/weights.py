@@ -1,7 +1,9 @@
-"""Weights of the tiny models, made from their names alone: the same in every environment, with numpy and nothing else.
+"""Weights of the tiny models, made from their names alone: the same in every environment, with
+numpy and nothing else.
 
-Bytes of SHAKE-128 rather than a random generator: numpy's streams may change between versions, a hash may not. Every
-value is exact in float32, bfloat16 and float16, so one reference holds for a checkpoint stored in any of them.
+Bytes of SHAKE-128 rather than a random generator: numpy's streams may change between versions, a
+hash may not. Every value is exact in float32, bfloat16 and float16, so one reference holds for a
+checkpoint stored in any of them.
 """
 
 import hashlib
@@ -12,7 +14,9 @@ import numpy as np
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config dict."""
+    """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config
+    dict.
+    """
     family, e, f = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
@@ -35,12 +39,16 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
         shapes[layer + "mlp.gate_proj.weight"] = shapes[layer + "mlp.up_proj.weight"] = (f, e)
         shapes[layer + "mlp.down_proj.weight"] = (e, f)
-        shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (e,)
+        shapes[layer + "input_layernorm.weight"] = shapes[
+            layer + "post_attention_layernorm.weight"
+        ] = (e,)
     return shapes
 
 
 def noise(key: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float64 of mean 0, deviation 1 and a bell's shape: four bytes of a hash of `key`, summed, for each value."""
+    """float64 of mean 0, deviation 1 and a bell's shape: four bytes of a hash of `key`, summed, for
+    each value.
+    """
     n = int(np.prod(shape))
     stream = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * n), np.uint8)
     centred = stream.reshape(n, 4).sum(axis=1, dtype=np.int64) - 510
@@ -50,10 +58,14 @@ def noise(key: str, shape: tuple[int, ...]) -> np.ndarray:
 def state_dict(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Every tensor of the model called `name`, float32.
 
-    Norm scales and biases are random too, so that each parameter shows in the logits. Queries and keys are scaled up so
-    that attention is far from uniform: then one token dropped, or one angle off, moves the logits.
+    Norm scales and biases are random too, so that each parameter shows in the logits. Queries and
+    keys are scaled up so that attention is far from uniform: then one token dropped, or one angle
+    off, moves the logits.
     """
-    return {k: _round(_scaled(k, noise(f"{name}/{k}", shape), config)) for k, shape in tensor_shapes(config).items()}
+    return {
+        k: _round(_scaled(k, noise(f"{name}/{k}", shape), config))
+        for k, shape in tensor_shapes(config).items()
+    }
 
 
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
@@ -64,17 +76,27 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         return 0.4 * x
     if key == "model.embed_tokens.weight":
         return x * (3.0 / np.sqrt(x.shape[1]) if config["tie_word_embeddings"] else 1.0)
-    gain = 3.0 if key == "lm_head.weight" else 1.4 if key.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+    gain = (
+        3.0
+        if key == "lm_head.weight"
+        else 1.4
+        if key.endswith(("q_proj.weight", "k_proj.weight"))
+        else 1.0
+    )
     if config["tie_word_embeddings"] and key.endswith(("o_proj.weight", "down_proj.weight")):
         gain = 2.0  # else the input embedding rules the residual, and each token predicts itself
     return x * (gain / np.sqrt(x.shape[1]))
 
 
 def _round(x: np.ndarray) -> np.ndarray:
-    """To eight significant bits and multiples of 2**-24: bfloat16's precision within float16's range, as float32."""
+    """To eight significant bits and multiples of 2**-24: bfloat16's precision within float16's
+    range, as float32.
+    """
     bits = x.astype(np.float32).view(np.uint32)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)  # nearest, ties to even
-    return (np.round(bits.view(np.float32) * np.float32(2**24)) * np.float32(2**-24)).astype(np.float32)
+    return (np.round(bits.view(np.float32) * np.float32(2**24)) * np.float32(2**-24)).astype(
+        np.float32
+    )
 
 
 def checksum(tensors: Mapping[str, np.ndarray]) -> str:

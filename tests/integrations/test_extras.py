@@ -8,9 +8,14 @@ import pytest
 
 @pytest.mark.parametrize(
     ("name", "package", "module"),
-    [("tunix", "google-tunix", "tunix.generate.tokenizer_adapter"), ("lm_eval", "lm-eval", "lm_eval.api.model")],
+    [
+        ("tunix", "google-tunix", "tunix.generate.tokenizer_adapter"),
+        ("lm_eval", "lm-eval", "lm_eval.api.model"),
+    ],
 )
-def test_a_missing_package_is_named(name: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named(
+    name: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delitem(sys.modules, f"jpaged.integrations.{name}", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"needs {package}: pip install 'jpaged\[clients\]'"):

@@ -1,7 +1,8 @@
 """Lowering and compiling the Mosaic GPU kernels for Hopper on a machine without one.
 
-Lowering needs jax alone. Compiling needs the CUDA plugin's packages and a ptxas, not a device. As a program, with
-MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles all of KERNELS and prints what each takes.
+Lowering needs jax alone. Compiling needs the CUDA plugin's packages and a ptxas, not a device. As a
+program, with MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles all of KERNELS and prints what
+each takes.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.paged_attention import mosaic_gpu
 
-# An H200 as XLA describes it (GpuTargetConfigProto): what a compiler may know of a device that is not there.
+# An H200 as XLA describes it (GpuTargetConfigProto): what a compiler may know of a device that is
+# not there.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -84,10 +86,17 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
 
 
 def kernel(name: str) -> tuple[Any, ...]:
-    """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000 blocks."""
+    """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000
+    blocks.
+    """
     D, P, H, K, options = KERNELS[name]
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
-    tables = (shape((4 * 1000, P, 2 * K, D), jnp.bfloat16), shape((), i32), shape((32, 32), i32), shape((32,), i32))
+    tables = (
+        shape((4 * 1000, P, 2 * K, D), jnp.bfloat16),
+        shape((), i32),
+        shape((32, 32), i32),
+        shape((32,), i32),
+    )
     options = options | {"num_layers": 4, "scale": D**-0.5, "interpret": False}
     if name.startswith("decode"):
         function = functools.partial(mosaic_gpu.paged_attention_decode, **options)
@@ -98,7 +107,9 @@ def kernel(name: str) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a compiled kernel takes: registers a thread, bytes of spills and of shared memory, seconds to compile."""
+    """What a compiled kernel takes: registers a thread, bytes of spills and of shared memory,
+    seconds to compile.
+    """
 
     registers: int
     spills: int
@@ -113,7 +124,9 @@ H200 = ("NVIDIA H200", 132)
 def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
     """Lowering inside takes the target for a device of that name and number of cores."""
     abstract_device = jax.sharding.AbstractDevice(*device, "gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract_device)):
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=abstract_device)
+    ):
         yield
 
 
@@ -126,21 +139,27 @@ def lower(function: Callable[..., Any], *args: Any, device: tuple[str, int] = H2
 def missing() -> str | None:
     """Why nothing can be compiled here, or None."""
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        return "no CUDA plugin: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, at jax's version"
+        return (
+            "no CUDA plugin: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, at "
+            "jax's version"
+        )
     if shutil.which("ptxas") is None:
         return "no ptxas on PATH: it comes with CUDA's toolkit"
     return None
 
 
 def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Resources:
-    """Compiles a function that holds one Mosaic kernel for sm_90a and reads what the dump says of it.
+    """Compiles a function that holds one Mosaic kernel for sm_90a and reads what the dump says of
+    it.
 
     MOSAIC_GPU_DUMP_TO has to name the folder `dump` since before jax was imported.
     """
     assert os.environ.get("MOSAIC_GPU_DUMP_TO") == str(dump)
     for file in dump.iterdir():
         file.unlink()
-    topology = topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=TARGET)
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", topology="1x1x1", target_config=TARGET
+    )
     sharding = SingleDeviceSharding(topology.devices[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     start = time.perf_counter()

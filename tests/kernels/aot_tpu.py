@@ -1,7 +1,8 @@
 """Lowering and compiling for a TPU that is not there.
 
-Lowering needs jax alone. A compile needs libtpu, which runs in a process of its own: `python -m tests.kernels.aot_tpu
-v5e:2x2` compiles every program below for that chip and prints one JSON line for each.
+Lowering needs jax alone. A compile needs libtpu, which runs in a process of its own: `python -m
+tests.kernels.aot_tpu v5e:2x2` compiles every program below for that chip and prints one JSON line
+for each.
 """
 
 import dataclasses
@@ -34,7 +35,9 @@ CHIPS = ("v5e:2x2", "v6e:2x2")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Write, then attend, in each of a few layers, for K KV heads of G query heads each; decode has T = S."""
+    """Write, then attend, in each of a few layers, for K KV heads of G query heads each; decode has
+    T = S.
+    """
 
     name: str
     T: int
@@ -44,7 +47,9 @@ class Program:
     P: int = 64
     S: int = 16
     M: int = 8
-    N: int = 700  # 700 blocks of 64: a pool that does not fit in VMEM, where XLA would keep a small one
+    N: int = (
+        700  # 700 blocks of 64: a pool that does not fit in VMEM, where XLA would keep a small one
+    )
     dtype: Any = jnp.bfloat16
     donate: bool = True
     kernel: str = "own"
@@ -77,43 +82,71 @@ PROGRAMS = (
 
 
 def step(program: Program) -> Callable[..., Any]:
-    """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts, starts."""
+    """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts,
+    starts.
+    """
     options = {"num_layers": LAYERS, "scale": 0.1, "num_kv_heads": program.K, "interpret": False}
 
-    def run(pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array) -> tuple[Array, Array]:
+    def run(
+        pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array
+    ) -> tuple[Array, Array]:
         def run_layer(layer: Array | int, state: tuple[Array, Array]) -> tuple[Array, Array]:
             pool, x = state
             pool = write_kv(pool, layer, tpu.to_pool(kv_T2KD), slots_T, num_layers=LAYERS)
             if program.T == program.S:
-                o = tpu.paged_attention_decode(x, pool, layer, *rows[:2], kernel=program.kernel, **options)
+                o = tpu.paged_attention_decode(
+                    x, pool, layer, *rows[:2], kernel=program.kernel, **options
+                )
             else:
                 o = tpu.paged_attention(x, pool, layer, *rows, kernel=program.kernel, **options)
             return pool, x + o
 
         if program.loop:
             return jax.lax.fori_loop(0, LAYERS, run_layer, (pool, q_THD))
-        return functools.reduce(lambda state, layer: run_layer(layer, state), range(LAYERS), (pool, q_THD))
+        return functools.reduce(
+            lambda state, layer: run_layer(layer, state), range(LAYERS), (pool, q_THD)
+        )
 
     return run
 
 
 def arguments(program: Program, sharding: Any = None) -> Iterator[jax.ShapeDtypeStruct]:
-    T, K, G, D, S, M, i32 = program.T, program.K, program.G, program.D, program.S, program.M, jnp.int32
+    T, K, G, D, S, M, i32 = (
+        program.T,
+        program.K,
+        program.G,
+        program.D,
+        program.S,
+        program.M,
+        jnp.int32,
+    )
     floats = (program.pool, (T, K * G, D), (T, 2 * K, D))
     yield from (jax.ShapeDtypeStruct(shape, program.dtype, sharding=sharding) for shape in floats)
-    yield from (jax.ShapeDtypeStruct(shape, i32, sharding=sharding) for shape in ((T,), (S, M), (S,), (S + 1,)))
+    yield from (
+        jax.ShapeDtypeStruct(shape, i32, sharding=sharding)
+        for shape in ((T,), (S, M), (S,), (S + 1,))
+    )
 
 
 def lower(program: Program) -> str:
     """StableHLO of the program for TPU, the kernels in it lowered to Mosaic."""
     device = AbstractDevice("TPU v5 lite", 1, "tpu")  # jax's own kernel asks
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return jax.jit(step(program)).trace(*arguments(program)).lower(lowering_platforms=("tpu",)).as_text()
+        return (
+            jax.jit(step(program))
+            .trace(*arguments(program))
+            .lower(lowering_platforms=("tpu",))
+            .as_text()
+        )
 
 
 def without_libtpu() -> str | None:
     """Why nothing can be compiled here, or None."""
-    return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
+    return (
+        None
+        if importlib.util.find_spec("libtpu")
+        else "libtpu is not installed: pip install libtpu"
+    )
 
 
 def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
@@ -121,7 +154,13 @@ def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.kernels.aot_tpu", chip]
     root = Path(__file__).parents[2]
     run = subprocess.run(
-        command, cwd=root, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=root,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     results = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
@@ -137,7 +176,10 @@ def main(chip: str) -> None:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             args = arguments(program, NamedSharding(mesh, PartitionSpec()))
             compiled = (
-                jax.jit(step(program), donate_argnums=(0,) if program.donate else ()).trace(*args).lower().compile()
+                jax.jit(step(program), donate_argnums=(0,) if program.donate else ())
+                .trace(*args)
+                .lower()
+                .compile()
             )
         hlo, memory = compiled.as_text(), compiled.memory_analysis()
         assert hlo is not None and memory is not None

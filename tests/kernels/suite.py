@@ -1,4 +1,6 @@
-"""The tests that every implementation of paged attention inherits, the checks that they make, and a case's inputs."""
+"""The tests that every implementation of paged attention inherits, the checks that they make, and a
+case's inputs.
+"""
 
 import contextlib
 import dataclasses
@@ -37,12 +39,16 @@ class Inputs:
         return args if self.query_starts is None else (*args, self.query_starts)
 
 
-def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: bool = True, seed: int = 0) -> Inputs:
-    """Inputs of a case: block ids permuted, block 0 used by nobody, NaN (if `poison`) in every slot that no query sees.
+def build(
+    case: Case, *, values: Literal["random", "coded"] = "random", poison: bool = True, seed: int = 0
+) -> Inputs:
+    """Inputs of a case: block ids permuted, block 0 used by nobody, NaN (if `poison`) in every slot
+    that no query sees.
 
-    values: "random" is standard normal. "coded" has q = 0, so that a query weighs all that it sees equally, and for the
-    token at position t the value vector that is one at t % D and zero elsewhere: what comes out is a histogram of the
-    positions seen, in which a single dropped, doubled or added token shows.
+    values: "random" is standard normal. "coded" has q = 0, so that a query weighs all that it sees
+    equally, and for the token at position t the value vector that is one at t % D and zero
+    elsewhere: what comes out is a histogram of the positions seen, in which a single dropped,
+    doubled or added token shows.
     """
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
@@ -52,9 +58,15 @@ def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: 
     ids = rng.permutation(np.arange(1, N))
     table = np.zeros((len(blocks), max(1, *blocks) + case.extra_blocks), np.int32)
     pool = np.full((case.num_layers * N, P, 2 * K, D), np.nan if poison else 0.0, np.float32)
-    for row, (context, queries, used) in enumerate(zip(case.contexts, case.query_lens, blocks, strict=True)):
+    for row, (context, queries, used) in enumerate(
+        zip(case.contexts, case.query_lens, blocks, strict=True)
+    ):
         table[row, :used], ids = ids[:used], ids[used:]
-        first = 0 if case.sliding_window is None else max(0, context - queries + 1 - case.sliding_window)
+        first = (
+            0
+            if case.sliding_window is None
+            else max(0, context - queries + 1 - case.sliding_window)
+        )
         seen = np.arange(first if queries else context, context)
         kv = rng.standard_normal((len(seen), 2 * K, D), np.float32)
         if values == "coded":
@@ -66,17 +78,25 @@ def build(case: Case, *, values: Literal["random", "coded"] = "random", poison: 
         tokens = int(starts[-1]) + case.extra_tokens
     q = rng.standard_normal((tokens, case.H, D), np.float32)
     q = (q if values == "random" else 0 * q).astype(dtype)
-    return Inputs(q, pool.astype(dtype), case.layer, table, np.asarray(case.contexts, np.int32), starts)
+    return Inputs(
+        q, pool.astype(dtype), case.layer, table, np.asarray(case.contexts, np.int32), starts
+    )
 
 
 def call(implementation: Any, case: Case, inputs: Inputs, **options: Any) -> Any:
-    """The case's entry point of an implementation (a module or any object with the two functions)."""
+    """The case's entry point of an implementation (a module or any object with the two
+    functions).
+    """
     name = "paged_attention_decode" if case.queries is None else "paged_attention"
     return getattr(implementation, name)(*inputs.args, **case.options, **options)
 
 
-def check(implementation: Any, case: Case, values: Literal["random", "coded"] = "random", **options: Any) -> None:
-    """Hold one call to the float64 reference: f32 to 1e-5, others to twice the reference's own error in that dtype."""
+def check(
+    implementation: Any, case: Case, values: Literal["random", "coded"] = "random", **options: Any
+) -> None:
+    """Hold one call to the float64 reference: f32 to 1e-5, others to twice the reference's own
+    error in that dtype.
+    """
     inputs = build(case, values=values)
     exact = call(reference, case, inputs, exact=True)
     assert np.isfinite(exact).all()
@@ -87,12 +107,18 @@ def check(implementation: Any, case: Case, values: Literal["random", "coded"] = 
         tolerance = 2 * _error(call(reference, case, inputs), exact)
         assert tolerance < 0.05
     assert _error(result, exact) <= tolerance  # false for NaN
-    padding = inputs.context_lens == 0 if inputs.query_starts is None else slice(inputs.query_starts[-1], None)
+    padding = (
+        inputs.context_lens == 0
+        if inputs.query_starts is None
+        else slice(inputs.query_starts[-1], None)
+    )
     assert not np.asarray(result)[padding].any()
 
 
 def check_bits_in_any_batch(implementation: Any, **shape: Any) -> None:
-    """Whole, in chunks, alone or among others (at one padded shape): what deterministic serving will rest on."""
+    """Whole, in chunks, alone or among others (at one padded shape): what deterministic serving
+    will rest on.
+    """
     T, S, contexts = 160, 4, (120, 90)
     case = Case(name="batches", contexts=contexts, queries=contexts, P=16, **shape)
     inputs = build(case, poison=False)
@@ -100,20 +126,32 @@ def check_bits_in_any_batch(implementation: Any, **shape: Any) -> None:
 
     def run(*rows: tuple[int, int, int]) -> dict[tuple[int, int], np.ndarray]:
         """rows: (row, context, queries). Results by (row, position)."""
-        asked = [(row, p) for row, context, queries in rows for p in range(context - queries, context)]
+        asked = [
+            (row, p) for row, context, queries in rows for p in range(context - queries, context)
+        ]
         q = np.zeros((T, case.H, case.D), inputs.q.dtype)
         q[: len(asked)] = [inputs.q[first[row] + p] for row, p in asked]
         batch = dataclasses.replace(
             inputs,
             q=q,
-            block_table=np.stack([inputs.block_table[rows[i][0] if i < len(rows) else 0] for i in range(S)]),
-            context_lens=np.array([context for _, context, _ in rows] + [0] * (S - len(rows)), np.int32),
-            query_starts=np.cumsum([0, *(n for *_, n in rows), *[0] * (S - len(rows))]).astype(np.int32),
+            block_table=np.stack(
+                [inputs.block_table[rows[i][0] if i < len(rows) else 0] for i in range(S)]
+            ),
+            context_lens=np.array(
+                [context for _, context, _ in rows] + [0] * (S - len(rows)), np.int32
+            ),
+            query_starts=np.cumsum([0, *(n for *_, n in rows), *[0] * (S - len(rows))]).astype(
+                np.int32
+            ),
         )
         return dict(zip(asked, np.asarray(call(implementation, case, batch)), strict=False))
 
     whole = run((0, 120, 120))
-    for other in (run((1, 90, 90), (0, 120, 37)), run((0, 120, 1), (1, 60, 3)), run((0, 70, 70), (1, 90, 5))):
+    for other in (
+        run((1, 90, 90), (0, 120, 37)),
+        run((0, 120, 1), (1, 60, 3)),
+        run((0, 70, 70), (1, 90, 5)),
+    ):
         shared = whole.keys() & other.keys()
         assert shared and all(np.array_equal(whole[k], other[k]) for k in shared)
 
@@ -124,7 +162,9 @@ def _error(result: Any, exact: np.ndarray) -> float:
 
 @contextlib.contextmanager
 def bounded(request: pytest.FixtureRequest, seconds: float) -> Iterator[None]:
-    """Ends the process after so many seconds: nothing else ends an interpreted kernel that waits for ever."""
+    """Ends the process after so many seconds: nothing else ends an interpreted kernel that waits
+    for ever.
+    """
     stderr = request.config.stash.get(fault_handler_stderr_fd_key, 2)  # past pytest's capture
     faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
     yield
@@ -132,10 +172,12 @@ def bounded(request: pytest.FixtureRequest, seconds: float) -> Iterator[None]:
 
 
 class PagedAttentionSuite:
-    """Subclass with `implementation` (anything that has the two functions), and with what else differs.
+    """Subclass with `implementation` (anything that has the two functions), and with what else
+    differs.
 
-    cases: held to the reference. coded_cases: again, with values that tell positions apart. plain_cases: a decode and a
-    prefill, for what depends on no shape. plain_splits: of that decode's context, where their number has to be fixed.
+    cases: held to the reference. coded_cases: again, with values that tell positions apart.
+    plain_cases: a decode and a prefill, for what depends on no shape. plain_splits: of that
+    decode's context, where their number has to be fixed.
     """
 
     implementation: Any
@@ -146,7 +188,11 @@ class PagedAttentionSuite:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         coded = self.cases if self.coded_cases is None else self.coded_cases
-        for name, cases in (("case", self.cases), ("coded_case", coded), ("plain_case", self.plain_cases)):
+        for name, cases in (
+            ("case", self.cases),
+            ("coded_case", coded),
+            ("plain_case", self.plain_cases),
+        ):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, cases, ids=str)
 
@@ -158,15 +204,25 @@ class PagedAttentionSuite:
 
     def test_layer_may_be_traced_and_the_table_wide(self, plain_case: Case) -> None:
         inputs = build(plain_case)
-        options = {"splits": self.plain_splits} if plain_case.queries is None and self.plain_splits else {}
+        options = (
+            {"splits": self.plain_splits}
+            if plain_case.queries is None and self.plain_splits
+            else {}
+        )
 
-        def run(layer: jax.Array, q: jax.Array, pool: jax.Array, table: jax.Array, *rest: jax.Array) -> jax.Array:
+        def run(
+            layer: jax.Array, q: jax.Array, pool: jax.Array, table: jax.Array, *rest: jax.Array
+        ) -> jax.Array:
             names = ("context_lens", "query_starts")
             traced: Any = {"q": q, "pool": pool, "layer": layer, "block_table": table}
             traced |= dict(zip(names, rest, strict=False))
-            return call(self.implementation, plain_case, dataclasses.replace(inputs, **traced), **options)
+            return call(
+                self.implementation, plain_case, dataclasses.replace(inputs, **traced), **options
+            )
 
-        wide = dataclasses.replace(inputs, block_table=np.pad(inputs.block_table, ((0, 0), (0, 50))))
+        wide = dataclasses.replace(
+            inputs, block_table=np.pad(inputs.block_table, ((0, 0), (0, 50)))
+        )
         arrays = [jnp.asarray(x) for x in wide.args if isinstance(x, np.ndarray)]
         result = jax.jit(run)(jnp.int32(plain_case.layer), *arrays)
         assert np.array_equal(result, call(self.implementation, plain_case, inputs, **options))

@@ -13,16 +13,41 @@ from kernels_cpu.linear import linear, supported
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+pytestmark = pytest.mark.skipif(
+    unavailable() is not None, reason=f"the CPU kernels: {unavailable()}"
+)
 
-# What its own paths add: rows enough that heads go together, groups that are no multiple of a register tile, head
-# dimensions of more than one, one tile after another of which the next row's is fetched ahead.
+# What its own paths add: rows enough that heads go together, groups that are no multiple of a
+# register tile, head dimensions of more than one, one tile after another of which the next row's is
+# fetched ahead.
 OWN = (
-    Case(name="decode_many_rows_g5", contexts=tuple(37 * i % 190 for i in range(40)), P=16, H=20, K=4, D=96),
-    Case(name="decode_many_rows_g3_window", contexts=tuple(range(1, 700, 29)), P=64, H=6, D=64, sliding_window=130),
+    Case(
+        name="decode_many_rows_g5",
+        contexts=tuple(37 * i % 190 for i in range(40)),
+        P=16,
+        H=20,
+        K=4,
+        D=96,
+    ),
+    Case(
+        name="decode_many_rows_g3_window",
+        contexts=tuple(range(1, 700, 29)),
+        P=64,
+        H=6,
+        D=64,
+        sliding_window=130,
+    ),
     Case(name="decode_skewed", contexts=(3, 0, 0, 2000, 0, 1, 0, 65), P=16, num_layers=1, layer=0),
     Case(name="prefill_g50", contexts=(70, 130), queries=(3, 130), H=50, K=1),
-    Case(name="prefill_g5", contexts=(90, 0, 300), queries=(90, 0, 211), P=64, H=10, D=96, sliding_window=100),
+    Case(
+        name="prefill_g5",
+        contexts=(90, 0, 300),
+        queries=(90, 0, 211),
+        P=64,
+        H=10,
+        D=96,
+        sliding_window=100,
+    ),
 )
 
 # Every case of any implementation, in bf16, where the head dimension is a multiple of 32.
@@ -40,10 +65,14 @@ class TestPagedAttention(PagedAttentionSuite):
 
     @pytest.mark.parametrize("sliding_window", [None, 50])
     def test_a_querys_bits_do_not_depend_on_its_batch(self, sliding_window: int | None) -> None:
-        check_bits_in_any_batch(paged_attention, dtype="bfloat16", D=64, sliding_window=sliding_window)
+        check_bits_in_any_batch(
+            paged_attention, dtype="bfloat16", D=64, sliding_window=sliding_window
+        )
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("decode_bf16", "prefill_bf16")], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("decode_bf16", "prefill_bf16")], ids=str
+)
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_a_nan_that_is_seen_shows(case: Case, part: str) -> None:
     """Broken weights must not look like an answer."""
@@ -53,8 +82,13 @@ def test_a_nan_that_is_seen_shows(case: Case, part: str) -> None:
     inputs.pool[block, 3, 0 if part == "key" else 1] = np.nan  # position 11, first KV head
     result = np.asarray(call(paged_attention, case, inputs))
     last = row if inputs.query_starts is None else inputs.query_starts[row + 1] - 1
-    assert np.isnan(result[last, : case.H // case.K]).all() and not np.isnan(result[last, case.H // case.K :]).any()
-    assert not np.isnan(np.delete(result, slice(last - (0 if inputs.query_starts is None else 27), last + 1), 0)).any()
+    assert (
+        np.isnan(result[last, : case.H // case.K]).all()
+        and not np.isnan(result[last, case.H // case.K :]).any()
+    )
+    assert not np.isnan(
+        np.delete(result, slice(last - (0 if inputs.query_starts is None else 27), last + 1), 0)
+    ).any()
 
 
 def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
@@ -64,7 +98,15 @@ def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
 
 
 # Rows and columns that fill tiles of 4 x 6 and that do not, one of everything.
-SHAPES = [(1, 2, 32), (3, 4, 64), (4, 6, 96), (8, 14, 512), (33, 50, 160), (127, 12, 64), (300, 26, 128)]
+SHAPES = [
+    (1, 2, 32),
+    (3, 4, 64),
+    (4, 6, 96),
+    (8, 14, 512),
+    (33, 50, 160),
+    (127, 12, 64),
+    (300, 26, 128),
+]
 
 
 @pytest.mark.parametrize(("T", "N", "E"), SHAPES)

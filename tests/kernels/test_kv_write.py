@@ -1,4 +1,6 @@
-"""Writing to the pool: exact, nothing else touched, padding dropped; and in place in an unrolled layer loop."""
+"""Writing to the pool: exact, nothing else touched, padding dropped; and in place in an unrolled
+layer loop.
+"""
 
 from typing import Any
 
@@ -15,8 +17,12 @@ L, N, P, K, G, D, S, M = 3, 37, 8, 2, 2, 16, 8, 4
 i32 = jnp.int32
 
 
-def written_one_by_one(pool: np.ndarray, layer: int, kv_T2KD: np.ndarray, slot_mapping_T: np.ndarray) -> np.ndarray:
-    """What write_kv is held to: each token's keys and values in its slot; slots outside the layer are dropped."""
+def written_one_by_one(
+    pool: np.ndarray, layer: int, kv_T2KD: np.ndarray, slot_mapping_T: np.ndarray
+) -> np.ndarray:
+    """What write_kv is held to: each token's keys and values in its slot; slots outside the layer
+    are dropped.
+    """
     new = pool.copy()
     for kv_2KD, slot in zip(kv_T2KD, slot_mapping_T, strict=True):
         if 0 <= slot < N * P:
@@ -32,10 +38,15 @@ def test_writes_its_slots_and_nothing_else(dtype: Any) -> None:
     slots = rng.permutation(N * P)[:11].astype(np.int32)
     slots[:2] = 0, N * P - 1
     slots[[3, 6, 10]] = L * N * P  # padding
-    slots[5], slots[7] = N * P, -1  # neither the next layer's first slot nor a slot counted from the end
+    slots[5], slots[7] = (
+        N * P,
+        -1,
+    )  # neither the next layer's first slot nor a slot counted from the end
     for layer in (0, 1, L - 1):
         new = np.asarray(
-            jax.jit(write_kv, static_argnames="num_layers")(pool, jnp.int32(layer), kv, slots, num_layers=L)
+            jax.jit(write_kv, static_argnames="num_layers")(
+                pool, jnp.int32(layer), kv, slots, num_layers=L
+            )
         )
         assert np.array_equal(new, written_one_by_one(pool, layer, kv, slots))
         written = np.unique(np.flatnonzero((new != pool).any((2, 3))))
@@ -59,12 +70,20 @@ def _layers(pool, x_THD, slots_T, table_SM, contexts_S, starts_S1, *, decode: bo
 
 
 @pytest.mark.parametrize(
-    ("phase", "dtype"), [("decode", jnp.float32), ("decode", jnp.bfloat16), ("prefill", jnp.bfloat16)]
+    ("phase", "dtype"),
+    [("decode", jnp.float32), ("decode", jnp.bfloat16), ("prefill", jnp.bfloat16)],
 )
 def test_pool_is_updated_in_place(phase: str, dtype: Any) -> None:
     T = S if phase == "decode" else 40
     shape = (L * N, P, 2 * K, D)
-    specs = [(shape, dtype), ((T, K * G, D), dtype), ((T,), i32), ((S, M), i32), ((S,), i32), ((S + 1,), i32)]
+    specs = [
+        (shape, dtype),
+        ((T, K * G, D), dtype),
+        ((T,), i32),
+        ((S, M), i32),
+        ((S,), i32),
+        ((S + 1,), i32),
+    ]
     args = [jax.ShapeDtypeStruct(*spec) for spec in specs]
 
     def copies(**options: Any) -> list[str]:

@@ -30,7 +30,9 @@ def fake_compiler(tmp_path: Path, script: str) -> str:
 
 def test_it_is_compiled_once(folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "calls"
-    compiler = fake_compiler(tmp_path, f'for last; do :; done; echo x > "$last"; echo "$@" >> {log}')
+    compiler = fake_compiler(
+        tmp_path, f'for last; do :; done; echo x > "$last"; echo "$@" >> {log}'
+    )
     made = library._compiled(compiler)
     assert made.parent == folder and made.read_text() == "x\n" and list(folder.iterdir()) == [made]
     calls = log.read_text().splitlines()

@@ -1,5 +1,6 @@
-"""The Mosaic GPU kernels without a GPU: the shared suite interpreted under race detection, lowered for CUDA, compiled
-for sm_90a."""
+"""The Mosaic GPU kernels without a GPU: the shared suite interpreted under race detection, lowered
+for CUDA, compiled for sm_90a.
+"""
 
 import json
 import os
@@ -14,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter  # jax has no public name for it
+from jax._src.pallas.mosaic_gpu.interpret import (
+    interpret_pallas_call as interpreter,  # jax has no public name for it
+)
 from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,7 +30,9 @@ from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check
 SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise never end
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-DECODE, PREFILL = ([case for case in GPU if (case.queries is None) == is_decode] for is_decode in (True, False))
+DECODE, PREFILL = (
+    [case for case in GPU if (case.queries is None) == is_decode] for is_decode in (True, False)
+)
 
 
 def _without_races(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,28 +68,42 @@ class TestMosaicGpu(PagedAttentionSuite):
 
 
 @pytest.mark.parametrize(
-    "splits", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+    "splits",
+    [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
 )
 def test_any_number_of_splits(splits: int) -> None:
     """With five, some have no tiles."""
     check(INTERPRETED, DECODE[0], splits=splits)
 
 
-@pytest.mark.parametrize("group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5, 6, 8, 16, 64)])
+@pytest.mark.parametrize(
+    "group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 5, 6, 8, 16, 64)]
+)
 def test_decode_group_sizes(group: int) -> None:
-    check(INTERPRETED, Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16"))
+    check(
+        INTERPRETED, Case(name="group", contexts=(70, 5), H=2 * group, P=16, D=64, dtype="bfloat16")
+    )
 
 
-@pytest.mark.parametrize("group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 8)])
+@pytest.mark.parametrize(
+    "group", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3, 4, 8)]
+)
 def test_prefill_group_sizes(group: int) -> None:
-    check(INTERPRETED, Case(name="group", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16"))
+    check(
+        INTERPRETED,
+        Case(
+            name="group", contexts=(70,), queries=(66,), H=2 * group, P=16, D=64, dtype="bfloat16"
+        ),
+    )
 
 
 def test_tiles_may_come_from_outside() -> None:
     case = PREFILL[5]
     inputs = build(case)
     starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
-    tiles = mosaic_gpu.prefill_tiles(starts, contexts, num_tokens=len(inputs.q), num_heads=case.H, num_kv_heads=case.K)
+    tiles = mosaic_gpu.prefill_tiles(
+        starts, contexts, num_tokens=len(inputs.q), num_heads=case.H, num_kv_heads=case.K
+    )
     check(INTERPRETED, case, tiles=tiles)
 
 
@@ -116,7 +135,9 @@ def test_tiles_cover_each_token_once(group: int) -> None:
 # Mutations: each has to fail, or the checks above prove nothing.
 
 SMALL_DECODE = Case(name="decode", contexts=(150, 40), H=2, K=1, P=16, D=64, dtype="bfloat16")
-SMALL_PREFILL = Case(name="prefill", contexts=(150,), queries=(40,), H=2, K=1, P=16, D=64, dtype="bfloat16")
+SMALL_PREFILL = Case(
+    name="prefill", contexts=(150,), queries=(40,), H=2, K=1, P=16, D=64, dtype="bfloat16"
+)
 
 
 def _changed(**changes: Callable[[Any], Any]) -> Any:
@@ -178,7 +199,9 @@ def test_zeros_fail() -> None:
 def test_wrong_tiles_fail(change: str) -> None:
     inputs = build(SMALL_PREFILL)
     starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
-    tiles = mosaic_gpu.prefill_tiles(starts, contexts, num_tokens=len(inputs.q), num_heads=2, num_kv_heads=1)
+    tiles = mosaic_gpu.prefill_tiles(
+        starts, contexts, num_tokens=len(inputs.q), num_heads=2, num_kv_heads=1
+    )
     wrong = tiles.at[0, 2].set(0) if change == "a tile less" else tiles.at[:, 3].add(1)
     check(INTERPRETED, SMALL_PREFILL, tiles=tiles)
     with pytest.raises(AssertionError):
@@ -187,7 +210,9 @@ def test_wrong_tiles_fail(change: str) -> None:
 
 @pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
-    """Replaces a function of the module; nothing compiled with or without it is used on the other side."""
+    """Replaces a function of the module; nothing compiled with or without it is used on the other
+    side.
+    """
     functions = (mosaic_gpu.paged_attention_decode, mosaic_gpu.paged_attention)
 
     def replace(name: str, value: Any) -> None:
@@ -216,7 +241,9 @@ def test_unseen_values_let_through_fail(case: Case, mutate: Callable[[str, Any],
 
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
-def test_a_stage_refilled_too_early_is_a_race(case: Case, mutate: Callable[[str, Any], None]) -> None:
+def test_a_stage_refilled_too_early_is_a_race(
+    case: Case, mutate: Callable[[str, Any], None]
+) -> None:
     """The ring with the wait for a free stage after the copies into it."""
 
     def stream(pool_ref, base, table_ref, context, head, first, count, kv_sm, full, empty):
@@ -225,7 +252,9 @@ def test_a_stage_refilled_too_early_is_a_race(case: Case, mutate: Callable[[str,
         @pl.loop(0, count)
         def _(i):
             for j in range(0, C, P):
-                src = pool_ref.at[base + table_ref[jnp.minimum(((first + i) * C + j) // P, context // P)], :, head]
+                src = pool_ref.at[
+                    base + table_ref[jnp.minimum(((first + i) * C + j) // P, context // P)], :, head
+                ]
                 plgpu.copy_gmem_to_smem(src, kv_sm.at[0, pl.ds(j, P)], full.at[i])
 
         @pl.loop(0, count)
@@ -272,7 +301,13 @@ def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
 
 
 def test_supported() -> None:
-    for change in ({}, {"compute_capability": "9.0"}, {"dtype": jnp.float16}, {"block_size": 256}, {"num_heads": 56}):
+    for change in (
+        {},
+        {"compute_capability": "9.0"},
+        {"dtype": jnp.float16},
+        {"block_size": 256},
+        {"num_heads": 56},
+    ):
         arguments: dict[str, Any] = SUPPORTED | change
         assert mosaic_gpu.unsupported(**arguments) is None
 
@@ -292,13 +327,24 @@ def test_lowers_for_cuda(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(aot_cuda.missing() is not None, reason=str(aot_cuda.missing()))
 def test_compiles_for_sm_90a_without_spills(tmp_path: Path) -> None:
-    """In a process of its own: the folder that the compiler reports to has to be known before jax is imported."""
-    environment = os.environ | {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    """In a process of its own: the folder that the compiler reports to has to be known before jax
+    is imported.
+    """
+    environment = os.environ | {
+        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+    }
     command = [sys.executable, "-m", "tests.kernels.aot_cuda"]
     root = Path(__file__).parents[2]
-    child = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=SECONDS)
+    child = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, timeout=SECONDS
+    )
     assert child.returncode == 0, child.stderr[-3000:]
     results = [json.loads(line) for line in child.stdout.splitlines()]
     assert {r["name"] for r in results} == set(aot_cuda.KERNELS)
-    # A window and a soft cap together take more registers than there are: some 20 of a thread go to memory and back.
-    assert all(r["spills"] <= (256 if r["name"].endswith("window_cap") else 0) for r in results), results
+    # A window and a soft cap together take more registers than there are: some 20 of a thread go to
+    # memory and back.
+    assert all(r["spills"] <= (256 if r["name"].endswith("window_cap") else 0) for r in results), (
+        results
+    )

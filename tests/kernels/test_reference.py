@@ -1,4 +1,6 @@
-"""The reference against a dense softmax written apart; the suite's checks against implementations that are wrong."""
+"""The reference against a dense softmax written apart; the suite's checks against implementations
+that are wrong.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,10 +26,12 @@ def dense(
     spread: Callable[..., np.ndarray] = np.repeat,
     scale: float = 1.0,
 ) -> np.ndarray:
-    """Whole score matrices with masks, in float64, over blocks laid end to end; the options are there to get it wrong.
+    """Whole score matrices with masks, in float64, over blocks laid end to end; the options are
+    there to get it wrong.
 
-    visible(age, position, case) [queries, context + 1]: age is how many tokens the key is older than the query, and the
-    last key is one past the context. spread gives each query head its KV head.
+    visible(age, position, case) [queries, context + 1]: age is how many tokens the key is older
+    than the query, and the last key is one past the context. spread gives each query head its KV
+    head.
     """
     inputs = build(case, values=values, poison=False)
     N = inputs.pool.shape[0] // case.num_layers
@@ -37,14 +41,24 @@ def dense(
         rows = slice(row, row + queries) if case.queries is None else slice(start, start + queries)
         start += queries
         blocks = [inputs.pool[case.layer * N + b] for b in (*inputs.block_table[row], 0)]
-        kv = np.concatenate(blocks)[: context + 1].astype(np.float64).reshape(context + 1, case.K, 2, case.D)
+        kv = (
+            np.concatenate(blocks)[: context + 1]
+            .astype(np.float64)
+            .reshape(context + 1, case.K, 2, case.D)
+        )
         k, v = (spread(kv[:, :, i].transpose(1, 0, 2), case.H // case.K, 0) for i in (0, 1))
-        scores = np.einsum("qhd,hkd->hqk", inputs.q[rows].astype(np.float64), k) * scale / np.sqrt(case.D)
+        scores = (
+            np.einsum("qhd,hkd->hqk", inputs.q[rows].astype(np.float64), k)
+            * scale
+            / np.sqrt(case.D)
+        )
         if case.soft_cap:
             scores = case.soft_cap * np.tanh(scores / case.soft_cap)
         position = np.arange(context + 1)[None, :]
         age = (context - queries + np.arange(queries))[:, None] - position
-        weights = np.exp(scores) * visible(age, position, case) if queries else np.zeros(scores.shape)
+        weights = (
+            np.exp(scores) * visible(age, position, case) if queries else np.zeros(scores.shape)
+        )
         weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
         out[rows] = np.einsum("hqk,hkd->qhd", weights, v)
     return out
@@ -67,15 +81,21 @@ def test_cases_cover_what_they_should() -> None:
 
 
 def fake(case: Case, values: Any, **options: Any) -> Any:
-    """An implementation that knows only this call: the dense result, rounded to the case's dtype."""
+    """An implementation that knows only this call: the dense result, rounded to the case's
+    dtype.
+    """
     result = dense(case, values, **options).astype(build(case).q.dtype)
-    return SimpleNamespace(paged_attention=lambda *a, **k: result, paged_attention_decode=lambda *a, **k: result)
+    return SimpleNamespace(
+        paged_attention=lambda *a, **k: result, paged_attention_decode=lambda *a, **k: result
+    )
 
 
 WRONG_MASK = {
     "zeros": lambda age, position, case: 0 * age,
     "first page dropped": lambda age, position, case: (age == 0) | (age > 0) & (position >= case.P),
-    "later page dropped": lambda age, position, case: (age == 0) | (age > 0) & (position // case.P != 7),
+    "later page dropped": lambda age, position, case: (
+        (age == 0) | (age > 0) & (position // case.P != 7)
+    ),
     "one token dropped": lambda age, position, case: (age == 0) | (age > 0) & (position != 66),
     "first token dropped": lambda age, position, case: (age == 0) | (age > 0) & (position > 0),
     "itself unseen": lambda age, position, case: age > 0,
@@ -115,6 +135,10 @@ def test_checks_reject_a_window_off_by_one(by: int, case: Case) -> None:
     assert case.sliding_window is not None
     with pytest.raises(AssertionError):
         check(
-            fake(case, "random", visible=lambda age, position, case: (age >= 0) & (age < case.sliding_window + by)),
+            fake(
+                case,
+                "random",
+                visible=lambda age, position, case: (age >= 0) & (age < case.sliding_window + by),
+            ),
             case,
         )

@@ -1,7 +1,9 @@
-"""The TPU kernel under the shared suite, in the TPU interpreter twice: each way shows what the other hides.
+"""The TPU kernel under the shared suite, in the TPU interpreter twice: each way shows what the
+other hides.
 
-NAN fills memory with NaN and carries a copy out when it is waited for, so that a missing copy or wait leaves NaN. RACES
-carries copies out at once and orders all reads and writes, so that a buffer filled too early is a race.
+NAN fills memory with NaN and carries a copy out when it is waited for, so that a missing copy or
+wait leaves NaN. RACES carries copies out at once and orders all reads and writes, so that a buffer
+filled too early is a race.
 """
 
 import dataclasses
@@ -76,7 +78,14 @@ def test_has_no_races(case: Case) -> None:
     check(Interpreted(RACES), case)
 
 
-WINDOW = Case(name="window", contexts=(9, 45, 20), queries=(3, 27, 0), D=128, sliding_window=20, extra_tokens=2)
+WINDOW = Case(
+    name="window",
+    contexts=(9, 45, 20),
+    queries=(3, 27, 0),
+    D=128,
+    sliding_window=20,
+    extra_tokens=2,
+)
 MORE = (
     WINDOW,
     Case(name="ratio_3", contexts=(9, 30), queries=(9, 14), H=9, K=3, D=64, dtype="bfloat16"),
@@ -95,7 +104,9 @@ def test_more_shapes(case: Case, interpret: pltpu.InterpretParams) -> None:
 
 # What is replaced, by what.
 MUTATIONS = {
-    "a page dropped": [("lax.fori_loop(first, stop, block", "lax.fori_loop(first, jnp.maximum(stop - 1, 1), block")],
+    "a page dropped": [
+        ("lax.fori_loop(first, stop, block", "lax.fori_loop(first, jnp.maximum(stop - 1, 1), block")
+    ],
     "mask too strict": [("(ahead <= r)", "(ahead < r)")],
     "mask too loose": [("(ahead <= r)", "(ahead <= r + G)")],
     "window too long": [("ahead + sliding_window * G > r", "ahead + sliding_window * G + G > r")],
@@ -105,7 +116,9 @@ MUTATIONS = {
     "one buffer": [("lax.rem(turn[0], 2)", "0 * turn[0]"), ('1 - slot, "start"', 'slot, "start"')],
     "keys and values swapped": [("(2 * h, 2 * h + 1)", "(2 * h + 1, 2 * h)")],
     "a wait missing": [('copy(item, j, slot, "wait")', "pass")],
-    "unseen slots kept": [("jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))", "flat")],
+    "unseen slots kept": [
+        ("jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))", "flat")
+    ],
     "accumulator not rescaled": [("alpha[:, :1] * acc[h]", "acc[h]")],
     "another layer": [("base[0] + table", "table")],
 }
@@ -145,7 +158,9 @@ def test_nothing_to_do(case: Case) -> None:
     assert result.shape == inputs.q.shape and not result.any()
 
 
-@pytest.mark.parametrize(("K", "D", "shape"), [(3, 40, (4, 128)), (1, 64, (2, 128)), (3, 80, (8, 128))])
+@pytest.mark.parametrize(
+    ("K", "D", "shape"), [(3, 40, (4, 128)), (1, 64, (2, 128)), (3, 80, (8, 128))]
+)
 def test_takes_a_padded_pool(K: int, D: int, shape: tuple[int, int]) -> None:
     """As an engine keeps it, with the interpreter and the tiles that the function picks."""
     case = Case(name="padded", contexts=(9, 0, 30), H=2 * K, K=K, D=D)
@@ -158,9 +173,18 @@ def test_takes_a_padded_pool(K: int, D: int, shape: tuple[int, int]) -> None:
 
 
 def test_pool_rows() -> None:
-    """Row counts that keep a pool in place: 2, 4 and multiples of 8; K and V of a head stay together."""
+    """Row counts that keep a pool in place: 2, 4 and multiples of 8; K and V of a head stay
+    together.
+    """
     assert [tpu.pool_shape(K, 128)[0] for K in (1, 2, 3, 4, 5, 8, 9)] == [2, 4, 8, 8, 16, 16, 24]
-    assert [tpu.pool_shape(1, D)[1] for D in (16, 64, 65, 128, 129, 256)] == [128, 128, 128, 128, 256, 256]
+    assert [tpu.pool_shape(1, D)[1] for D in (16, 64, 65, 128, 129, 256)] == [
+        128,
+        128,
+        128,
+        128,
+        256,
+        256,
+    ]
     kv = jnp.arange(1.0, 1 + 6 * 40).reshape(6, 40)
     packed = np.zeros((4, 2, 64), np.float32)
     packed[:3, :, :40] = kv.reshape(3, 2, 40)
@@ -177,9 +201,19 @@ def test_pool_rows() -> None:
     ],
 )
 @pytest.mark.parametrize("queries", [None, (3, 5)])
-def test_refuses_with_the_reason(change: dict[str, Any], reason: str, queries: tuple[int, ...] | None) -> None:
+def test_refuses_with_the_reason(
+    change: dict[str, Any], reason: str, queries: tuple[int, ...] | None
+) -> None:
     case = Case(
-        **{"name": "refused", "contexts": (5, 9), "queries": queries, "D": 64, "num_layers": 1, "layer": 0} | change
+        **{
+            "name": "refused",
+            "contexts": (5, 9),
+            "queries": queries,
+            "D": 64,
+            "num_layers": 1,
+            "layer": 0,
+        }
+        | change
     )
     with pytest.raises(NotImplementedError, match=reason):
         call(tpu, case, build(case))
@@ -203,10 +237,11 @@ def test_refuses_other_devices_and_pools() -> None:
 
 
 class ByJax:
-    """The functions with jax's kernel, whose place jax's own definition of it takes, since no interpreter runs it.
+    """The functions with jax's kernel, whose place jax's own definition of it takes, since no
+    interpreter runs it.
 
-    It checks what the kernel demands of its arguments. Slots that nobody should see hold large numbers instead of NaN,
-    which it would multiply by zero.
+    It checks what the kernel demands of its arguments. Slots that nobody should see hold large
+    numbers instead of NaN, which it would multiply by zero.
     """
 
     def __init__(self, source: str) -> None:
@@ -217,14 +252,20 @@ class ByJax:
     def define(self, q: Any, pool: Any, *args: Any, **options: Any) -> Any:
         jax_kernel.dynamic_validate_inputs(q, pool, *args, **options)
         known = inspect.signature(jax_kernel.ref_ragged_paged_attention).parameters
-        o = jax_kernel.ref_ragged_paged_attention(q, pool, *args, **{k: v for k, v in options.items() if k in known})
-        return jnp.pad(o, ((0, len(q) - len(o)), (0, 0), (0, 0)), constant_values=jnp.nan)  # left as they were
+        o = jax_kernel.ref_ragged_paged_attention(
+            q, pool, *args, **{k: v for k, v in options.items() if k in known}
+        )
+        return jnp.pad(
+            o, ((0, len(q) - len(o)), (0, 0), (0, 0)), constant_values=jnp.nan
+        )  # left as they were
 
     def _run(self, name: str, q: Any, pool: Any, layer: int, *args: Any, **options: Any) -> Any:
         arrays = [jnp.asarray(q), jnp.nan_to_num(jnp.asarray(pool), nan=100.0)]
         with jax.disable_jit():
             function = getattr(self.module, name)
-            return function(*arrays, layer, *map(jnp.asarray, args), kernel="jax", interpret=False, **options)
+            return function(
+                *arrays, layer, *map(jnp.asarray, args), kernel="jax", interpret=False, **options
+            )
 
     def paged_attention(self, *args: Any, **options: Any) -> Any:
         return self._run("paged_attention", *args, **options)
@@ -235,10 +276,33 @@ class ByJax:
 
 BY_JAX = (
     Case(name="decode", contexts=(7, 8, 0, 9), D=128),
-    Case(name="decode_window_bf16", contexts=(19, 0, 41), K=4, P=20, D=128, sliding_window=25, dtype="bfloat16"),
-    Case(name="prefill", contexts=(9, 16, 0, 28, 0), queries=(9, 1, 0, 5, 0), D=128, extra_tokens=3, extra_blocks=0),
+    Case(
+        name="decode_window_bf16",
+        contexts=(19, 0, 41),
+        K=4,
+        P=20,
+        D=128,
+        sliding_window=25,
+        dtype="bfloat16",
+    ),
+    Case(
+        name="prefill",
+        contexts=(9, 16, 0, 28, 0),
+        queries=(9, 1, 0, 5, 0),
+        D=128,
+        extra_tokens=3,
+        extra_blocks=0,
+    ),
     Case(name="prefill_window", contexts=(20, 9), queries=(7, 2), K=1, D=256, sliding_window=5),
-    Case(name="prefill_cap_bf16", contexts=(5, 30), queries=(0, 12), H=8, D=128, soft_cap=3.0, dtype="bfloat16"),
+    Case(
+        name="prefill_cap_bf16",
+        contexts=(5, 30),
+        queries=(0, 12),
+        H=8,
+        D=128,
+        soft_cap=3.0,
+        dtype="bfloat16",
+    ),
 )
 SOURCE = Path(tpu.__file__).read_text()
 
@@ -258,7 +322,11 @@ def test_jax_kernel_is_given_the_right_arguments(case: Case, values: Any) -> Non
         ("sm_scale=scale", "sm_scale=1.0", 2),
         ("sm_scale=scale, sliding_window=sliding_window", "sm_scale=scale", 3),
         ("sm_scale=scale, sliding_window=sliding_window, soft_cap=soft_cap", "sm_scale=scale", 4),
-        ("return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)", "return o_THD", 2),
+        (
+            "return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)",
+            "return o_THD",
+            2,
+        ),
     ],
 )
 def test_wrong_arguments_for_jax_kernel_fail(old: str, new: str, case: int) -> None:

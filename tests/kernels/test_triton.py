@@ -15,7 +15,11 @@ from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
 # 16-bit cases of the others too; a head of 24, 80 or f32 is not taken.
-CASES = [case for case in (*GPU, *DECODE, *PREFILL) if triton.unsupported(dtype=case.dtype, head_dim=case.D) is None]
+CASES = [
+    case
+    for case in (*GPU, *DECODE, *PREFILL)
+    if triton.unsupported(dtype=case.dtype, head_dim=case.D) is None
+]
 
 
 class TestTriton(PagedAttentionSuite):
@@ -26,15 +30,21 @@ class TestTriton(PagedAttentionSuite):
 
 
 def test_cases_cover_what_there_is() -> None:
-    assert {case.H // case.K for case in CASES} >= {1, 2, 4, 7, 8} and {case.D for case in CASES} >= {64, 128, 256}
-    assert {case.dtype for case in CASES} == {"bfloat16", "float16"} and {case.P for case in CASES} >= {8, 16, 64, 256}
+    assert {case.H // case.K for case in CASES} >= {1, 2, 4, 7, 8} and {
+        case.D for case in CASES
+    } >= {64, 128, 256}
+    assert {case.dtype for case in CASES} == {"bfloat16", "float16"} and {
+        case.P for case in CASES
+    } >= {8, 16, 64, 256}
 
 
 def test_splits_without_steps() -> None:
     check(triton, GPU[0], splits=7)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32", "head_dim": 64}, {"dtype": "bfloat16", "head_dim": 80}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32", "head_dim": 64}, {"dtype": "bfloat16", "head_dim": 80}]
+)
 def test_unsupported(options: dict[str, Any]) -> None:
     assert triton.unsupported(**options)
     case = Case(name="odd", contexts=(3,), D=options["head_dim"], dtype=options["dtype"])
@@ -55,7 +65,13 @@ def test_lowers_for_cuda(G: int, D: int, P: int, soft_cap: float | None) -> None
     def shape(*sizes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    options = {"num_layers": 2, "scale": D**-0.5, "sliding_window": 30, "soft_cap": soft_cap, "interpret": False}
+    options = {
+        "num_layers": 2,
+        "scale": D**-0.5,
+        "sliding_window": 30,
+        "soft_cap": soft_cap,
+        "interpret": False,
+    }
     pool, rest = shape(200, P, 8, D, dtype=jnp.bfloat16), (shape(), shape(8, 20), shape(8))
 
     def q(tokens: int) -> Any:
@@ -70,7 +86,9 @@ def test_lowers_for_cuda(G: int, D: int, P: int, soft_cap: float | None) -> None
 
 MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "last slot unseen": lambda patch: patch.setattr(triton.lax, "rem", _off_by_one(triton.lax.rem)),
-    "table not read": lambda patch: patch.setattr(triton.plgpu, "load", _zero_ints(triton.plgpu.load)),
+    "table not read": lambda patch: patch.setattr(
+        triton.plgpu, "load", _zero_ints(triton.plgpu.load)
+    ),
     "zeros returned": lambda patch: patch.setattr(triton.plgpu, "dot", lambda a, b: 0 * _dot(a, b)),
     "mask dropped": lambda patch: patch.setattr(triton, "NEG", 0.0),
 }

@@ -26,12 +26,31 @@ def test_nothing_to_do(case: Case) -> None:
 
 
 def test_one_row_fills_many_iterations() -> None:
-    """One long row among short ones: its tiles spread over iterations, and its partial results meet again."""
-    check(xla, Case(name="skewed", contexts=(3, 0, 0, 4000, 0, 1, 0, 65), P=16, D=16, num_layers=1, layer=0))
+    """One long row among short ones: its tiles spread over iterations, and its partial results meet
+    again.
+    """
+    check(
+        xla,
+        Case(
+            name="skewed", contexts=(3, 0, 0, 4000, 0, 1, 0, 65), P=16, D=16, num_layers=1, layer=0
+        ),
+    )
 
 
 def test_one_prompt_of_many_query_tiles() -> None:
-    check(xla, Case(name="long", contexts=(520, 0), queries=(520, 0), H=2, K=1, D=16, P=16, sliding_window=130))
+    check(
+        xla,
+        Case(
+            name="long",
+            contexts=(520, 0),
+            queries=(520, 0),
+            H=2,
+            K=1,
+            D=16,
+            P=16,
+            sliding_window=130,
+        ),
+    )
 
 
 @pytest.mark.parametrize("sliding_window", [None, 50])

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jpaged.config import ModelConfig, RopeScaling
+from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.decoder import Decoder, bind, linear, to_tree
 from jpaged.models.params import Params
 from jpaged.runtime.attention import PagedCache
@@ -24,54 +24,77 @@ VARIANTS = {
         qkv_bias=True,
         out_bias=True,
         num_heads=6,
-        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position=16, attention_factor=1.1),
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=4.0, original_max_position=16, attention_factor=1.1
+        ),
     ),
 }
 BLOCK = 4
 
 
 @functools.partial(jax.jit, static_argnames="model_config")
-def dense(model_config: ModelConfig, tree: Any, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+def dense(
+    model_config: ModelConfig, tree: Any, tokens: jax.Array, positions: jax.Array | None = None
+) -> jax.Array:
     return bind(model_config, tree)(tokens, positions)[0]
 
 
 @functools.partial(jax.jit, static_argnames="model_config", donate_argnames="cache")
-def paged(model_config: ModelConfig, tree: Any, tokens: jax.Array, positions: jax.Array, cache: PagedCache):
+def paged(
+    model_config: ModelConfig, tree: Any, tokens: jax.Array, positions: jax.Array, cache: PagedCache
+):
     return bind(model_config, tree)(tokens, positions, cache)
 
 
 @pytest.mark.parametrize("model_config", VARIANTS.values(), ids=VARIANTS)
 def test_paged_equals_dense(model_config: ModelConfig) -> None:
-    """Two rows in shuffled blocks of a dirty pool: two chunks of prefill packed together, then tokens one by one."""
+    """Two rows in shuffled blocks of a dirty pool: two chunks of prefill packed together, then
+    tokens one by one.
+    """
     tree = dict(make_params(1, model_config))
     rows = make_prompts(19, 14)
     expected = [np.asarray(dense(model_config, tree, jnp.asarray([row])))[0] for row in rows]
     blocks = np.random.default_rng(0).permutation(12)
     table = np.array([[*blocks[:5], 0], [*blocks[5:9], 0, 0]], np.int32)
-    shape = (model_config.num_layers * 12, BLOCK, 2 * model_config.num_kv_heads, model_config.head_dim)
+    shape = (
+        model_config.num_layers * 12,
+        BLOCK,
+        2 * model_config.num_kv_heads,
+        model_config.head_dim,
+    )
     pool = jnp.full(shape, 7.0, jnp.float32)
 
     def run(spans: list[tuple[int, int]], decode: bool) -> list[np.ndarray]:
-        """Compute tokens [start, end) of each row, padded to 24 packed tokens; hidden states of each row."""
+        """Compute tokens [start, end) of each row, padded to 24 packed tokens; hidden states of
+        each row.
+        """
         nonlocal pool
         at = [(row, p) for row, (start, end) in enumerate(spans) for p in range(start, end)]
         size = len(spans) if decode else 24
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         slots = np.full(size, shape[0] * BLOCK, np.int32)  # past the end: dropped
         for i, (row, p) in enumerate(at):
-            tokens[i], positions[i], slots[i] = rows[row][p], p, table[row, p // BLOCK] * BLOCK + p % BLOCK
+            tokens[i], positions[i], slots[i] = (
+                rows[row][p],
+                p,
+                table[row, p // BLOCK] * BLOCK + p % BLOCK,
+            )
         cache = PagedCache(
             pool=pool,
             block_table_SM=jnp.asarray(table),
             context_lens_S=jnp.asarray([end for _, end in spans], jnp.int32),
-            query_starts_S1=jnp.asarray(np.cumsum([0] + [end - start for start, end in spans]), jnp.int32),
+            query_starts_S1=jnp.asarray(
+                np.cumsum([0] + [end - start for start, end in spans]), jnp.int32
+            ),
             num_tokens=jnp.int32(len(at)),
             slot_mapping_T=jnp.asarray(slots),
             num_layers=model_config.num_layers,
             decode=decode,
             tensor_axis=None,
         )
-        hidden, cache = paged(model_config, tree, jnp.asarray(tokens), jnp.asarray(positions), cache)
+        hidden, cache = paged(
+            model_config, tree, jnp.asarray(tokens), jnp.asarray(positions), cache
+        )
         pool = cache.pool
         out = np.asarray(hidden)
         return [out[[i for i, (r, _) in enumerate(at) if r == row]] for row in range(len(spans))]
@@ -103,14 +126,19 @@ def test_a_window_hides_what_is_before_it() -> None:
     other = [95 if i == 3 else token for i, token in enumerate(row)]
     assert row[3] != 95
     change = np.abs(
-        np.asarray(dense(one_layer, tree, jnp.asarray([row])) - dense(one_layer, tree, jnp.asarray([other])))
+        np.asarray(
+            dense(one_layer, tree, jnp.asarray([row]))
+            - dense(one_layer, tree, jnp.asarray([other]))
+        )
     )
     seen = change[0].max(axis=-1) > 1e-4
     assert seen.tolist() == [3 <= p < 3 + 4 for p in range(12)]
 
 
 def test_positions_turn_the_keys() -> None:
-    """The same tokens elsewhere: equal attention (rotary embeddings are relative), unless the gaps change."""
+    """The same tokens elsewhere: equal attention (rotary embeddings are relative), unless the gaps
+    change.
+    """
     tree = dict(make_params())
     tokens, steps = jnp.asarray(make_prompts(6)), jnp.arange(6)[None]
     here = np.asarray(dense(CONFIG, tree, tokens))
@@ -164,7 +192,9 @@ def test_every_parameter_has_a_gradient(model_config: ModelConfig) -> None:
     for path, grad in jax.tree.leaves_with_path(grads):
         where = jax.tree_util.keystr(path)
         assert np.isfinite(grad).all(), where
-        if where.endswith("['qkv_bias']"):  # one constant added to all keys moves no softmax but for the rotation
+        if where.endswith(
+            "['qkv_bias']"
+        ):  # one constant added to all keys moves no softmax but for the rotation
             grad = np.asarray(grad)[:, [*range(grad.shape[1] - 2), grad.shape[1] - 1]]
         assert np.abs(grad).max() > 1e-6, where
 
@@ -183,7 +213,9 @@ def test_training_lowers_the_loss() -> None:
         return loss
 
     losses = [float(step(model, optimizer)) for _ in range(12)]
-    assert losses[0] == pytest.approx(np.log(CONFIG.vocab_size), abs=0.3), "fresh weights know nothing"
+    assert losses[0] == pytest.approx(np.log(CONFIG.vocab_size), abs=0.3), (
+        "fresh weights know nothing"
+    )
     assert all(np.isfinite(losses)) and losses[-1] < 0.7 * losses[0]
 
 
@@ -193,4 +225,6 @@ def test_initial_weights_are_seeded() -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
     assert not np.array_equal(a["embed"]["weight"], c["embed"]["weight"])
     flat = [*jax.tree.leaves(a["layers"]["0"]["mlp"]), a["embed"]["weight"], a["lm_head"]["weight"]]
-    assert len({float(leaf.ravel()[0]) for leaf in flat}) == len(flat), "no two weights share a stream"
+    assert len({float(leaf.ravel()[0]) for leaf in flat}) == len(flat), (
+        "no two weights share a stream"
+    )

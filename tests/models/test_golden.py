@@ -1,4 +1,5 @@
-"""Tiny models of every family against transformers: logits of the dense forward, greedy tokens of the paged engine.
+"""Tiny models of every family against transformers: logits of the dense forward, greedy tokens of
+the paged engine.
 
 `pytest -s tests/models/test_golden.py` prints the table of differences.
 """
@@ -17,7 +18,8 @@ from jpaged.models.decoder import bind
 from tests.golden.configs import CONFIGS
 from tests.golden.reference import Golden, load
 
-# Blocks of 8 and chunks of 32 tokens: the prompts of 5, 40 and 90 tokens share steps and span several.
+# Blocks of 8 and chunks of 32 tokens: the prompts of 5, 40 and 90 tokens share steps and span
+# several.
 ENGINE = EngineConfig(
     block_size=8,
     max_model_len=128,
@@ -29,7 +31,8 @@ ENGINE = EngineConfig(
 )
 
 
-# Two compiled steps each: these six go through every family, GQA ratio, head_dim and kind of attention and rope.
+# Two compiled steps each: these six go through every family, GQA ratio, head_dim and kind of
+# attention and rope.
 QUICK = {
     "qwen3_g2_d32_tied",
     "qwen3_g7_d80",
@@ -67,7 +70,9 @@ def params(name: str, tmp_path_factory: pytest.TempPathFactory) -> Params:
 
 
 def logits(params: Params, prompts: list[list[int]]) -> list[np.ndarray]:
-    """f32 logits [T, V] of each prompt, in one padded batch: what comes after a token cannot change its logits."""
+    """f32 logits [T, V] of each prompt, in one padded batch: what comes after a token cannot change
+    its logits.
+    """
     tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -101,8 +106,13 @@ def test_logits_f32(name: str, params: Params, table: dict[str, dict[str, object
 def check_greedy(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
     prompts = golden(name).prompts
     sampling = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy))
-    outputs = jpaged.generate(params, [prompt.token_ids for prompt in prompts], sampling, engine_config=ENGINE)
-    equal = [out.outputs[0].token_ids == prompt.greedy for out, prompt in zip(outputs, prompts, strict=True)]
+    outputs = jpaged.generate(
+        params, [prompt.token_ids for prompt in prompts], sampling, engine_config=ENGINE
+    )
+    equal = [
+        out.outputs[0].token_ids == prompt.greedy
+        for out, prompt in zip(outputs, prompts, strict=True)
+    ]
     table.setdefault(name, {})["tokens"] = "yes" if all(equal) else equal
     assert all(equal)
 
@@ -132,8 +142,12 @@ def test_logits_bf16(name: str, tmp_path: Path, table: dict[str, dict[str, objec
 
 
 def test_live_transformers(name: str, params: Params) -> None:
-    """The same against transformers itself, on tokens that no file knows, where torch can be imported."""
-    pytest.importorskip("torch", reason="torch is not installed: the stored references stand in for it")
+    """The same against transformers itself, on tokens that no file knows, where torch can be
+    imported.
+    """
+    pytest.importorskip(
+        "torch", reason="torch is not installed: the stored references stand in for it"
+    )
     import torch  # pyright: ignore[reportMissingImports]
 
     from scripts.make_golden import build, forward, tokens

@@ -1,4 +1,6 @@
-"""The canonical tree: its names and shapes are the module's own, and a mesh axis splits what it is said to split."""
+"""The canonical tree: its names and shapes are the module's own, and a mesh axis splits what it is
+said to split.
+"""
 
 import dataclasses
 from typing import Any
@@ -9,8 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.config import ModelConfig
 from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, to_tree
 from jpaged.models.layout import choose_tensor_axis, param_shapes, param_specs
 from tests.tiny import CONFIG
@@ -19,7 +21,9 @@ VARIANTS = {
     "qwen3": CONFIG,
     "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True),
     "qwen2": dataclasses.replace(CONFIG, family="qwen2", qk_norm=False, qkv_bias=True),
-    "llama": dataclasses.replace(CONFIG, family="llama", qk_norm=False, qkv_bias=True, out_bias=True),
+    "llama": dataclasses.replace(
+        CONFIG, family="llama", qk_norm=False, qkv_bias=True, out_bias=True
+    ),
     "mistral": dataclasses.replace(CONFIG, family="mistral", qk_norm=False, num_layers=11),
 }
 
@@ -53,7 +57,9 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
 
 
 def test_a_share_holds_whole_kv_heads() -> None:
-    """Device i's part of the fused projection is its KV heads with their own query heads, in order."""
+    """Device i's part of the fused projection is its KV heads with their own query heads, in
+    order.
+    """
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     spec = param_specs(CONFIG, "tp", 2)["layers"]["0"]["attention"]["qkv"]
     shape = param_shapes(CONFIG)["layers"]["0"]["attention"]["qkv"]
@@ -63,7 +69,9 @@ def test_a_share_holds_whole_kv_heads() -> None:
 
 
 def test_kv_heads_that_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"):
+    with pytest.raises(
+        ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"
+    ):
         param_specs(CONFIG, "tp", 4)
 
 
@@ -74,7 +82,11 @@ def test_an_ffn_that_does_not_divide_stays_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "chosen"), [(("fsdp", "tp"), "tp"), (("model", "data"), "model"), (("x", "y"), "y"), (("a",), "a")]
+    ("names", "chosen"),
+    [(("fsdp", "tp"), "tp"), (("model", "data"), "model"), (("x", "y"), "y"), (("a",), "a")],
 )
 def test_choose_tensor_axis(names: tuple[str, ...], chosen: str) -> None:
-    assert choose_tensor_axis(Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(names)), names)) == chosen
+    assert (
+        choose_tensor_axis(Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(names)), names))
+        == chosen
+    )

@@ -11,7 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jpaged.config import ModelConfig
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
 from jpaged.models.params import Params
 
@@ -32,7 +32,9 @@ CONFIG = ModelConfig(
 def make(seed: int = 0, source: Path | None = Path("/a"), config: ModelConfig = CONFIG) -> Params:
     rng = np.random.default_rng(seed)
     is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-    tree = jax.tree.map(lambda s: rng.standard_normal(s).astype(np.float32), param_shapes(config), is_leaf=is_shape)
+    tree = jax.tree.map(
+        lambda s: rng.standard_normal(s).astype(np.float32), param_shapes(config), is_leaf=is_shape
+    )
     return Params(jax.device_put(tree), config, source)
 
 
@@ -71,7 +73,9 @@ def test_treedef_knows_the_config_and_not_the_source() -> None:
     for same in (b, make(2, None), other_eos):
         assert jax.tree.structure(a) == jax.tree.structure(same)
         assert hash(jax.tree.structure(a)) == hash(jax.tree.structure(same))
-    assert jax.tree.structure(a) != jax.tree.structure(make(config=ModelConfig(**{**vars(CONFIG), "rope_theta": 5.0})))
+    assert jax.tree.structure(a) != jax.tree.structure(
+        make(config=ModelConfig(**{**vars(CONFIG), "rope_theta": 5.0}))
+    )
     mean = jax.tree.map(lambda x, y: (x + y) / 2, a, b)
     np.testing.assert_allclose(mean["norm"]["scale"], (a["norm"]["scale"] + b["norm"]["scale"]) / 2)
     assert (mean.config, mean.source) == (CONFIG, Path("/a"))
@@ -104,7 +108,11 @@ def test_jax_transformations() -> None:
     grads = jax.jit(jax.grad(loss))(params)
     assert isinstance(grads, Params) and grads.config == CONFIG
     np.testing.assert_allclose(grads["embed"]["weight"], 2 * params["embed"]["weight"], rtol=1e-6)
-    for result in (jax.eval_shape(lambda p: p, params), jax.device_get(params), jax.jit(lambda p: p)(params)):
+    for result in (
+        jax.eval_shape(lambda p: p, params),
+        jax.device_get(params),
+        jax.jit(lambda p: p)(params),
+    ):
         assert isinstance(result, Params) and result.source == Path("/a")
     named = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path), params)
     assert named["layers"]["1"]["attention"]["qkv"] == "['layers']['1']['attention']['qkv']"
@@ -141,7 +149,9 @@ def test_optax() -> None:
 
 def test_orbax_round_trip(tmp_path: Path) -> None:
     params = make()
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "params", params)
         checkpointer.wait_until_finished()

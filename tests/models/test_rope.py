@@ -1,4 +1,6 @@
-"""Rotary embeddings against their equations, written apart: complex numbers, one pair of dimensions at a time."""
+"""Rotary embeddings against their equations, written apart: complex numbers, one pair of dimensions
+at a time.
+"""
 
 import math
 from typing import Any
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.config import RopeScaling
+from jpaged.models.config import RopeScaling
 from jpaged.models.rope import inverse_frequencies, rotate, rotation
 from tests.tiny import CONFIG
 from tests.tiny import config as tiny_config
@@ -31,7 +33,9 @@ def test_plain_frequencies() -> None:
 
 def test_linear_divides_every_frequency() -> None:
     plain, _ = inverse_frequencies(config())
-    scaled, factor = inverse_frequencies(config(kind="linear", factor=4.0, original_max_position=64))
+    scaled, factor = inverse_frequencies(
+        config(kind="linear", factor=4.0, original_max_position=64)
+    )
     np.testing.assert_allclose(scaled, plain / 4, rtol=1e-7)
     assert factor == 1.0
 
@@ -76,11 +80,17 @@ def test_yarn_interpolates_by_rotations(truncate: bool) -> None:
 
 
 def test_yarn_ramp_stays_inside_the_head() -> None:
-    """A tiny original context puts both ends of the ramp outside: clamped, never negative or inverted."""
+    """A tiny original context puts both ends of the ramp outside: clamped, never negative or
+    inverted.
+    """
     scaled, _ = inverse_frequencies(config(**YARN | {"original_max_position": 8}))
     plain, _ = inverse_frequencies(config())
     ratio = scaled.astype(float) / plain
-    assert (ratio <= 1.0 + 1e-6).all() and (ratio >= 0.25 - 1e-6).all() and (np.diff(ratio) <= 1e-6).all()
+    assert (
+        (ratio <= 1.0 + 1e-6).all()
+        and (ratio >= 0.25 - 1e-6).all()
+        and (np.diff(ratio) <= 1e-6).all()
+    )
 
 
 def test_rotation_is_a_complex_product() -> None:
@@ -88,7 +98,9 @@ def test_rotation_is_a_complex_product() -> None:
     positions = np.array([0, 1, 7, 40], np.int32)
     x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
     inv, _ = inverse_frequencies(c)
-    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None, None] * inv.astype(float))
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(
+        1j * positions[:, None, None] * inv.astype(float)
+    )
     expected = 1.5 * np.concatenate([turned.real, turned.imag], -1)
     cos, sin = rotation(c, jnp.asarray(positions))
     assert cos.shape == sin.shape == (4, 4) and cos.dtype == sin.dtype == jnp.float32
@@ -108,7 +120,9 @@ def test_scores_depend_on_distance_alone() -> None:
 
 
 def test_any_head_axes_and_batches() -> None:
-    """[B, T, K, G, D] and [B, T, K, D] turn as each head alone does; the dtype is the input's, the arithmetic f32."""
+    """[B, T, K, G, D] and [B, T, K, D] turn as each head alone does; the dtype is the input's, the
+    arithmetic f32.
+    """
     rng = np.random.default_rng(2)
     positions = jnp.asarray(rng.integers(0, 60, (2, 5)), jnp.int32)
     cos, sin = rotation(CONFIG, positions)

@@ -1,4 +1,6 @@
-"""Which kernel serves, and the engine on each of them: interpreted, with the same tokens as XLA's."""
+"""Which kernel serves, and the engine on each of them: interpreted, with the same tokens as
+XLA's.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -14,9 +16,15 @@ from tests.tiny import config, make_params, make_prompts
 
 MODEL = config(head_dim=64, num_heads=4, num_kv_heads=2, num_layers=2)
 SETTINGS = {
-    "dtype": "bfloat16", "max_model_len": 64, "block_size": 16, "num_blocks": 24, "max_num_seqs": 8,
-    "max_num_batched_tokens": 32, "token_buckets": (32,), "seq_buckets": (8,),
-}  # fmt: skip
+    "dtype": "bfloat16",
+    "max_model_len": 64,
+    "block_size": 16,
+    "num_blocks": 24,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (32,),
+    "seq_buckets": (8,),
+}
 HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
 AMPERE = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
@@ -24,13 +32,17 @@ CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 ON_CPU = "xla" if unavailable() else "native"
 
 
-def choose(device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards: int = 1, **settings: Any) -> Kernel:
+def choose(
+    device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards: int = 1, **settings: Any
+) -> Kernel:
     engine = EngineConfig(**{**SETTINGS, **settings}).resolve(model)
     return choose_kernel(model, engine, jnp.dtype(dtype), device, shards)
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, ON_CPU)], ids=str
+    ("device", "name"),
+    [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, ON_CPU)],
+    ids=str,
 )
 def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
     kernel = choose(device)
@@ -42,8 +54,9 @@ def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "jpaged"):
         assert choose(HOPPER, dtype=jnp.float32).name == "xla"
     assert [r.getMessage().split(" (")[0] for r in caplog.records] == [
-        "attention='auto': not mosaic_gpu", "attention='auto': not triton",
-    ]  # fmt: skip
+        "attention='auto': not mosaic_gpu",
+        "attention='auto': not triton",
+    ]
     assert choose(HOPPER, block_size=20).name == "triton"
     assert choose(HOPPER, model=config(head_dim=80)).name == "xla"
 
@@ -59,10 +72,17 @@ def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) ->
         (CPU, "native", {"dtype": jnp.float32}, "dtype float32"),
         (CPU, "native", {"model": config(head_dim=80)}, "head_dim 80"),
         (TPU, "mosaic_gpu", {}, "not on tpu"),
-        (SimpleNamespace(platform="tpu", device_kind="TPU v4"), "tpu", {}, "TPU v4: only TPU v5 and newer"),
+        (
+            SimpleNamespace(platform="tpu", device_kind="TPU v4"),
+            "tpu",
+            {},
+            "TPU v4: only TPU v5 and newer",
+        ),
     ],
 )
-def test_a_named_one_does_not_fall(device: Any, name: str, options: dict[str, Any], reason: str) -> None:
+def test_a_named_one_does_not_fall(
+    device: Any, name: str, options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UnsupportedError, match=rf"attention='{name}' cannot run: .*{reason}"):
         choose(device, attention=name, **options)
     assert issubclass(UnsupportedError, NotImplementedError)
@@ -75,12 +95,16 @@ def expected() -> list[Any]:
 
 def serve(attention: str) -> list[Any]:
     """A chunked prompt, a prefix hit, forks and ordinary rows, through prefill and decode."""
-    llm = LLM(make_params(5, MODEL), attention=attention, **SETTINGS)  # no greedy token within 0.13 of another
+    llm = LLM(
+        make_params(5, MODEL), attention=attention, **SETTINGS
+    )  # no greedy token within 0.13 of another
     assert llm.stats()["attention"] == attention
     prompts = [*make_prompts(9, 3, 40), [7] * 20]
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     samples = SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=4, ignore_eos=True)
-    outs = llm.generate([*prompts, prompts[2]], [greedy, greedy, greedy, samples, greedy], use_tqdm=False)
+    outs = llm.generate(
+        [*prompts, prompts[2]], [greedy, greedy, greedy, samples, greedy], use_tqdm=False
+    )
     again = llm.generate(prompts[2], greedy, use_tqdm=False)
     assert again[0].num_cached_tokens == 32
     llm.close()
@@ -100,7 +124,10 @@ def test_f32_on_the_tpu_kernel() -> None:
     settings = SETTINGS | {"dtype": "float32", "block_size": 8}
     prompts = make_prompts(5, 17)
     tokens = [
-        [out.outputs[0].token_ids for out in LLM(make_params(0), attention=a, **settings).generate(prompts, greedy)]
+        [
+            out.outputs[0].token_ids
+            for out in LLM(make_params(0), attention=a, **settings).generate(prompts, greedy)
+        ]
         for a in ("xla", "tpu")
     ]
     assert tokens[0] == tokens[1]

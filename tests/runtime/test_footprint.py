@@ -1,4 +1,6 @@
-"""What steps need: XLA's own figures do not depend on the pool and stay below the bound; a plan of them holds."""
+"""What steps need: XLA's own figures do not depend on the pool and stay below the bound; a plan of
+them holds.
+"""
 
 import dataclasses
 from typing import Any
@@ -20,11 +22,23 @@ from tests.tiny import CONFIG, config, make_params, make_prompts
 
 HERE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 MIB = 1 << 20
-WIDE = config(hidden_size=256, intermediate_size=768, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=16000)
+WIDE = config(
+    hidden_size=256,
+    intermediate_size=768,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=16000,
+)
 
 
 def engine(model: ModelConfig = CONFIG, **changes: Any) -> EngineConfig:
-    sizes: dict[str, Any] = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16, "max_logprobs": 5}
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "max_logprobs": 5,
+    }
     return EngineConfig(**(sizes | changes)).resolve(model)
 
 
@@ -38,7 +52,11 @@ def abstract(model: ModelConfig, dtype: str) -> Any:
 def test_largest_buckets() -> None:
     found = footprint.largest_buckets(engine(max_num_batched_tokens=40))
     sizes = {(b.phase, b.features, b.tokens, b.rows) for b in found}
-    assert sizes == {("prefill", "prompt", 64, 8), ("sample", "full", 8, 8), ("decode", "full", 8, 8)}
+    assert sizes == {
+        ("prefill", "prompt", 64, 8),
+        ("sample", "full", 8, 8),
+        ("decode", "full", 8, 8),
+    }
 
 
 def probe(num_blocks: int | None = None) -> Runner:
@@ -46,7 +64,9 @@ def probe(num_blocks: int | None = None) -> Runner:
     assert found.config.num_blocks == 16, "as many as the widest block table names"
     if num_blocks is not None:
         found, params = (
-            Runner(CONFIG, dataclasses.replace(found.config, num_blocks=num_blocks), HERE, "float32"),
+            Runner(
+                CONFIG, dataclasses.replace(found.config, num_blocks=num_blocks), HERE, "float32"
+            ),
             found.params,
         )
         found.params = params
@@ -78,7 +98,9 @@ SHAPES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype", "changes"), SHAPES)
-def test_the_bound_of_larger_models(model: ModelConfig, dtype: str, changes: dict[str, Any]) -> None:
+def test_the_bound_of_larger_models(
+    model: ModelConfig, dtype: str, changes: dict[str, Any]
+) -> None:
     sizes = engine(model, **changes)
     found = footprint.measured(footprint.probe_runner(model, sizes, HERE, abstract(model, dtype)))
     assert 0 < found.temporaries < footprint.bound(model, sizes, dtype).temporaries
@@ -94,7 +116,10 @@ def test_cpu_compiles_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 34)
     found = footprint.plan_pool(CONFIG, engine(), HERE, params)
     assert (found.num_blocks, found.decided_by) == (8 * 16, "max_num_seqs * max_model_len")
-    assert found.weights == footprint.bytes_on_device(params) and found.limit == (1 << 34) + found.weights
+    assert (
+        found.weights == footprint.bytes_on_device(params)
+        and found.limit == (1 << 34) + found.weights
+    )
     monkeypatch.setattr(memory, "free_memory", lambda: 8 * MIB)
     with pytest.raises(AssertionError, match="compiled"):
         footprint.plan_pool(CONFIG, engine(), HERE, params)
@@ -102,7 +127,11 @@ def test_cpu_compiles_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_freed_first_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"bytes_limit": 100 * MIB, "bytes_in_use": 60 * MIB}
-    device = type("Device", (), {"platform": "gpu", "memory_stats": lambda self: stats, "compute_capability": "9.0"})()
+    device = type(
+        "Device",
+        (),
+        {"platform": "gpu", "memory_stats": lambda self: stats, "compute_capability": "9.0"},
+    )()
     monkeypatch.setattr(footprint, "measured", lambda probe: memory.Needs(temporaries=5 * MIB))
     where = Placement(mesh=None, axis=None, device=device)
     sizes = engine(max_num_seqs=4096, attention="xla", memory_utilization=0.5)
@@ -124,12 +153,16 @@ def test_devices_of_a_mesh_share_the_host(monkeypatch: pytest.MonkeyPatch) -> No
     weights.update(params)
     found = footprint.plan_pool(CONFIG, engine(), where, weights.tree(params))
     assert found.block_bytes == whole.block_bytes // 2 and found.num_blocks == whole.num_blocks
-    assert whole.weights // 2 < found.weights < whole.weights, "some are split, norms and embeddings are not"
+    assert whole.weights // 2 < found.weights < whole.weights, (
+        "some are split, norms and embeddings are not"
+    )
     assert found.limit == (1 << 33) + found.weights
 
 
 def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
-    """Memory decides the pool; then every block of it is taken, with all features, and the arrays are as planned."""
+    """Memory decides the pool; then every block of it is taken, with all features, and the arrays
+    are as planned.
+    """
     params = make_params()
     whole = probe().block_bytes
     monkeypatch.setattr(memory, "free_memory", lambda: needs.total + 24 * whole + whole // 2)
@@ -137,9 +170,14 @@ def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, need
     found = footprint.plan_pool(CONFIG, engine(), HERE, dict(params))
     assert (found.num_blocks, found.decided_by, found.waste) == (24, "memory", whole // 2)
     before = {id(x) for x in jax.live_arrays()}
-    settings = {name: getattr(engine(), name) for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")}
+    settings = {
+        name: getattr(engine(), name)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens")
+    }
     llm = jpaged.LLM(params, **settings, max_logprobs=5, num_blocks=found.num_blocks)
-    wanted = SamplingParams(max_tokens=8, ignore_eos=True, presence_penalty=0.5, logprobs=2, prompt_logprobs=1)
+    wanted = SamplingParams(
+        max_tokens=8, ignore_eos=True, presence_penalty=0.5, logprobs=2, prompt_logprobs=1
+    )
     llm.generate(make_prompts(*[16] * 9), wanted, use_tqdm=False)
     assert llm.stats()["peak_blocks_in_use"] == found.num_blocks, "to the last block"
     held = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)

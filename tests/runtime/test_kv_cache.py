@@ -1,4 +1,6 @@
-"""Moves of KV blocks, within the pool and to and from the host: what they write, and that they do it in place."""
+"""Moves of KV blocks, within the pool and to and from the host: what they write, and that they do
+it in place.
+"""
 
 import functools
 import math
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.batch import Bucket
+from jpaged.engine.buckets import Bucket
 from jpaged.runtime import kv_cache
 from jpaged.runtime.runner import Placement, Runner
 from tests.hlo import pool_copies
@@ -18,7 +20,8 @@ from tests.tiny import CONFIG, engine, make_params
 LAYERS, BLOCKS, BLOCK = 3, 7, (4, 2, 8)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 DECODE = Bucket(phase="decode", tokens=8, rows=8, blocks=16)
-# An odd number of blocks, so large that no other array of a step has as many elements, or is as large.
+# An odd number of blocks, so large that no other array of a step has as many elements, or is as
+# large.
 MANY = 8191
 
 copy_blocks = jax.jit(functools.partial(kv_cache.copy_blocks, num_layers=LAYERS))
@@ -51,7 +54,12 @@ def copied(pool: jax.Array, pairs: list[tuple[int, int]]) -> np.ndarray:
     "pairs",
     [
         [(1, 4), (2, 5), (1, 6), (0, 0)],  # several, one source twice
-        [(0, 1), (2, 0), (1, 3), (3, 6)],  # a block is read after it was written, and written after it was read
+        [
+            (0, 1),
+            (2, 0),
+            (1, 3),
+            (3, 6),
+        ],  # a block is read after it was written, and written after it was read
         [(6, 0), (2, 2), (1, 3), (4, 5)],  # a pair of equal blocks ends the list
         [(3, 3), (1, 2), (4, 5), (0, 6)],
         [(0, 0)] * 4,  # what padding holds
@@ -70,7 +78,9 @@ def test_copy_blocks_as_often_as_not() -> None:
     for _ in range(20):
         pairs = rng.integers(0, BLOCKS, (8, 2)).tolist()
         pool = make_pool(seed=int(rng.integers(100)))
-        np.testing.assert_array_equal(by_block(copy_blocks(pool, jnp.asarray(pairs, jnp.int32))), copied(pool, pairs))
+        np.testing.assert_array_equal(
+            by_block(copy_blocks(pool, jnp.asarray(pairs, jnp.int32))), copied(pool, pairs)
+        )
 
 
 @DTYPES
@@ -99,10 +109,16 @@ def test_nothing_to_write() -> None:
 
 @DTYPES
 def test_through_the_runner(dtype: Any) -> None:
-    """To the host and back, in sizes that are no power of two; what was read does not follow the pool."""
+    """To the host and back, in sizes that are no power of two; what was read does not follow the
+    pool.
+    """
     runner = make_runner(BLOCKS, dtype)
     runner.allocate()
-    pool = jnp.arange(math.prod(runner.layout.shape), dtype=jnp.int32).astype(dtype).reshape(runner.layout.shape)
+    pool = (
+        jnp.arange(math.prod(runner.layout.shape), dtype=jnp.int32)
+        .astype(dtype)
+        .reshape(runner.layout.shape)
+    )
     runner._pool = pool + jnp.zeros_like(pool)
     layers = np.asarray(pool.astype(jnp.float32)).reshape(CONFIG.num_layers, BLOCKS, -1)
     kept = runner.read_blocks([5, 2, 0])
@@ -115,7 +131,9 @@ def test_through_the_runner(dtype: Any) -> None:
     np.testing.assert_array_equal(found, expected)
     runner.write_blocks(kept, [5, 2, 0])
     expected[:, [5, 2, 0]] = layers[:, [5, 2, 0]]
-    np.testing.assert_array_equal(np.asarray(runner._pool.astype(jnp.float32)).reshape(expected.shape), expected)
+    np.testing.assert_array_equal(
+        np.asarray(runner._pool.astype(jnp.float32)).reshape(expected.shape), expected
+    )
     assert runner.read_blocks([]) is None
     runner.write_blocks(None, [])
 
@@ -131,8 +149,13 @@ def make_runner(num_blocks: int, dtype: Any = jnp.float32) -> Runner:
 
 
 def in_place(compiled: Any, runner: Runner) -> tuple[list[str], bool]:
-    """Pool-sized copies in the HLO, and whether temporaries and new outputs are smaller than the pool."""
-    memory, pool_bytes = compiled.memory_analysis(), runner.layout.block_bytes * runner.layout.num_blocks
+    """Pool-sized copies in the HLO, and whether temporaries and new outputs are smaller than the
+    pool.
+    """
+    memory, pool_bytes = (
+        compiled.memory_analysis(),
+        runner.layout.block_bytes * runner.layout.num_blocks,
+    )
     fresh = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return pool_copies(compiled.as_text(), math.prod(runner.layout.shape)), fresh < pool_bytes
 
@@ -171,7 +194,9 @@ def test_copies_alone(dtype: Any) -> None:
     copies, is_small = in_place(jax.jit(copy, donate_argnums=0).lower(*arguments).compile(), runner)
     assert copies == [] and is_small
     copies, is_small = in_place(jax.jit(copy).lower(*arguments).compile(), runner)
-    assert len(copies) == 1 and " copy(" in copies[0] and not is_small, "the control: undonated, it must copy"
+    assert len(copies) == 1 and " copy(" in copies[0] and not is_small, (
+        "the control: undonated, it must copy"
+    )
 
 
 @DTYPES

@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens against a dense float64 log_softmax, and the shared reductions."""
+"""Log-probabilities of given tokens against a dense float64 log_softmax, and the shared
+reductions.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +29,28 @@ def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray
     head_VE[200:204] = head_VE[100:104]  # exact ties
     targets_T = rng.integers(0, VOCAB, TOKENS).astype(np.int32)
     targets_T[:2] = 101, 201
-    temperature_T = np.where(np.arange(TOKENS) % 4 == 0, 0, 0.5 + 0.1 * np.arange(TOKENS)).astype(np.float32)
+    temperature_T = np.where(np.arange(TOKENS) % 4 == 0, 0, 0.5 + 0.1 * np.arange(TOKENS)).astype(
+        np.float32
+    )
     return x_TE, head_VE, targets_T, temperature_T, (np.arange(TOKENS) % 3).astype(np.int32)
 
 
 @jax.jit
-def scored(x_TE: jax.Array, head_VE: jax.Array, targets_T: jax.Array, temperature_T: jax.Array, mode_T: jax.Array):
+def scored(
+    x_TE: jax.Array,
+    head_VE: jax.Array,
+    targets_T: jax.Array,
+    temperature_T: jax.Array,
+    mode_T: jax.Array,
+):
     return token_logprobs(
-        lambda x: x @ head_VE.T, x_TE, targets_T, temperature_T, mode_T, max_logprobs=WIDTH, tile=TILE
+        lambda x: x @ head_VE.T,
+        x_TE,
+        targets_T,
+        temperature_T,
+        mode_T,
+        max_logprobs=WIDTH,
+        tile=TILE,
     )
 
 
@@ -51,7 +67,9 @@ def test_token_logprobs_are_those_of_the_dense_head() -> None:
         np.testing.assert_allclose(out.logprob_T[t], lp_TV[t, target], atol=2e-5, rtol=1e-5)
         assert out.rank_T[t] == 1 + np.flatnonzero(order_TV[t] == target)[0]
         np.testing.assert_array_equal(out.top_ids_TK[t], order_TV[t, :WIDTH])
-        np.testing.assert_allclose(out.top_logprobs_TK[t], lp_TV[t, order_TV[t, :WIDTH]], atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            out.top_logprobs_TK[t], lp_TV[t, order_TV[t, :WIDTH]], atol=2e-5, rtol=1e-5
+        )
     assert out.rank_T.shape == (TOKENS,) and out.top_ids_TK.shape == (TOKENS, WIDTH)
 
 
@@ -67,7 +85,9 @@ def test_targets_outside_the_vocabulary_are_clipped_and_no_lists_are_empty() -> 
     targets_T = np.array([-1, VOCAB] + [3] * (TOKENS - 2), np.int32)
     clipped_T = np.clip(targets_T, 0, VOCAB - 1)
     got, want = (
-        token_logprobs(lambda x: x @ head_VE.T, x_TE, jnp.asarray(t), temperature_T, mode_T, tile=TOKENS)
+        token_logprobs(
+            lambda x: x @ head_VE.T, x_TE, jnp.asarray(t), temperature_T, mode_T, tile=TOKENS
+        )
         for t in (targets_T, clipped_T)
     )
     np.testing.assert_array_equal(got.logprob_T, want.logprob_T)
@@ -77,7 +97,9 @@ def test_targets_outside_the_vocabulary_are_clipped_and_no_lists_are_empty() -> 
 @pytest.mark.parametrize(("vocab", "k"), [(40, 5), (40, 40), (1003, 20), (1003, 64), (5000, 64)])
 def test_top_values_breaks_ties_by_id(vocab: int, k: int) -> None:
     rng = np.random.default_rng(vocab + k)
-    z = (np.round(rng.normal(size=(6, vocab)) * 2) + 0.0).astype(np.float32)  # few values, so ties; no -0.0
+    z = (np.round(rng.normal(size=(6, vocab)) * 2) + 0.0).astype(
+        np.float32
+    )  # few values, so ties; no -0.0
     z[0] = 1.0
     z[1, 7:] = float("-inf")
 

@@ -23,9 +23,13 @@ def engine(**changes: Any) -> EngineConfig:
 
 
 def plan(total: int, pool: int | None = None, in_use: int = 0, **changes: Any) -> memory.MemoryPlan:
-    how = {name: changes.pop(name) for name in ("weights", "needs", "block_bytes") if name in changes}
+    how = {
+        name: changes.pop(name) for name in ("weights", "needs", "block_bytes") if name in changes
+    }
     limits = memory.Limits(total=total, in_use=in_use, pool=pool)
-    return memory.plan(engine(**changes), limits, **{"block_bytes": MIB, "needs": memory.Needs(), **how})
+    return memory.plan(
+        engine(**changes), limits, **{"block_bytes": MIB, "needs": memory.Needs(), **how}
+    )
 
 
 def test_every_row_at_full_length_is_enough() -> None:
@@ -40,8 +44,13 @@ def test_the_pool_takes_what_is_left() -> None:
     found = plan(21 * MIB + 5, in_use=7 * MIB, weights=5 * MIB, needs=needs, max_num_seqs=99)
     assert (found.num_blocks, found.decided_by, found.waste) == (8, "memory", 5)
     assert found.account == {
-        "weights": 5 * MIB, "other": 2 * MIB, "temporaries": 3 * MIB, "code": 2 * MIB, "state": MIB, "pool": 8 * MIB,
-    }  # fmt: skip
+        "weights": 5 * MIB,
+        "other": 2 * MIB,
+        "temporaries": 3 * MIB,
+        "code": 2 * MIB,
+        "state": MIB,
+        "pool": 8 * MIB,
+    }
     assert sum(found.account.values()) + found.waste == found.limit
 
 
@@ -57,9 +66,13 @@ def test_a_pinned_pool_may_exceed_the_limit() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(ConfigError, match=r"no KV block of 1048576 bytes fits the 500 bytes.*lower block_size=16"):
+    with pytest.raises(
+        ConfigError, match=r"no KV block of 1048576 bytes fits the 500 bytes.*lower block_size=16"
+    ):
         plan(1000, pool=500)
-    with pytest.raises(ConfigError, match=r"fits the 0 bytes left.*weights take 9.*max_num_batched_tokens=8192"):
+    with pytest.raises(
+        ConfigError, match=r"fits the 0 bytes left.*weights take 9.*max_num_batched_tokens=8192"
+    ):
         plan(1000, weights=999, needs=memory.Needs(temporaries=5000))
 
 
@@ -69,7 +82,9 @@ def test_limits_of_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.Limits.of(cpu, 0.9) == memory.Limits(total=6 * GIB, pool=3 * GIB)
     monkeypatch.setattr(memory, "free_memory", lambda: 100 * GIB)
     assert memory.Limits.of(cpu, 0.9).pool == 4 * GIB
-    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300})
+    gpu = SimpleNamespace(
+        platform="gpu", memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 300}
+    )
     assert memory.Limits.of(gpu, 0.4) == memory.Limits(total=400, in_use=300)
 
 
@@ -82,7 +97,9 @@ def files(monkeypatch: pytest.MonkeyPatch, **contents: str) -> None:
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "limit_1",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": "used_1",
     }
-    monkeypatch.setattr(memory, "_lines", lambda path: contents.get(known.get(path, ""), "").splitlines())
+    monkeypatch.setattr(
+        memory, "_lines", lambda path: contents.get(known.get(path, ""), "").splitlines()
+    )
 
 
 MEMINFO = "MemTotal: 9 kB\nMemAvailable:    4194304 kB\n"
@@ -94,8 +111,16 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.free_memory() == 4 * GIB
     files(monkeypatch, meminfo=MEMINFO, limit="max", used="1")
     assert memory.free_memory() == 4 * GIB, "a cgroup without a limit"
-    files(monkeypatch, meminfo=MEMINFO, limit=str(3 * GIB), used=str(2 * GIB), stat=f"anon 7\ninactive_file {GIB}")
-    assert memory.free_memory() == 2 * GIB, "the cgroup's share is less, and files that were read can go"
+    files(
+        monkeypatch,
+        meminfo=MEMINFO,
+        limit=str(3 * GIB),
+        used=str(2 * GIB),
+        stat=f"anon 7\ninactive_file {GIB}",
+    )
+    assert memory.free_memory() == 2 * GIB, (
+        "the cgroup's share is less, and files that were read can go"
+    )
     files(monkeypatch, meminfo=MEMINFO, limit=str(GIB), used=str(3 * GIB))
     assert memory.free_memory() == 0
     files(monkeypatch, meminfo=MEMINFO, limit_1=str(3 * GIB), used_1=str(GIB))
@@ -124,12 +149,18 @@ def test_block_bytes() -> None:
 def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
     pool = kv_cache.layout(CONFIG, num_blocks=3, block_size=4, dtype=jnp.dtype(jnp.bfloat16))
     one = kv_cache.zeros(pool.shape, pool.dtype, SingleDeviceSharding(jax.devices()[2]))
-    assert one.devices() == {jax.devices()[2]} and one.shape == pool.shape and one.dtype == jnp.bfloat16
+    assert (
+        one.devices() == {jax.devices()[2]}
+        and one.shape == pool.shape
+        and one.dtype == jnp.bfloat16
+    )
     assert not np.asarray(one).any()
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
     shared = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec("tp")))
     assert shared.sharding.spec == PartitionSpec(None, None, "tp", None)  # pyright: ignore[reportAttributeAccessIssue]
-    assert {shard.data.shape for shard in shared.addressable_shards} == {(6, 4, 2, 16)}, "K and V of one head"
+    assert {shard.data.shape for shard in shared.addressable_shards} == {(6, 4, 2, 16)}, (
+        "K and V of one head"
+    )
     assert not np.asarray(shared).any()
     whole = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec(None)))
     assert whole.sharding.is_fully_replicated
@@ -137,21 +168,35 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
 
 # Out of memory: a typed error that names bytes and settings, raised from the original.
 
-OOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 35184372088832 bytes.")
+OOM = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Out of memory allocating 35184372088832 bytes."
+)
 TPU_OOM = jax.errors.JaxRuntimeError(
-    "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 1.50G. That was not possible."
+    "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 1.50G. "
+    "That was not possible."
 )
 
 
 def test_running_out_of_memory_names_what_to_lower() -> None:
     settings = engine(num_blocks=7, max_num_batched_tokens=16)
-    wanted = pytest.raises(ConfigError, match=r"pool of 99 bytes.*num_blocks=7 or memory_utilization=0.9")
+    wanted = pytest.raises(
+        ConfigError, match=r"pool of 99 bytes.*num_blocks=7 or memory_utilization=0.9"
+    )
     with wanted as caught, memory.explained(settings, pool_bytes=99):
         raise OOM
     assert caught.value.__cause__ is OOM
-    knobs = r"lower num_blocks=7, memory_utilization=0.9, max_num_batched_tokens=16 or max_num_seqs=4"
-    for error, size in ((OOM, "35184372088832 bytes"), (TPU_OOM, "1.50G"), (MemoryError(), "memory")):
-        with pytest.raises(CapacityError, match=f"could not get {size}: {knobs}"), memory.explained(settings):
+    knobs = (
+        r"lower num_blocks=7, memory_utilization=0.9, max_num_batched_tokens=16 or max_num_seqs=4"
+    )
+    for error, size in (
+        (OOM, "35184372088832 bytes"),
+        (TPU_OOM, "1.50G"),
+        (MemoryError(), "memory"),
+    ):
+        with (
+            pytest.raises(CapacityError, match=f"could not get {size}: {knobs}"),
+            memory.explained(settings),
+        ):
             raise error
 
 

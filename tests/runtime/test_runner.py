@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, ConfigError, SamplingParams
-from jpaged.engine.batch import Bucket, bucket_table
+from jpaged.engine.buckets import Bucket, bucket_table
 from jpaged.runtime.runner import Runner
 from tests.tiny import ENGINE, compiles, config, engine, make_params, make_prompts, tokens_of
 
@@ -19,8 +19,8 @@ FULL = SamplingParams(temperature=0, max_tokens=6, logprobs=2, logit_bias={3: 1.
 PENALISED = SamplingParams(temperature=0.8, presence_penalty=0.5, max_tokens=6, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
 
-# Not steps: a fresh pool (and fresh counts) are zeros that the device makes itself; sending them up would be the one
-# large transfer of a run. One trivial computation for each shape of them.
+# Not steps: a fresh pool (and fresh counts) are zeros that the device makes itself; sending them up
+# would be the one large transfer of a run. One trivial computation for each shape of them.
 ZEROS = {"jit(zeros)"}
 
 
@@ -48,19 +48,32 @@ def test_compiles_equal_the_buckets_used(llm: LLM) -> None:
         before = len(runner._steps)
         with compiles() as names:
             run(llm, sampling)
-        assert [name for name in names if name not in ZEROS] == ["jit(step)"] * (len(runner._steps) - before)
+        assert [name for name in names if name not in ZEROS] == ["jit(step)"] * (
+            len(runner._steps) - before
+        )
     with compiles() as names:
         run(llm, PENALISED)
         run(llm, PENALISED)
-    assert set(names) <= {"jit(set_counts)"}, "the counts of rows with penalties are entered by one small step more"
-    assert set(runner._steps) == set(bucket_table(runner.config)), "one prefill and one decode shape: the whole table"
+    assert set(names) <= {"jit(set_counts)"}, (
+        "the counts of rows with penalties are entered by one small step more"
+    )
+    assert set(runner._steps) == set(bucket_table(runner.config)), (
+        "one prefill and one decode shape: the whole table"
+    )
     stats = llm.stats()
-    assert stats["num_compiles"] == len(stats["buckets"]) == len(runner._steps) + 1 and stats["compile_time_s"] > 0
+    assert (
+        stats["num_compiles"] == len(stats["buckets"]) == len(runner._steps) + 1
+        and stats["compile_time_s"] > 0
+    )
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, FULL, SCORED, PENALISED], ids=["plain", "full", "prompt", "penalised"])
+@pytest.mark.parametrize(
+    "sampling", [PLAIN, FULL, SCORED, PENALISED], ids=["plain", "full", "prompt", "penalised"]
+)
 def test_steady_state(llm: LLM, sampling: SamplingParams) -> None:
-    """After a first call, the same again traces nothing and moves nothing but through put and get."""
+    """After a first call, the same again traces nothing and moves nothing but through put and
+    get.
+    """
     seeded = SamplingParams(**{**vars(sampling), "seed": 1})
     first = run(llm, seeded)
     with jax.no_tracing(), jax.transfer_guard("disallow"), compiles() as names:
@@ -69,7 +82,9 @@ def test_steady_state(llm: LLM, sampling: SamplingParams) -> None:
 
 
 def test_a_callers_transfer_guard_is_no_hindrance() -> None:
-    """From the first call on: fresh pool and counts, casts, numpy weights, keys and arrays as prompts."""
+    """From the first call on: fresh pool and counts, casts, numpy weights, keys and arrays as
+    prompts.
+    """
     params = jax.device_get(make_params(0, config(num_layers=1)))
     key, prompt = jax.random.key(1), jnp.arange(3)
     with jax.transfer_guard("disallow"):
@@ -83,23 +98,35 @@ def test_the_guards_can_fail() -> None:
     with jax.no_tracing(), pytest.raises(RuntimeError):
         jax.jit(lambda x: x + 1)(x)
     double = jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device"):
+    with (
+        jax.transfer_guard("disallow"),
+        pytest.raises(Exception, match="Disallowed host-to-device"),
+    ):
         double(np.ones(3, np.float32))
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, FULL, SCORED], ids=["plain", "full", "prompt"])
-def test_one_transfer_each_way_a_step(llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transfer_each_way_a_step(
+    llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(llm, sampling)
     put, get = [], []
     device_put, device_get = jax.device_put, jax.device_get
-    monkeypatch.setattr(jax, "device_put", lambda x, *a, **k: (put.append(np.shape(x)), device_put(x, *a, **k))[1])
+    monkeypatch.setattr(
+        jax, "device_put", lambda x, *a, **k: (put.append(np.shape(x)), device_put(x, *a, **k))[1]
+    )
     monkeypatch.setattr(jax, "device_get", lambda x: (get.append(np.shape(x)), device_get(x))[1])
     before = llm.stats()
     run(llm, sampling)
     after = llm.stats()
     steps, up, down = (after[key] - before[key] for key in ("dispatches", "uploads", "downloads"))
-    # Two prefills draw nothing yet and send nothing back, unless they score; three do both and have a buffer for each.
-    assert steps > 5 and up == steps == len(put) and down == steps + (3 if sampling is SCORED else -2) == len(get)
+    # Two prefills draw nothing yet and send nothing back, unless they score; three do both and have
+    # a buffer for each.
+    assert (
+        steps > 5
+        and up == steps == len(put)
+        and down == steps + (3 if sampling is SCORED else -2) == len(get)
+    )
 
 
 def test_penalties_upload_their_counts_once_a_request(llm: LLM) -> None:
@@ -127,7 +154,11 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
     runner = runner_of(llm)
     pool, last, counts = runner._pool, runner._last_R, runner._counts_RV
     runner.recover()
-    assert (runner._pool, runner._last_R, runner._counts_RV) == (pool, last, counts) and runner.pool_bytes
+    assert (runner._pool, runner._last_R, runner._counts_RV) == (
+        pool,
+        last,
+        counts,
+    ) and runner.pool_bytes
     assert pool is not None and counts is not None
     pool.delete()
     counts.delete()
@@ -143,7 +174,9 @@ def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.Monke
     run(llm, PLAIN)
     monkeypatch.setattr(runner, "_sealed", True)
     assert run(llm, PLAIN)
-    with pytest.raises(ConfigError, match=r"strict=True: Bucket\(phase='decode', tokens=64.*not in the table"):
+    with pytest.raises(
+        ConfigError, match=r"strict=True: Bucket\(phase='decode', tokens=64.*not in the table"
+    ):
         runner.executable(Bucket(phase="decode", tokens=64, rows=64, blocks=16))
 
 
@@ -157,7 +190,9 @@ def test_put_and_get_are_counted(llm: LLM) -> None:
 
 
 def test_two_engines_of_different_block_size(llm: LLM) -> None:
-    """Scenarios 12 and 14: in one process, stepping in turn; the other one's blocks hold one token."""
+    """Scenarios 12 and 14: in one process, stepping in turn; the other one's blocks hold one
+    token.
+    """
     other = LLM(make_params(), **vars(engine(block_size=1, num_blocks=160, max_model_len=48)))
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     expected = run(llm, greedy)
@@ -167,5 +202,7 @@ def test_two_engines_of_different_block_size(llm: LLM) -> None:
     while llm.has_unfinished() or other.has_unfinished():
         for i, engine_ in enumerate((llm, other)):
             found |= {(i, out.request_id): out.outputs[0].token_ids for out in engine_.step()}
-    assert [[found[i, request] for request in requests] for i, requests in enumerate(ids)] == [expected] * 2
+    assert [[found[i, request] for request in requests] for i, requests in enumerate(ids)] == [
+        expected
+    ] * 2
     other.close()

@@ -1,4 +1,6 @@
-"""The compiled steps: the pool is updated in place, and the small functions around the model do what they say."""
+"""The compiled steps: the pool is updated in place, and the small functions around the model do
+what they say.
+"""
 
 import functools
 import math
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.batch import Batch, Bucket, input_sections, output_sections, unpack_result
+from jpaged.engine.buckets import Bucket, input_sections, output_sections
+from jpaged.engine.packing import Batch, unpack_result
 from jpaged.runtime import steps
 from jpaged.runtime.attention import Kernel
 from jpaged.runtime.runner import Placement, Runner
@@ -37,8 +40,13 @@ def make_runner(num_blocks: int) -> Runner:
 
 
 def in_place(compiled: Any, runner: Runner) -> tuple[list[str], bool]:
-    """Pool-sized copies in the HLO, and whether temporaries and new outputs are smaller than the pool."""
-    memory, pool_bytes = compiled.memory_analysis(), runner.layout.block_bytes * runner.layout.num_blocks
+    """Pool-sized copies in the HLO, and whether temporaries and new outputs are smaller than the
+    pool.
+    """
+    memory, pool_bytes = (
+        compiled.memory_analysis(),
+        runner.layout.block_bytes * runner.layout.num_blocks,
+    )
     fresh = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return pool_copies(compiled.as_text(), math.prod(runner.layout.shape)), fresh < pool_bytes
 
@@ -59,7 +67,12 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "name",
-    ["prefill", "decode full", "decode 4 steps", *(pytest.param(n, marks=SLOW) for n in ("decode", "prefill prompt"))],
+    [
+        "prefill",
+        "decode full",
+        "decode 4 steps",
+        *(pytest.param(n, marks=SLOW) for n in ("decode", "prefill prompt")),
+    ],
 )
 def test_the_pool_is_updated_in_place(name: str) -> None:
     copies, is_small = in_place(*compiled(name, 8191))
@@ -73,7 +86,9 @@ def test_so_it_is_under_the_cpu_kernels(name: str) -> None:
     runner = Runner(model, engine(num_blocks=8191).resolve(model), ONE_DEVICE, jnp.bfloat16)
     runner.params = dict(make_params(0, model, jnp.bfloat16))
     step = runner.lower(BUCKETS[name]).compile()
-    assert {"jpaged_linear", "jpaged_paged_attention"} <= set(re.findall(r'custom_call_target="(\w+)"', step.as_text()))
+    assert {"jpaged_linear", "jpaged_paged_attention"} <= set(
+        re.findall(r'custom_call_target="(\w+)"', step.as_text())
+    )
     copies, is_small = in_place(step, runner)
     assert copies == [] and is_small
 
@@ -91,11 +106,15 @@ def test_without_donation_a_copy_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_temporaries_do_not_depend_on_the_pool(name: str) -> None:
     """So that the number of blocks that fit can be computed from a step compiled for few."""
     (small, _), (large, _) = compiled(name, 127), compiled(name, 8191)
-    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes > 0
+    assert (
+        small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes > 0
+    )
 
 
 def test_locate_and_slots() -> None:
-    """Rows of 3, 0 and 5 new tokens (contexts of 7 and 5), a padding row, 4 padding tokens; blocks of 4."""
+    """Rows of 3, 0 and 5 new tokens (contexts of 7 and 5), a padding row, 4 padding tokens; blocks
+    of 4.
+    """
     starts, contexts = np.array([0, 3, 3, 8, 8], np.int32), np.array([7, 0, 5, 0], np.int32)
     table = np.array([[9, 4, 0], [0, 0, 0], [2, 7, 0], [0, 0, 0]], np.int32)
     row, position = steps._locate(jnp.asarray(starts), jnp.asarray(contexts), 12)
@@ -103,12 +122,20 @@ def test_locate_and_slots() -> None:
     assert position.tolist() == [4, 5, 6, 0, 1, 2, 3, 4] + [-1] * 4
     pool = jnp.zeros((2 * 11, 4, 2, 8))
     slots = steps._slots(row, position, jnp.asarray(table), 4, pool).tolist()
-    assert slots[:8] == [4 * 4 + p % 4 for p in (4, 5, 6)] + [2 * 4, 2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 7 * 4]
+    assert slots[:8] == [4 * 4 + p % 4 for p in (4, 5, 6)] + [
+        2 * 4,
+        2 * 4 + 1,
+        2 * 4 + 2,
+        2 * 4 + 3,
+        7 * 4,
+    ]
     assert all(slot >= 11 * 4 for slot in slots[8:]), "padding goes past the end"
 
 
 def test_set_counts() -> None:
-    """A long prompt in chunks, its counts 2 * (occurrences in the output) + (1 if in the prompt)."""
+    """A long prompt in chunks, its counts 2 * (occurrences in the output) + (1 if in the
+    prompt).
+    """
     vocab, chunk = 7, 5
     counts = jnp.full((3, vocab), 9, jnp.int32)
     tokens, prompt_len = [1, 1, 4, 0, 4, 2, 6, 6, 1], 6
@@ -155,7 +182,9 @@ def test_inputs_are_sliced_as_they_were_laid_out(name: str) -> None:
 
 
 def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uint32 keys beyond int32, f32 temperatures: bitcast, never converted. The rest of the row are stop ids."""
+    """uint32 keys beyond int32, f32 temperatures: bitcast, never converted. The rest of the row are
+    stop ids.
+    """
     bucket, seen = BUCKETS["sample full"], {}
 
     def spy(logits: Any, controls: Any, full: Any, *, max_logprobs: int) -> Any:
@@ -173,12 +202,21 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         row[:, names.index(name)] = np.float32(1).view(np.int32)
     row[:, -4:] = 11, 12, 2**31 - 1, 2**31 - 1
     zeros = functools.partial(np.zeros, dtype=np.int32)
-    fields = {"controls": row, "slots": np.arange(8), "bias_ids": zeros((8, 4)), "bias": zeros((8, 4))}
-    logits = np.where(np.arange(97) == 12, 100.0, 0.0).astype(np.float32) * np.ones((8, 1), np.float32)
+    fields = {
+        "controls": row,
+        "slots": np.arange(8),
+        "bias_ids": zeros((8, 4)),
+        "bias": zeros((8, 4)),
+    }
+    logits = np.where(np.arange(97) == 12, 100.0, 0.0).astype(np.float32) * np.ones(
+        (8, 1), np.float32
+    )
     open_after = jnp.asarray([0, -1, 1, 2, 0, 0, 0, 0], jnp.int32)
     fields = {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
     counts = jnp.zeros((8, 97), jnp.int32)
-    drawn = steps._draw(setting(bucket), jnp.asarray(logits), fields, jnp.full(8, 5, jnp.int32), counts, open_after)
+    drawn = steps._draw(
+        setting(bucket), jnp.asarray(logits), fields, jnp.full(8, 5, jnp.int32), counts, open_after
+    )
     assert seen["temperature_S"][0] == np.float32(0.7) and seen["top_k_S"][0] == 7
     assert seen["key_S2"].dtype == jnp.uint32 and int(seen["key_S2"][0, 0]) == 0xFFFFFFF0
     assert seen["position_S"][0] == 5

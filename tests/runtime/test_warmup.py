@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.engine.batch import bucket_table
-from jpaged.runtime import compiler
-from jpaged.runtime.compiler import default_folder, use_compilation_cache
+from jpaged.engine.buckets import bucket_table
+from jpaged.runtime import compiled_steps
+from jpaged.runtime.compiled_steps import default_folder, use_compilation_cache
 from tests.tiny import compiles, engine, make_params, make_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -16,16 +16,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 def test_warmup_compiles_the_table_once_and_nothing_is_met_later() -> None:
     llm = LLM(make_params(), **vars(engine(decode_steps=2, swap_space_gib=0.001, max_model_len=16)))
-    assert all(report.compile_seconds is None is report.executable_bytes for report in llm.buckets())
+    assert all(
+        report.compile_seconds is None is report.executable_bytes for report in llm.buckets()
+    )
     assert llm.warmup(use_tqdm=False) > 0
     reports = llm.buckets()
     table = list(bucket_table(llm._running_runner().config))
     shapes = [(r.phase, r.tokens, r.rows, r.blocks, r.steps, r.features) for r in reports]
-    assert shapes == sorted((b.phase, b.tokens, b.rows, b.blocks, b.steps, b.features) for b in table)
-    assert all(r.compile_seconds and r.temp_bytes and r.executable_bytes is not None and not r.hits for r in reports)
+    assert shapes == sorted(
+        (b.phase, b.tokens, b.rows, b.blocks, b.steps, b.features) for b in table
+    )
+    assert all(
+        r.compile_seconds and r.temp_bytes and r.executable_bytes is not None and not r.hits
+        for r in reports
+    )
     with compiles() as names:
         llm.warmup(use_tqdm=False)
-        full = SamplingParams(presence_penalty=1.0, prompt_logprobs=1, max_tokens=5, ignore_eos=True)
+        full = SamplingParams(
+            presence_penalty=1.0, prompt_logprobs=1, max_tokens=5, ignore_eos=True
+        )
         llm.generate(make_prompts(3, 11, 9), [GREEDY, full, GREEDY], use_tqdm=False)
     assert set(names) <= {"jit(zeros)"}
 
@@ -50,7 +59,9 @@ def cache_setting():
         jax.config.update(name, value)
 
 
-def test_the_compilation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_setting: None) -> None:
+def test_the_compilation_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_setting: None
+) -> None:
     """A folder of the user's cache, unless jax has one already; None changes nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     own = jax.config.jax_compilation_cache_dir
@@ -64,6 +75,6 @@ def test_the_compilation_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     use_compilation_cache("auto")
     assert jax.config.jax_compilation_cache_dir == str(default_folder())
     assert default_folder().is_relative_to(tmp_path / "jpaged" / "compiled")
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == compiler.LEAST_SECONDS
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == compiled_steps.LEAST_SECONDS
     use_compilation_cache(str(tmp_path / "mine"))
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")

@@ -26,7 +26,9 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def same_objects(a: Any, b: Any) -> bool:
-    return len(leaves(a)) == len(leaves(b)) and all(x is y for x, y in zip(leaves(a), leaves(b), strict=True))
+    return len(leaves(a)) == len(leaves(b)) and all(
+        x is y for x, y in zip(leaves(a), leaves(b), strict=True)
+    )
 
 
 # Forms
@@ -43,7 +45,10 @@ FORMS = {
     "nnx Param State": lambda p: nnx.state(bind(CONFIG, dict(p)), nnx.Param),
     "linen": lambda p: {"params": dict(p)},
     "dict": lambda p: dict(p),
-    "dict with int layers": lambda p: {**p, "layers": {int(i): layer for i, layer in p["layers"].items()}},
+    "dict with int layers": lambda p: {
+        **p,
+        "layers": {int(i): layer for i, layer in p["layers"].items()},
+    },
     "list of layers": as_layer_list,
     "tuple of layers": lambda p: {**p, "layers": tuple(as_layer_list(p)["layers"])},
     "boxed leaves": lambda p: jax.tree.map(nnx.Param, dict(p)),
@@ -82,15 +87,31 @@ def broken(change: Any) -> dict[str, Any]:
     [
         (lambda t: t.pop("norm"), r"params lack 'norm'"),
         (lambda t: t["layers"].pop("1"), r"params\['layers'\] lack '1'"),
-        (lambda t: t["layers"]["0"].clear(), r"params\['layers'\]\['0'\] lack 'attention' and 3 more"),
-        (lambda t: t["layers"]["1"]["mlp"].update(gate=1), r"params\['layers'\]\['1'\]\['mlp'\] hold 'gate'"),
+        (
+            lambda t: t["layers"]["0"].clear(),
+            r"params\['layers'\]\['0'\] lack 'attention' and 3 more",
+        ),
+        (
+            lambda t: t["layers"]["1"]["mlp"].update(gate=1),
+            r"params\['layers'\]\['1'\]\['mlp'\] hold 'gate'",
+        ),
         (
             lambda t: t["layers"]["0"]["attention"].update(out=jnp.ones((4, 2))),
-            r"params\['layers'\]\['0'\]\['attention'\]\['out'\] is of shape \(4, 2\), the config says \(32, 2, 2, 16\)",
+            r"params\['layers'\]\['0'\]\['attention'\]\['out'\] is of shape \(4, 2\), the "
+            r"config says \(32, 2, 2, 16\)",
         ),
-        (lambda t: t["embed"].update(weight=[1.0]), r"params\['embed'\]\['weight'\] is a dict, not an array"),
-        (lambda t: t["embed"].update(weight=None), r"params\['embed'\]\['weight'\] is a NoneType, not an array"),
-        (lambda t: t.update(norm=jnp.ones(32)), r"params\['norm'\]: expected a dict of \['scale'\], found"),
+        (
+            lambda t: t["embed"].update(weight=[1.0]),
+            r"params\['embed'\]\['weight'\] is a dict, not an array",
+        ),
+        (
+            lambda t: t["embed"].update(weight=None),
+            r"params\['embed'\]\['weight'\] is a NoneType, not an array",
+        ),
+        (
+            lambda t: t.update(norm=jnp.ones(32)),
+            r"params\['norm'\]: expected a dict of \['scale'\], found",
+        ),
         (
             lambda t: t["norm"].update(scale=jax.ShapeDtypeStruct((32,), jnp.float32)),
             r"params\['norm'\]\['scale'\] is a ShapeDtypeStruct, not an array",
@@ -127,7 +148,9 @@ def test_same_objects_are_the_same_version() -> None:
     weights = ServingWeights(ONE_DEVICE, None)
     assert weights.update(params) and weights.version == 1
     assert not weights.update(params)
-    assert not weights.update(jax.tree.map(lambda x: x, params)), "the leaves count, not the tree around them"
+    assert not weights.update(jax.tree.map(lambda x: x, params)), (
+        "the leaves count, not the tree around them"
+    )
     assert weights.version == 1
     assert same_objects(weights.tree(params), params), "what fits is served as it is"
     assert weights.update(jax.tree.map(jnp.copy, params)) and weights.version == 2
@@ -186,7 +209,8 @@ def test_donated_params_are_a_clear_error() -> None:
     fresh = step(params)
     for call in (jpaged.generate, jpaged.score):
         with pytest.raises(
-            ConfigError, match=r"params\['embed'\]\['weight'\] is a deleted array: were the params donated"
+            ConfigError,
+            match=r"params\['embed'\]\['weight'\] is a deleted array: were the params donated",
         ):
             call(params, [[1, 2, 3]], engine_config=ENGINE)
     assert as_params(fresh).config == CONFIG
@@ -203,7 +227,9 @@ def test_a_cast_happens_once_a_version() -> None:
     assert {str(leaf.dtype) for leaf in leaves(served)} == {"bfloat16"}
     weights.update(params)
     assert same_objects(weights.tree(params), served)
-    np.testing.assert_array_equal(served["norm"]["scale"], params["norm"]["scale"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        served["norm"]["scale"], params["norm"]["scale"].astype(jnp.bfloat16)
+    )
 
 
 def test_a_cast_leaves_alone_what_has_the_dtype() -> None:
@@ -231,19 +257,25 @@ def cast_some(params: Params, pick: Any, dtype: Any) -> Params:
 
 
 def test_dtypes_that_cannot_be_served() -> None:
-    """Linear weights share one dtype; norms and biases may have another; none may change under compiled steps."""
+    """Linear weights share one dtype; norms and biases may have another; none may change under
+    compiled steps.
+    """
     params = make_params(0, config(qkv_bias=True), jnp.bfloat16)
     weights = ServingWeights(ONE_DEVICE, None)
     mixed = cast_some(params, lambda name: "norm" in name or "bias" in name, jnp.float32)
     weights.update(mixed)
     with pytest.raises(ConfigError, match=r"linear weights in bfloat16 and float32: pass dtype="):
         weights.update(cast_some(params, lambda name: "down" in name, jnp.float32))
-    with pytest.raises(ConfigError, match=r"params in bfloat16; this engine was built for bfloat16 and float32"):
+    with pytest.raises(
+        ConfigError, match=r"params in bfloat16; this engine was built for bfloat16 and float32"
+    ):
         weights.update(params)
     assert weights.version == 1 and not weights.update(mixed), "what was refused changed nothing"
     one = ServingWeights(ONE_DEVICE, "float16")
     one.update(mixed)
-    assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.tree(params))} == {"float16"}
+    assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.tree(params))} == {
+        "float16"
+    }
 
 
 def test_the_last_copies_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +341,9 @@ def test_the_axis_is_the_one_that_kv_heads_use() -> None:
         return jax.device_put(leaf, NamedSharding(grid, spec))
 
     tree = jax.tree.map(lambda x: shard(x, PartitionSpec()), dict(params))
-    assert placement(Params(tree, CONFIG), ENGINE, None).axis is None, "no usual name, no use of it: replicated"
+    assert placement(Params(tree, CONFIG), ENGINE, None).axis is None, (
+        "no usual name, no use of it: replicated"
+    )
     attention = tree["layers"]["0"]["attention"]
     attention["qkv"] = shard(attention["qkv"], PartitionSpec("b"))
     assert placement(Params(tree, CONFIG), ENGINE, None).axis == "b"
@@ -317,9 +351,13 @@ def test_the_axis_is_the_one_that_kv_heads_use() -> None:
     assert placement(Params(tree, CONFIG), named, None).axis == "a"
     none = engine(tensor_axis=None)
     assert placement(Params(tree, CONFIG), none, None).axis is None
-    with pytest.raises(ConfigError, match=r"tensor_axis='c' is not an axis of the mesh \('a', 'b'\)"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_axis='c' is not an axis of the mesh \('a', 'b'\)"
+    ):
         placement(params, engine(tensor_axis="c"), grid)
-    with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"):
+    with pytest.raises(
+        ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"
+    ):
         placement(params, ENGINE, mesh(1, 4))
     row = mesh(1, 2)
     both = NamedSharding(row, PartitionSpec(("fsdp", "tp")))

@@ -21,12 +21,32 @@ def bench_batch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_both_ways(
-    bench_batch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench_batch: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    llm = jpaged.LLM(make_params(), **{f.name: getattr(ENGINE, f.name) for f in dataclasses.fields(ENGINE)})
-    monkeypatch.setattr(bench_batch.bench, "make_llm", lambda *args: llm)  # its steps are compiled already, elsewhere
-    flags = ["--requests", "3", "--input", "4", "9", "--output", "3", "6", "--max-model-len", "32", "--repeat", "2"]
+    llm = jpaged.LLM(
+        make_params(), **{f.name: getattr(ENGINE, f.name) for f in dataclasses.fields(ENGINE)}
+    )
+    monkeypatch.setattr(
+        bench_batch.bench, "make_llm", lambda *args: llm
+    )  # its steps are compiled already, elsewhere
+    flags = [
+        "--requests",
+        "3",
+        "--input",
+        "4",
+        "9",
+        "--output",
+        "3",
+        "6",
+        "--max-model-len",
+        "32",
+        "--repeat",
+        "2",
+    ]
     assert bench_batch.main(["--random", str(tmp_path), *flags]) == 0
     _, outputs = bench_batch.bench.Workload(
         requests=3, input=(4, 9), output=(3, 6), ids=(10, 96), temperature=1.0, max_len=32
@@ -36,12 +56,20 @@ def test_both_ways(
     out = capsys.readouterr().out
     for clock in ("wall", "CPU"):
         for name in ("generate", "batch"):
-            found = re.search(rf"^{clock} +{name} +([\d.]+) output tok/s at best; seconds: [\d.]+, [\d.]+$", out, re.M)
+            found = re.search(
+                rf"^{clock} +{name} +([\d.]+) output tok/s at best; seconds: [\d.]+, [\d.]+$",
+                out,
+                re.M,
+            )
             assert found is not None and float(found[1]) > 0
-        assert re.search(rf"^{clock} +ratio +[\d.]+ of the best runs, [\d.]+ of the medians$", out, re.M)
+        assert re.search(
+            rf"^{clock} +ratio +[\d.]+ of the best runs, [\d.]+ of the medians$", out, re.M
+        )
 
 
-def test_errors_are_one_sentence(bench_batch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_sentence(
+    bench_batch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench_batch.main([str(tmp_path / "none")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("bench_batch: ") and err.count("\n") == 1

@@ -22,21 +22,31 @@ def bench() -> Any:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
-def test_a_run(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "WEIGHTS", [(96, 64)])
     monkeypatch.setattr(bench, "ROWS", (8,))
     monkeypatch.setattr(bench, "ATTENTION", [("60m", 2, 70, None), ("60m", 1, 65, 65)])
     monkeypatch.setattr(bench, "BYTES", 1 << 20)
     assert bench.main(["--rounds", "2", "--json", str(tmp_path / "rows")]) == 0
     product, decode, prefill = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    assert product["product"] == "[8, 64] . [96, 64]" and product["xla_gflops"] / product["native_gflops"] > 0
+    assert (
+        product["product"] == "[8, 64] . [96, 64]"
+        and product["xla_gflops"] / product["native_gflops"] > 0
+    )
     assert product["ratio"] == pytest.approx(product["xla_gflops"] / product["native_gflops"])
-    assert (decode["attention"], prefill["attention"]) == ("60m decode 2 x 70", "60m prefill 1 x 65")
+    assert (decode["attention"], prefill["attention"]) == (
+        "60m decode 2 x 70",
+        "60m prefill 1 x 65",
+    )
     assert decode["ratio"] == pytest.approx(decode["native_ms"] / decode["xla_ms"])
     printed = capsys.readouterr().out
     assert "[8, 64] . [96, 64]" in printed and f"{prefill['native_ms']:.3f}" in printed
 
 
-def test_without_the_kernels(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_kernels(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "unavailable", lambda: "no compiler")
     assert bench.main([]) == 1 and "no compiler" in capsys.readouterr().err

@@ -9,7 +9,9 @@ import pytest
 
 
 def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

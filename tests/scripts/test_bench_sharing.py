@@ -1,4 +1,6 @@
-"""scripts/bench_sharing.py: what it prints and writes of a tiny model, and what it makes of its figures."""
+"""scripts/bench_sharing.py: what it prints and writes of a tiny model, and what it makes of its
+figures.
+"""
 
 import importlib.util
 import itertools
@@ -14,7 +16,9 @@ from tests.text_model import write_folder
 
 
 def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,23 +34,60 @@ def test_a_run_on_a_tiny_model(
     monkeypatch.setattr(bench, "ROWS", 8)
     monkeypatch.setattr(jpaged.config, "TOKEN_BUCKETS", (128,))  # one prefill step to compile
     folder, file = write_folder(tmp_path / "model"), tmp_path / "found.json"
-    flags = ["--prompt", "18", "--output", "6", "--n", "4", "--beam-width", "3", "--block-size", "4", "--repeat", "1"]
-    assert bench.main([str(folder), *flags, "--lengths", "24", "--num-blocks", "14", "--json", str(file)]) == 0
+    flags = [
+        "--prompt",
+        "18",
+        "--output",
+        "6",
+        "--n",
+        "4",
+        "--beam-width",
+        "3",
+        "--block-size",
+        "4",
+        "--repeat",
+        "1",
+    ]
+    assert (
+        bench.main(
+            [str(folder), *flags, "--lengths", "24", "--num-blocks", "14", "--json", str(file)]
+        )
+        == 0
+    )
     record = json.loads(file.read_text())
     n, identical, distinct = record["samples"].values()
     assert [r["prefill_tokens"] for r in (n, identical, distinct)] == [18, 18, 72]
-    assert [r["peak_blocks"] for r in (n, identical, distinct)] == [4 + 4 * 2, 4 + 4 * 2, 4 * 6]  # 4 full ones shared
-    assert [r["copied_blocks"] for r in (n, identical, distinct)] == [3, 3, 0]  # the last owner writes the original
+    assert [r["peak_blocks"] for r in (n, identical, distinct)] == [
+        4 + 4 * 2,
+        4 + 4 * 2,
+        4 * 6,
+    ]  # 4 full ones shared
+    assert [r["copied_blocks"] for r in (n, identical, distinct)] == [
+        3,
+        3,
+        0,
+    ]  # the last owner writes the original
     beams = record["beams"]
     assert 0 < beams["peak_blocks"] < beams["dense_blocks"] <= 18 and beams["seconds_a_token"] > 0
     [row] = record["preemption"]["rows"]
     recompute, swap = row["recompute"], row["swap"]
-    assert recompute["preemptions_recomputed"] > 0 == recompute["preemptions_swapped"] == recompute["swap_out_bytes"]
+    assert (
+        recompute["preemptions_recomputed"]
+        > 0
+        == recompute["preemptions_swapped"]
+        == recompute["swap_out_bytes"]
+    )
     assert swap["preemptions_swapped"] > 0 == swap["preemptions_recomputed"] < swap["swap_in_bytes"]
     assert row["swap_us"] > 0 and 12 <= row["mean_tokens"] <= 24
     out = capsys.readouterr().out
     assert bench.tables(record) + "\n" == out
-    for title in ("1. samples", "one request, n=4", "4 distinct requests", "2. beam search, width 3", "3. preemption"):
+    for title in (
+        "1. samples",
+        "one request, n=4",
+        "4 distinct requests",
+        "2. beam search, width 3",
+        "3. preemption",
+    ):
         assert out.count(title) == 1
 
 
@@ -63,7 +104,9 @@ def test_costs_of_a_preempted_token() -> None:
 
 def test_break_even() -> None:
     def rows(*us: tuple[float, float | None, float | None]) -> list[dict[str, Any]]:
-        return [dict(zip(("mean_tokens", "recompute_us", "swap_us"), row, strict=True)) for row in us]
+        return [
+            dict(zip(("mean_tokens", "recompute_us", "swap_us"), row, strict=True)) for row in us
+        ]
 
     assert bench.break_even(rows((10, 5, 9), (40, 5, 4), (90, 5, 3))) == 40
     assert bench.break_even(rows((10, 5, 4), (40, 5, 6), (90, 5, 3))) == 90
@@ -79,7 +122,10 @@ def test_medians_leave_out_the_first_round_and_variants_take_turns() -> None:
         order.append(name)
         return {"x": next(figures)}
 
-    assert bench.in_turn({name: lambda name=name: variant(name) for name in "ab"}, 3) == {"a": {"x": 4}, "b": {"x": 5}}
+    assert bench.in_turn({name: lambda name=name: variant(name) for name in "ab"}, 3) == {
+        "a": {"x": 4},
+        "b": {"x": 5},
+    }
     assert "".join(order) == "abababab"
 
 

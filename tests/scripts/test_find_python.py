@@ -1,4 +1,6 @@
-"""scripts/find_python.sh takes a Python that runs and fits, and says in one line what is missing when there is none."""
+"""scripts/find_python.sh takes a Python that runs and fits, and says in one line what is missing
+when there is none.
+"""
 
 import subprocess
 import sys
@@ -10,7 +12,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "find_python.sh"
 def find(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the script with one folder on PATH and no pyenv."""
     env = {"PATH": str(path), "HOME": str(path)} | environment
-    return subprocess.run(["/bin/sh", str(SCRIPT)], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["/bin/sh", str(SCRIPT)], env=env, capture_output=True, text=True, check=False
+    )
 
 
 def command(path: Path, body: str) -> Path:

@@ -1,5 +1,6 @@
-"""scripts/gpu_check.sh in its dry mode: every part runs, writes its JSON, and ends in the table; and the other
-implementations that it times do the same work as ours."""
+"""scripts/gpu_check.sh in its dry mode: every part runs, writes its JSON, and ends in the table;
+and the other implementations that it times do the same work as ours.
+"""
 
 import dataclasses
 import importlib.util
@@ -28,13 +29,17 @@ gpu_check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gpu_check)
 
 DECODE, FRESH, CACHED = BENCH_DRY
-deprecated = pytest.mark.filterwarnings("ignore:.*(paged_attention is|Triton backend is) deprecated")
+deprecated = pytest.mark.filterwarnings(
+    "ignore:.*(paged_attention is|Triton backend is) deprecated"
+)
 
 
 def test_dry_run(tmp_path: Path) -> None:
     environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
     command = ["bash", "scripts/gpu_check.sh", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = json.loads((tmp_path / "kernels.json").read_text())
     assert set(kernels["checks"]) == {"mosaic_gpu", "triton", "xla"}
@@ -44,19 +49,31 @@ def test_dry_run(tmp_path: Path) -> None:
     peers = json.loads((tmp_path / "peers.json").read_text())["times"]
     for case, peer in ((DECODE, "jax_triton"), (DECODE, "cudnn"), (FRESH, "cudnn")):
         assert isinstance(peers[case.name][peer], float), peers
-    assert "decode alone" in peers[FRESH.name]["jax_triton"] and "cached prefix" in peers[CACHED.name]["cudnn"]
-    assert all(isinstance(peers[case.name]["cudnn_paged"], str) for case in BENCH_DRY)  # a reason: only CUDA has it
+    assert (
+        "decode alone" in peers[FRESH.name]["jax_triton"]
+        and "cached prefix" in peers[CACHED.name]["cudnn"]
+    )
+    assert all(
+        isinstance(peers[case.name]["cudnn_paged"], str) for case in BENCH_DRY
+    )  # a reason: only CUDA has it
     engine = json.loads((tmp_path / "engine.json").read_text())
-    assert all(record["output_tok_s"] > 0 for record in engine.values()) and set(engine) == {"auto", "xla"}
+    assert all(record["output_tok_s"] > 0 for record in engine.values()) and set(engine) == {
+        "auto",
+        "xla",
+    }
     report = (tmp_path / "report.txt").read_text()
     assert "of limit" in report and report.count("decode 2x40") == 7 and "engine auto" in report
     assert done.stdout.endswith(report)
 
 
 @deprecated
-@pytest.mark.parametrize(("peer", "case"), [("jax_triton", DECODE), ("cudnn", DECODE), ("cudnn", FRESH)])
+@pytest.mark.parametrize(
+    ("peer", "case"), [("jax_triton", DECODE), ("cudnn", DECODE), ("cudnn", FRESH)]
+)
 def test_peers_compute_the_same(peer: str, case: Case) -> None:
-    """Within twice the reference's own error, from the same keys and values; cuDNN's place is taken by XLA."""
+    """Within twice the reference's own error, from the same keys and values; cuDNN's place is taken
+    by XLA.
+    """
     rows, K, D, P = len(case.contexts), case.K, case.D, case.P
     S = -(-case.contexts[0] // P) * P
     k, v = jax.random.normal(jax.random.key(0), (2, rows, S, K, D), jnp.bfloat16)
@@ -69,11 +86,18 @@ def test_peers_compute_the_same(peer: str, case: Case) -> None:
     function, arrays = gpu_check.PEERS[peer](case, k, v, True)
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention counts on it
         result = function(q, *arrays)
-    error, own = (np.abs(np.asarray(o, np.float64) - exact).max() for o in (result, call(reference, case, inputs)))
+    error, own = (
+        np.abs(np.asarray(o, np.float64) - exact).max()
+        for o in (result, call(reference, case, inputs))
+    )
     assert 0 < own < 0.02 and error <= 2 * own
 
 
-TIMED = [DECODE, FRESH, *(case for case in BENCH if "x2048" in case.name and case.query_lens[0] in (1, 2048))]
+TIMED = [
+    DECODE,
+    FRESH,
+    *(case for case in BENCH if "x2048" in case.name and case.query_lens[0] in (1, 2048)),
+]
 
 
 @deprecated
@@ -83,7 +107,10 @@ def test_peers_lower_for_cuda(peer: str, case: Case, monkeypatch: pytest.MonkeyP
     """With the arguments made for them; cuDNN's version is asked of a library that is not there."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     S = -(-case.contexts[0] // case.P) * case.P
-    shapes = [(sum(case.query_lens), case.H, case.D), *[(len(case.contexts), S, case.K, case.D)] * 2]
+    shapes = [
+        (sum(case.query_lens), case.H, case.D),
+        *[(len(case.contexts), S, case.K, case.D)] * 2,
+    ]
 
     def run(q: Any, k: Any, v: Any) -> Any:
         function, arrays = gpu_check.PEERS[peer](case, k, v, False)

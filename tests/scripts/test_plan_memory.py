@@ -18,7 +18,9 @@ from tests.tiny import CONFIG, config
 
 
 def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,7 +41,10 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(out: str) -> tuple[str, dict[str, int], list[str]]:
     """The first line, the bytes by name, and the lines after the account."""
     first, *lines = out.splitlines()
-    account = {k: int(n.replace(",", "")) for k, n in re.findall(r"^(\w+) +([-\d,]+) bytes", "\n".join(lines), re.M)}
+    account = {
+        k: int(n.replace(",", ""))
+        for k, n in re.findall(r"^(\w+) +([-\d,]+) bytes", "\n".join(lines), re.M)
+    }
     return first, account, lines[len(account) :]
 
 
@@ -50,8 +55,20 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plan_memory.main([str(tmp_path), *SMALL, "--length", "100", "16"]) == 0
     first, account, (blocks, long, short, waste) = read(capsys.readouterr().out)
     assert "in float16 on the device at hand; steps: an upper bound" in first
-    assert list(account) == ["weights", "other", "temporaries", "code", "state", "pool", "unused", "limit"]
-    assert account.pop("limit") == sum(account.values()) > 0 and account["other"] == account["code"] == 0
+    assert list(account) == [
+        "weights",
+        "other",
+        "temporaries",
+        "code",
+        "state",
+        "pool",
+        "unused",
+        "limit",
+    ]
+    assert (
+        account.pop("limit") == sum(account.values()) > 0
+        and account["other"] == account["code"] == 0
+    )
     block_bytes = 2 * 16 * 4 * 16 * 2  # layers, tokens, K and V of two heads, dimensions, bytes
     assert account["pool"] == 8 * 8 * block_bytes, "every row at 128 tokens"
     assert blocks.startswith(
@@ -63,28 +80,61 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_account_as_a_table() -> None:
-    limits, sizes = memory.Limits(total=64 << 20), EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG)
+    limits, sizes = (
+        memory.Limits(total=64 << 20),
+        EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG),
+    )
     found = memory.plan(sizes, limits, block_bytes=1 << 20, weights=16 << 20, needs=memory.Needs())
     *rows, last = plan_memory.table(found).splitlines()
     assert [row.split()[0] for row in rows] == [
-        "weights", "other", "temporaries", "code", "state", "pool", "unused", "limit"
-    ]  # fmt: skip
-    assert rows[0].split()[1:] == ["16,777,216", "bytes", "0.016", "GiB", "25.0%"] and rows[-1].endswith("100.0%")
-    assert last == "16 blocks of 1,048,576 bytes, 16 tokens each: 256 tokens (decided by max_num_seqs * max_model_len)"
+        "weights",
+        "other",
+        "temporaries",
+        "code",
+        "state",
+        "pool",
+        "unused",
+        "limit",
+    ]
+    assert rows[0].split()[1:] == ["16,777,216", "bytes", "0.016", "GiB", "25.0%"] and rows[
+        -1
+    ].endswith("100.0%")
+    assert last == (
+        "16 blocks of 1,048,576 bytes, 16 tokens each: 256 tokens (decided by "
+        "max_num_seqs * max_model_len)"
+    )
 
 
 def test_a_card_that_nothing_here_compiles_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(aot_cuda, "missing", lambda: "no plugin")
-    flags = ["--card", "h100", "--memory-utilization", "0.5", "--max-num-seqs", "4096", "--length", "40960"]
+    flags = [
+        "--card",
+        "h100",
+        "--memory-utilization",
+        "0.5",
+        "--max-num-seqs",
+        "4096",
+        "--length",
+        "40960",
+    ]
     assert plan_memory.main(["--random", "0.6b", *flags]) == 0
     first, account, (_, requests, waste) = read(capsys.readouterr().out)
-    assert "0.6b in bfloat16 on h100; steps: an upper bound, proved for CPUs only (no plugin)" in first
-    assert account["limit"] == int(int((81559 << 20) * 0.75) * 0.5) and account["weights"] == 1192099840
+    assert (
+        "0.6b in bfloat16 on h100; steps: an upper bound, proved for CPUs only (no plugin)" in first
+    )
+    assert (
+        account["limit"] == int(int((81559 << 20) * 0.75) * 0.5)
+        and account["weights"] == 1192099840
+    )
     block_bytes = 28 * 64 * 16 * 128 * 2
-    assert account["pool"] % block_bytes == 0 and 0 <= account["unused"] < block_bytes, "memory decides"
-    assert requests.startswith(f"requests of 40,960 tokens: {account['pool'] // block_bytes // 640} in the pool")
+    assert account["pool"] % block_bytes == 0 and 0 <= account["unused"] < block_bytes, (
+        "memory decides"
+    )
+    assert requests.startswith(
+        f"requests of 40,960 tokens: {account['pool'] // block_bytes // 640} in the pool"
+    )
     assert waste.startswith(f"waste: {account['unused']:,} ")
 
 
@@ -94,10 +144,19 @@ def test_what_jax_takes_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cards["a100"].limit == 81920 << 19 and cards["v5e"].limit == int(15.75 * 2**30)
 
 
-def test_what_does_not_fit_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_memory.main(["--random", "0.6b", "--card", "v5e", "--bound", "--max-num-seqs", "9999"]) == 1
+def test_what_does_not_fit_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        plan_memory.main(["--random", "0.6b", "--card", "v5e", "--bound", "--max-num-seqs", "9999"])
+        == 1
+    )
     err = capsys.readouterr().err
-    assert err.startswith("plan_memory: no KV block of ") and "max_num_seqs=9999" in err and err.count("\n") == 1
+    assert (
+        err.startswith("plan_memory: no KV block of ")
+        and "max_num_seqs=9999" in err
+        and err.count("\n") == 1
+    )
     assert plan_memory.main([str(tmp_path)]) == 1, "no config.json"
     for bad in ([], ["--random", "tiny", "--length", "0"]):
         with pytest.raises(SystemExit):
@@ -107,10 +166,14 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path, capsys: pytest.Captur
 def test_weights_count_before_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 1000)
     device: Any = type("Device", (), {"platform": "cpu"})()
-    limits = plan_memory.limits_of(None, device, EngineConfig().resolve(CONFIG).memory_utilization, weights=400)
+    limits = plan_memory.limits_of(
+        None, device, EngineConfig().resolve(CONFIG).memory_utilization, weights=400
+    )
     assert (limits.total, limits.pool) == (1000, 300)
     gpu: Any = type(
-        "Device", (), {"platform": "gpu", "memory_stats": lambda self: {"bytes_limit": 9, "bytes_in_use": 2}}
+        "Device",
+        (),
+        {"platform": "gpu", "memory_stats": lambda self: {"bytes_limit": 9, "bytes_in_use": 2}},
     )()
     limits = plan_memory.limits_of(None, gpu, 1.0, weights=4)
     assert (limits.total, limits.in_use, limits.pool) == (9, 6, None)
@@ -121,15 +184,25 @@ def test_weights_count_before_the_default_pool(monkeypatch: pytest.MonkeyPatch) 
     ("card", "kind", "reason"),
     [("h200", "NVIDIA H200", aot_cuda.missing()), ("v5e", "TPU v5 lite", aot_tpu.without_libtpu())],
 )
-def test_steps_compiled_for_a_card_that_is_not_here(card: str, kind: str, reason: str | None) -> None:
+def test_steps_compiled_for_a_card_that_is_not_here(
+    card: str, kind: str, reason: str | None
+) -> None:
     if reason is not None:
         pytest.skip(reason)
     flags = ["--card", card, *SMALL, "--length", "100", "--max-model-len", "256"]
     command = [sys.executable, "scripts/plan_memory.py", "--random", "tiny", *flags]
     done = subprocess.run(
-        command, cwd=plan_memory.ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=plan_memory.ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     first, account, _ = read(done.stdout)
     assert f"steps: compiled for {kind}" in first and account["temporaries"] > 0
-    assert (account["code"] > 0) == (card == "v5e"), "code lies in a TPU's memory, and not in the share of a GPU's"
+    assert (account["code"] > 0) == (card == "v5e"), (
+        "code lies in a TPU's memory, and not in the share of a GPU's"
+    )

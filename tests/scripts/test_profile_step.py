@@ -1,4 +1,6 @@
-"""scripts/profile_step.py: a run on a tiny random model, the reading of HLO, and the sharing out of time."""
+"""scripts/profile_step.py: a run on a tiny random model, the reading of HLO, and the sharing out of
+time.
+"""
 
 import importlib.util
 import re
@@ -25,16 +27,35 @@ def profile_step():
 
 
 def test_run(profile_step, capsys, tmp_path):
-    small = ["--random", "tiny", "--rows", "8", "--context", "20", "--steps", "2", "--phase", "both", "--ops", "3"]
+    small = [
+        "--random",
+        "tiny",
+        "--rows",
+        "8",
+        "--context",
+        "20",
+        "--steps",
+        "2",
+        "--phase",
+        "both",
+        "--ops",
+        "3",
+    ]
     assert profile_step.main([*small, "--trace", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     for phase in ("prefill", "decode"):
         table = printed.split(f"{phase}: ")[1].split("\n\n")
         assert re.match(r"\d+\.\d\d ms a step, \d+ page faults, untraced \(2 steps\)", table[0])
-        shares = {line.split()[0]: float(line.split()[-1][:-1]) for line in table[1].splitlines()[1:] if line[0] != " "}
+        shares = {
+            line.split()[0]: float(line.split()[-1][:-1])
+            for line in table[1].splitlines()[1:]
+            if line[0] != " "
+        }
         assert {"attention/paged_attention", "mlp", "(no"} < shares.keys()
         assert sum(shares.values()) == pytest.approx(200, abs=1)  # all the scopes, and "all"
-        assert re.search(r"bf16\[\d+, 128\] . bf16\[768, 128\] +4 ", table[2])  # gate_up, once in each of four layers
+        assert re.search(
+            r"bf16\[\d+, 128\] . bf16\[768, 128\] +4 ", table[2]
+        )  # gate_up, once in each of four layers
     assert "GB/s in a plain read" in printed
     assert list(tmp_path.rglob("*.xplane.pb"))
 
@@ -59,7 +80,7 @@ def test_parse_hlo(profile_step):
 ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
   %x = bf16[8,64]{1,0} parameter(0), metadata={op_name="x"}
   %w = bf16[32,64]{1,0} parameter(1)
-  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%inside, metadata={op_name="jit(f)/mlp/while/body/up/dot"}
+  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, metadata={op_name="jit(f)/mlp/while/up/dot"}
   %copy.2 = f32[8,32]{1,0} copy(%fused)
   ROOT %loop = (f32[8,32]{1,0}, s32[]) while(%copy.2), body=%b, metadata={op_name="jit(f)/while"}
 }
@@ -68,9 +89,16 @@ ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
     assert ops["fused"].scope == "mlp/up"
     assert ops["fused"].matmul.flops == 2 * 8 * 32 * 64
     assert ops["fused"].matmul.weight_bytes == 32 * 64 * 2
-    assert (ops["copy.2"].scope, ops["loop"].scope, ops["loop"].opcode) == ("(unnamed)", "(step)", "while")
+    assert (ops["copy.2"].scope, ops["loop"].scope, ops["loop"].opcode) == (
+        "(unnamed)",
+        "(step)",
+        "while",
+    )
 
 
 def test_wall_shares(profile_step):
-    events = [profile_step.Event(start, end, "op", ("", "")) for start, end in ((0, 10), (5, 20), (30, 40))]
+    events = [
+        profile_step.Event(start, end, "op", ("", ""))
+        for start, end in ((0, 10), (5, 20), (30, 40))
+    ]
     assert profile_step.wall_shares(events) == ([7.5, 12.5, 10], 10)

@@ -1,4 +1,6 @@
-"""scripts/serve_batch.py end to end: on a fake engine that keeps the contract, and once on the embedded model."""
+"""scripts/serve_batch.py end to end: on a fake engine that keeps the contract, and once on the
+embedded model.
+"""
 
 import json
 import os
@@ -26,8 +28,14 @@ def run(monkeypatch, tmp_path, capfdbinary):
     def run(lines, *flags, llm=None, name="in.jsonl"):
         monkeypatch.setattr(serve_batch, "make_llm", lambda args: llm or FakeLLM())
         source, target = tmp_path / name, tmp_path / "out.jsonl"
-        source.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
-        where = [] if "--output" in flags or "read" in flags else ["--output", str(target), "--overwrite"]
+        source.write_bytes(
+            b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines)
+        )
+        where = (
+            []
+            if "--output" in flags or "read" in flags
+            else ["--output", str(target), "--overwrite"]
+        )
         status = serve_batch.main([str(source), *where, *(f for f in flags if f != "read")])
         out, err = capfdbinary.readouterr()
         text = target.read_bytes() if where else out
@@ -64,7 +72,9 @@ def test_every_line_is_answered_and_a_bad_one_ends_nothing(run):
     for line in lines:
         if line.get("response"):
             body = line["response"]["body"]
-            found[line["custom_id"], line["response"]["status_code"]] = body.get("error") or body["choices"][0]
+            found[line["custom_id"], line["response"]["status_code"]] = (
+                body.get("error") or body["choices"][0]
+            )
         else:
             error = line.get("error")
             found[error["line"] if error else line["line"]] = error or line
@@ -80,14 +90,20 @@ def test_every_line_is_answered_and_a_bad_one_ends_nothing(run):
     assert found["two", 400]["code"] == "duplicate_id"
     assert "chat template" in found[12]["message"]
     assert "requests     11 (4 ok, 7 failed)" in out
-    assert "tokens       13 in, 12 out" in out and "cache hits   8 tokens (61.5% of the prompts)" in out
+    assert (
+        "tokens       13 in, 12 out" in out
+        and "cache hits   8 tokens (61.5% of the prompts)" in out
+    )
     assert "stop 3, length 1" in out
     assert "warning: 1 of 4 answers were cut off" in out
 
 
 def test_ordered(run):
     _, lines, _, _ = run(MIXED, "--ordered")
-    places = [x["error"]["line"] if x.get("error") else x.get("line") or int(x["id"].split("_")[-1]) for x in lines]
+    places = [
+        x["error"]["line"] if x.get("error") else x.get("line") or int(x["id"].split("_")[-1])
+        for x in lines
+    ]
     assert places == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
     _, lines, _, _ = run([{"prompt": str(i)} for i in range(100)], "--ordered", "--window", "3")
     assert [x["text"] for x in lines] == [str(i) for i in range(100)]
@@ -109,18 +125,26 @@ def test_an_ordered_run_waits_for_a_slow_line(run):
     add = llm.add_request
     llm.add_request = lambda *a, **k: (begun.append(llm.steps), add(*a, **k))[1]
     run([{"prompt": str(i)} for i in range(100)], "--ordered", "--window", "2", llm=llm)
-    assert begun[15] <= 15 and begun[16] >= 16  # 8 windows of 2 lines are begun, then line 1 must come first
+    assert (
+        begun[15] <= 15 and begun[16] >= 16
+    )  # 8 windows of 2 lines are begun, then line 1 must come first
 
 
 def test_text_lines(run):
     for name, flags in (("in.txt", ()), ("in", ("--format", "text"))):
-        status, lines, _, _ = run([b"one", b"", b'{"prompt": "two"}\r'], "--ordered", *flags, name=name)
+        status, lines, _, _ = run(
+            [b"one", b"", b'{"prompt": "two"}\r'], "--ordered", *flags, name=name
+        )
         assert status == 0
         assert [(x["line"], x["text"]) for x in lines] == [(1, "ONE"), (3, '{"PROMPT": "TWO"}')]
 
 
 def test_command_line_sampling_is_for_lines_that_do_not_say(run):
-    lines = [{"prompt": "abcdef"}, {"prompt": "abcdef", "max_tokens": 4}, openai("a", prompt="abcdef")]
+    lines = [
+        {"prompt": "abcdef"},
+        {"prompt": "abcdef", "max_tokens": 4},
+        openai("a", prompt="abcdef"),
+    ]
     texts = [line.get("text") for line in run(lines, "--max-tokens", "3", "--ordered")[1]]
     assert texts[:2] == ["ABC", "ABCD"]
     seen = []
@@ -142,7 +166,10 @@ def test_command_line_sampling_is_for_lines_that_do_not_say(run):
 def test_printed_to_read(run):
     status, _, out, err = run([*MIXED, {"prompt": "y" * 60}], "read")
     assert status == 2 and not err
-    assert "=== line 1\none\n--- answer (length, 2 tokens, 2 prompt tokens from the cache)\nON\n" in out
+    assert (
+        "=== line 1\none\n--- answer (length, 2 tokens, 2 prompt tokens from the cache)\nON\n"
+        in out
+    )
     assert "=== line 5 (three)\nuser: three\n--- answer" in out
     assert "=== line 2\n--- error\nline 2: not JSON" in out
     assert "=== line 7\ntoken ids [65, 66]\n" in out
@@ -161,18 +188,29 @@ def test_an_empty_input(run):
 
 
 def test_one_failed_request_is_one_error_line(run):
-    status, lines, _, _ = run([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], llm=FakeLLM(fail_prompt="B"))
+    status, lines, _, _ = run(
+        [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}], llm=FakeLLM(fail_prompt="B")
+    )
     assert status == 2
     assert sorted(x.get("text") or x["error"]["message"] for x in lines) == [
-        "A", "C", "line 2: GenerationError: out of blocks",
-    ]  # fmt: skip
+        "A",
+        "C",
+        "line 2: GenerationError: out of blocks",
+    ]
 
 
 def test_an_engine_that_stops_leaves_what_was_answered(run):
     for flags in ((), ("--ordered",)):
-        status, lines, _, err = run([{"prompt": x} for x in "abcdef"], *flags, llm=FakeLLM(fail_at=4))
-        assert (status, [x["text"] for x in lines]) == (1, ["D", "E", "F"] if flags else ["F", "E", "D"])
-        assert err.startswith("serve_batch: the run stopped: RuntimeError: the device is gone (3 lines were answered")
+        status, lines, _, err = run(
+            [{"prompt": x} for x in "abcdef"], *flags, llm=FakeLLM(fail_at=4)
+        )
+        assert (status, [x["text"] for x in lines]) == (
+            1,
+            ["D", "E", "F"] if flags else ["F", "E", "D"],
+        )
+        assert err.startswith(
+            "serve_batch: the run stopped: RuntimeError: the device is gone (3 lines were answered"
+        )
         assert err.count("\n") == 1
 
 
@@ -186,7 +224,9 @@ def test_an_engine_that_loses_requests_does_not_hang(run):
 def test_progress_lines(run, monkeypatch):
     monkeypatch.setattr(progress, "LINES_EVERY_S", 0.0)
     err = run([{"prompt": x} for x in "ab"])[3]
-    assert re.search(r"^\[0 s\] 1/2 done, 0 failed, \d+ tok/s in, \d+ out, cache 200%, 0s left$", err, re.M)
+    assert re.search(
+        r"^\[0 s\] 1/2 done, 0 failed, \d+ tok/s in, \d+ out, cache 200%, 0s left$", err, re.M
+    )
 
 
 class TestNothingRuns:
@@ -211,15 +251,21 @@ class TestNothingRuns:
     def test_missing_model(self, capsys, source, tmp_path):
         kept = tmp_path / "kept.jsonl"
         kept.write_text("precious\n")
-        error = self.check(capsys, source, "--model", tmp_path / "none", "--output", kept, "--overwrite")
+        error = self.check(
+            capsys, source, "--model", tmp_path / "none", "--output", kept, "--overwrite"
+        )
         assert "no such folder" in error and kept.read_text() == "precious\n"
 
     def test_output(self, capsys, source, tmp_path):
-        assert "cannot write" in self.check(capsys, source, "--output", tmp_path / "no" / "out.jsonl")
+        assert "cannot write" in self.check(
+            capsys, source, "--output", tmp_path / "no" / "out.jsonl"
+        )
         done = tmp_path / "done.jsonl"
         done.write_text('{"line": 1}\n')
         error = self.check(capsys, source, "--output", done)
-        assert "--resume" in error and "--overwrite" in error and done.read_text() == '{"line": 1}\n'
+        assert (
+            "--resume" in error and "--overwrite" in error and done.read_text() == '{"line": 1}\n'
+        )
         assert "cannot write" in self.check(capsys, source, "--output", tmp_path)
         assert "is the input itself" in self.check(capsys, source, "--output", source)
         assert source.read_text() == '{"prompt": "a"}\n'
@@ -229,7 +275,9 @@ class TestNothingRuns:
         monkeypatch.setattr(os, "dup2", lambda *a: None)
         assert "No space left" in self.check(capsys, source, "--output", "/dev/full")
 
-    @pytest.mark.parametrize("error", [CheckpointError("a.safetensors: cut short"), ValueError("bad\nheader")])
+    @pytest.mark.parametrize(
+        "error", [CheckpointError("a.safetensors: cut short"), ValueError("bad\nheader")]
+    )
     def test_damaged_model(self, capsys, source, tmp_path, monkeypatch, error):
         import jpaged
 
@@ -240,7 +288,9 @@ class TestNothingRuns:
         sentence = self.check(capsys, source, "--model", tmp_path)
         assert "cannot start the engine" in sentence and str(error).split()[-1] in sentence
 
-    @pytest.mark.parametrize("flags", [["--bogus"], ["--window", "0"], ["--top-p", "3"], ["--temperature", "nan"]])
+    @pytest.mark.parametrize(
+        "flags", [["--bogus"], ["--window", "0"], ["--top-p", "3"], ["--temperature", "nan"]]
+    )
     def test_bad_flags(self, capsys, source, flags):
         with pytest.raises(SystemExit) as caught:
             serve_batch.main([str(source), *flags])
@@ -253,7 +303,9 @@ def test_a_slow_pipe_is_answered_as_it_comes_and_interrupted_cleanly():
         for text in ("a", "b"):
             process.stdin.write(json.dumps({"prompt": text}).encode() + b"\n")
             process.stdin.flush()
-            assert json.loads(process.stdout.readline())["text"] == text.upper()  # while the pipe stays open
+            assert (
+                json.loads(process.stdout.readline())["text"] == text.upper()
+            )  # while the pipe stays open
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130  # while the pipe stays open, still
         out, err = process.stdout.read(), process.stderr.read()
@@ -262,7 +314,9 @@ def test_a_slow_pipe_is_answered_as_it_comes_and_interrupted_cleanly():
 
 
 class TestInterrupted:
-    """While 300 lines run, 0.01 s each: what was answered is whole, and the command that is told goes on with it."""
+    """While 300 lines run, 0.01 s each: what was answered is whole, and the command that is told
+    goes on with it.
+    """
 
     def run(self, tmp_path, *flags, signals, twice=False):
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -281,20 +335,29 @@ class TestInterrupted:
         answered = [json.loads(line)["line"] for line in target.read_text().splitlines()]
         assert len(set(answered)) == len(answered)
         last = err.splitlines()[-1]
-        said = f"serve_batch: interrupted: {len(answered)} lines were answered in {target}; to go on: python "
+        said = (
+            f"serve_batch: interrupted: {len(answered)} lines were answered in {target}; "
+            "to go on: python "
+        )
         assert last.startswith(said) and "Traceback" not in err
         again = shlex.split(last.split("; to go on: ")[1])
         assert serve(*again[2:]) == 0
-        assert sorted(json.loads(x)["line"] for x in target.read_text().splitlines()) == [*range(1, 301)]
+        assert sorted(json.loads(x)["line"] for x in target.read_text().splitlines()) == [
+            *range(1, 301)
+        ]
         return answered
 
     def test_what_runs_is_finished(self, tmp_path):
         answered = self.run(tmp_path, "--window", "5", signals=signal.SIGINT)
-        assert set(answered) == set(range(1, len(answered) + 1))  # the fake engine leaves the oldest to the last
+        assert set(answered) == set(
+            range(1, len(answered) + 1)
+        )  # the fake engine leaves the oldest to the last
 
     def test_grace_ends(self, tmp_path):
         answered = self.run(tmp_path, "--grace", "0.05", "--overwrite", signals=signal.SIGTERM)
-        assert set(answered) != set(range(1, len(answered) + 1))  # what had waited in the engine was cut off
+        assert set(answered) != set(
+            range(1, len(answered) + 1)
+        )  # what had waited in the engine was cut off
 
     def test_a_second_signal(self, tmp_path):
         self.run(tmp_path, "--grace", "1000", signals=signal.SIGTERM, twice=True)
@@ -303,7 +366,9 @@ class TestInterrupted:
 def test_a_step_that_does_not_return_ends_with_the_grace_period(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    with start(source, "--output", target, "--grace", "0.1", delay=4, stdout=subprocess.PIPE) as process:
+    with start(
+        source, "--output", target, "--grace", "0.1", delay=4, stdout=subprocess.PIPE
+    ) as process:
         while not (target.exists() and target.stat().st_size):
             assert process.poll() is None
             time.sleep(0.01)
@@ -328,20 +393,33 @@ def test_a_broken_pipe_is_quiet(tmp_path):
 class TestEmbeddedModel:
     """The same, with nothing faked: small shapes, so that few steps compile."""
 
-    FLAGS = ("--dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512", "--num-blocks", "64")
+    FLAGS = (
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "8",
+        "--max-model-len",
+        "512",
+        "--num-blocks",
+        "64",
+    )
 
     @pytest.fixture(autouse=True)
     def _engine_is_freed(self, monkeypatch):
         made = []
         make = serve_batch.make_llm
-        monkeypatch.setattr(serve_batch, "make_llm", lambda args: (made.append(make(args)), made[-1])[1])
+        monkeypatch.setattr(
+            serve_batch, "make_llm", lambda args: (made.append(make(args)), made[-1])[1]
+        )
         yield
         for llm in made:
             llm.close()
 
     def answers(self, tmp_path, lines, *flags, status=0):
         source, target = tmp_path / "real.jsonl", tmp_path / "answers.jsonl"
-        source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        source.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         where = ["--output", str(target), "--overwrite", "--ordered"]
         assert serve_batch.main([str(source), *where, *self.FLAGS, *flags]) == status
         return [json.loads(line) for line in target.read_text().splitlines()]
@@ -356,40 +434,79 @@ class TestEmbeddedModel:
         good = [
             {"id": "g1", "prompt": "def f(x):\n", "max_tokens": 12},
             {"id": "g2", "prompt": "import ", "max_tokens": 600, "temperature": 0},
-            {"id": "g3", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "logprobs": 2},
-            {"id": "g4", "prompt": "x = ", "max_tokens": 5, "logit_bias": {"40": 100.0}, "prompt_logprobs": 1},
+            {
+                "id": "g3",
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 5,
+                "logprobs": 2,
+            },
+            {
+                "id": "g4",
+                "prompt": "x = ",
+                "max_tokens": 5,
+                "logit_bias": {"40": 100.0},
+                "prompt_logprobs": 1,
+            },
         ]
         bad = [
-            {"prompt": "a", "max_tokens": 0}, {"prompt": ""}, {"prompt_token_ids": []}, {"prompt": "word " * 2000},
-            {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [-1]}, {"prompt_token_ids": [2**63 - 1]},
-            '{"prompt": "a", "temperature": NaN}', {"prompt": "a", "temperature": -1.0}, {"prompt": "a", "top_p": -0.5},
-            {"prompt": "a", "top_k": -2}, {"prompt": "a", "min_p": 1.5}, {"prompt": "a", "repetition_penalty": 0},
-            {"prompt": "a", "presence_penalty": 3}, {"prompt": "a", "min_tokens": -1}, {"prompt": "a", "logprobs": -1},
-            {"prompt": "a", "logprobs": 21}, {"prompt": "a", "stop": ""}, {"prompt": "a", "stop_token_ids": [10**6]},
-            {"prompt": "a", "logit_bias": {str(10**6): 1}}, {"prompt": "a", "logprobs_mode": "other"},
-            {"prompt": "a", "min_tokens": 9, "max_tokens": 3}, {"prompt": "\ud800"}, {"prompt": "a", "top_k": 2**62},
-            {"prompt": "a", "temperature": 1e300}, {"prompt": "a", "repetition_penalty": 1e300},
-        ]  # fmt: skip
+            {"prompt": "a", "max_tokens": 0},
+            {"prompt": ""},
+            {"prompt_token_ids": []},
+            {"prompt": "word " * 2000},
+            {"prompt_token_ids": [10**6]},
+            {"prompt_token_ids": [-1]},
+            {"prompt_token_ids": [2**63 - 1]},
+            '{"prompt": "a", "temperature": NaN}',
+            {"prompt": "a", "temperature": -1.0},
+            {"prompt": "a", "top_p": -0.5},
+            {"prompt": "a", "top_k": -2},
+            {"prompt": "a", "min_p": 1.5},
+            {"prompt": "a", "repetition_penalty": 0},
+            {"prompt": "a", "presence_penalty": 3},
+            {"prompt": "a", "min_tokens": -1},
+            {"prompt": "a", "logprobs": -1},
+            {"prompt": "a", "logprobs": 21},
+            {"prompt": "a", "stop": ""},
+            {"prompt": "a", "stop_token_ids": [10**6]},
+            {"prompt": "a", "logit_bias": {str(10**6): 1}},
+            {"prompt": "a", "logprobs_mode": "other"},
+            {"prompt": "a", "min_tokens": 9, "max_tokens": 3},
+            {"prompt": "\ud800"},
+            {"prompt": "a", "top_k": 2**62},
+            {"prompt": "a", "temperature": 1e300},
+            {"prompt": "a", "repetition_penalty": 1e300},
+        ]
         mixed = [*good[:2], *bad, *good[2:]]
         lines = self.answers(tmp_path, mixed, status=2)
         assert len(lines) == len(mixed)
-        refused = {i + 1 for i, x in enumerate(mixed) if x in bad[:-3]}  # of the last three some may be clamped
+        refused = {
+            i + 1 for i, x in enumerate(mixed) if x in bad[:-3]
+        }  # of the last three some may be clamped
         assert {x["error"]["line"] for x in lines if "error" in x} >= refused
         alone = self.answers(tmp_path, good)
         found = [x for x in lines if x.get("id") in ("g1", "g2", "g3", "g4")]
-        assert [(x["id"], x["text"], x["usage"]) for x in found] == [(x["id"], x["text"], x["usage"]) for x in alone]
+        assert [(x["id"], x["text"], x["usage"]) for x in found] == [
+            (x["id"], x["text"], x["usage"]) for x in alone
+        ]
         assert [x["finish_reason"] for x in alone] == ["length"] * 4
         assert alone[1]["usage"]["total_tokens"] == 512
         assert len(alone[2]["logprobs"]) == 5 and len(alone[2]["logprobs"][0]["top_logprobs"]) == 2
         assert len(alone[3]["prompt_logprobs"]) == alone[3]["usage"]["prompt_tokens"]
 
     def test_shards_answer_as_the_whole_run(self, tmp_path):
-        lines = [{"prompt": f"def f{i % 3}(", "max_tokens": 10, "temperature": i % 2} for i in range(9)]
+        lines = [
+            {"prompt": f"def f{i % 3}(", "max_tokens": 10, "temperature": i % 2} for i in range(9)
+        ]
         whole = self.answers(tmp_path, lines)
         assert len({x["text"] for x in whole}) > 3  # equal prompts on different lines differ
         source, target = tmp_path / "real.jsonl", tmp_path / "sharded.jsonl"
         for shard in ("0/2", "1/2"):
-            assert serve_batch.main([str(source), "--output", str(target), "--shard", shard, *self.FLAGS]) == 0
+            assert (
+                serve_batch.main(
+                    [str(source), "--output", str(target), "--shard", shard, *self.FLAGS]
+                )
+                == 0
+            )
         assert merge_shards.main([str(target)]) == 0
         merged = [json.loads(line) for line in target.read_text().splitlines()]
         assert [(x["line"], x["text"]) for x in merged] == [(x["line"], x["text"]) for x in whole]
@@ -402,7 +519,10 @@ class TestEmbeddedModel:
         shutil.copytree(MODEL_PATH, folder)
         config = folder / "config.json"
         if damage == "architecture":
-            raw = json.loads(config.read_text()) | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+            raw = json.loads(config.read_text()) | {
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+            }
             config.write_text(json.dumps(raw))
         elif damage == "weights":
             os.truncate(folder / "model.safetensors", 100_000)
@@ -411,7 +531,11 @@ class TestEmbeddedModel:
         source = ROOT / "examples" / "prompts.jsonl"
         assert serve_batch.main([str(source), "--model", str(folder)]) == 1
         out, err = capfd.readouterr()
-        named = {"architecture": "GPT2LMHeadModel", "weights": "model.safetensors", "config": "config.json"}[damage]
+        named = {
+            "architecture": "GPT2LMHeadModel",
+            "weights": "model.safetensors",
+            "config": "config.json",
+        }[damage]
         assert not out and named in err and err.startswith("serve_batch: ") and err.count("\n") == 1
 
     def test_chat_without_a_template(self, tmp_path):
@@ -424,5 +548,10 @@ class TestEmbeddedModel:
         settings.pop("chat_template", None)
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         chat = {"messages": [{"role": "user", "content": "hi"}]}
-        lines = self.answers(tmp_path, [chat, {"prompt": "a", "max_tokens": 2}], "--model", str(folder), status=2)
-        assert "chat template" in lines[0]["error"]["message"] and lines[1]["finish_reason"] == "length"
+        lines = self.answers(
+            tmp_path, [chat, {"prompt": "a", "max_tokens": 2}], "--model", str(folder), status=2
+        )
+        assert (
+            "chat template" in lines[0]["error"]["message"]
+            and lines[1]["finish_reason"] == "length"
+        )

@@ -1,4 +1,6 @@
-"""The flags of scripts/serve_batch.py: files of them, their help, the dry run, error styles and error rates."""
+"""The flags of scripts/serve_batch.py: files of them, their help, the dry run, error styles and
+error rates.
+"""
 
 import argparse
 import json
@@ -23,7 +25,9 @@ def openai(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, An
 
 
 def write(path: Path, *lines: Any) -> Path:
-    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+    path.write_bytes(
+        b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines)
+    )
     return path
 
 
@@ -38,10 +42,14 @@ class TestHelp:
         assert len(groups) == 7  # --help stands alone
         for action in parser._actions:
             if action.dest not in ("help", "input"):
-                assert action.help and "(default: " in action.help and action.help.endswith(")"), action.dest
+                assert action.help and "(default: " in action.help and action.help.endswith(")"), (
+                    action.dest
+                )
                 told = re.search(r"\(default: ([^:,)]*)", action.help)
                 if told is not None and not isinstance(action.default, bool | None):
-                    assert told[1] == (f"{action.default:g}" if action.type is float else str(action.default))
+                    assert told[1] == (
+                        f"{action.default:g}" if action.type is float else str(action.default)
+                    )
         with pytest.raises(SystemExit) as caught:
             serve_batch.main(["--help"])
         out = capsys.readouterr().out
@@ -49,7 +57,9 @@ class TestHelp:
 
 
 class TestConfig:
-    def parse(self, tmp_path: Path, text: str, *argv: str, name: str = "batch.yaml") -> argparse.Namespace:
+    def parse(
+        self, tmp_path: Path, text: str, *argv: str, name: str = "batch.yaml"
+    ) -> argparse.Namespace:
         (tmp_path / name).write_text(text)
         return serve_batch.parse_args([*argv, "--config", str(tmp_path / name)])
 
@@ -61,22 +71,36 @@ class TestConfig:
         return err
 
     def test_flags_by_name_and_those_given_win(self, tmp_path: Path) -> None:
-        text = "input: in.jsonl\nmax_tokens: 5\ntop-p: 0.5\nordered: true\nprefix_caching: false\ncolumns: [a, b=c]\n"
+        text = (
+            "input: in.jsonl\nmax_tokens: 5\ntop-p: 0.5\nordered: true\nprefix_caching: "
+            "false\ncolumns: [a, b=c]\n"
+        )
         text += "resume: true\noutput: out.jsonl\nmodel: null\n"
         args = self.parse(tmp_path, text, "--max-tokens", "7", "--no-ordered", "--overwrite")
-        assert (args.input, args.max_tokens, args.top_p, args.ordered) == ("in.jsonl", 7, 0.5, False)
+        assert (args.input, args.max_tokens, args.top_p, args.ordered) == (
+            "in.jsonl",
+            7,
+            0.5,
+            False,
+        )
         assert (args.enable_prefix_caching, args.columns, args.model) == (False, ["a", "b=c"], None)
         assert (args.existing, args.overrides) == ("overwrite", {"max_tokens": 7, "top_p": 0.5})
         assert self.parse(tmp_path, text, "other.jsonl").input == "other.jsonl"
         assert self.parse(tmp_path, '{"input": "-", "seed": 3}', name="batch.json").seed == 3
 
     def test_what_cannot_be(self, tmp_path: Path, capsys: Any) -> None:
-        assert "'temprature' is no flag; there are input, " in self.refused(capsys, tmp_path, "temprature: 1", "-")
-        assert "batch.yaml: argument --max-tokens: invalid int" in self.refused(capsys, tmp_path, "max-tokens: x", "-")
+        assert "'temprature' is no flag; there are input, " in self.refused(
+            capsys, tmp_path, "temprature: 1", "-"
+        )
+        assert "batch.yaml: argument --max-tokens: invalid int" in self.refused(
+            capsys, tmp_path, "max-tokens: x", "-"
+        )
         assert "must be a mapping" in self.refused(capsys, tmp_path, "- a", "-")
         assert "batch.json: " in self.refused(capsys, tmp_path, "{", "-", name="batch.json")
         assert "batch.yaml: " in self.refused(capsys, tmp_path, "a: [", "-")
-        assert "'check' is 3: must be true or false" in self.refused(capsys, tmp_path, "check: 3", "-")
+        assert "'check' is 3: must be true or false" in self.refused(
+            capsys, tmp_path, "check: 3", "-"
+        )
         assert "'config' is no flag" in self.refused(capsys, tmp_path, "config: x", "-")
         assert "give an input" in self.refused(capsys, tmp_path, "seed: 3")
 
@@ -90,13 +114,18 @@ class TestConfig:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--shard", "3/3"], "--shard 3/3: must be I/N"), (["--shard", "x"], "--shard x: must be I/N"),
-        (["--grace", "-1"], "--grace -1.0: must be at least 0"), (["--max-error-rate", "1"], "--max-error-rate 1.0"),
-        (["--retry-failed"], "--retry-failed needs --resume"), (["--resume"], "--resume needs the --output"),
+        (["--shard", "3/3"], "--shard 3/3: must be I/N"),
+        (["--shard", "x"], "--shard x: must be I/N"),
+        (["--grace", "-1"], "--grace -1.0: must be at least 0"),
+        (["--max-error-rate", "1"], "--max-error-rate 1.0"),
+        (["--retry-failed"], "--retry-failed needs --resume"),
+        (["--resume"], "--resume needs the --output"),
         (["--max-line-bytes", "0"], "--max-line-bytes 0: must be at least 1"),
     ],
-)  # fmt: skip
-def test_flags_that_cannot_work(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+)
+def test_flags_that_cannot_work(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         serve_batch.main(["in.jsonl", *flags])
     assert caught.value.code == 1 and said in capsys.readouterr().err
@@ -104,25 +133,34 @@ def test_flags_that_cannot_work(flags: list[str], said: str, capsys: pytest.Capt
 
 def test_shards_of_slurm() -> None:
     def of(**values: int) -> Any:
-        return serve_batch.parse_shard(None, {f"SLURM_ARRAY_TASK_{k}": str(v) for k, v in values.items()})
+        return serve_batch.parse_shard(
+            None, {f"SLURM_ARRAY_TASK_{k}": str(v) for k, v in values.items()}
+        )
 
     assert of() is None and of(ID=4, MIN=4, COUNT=1) is None
     assert of(ID=0, MIN=0, MAX=3, COUNT=4) == (0, 4) and of(ID=4, MIN=1, COUNT=4) == (3, 4)
     assert of(ID=20, MIN=10, STEP=5, COUNT=3) == (2, 3)
-    assert serve_batch.parse_shard("0/1", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4"}) is None
+    assert (
+        serve_batch.parse_shard("0/1", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4"})
+        is None
+    )
 
 
 def test_samples_and_unknown_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
-        {"prompt": "ab", "n": 3, "lable": 1}, openai("a", prompt="cd", n=2, lable=2), {"prompt": "ef"},
-        {**openai("b", prompt="gh"), "note": "x"}, openai("c", prompt="x" * 70, truncate_prompt_tokens=-1),
+        {"prompt": "ab", "n": 3, "lable": 1},
+        openai("a", prompt="cd", n=2, lable=2),
+        {"prompt": "ef"},
+        {**openai("b", prompt="gh"), "note": "x"},
+        openai("c", prompt="x" * 70, truncate_prompt_tokens=-1),
         openai("d", prompt="xyz", truncate_prompt_tokens=2, cache_salt="s"),
-    ]  # fmt: skip
+    ]
     source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     assert serve(source, "--output", output, "--ordered") == 2
-    assert [(("error" in x and x["error"]) or x["response"]["body"]["error"])["code"] for x in read(output)[:2]] == [
-        "unknown_field", "unknown_field"
-    ]  # fmt: skip
+    assert [
+        (("error" in x and x["error"]) or x["response"]["body"]["error"])["code"]
+        for x in read(output)[:2]
+    ] == ["unknown_field", "unknown_field"]
     capsys.readouterr()
     assert serve(source, "--output", output, "--ordered", "--ignore-unknown", "--overwrite") == 0
     bare, batch, one, _, cut, last = read(output)
@@ -132,42 +170,103 @@ def test_samples_and_unknown_fields(tmp_path: Path, capsys: pytest.CaptureFixtur
     body = batch["response"]["body"]
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "CD"), (1, "CD")]
     assert body["usage"] == {
-        "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 2}
-    }  # fmt: skip
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert one["text"] == "EF" and "choices" not in one
-    assert cut["response"]["body"]["usage"]["prompt_tokens"] == 64 - 16  # room for the 16 tokens of the answer
+    assert (
+        cut["response"]["body"]["usage"]["prompt_tokens"] == 64 - 16
+    )  # room for the 16 tokens of the answer
     assert last["response"]["body"]["choices"][0]["text"] == "YZ"
     assert "ignored      unknown fields lable (2 lines), note (1 lines)" in capsys.readouterr().out
     summary = json.loads((tmp_path / "out.jsonl.summary.json").read_text())
-    assert summary["ignored_fields"] == {"lable": 2, "note": 1} and summary["finish_reasons"]["stop"] == 8
-    assert summary["lines"] == {"done": 6, "ok": 6, "failed": 0, "earlier_ok": 0, "earlier_failed": 0, "total": 6}
-    assert summary["tokens"]["in"] == 2 + 2 + 2 + 2 + 48 + 2 and summary["completion_tokens"]["max"] == 16
+    assert (
+        summary["ignored_fields"] == {"lable": 2, "note": 1}
+        and summary["finish_reasons"]["stop"] == 8
+    )
+    assert summary["lines"] == {
+        "done": 6,
+        "ok": 6,
+        "failed": 0,
+        "earlier_ok": 0,
+        "earlier_failed": 0,
+        "total": 6,
+    }
+    assert (
+        summary["tokens"]["in"] == 2 + 2 + 2 + 2 + 48 + 2
+        and summary["completion_tokens"]["max"] == 16
+    )
 
 
 def test_printed_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert serve(write(tmp_path / "in.jsonl", {"prompt": "ab", "n": 2})) == 0
-    assert capfd.readouterr().out.count("--- answer (stop, 2 prompt tokens from the cache)\nAB\n") == 2
+    assert (
+        capfd.readouterr().out.count("--- answer (stop, 2 prompt tokens from the cache)\nAB\n") == 2
+    )
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 VLLM = [  # as vLLM's documentation and tests have them, and its extra fields
-    openai("request-1", "/v1/chat/completions", model="meta-llama/Meta-Llama-3-8B-Instruct", max_completion_tokens=9,
-           messages=[{"role": "user", "content": "Hello world!"}]),
-    openai("request-2", "/v1/chat/completions", model="m", max_tokens=30, top_k=5, min_p=0.05, repetition_penalty=1.1,
-           min_tokens=2, ignore_eos=True, stop_token_ids=[7], chat_template_kwargs={"enable_thinking": False},
-           length_penalty=1.0, use_beam_search=False, skip_special_tokens=True, spaces_between_special_tokens=True,
-           include_stop_str_in_output=False, echo=False, add_generation_prompt=True, continue_final_message=False,
-           priority=0, request_id="abc", return_token_ids=True, logprobs=True, top_logprobs=0, stream=False,
-           add_special_tokens=None, structured_outputs=None, cache_salt="salt", reasoning_effort="low",
-           return_tokens_as_token_ids=True, include_reasoning=True, user="me", bad_words=[], tool_choice="none",
-           messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]},
-                     {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                     {"role": "tool", "tool_call_id": "1", "content": "2"}],
-           tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+    openai(
+        "request-1",
+        "/v1/chat/completions",
+        model="meta-llama/Meta-Llama-3-8B-Instruct",
+        max_completion_tokens=9,
+        messages=[{"role": "user", "content": "Hello world!"}],
+    ),
+    openai(
+        "request-2",
+        "/v1/chat/completions",
+        model="m",
+        max_tokens=30,
+        top_k=5,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=[7],
+        chat_template_kwargs={"enable_thinking": False},
+        length_penalty=1.0,
+        use_beam_search=False,
+        skip_special_tokens=True,
+        spaces_between_special_tokens=True,
+        include_stop_str_in_output=False,
+        echo=False,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        priority=0,
+        request_id="abc",
+        return_token_ids=True,
+        logprobs=True,
+        top_logprobs=0,
+        stream=False,
+        add_special_tokens=None,
+        structured_outputs=None,
+        cache_salt="salt",
+        reasoning_effort="low",
+        return_tokens_as_token_ids=True,
+        include_reasoning=True,
+        user="me",
+        bad_words=[],
+        tool_choice="none",
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    ),
     openai("request-4", "/bad_url", messages=[]),
-    openai("request-5", "/v1/chat/completions", stream="True", messages=[{"role": "user", "content": "Hello world!"}]),
+    openai(
+        "request-5",
+        "/v1/chat/completions",
+        stream="True",
+        messages=[{"role": "user", "content": "Hello world!"}],
+    ),
     openai("request-6", "/v1/embeddings", input="You are a helpful assistant."),
-]  # fmt: skip
+]
 
 
 def test_a_file_made_for_vllm(tmp_path: Path) -> None:
@@ -184,22 +283,38 @@ def test_a_file_made_for_vllm(tmp_path: Path) -> None:
     llm.step = with_logprobs
     assert serve(source, "--output", output, "--ordered", "--error-style", "vllm", llm=llm) == 2
     first, second, *errors, torn = read(output)
-    for line in (first, second, *errors):  # the fields of vLLM's BatchRequestOutput, and of its response
+    for line in (
+        first,
+        second,
+        *errors,
+    ):  # the fields of vLLM's BatchRequestOutput, and of its response
         assert set(line) == {"id", "custom_id", "response", "error"}
         assert set(line["response"]) == {"status_code", "request_id", "body"}
     choice = first["response"]["body"]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("HELLO WOR", "length")
     assert first["response"]["body"]["model"] == "meta-llama/Meta-Llama-3-8B-Instruct"
-    assert second["response"]["body"]["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:97"
+    assert (
+        second["response"]["body"]["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:97"
+    )
     assert second["response"]["body"]["prompt_token_ids"][0] == 97
     messages, variables = llm.conversations[1]
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1} and messages[2]["tool_call_id"] == "1"
+    assert (
+        messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+        and messages[2]["tool_call_id"] == "1"
+    )
     assert variables["enable_thinking"] is False and variables["reasoning_effort"] == "low"
     assert variables["tools"][0]["function"]["name"] == "f"
     for line, name in zip(errors, ("request-4", "request-5", "request-6"), strict=True):
-        assert (line["custom_id"], line["response"]["status_code"], line["response"]["body"]) == (name, 400, None)
+        assert (line["custom_id"], line["response"]["status_code"], line["response"]["body"]) == (
+            name,
+            400,
+            None,
+        )
         error = line["error"]["error"]
-        assert (error["type"], error["code"]) == ("BadRequestError", 400) and set(error) >= {"message", "param"}
+        assert (error["type"], error["code"]) == ("BadRequestError", 400) and set(error) >= {
+            "message",
+            "param",
+        }
     assert torn["response"] is None and torn["error"]["line"] == 6
     assert serve(source, "--output", output, "--ordered", "--overwrite", llm=FakeLLM()) == 2
     broken, failed = read(output)[1:3]  # this engine gives no logprobs though they were asked for
@@ -218,7 +333,8 @@ def test_a_hopeless_run_ends_early(tmp_path: Path, capsys: pytest.CaptureFixture
     captured = capsys.readouterr()
     assert 100 <= len(done) <= 110 and "above --max-error-rate 0.4" in captured.err
     assert re.search(
-        r"errors +\d+ unknown_field|errors +\d+ invalid_value \(line 1, 3, 5, 7, 9, \.\.\.\)", captured.out
+        r"errors +\d+ unknown_field|errors +\d+ invalid_value \(line 1, 3, 5, 7, 9, \.\.\.\)",
+        captured.out,
     )
     assert json.loads((tmp_path / "out.jsonl.summary.json").read_text())["status"] == "hopeless"
     assert serve(source, *flags, "--max-error-rate", "0.6", "--resume") == 2
@@ -239,17 +355,43 @@ def test_over_long_lines(tmp_path: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5,
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
 FIELDS = st.sampled_from(
-    ["id", "custom_id", "method", "url", "body", "prompt", "messages", "prompt_token_ids", "n", "stop", "seed", "model",
-     "temperature", "logprobs", "logit_bias", "chat_template_kwargs", "tools", "max_tokens", "truncate_prompt_tokens"]
-)  # fmt: skip
+    [
+        "id",
+        "custom_id",
+        "method",
+        "url",
+        "body",
+        "prompt",
+        "messages",
+        "prompt_token_ids",
+        "n",
+        "stop",
+        "seed",
+        "model",
+        "temperature",
+        "logprobs",
+        "logit_bias",
+        "chat_template_kwargs",
+        "tools",
+        "max_tokens",
+        "truncate_prompt_tokens",
+    ]
+)
 BAD_LINES = st.one_of(
-    st.binary(min_size=1, max_size=40).map(lambda raw: raw.replace(b"\n", b" ")).filter(lambda raw: not raw.isspace()),
+    st.binary(min_size=1, max_size=40)
+    .map(lambda raw: raw.replace(b"\n", b" "))
+    .filter(lambda raw: not raw.isspace()),
     JSON.map(json.dumps).map(str.encode),
     st.dictionaries(FIELDS, JSON, max_size=4).map(json.dumps).map(str.encode),
-    st.dictionaries(FIELDS, JSON, max_size=4).map(lambda body: json.dumps({**openai("x"), "body": body}).encode()),
+    st.dictionaries(FIELDS, JSON, max_size=4).map(
+        lambda body: json.dumps({**openai("x"), "body": body}).encode()
+    ),
 )
 
 
@@ -258,7 +400,9 @@ BAD_LINES = st.one_of(
 def test_a_thousand_malformed_lines(tmp_path: Path, lines: list[bytes], style: str) -> None:
     source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     assert serve(source, "--output", output, "--overwrite", "--error-style", style) in (0, 2)
-    numbers = sorted(x["line"] if "line" in x else int(x["id"].rpartition("_")[2]) for x in read(output))
+    numbers = sorted(
+        x["line"] if "line" in x else int(x["id"].rpartition("_")[2]) for x in read(output)
+    )
     assert numbers == [i for i, line in enumerate(lines, 1) if not line.isspace()]
 
 
@@ -266,59 +410,96 @@ class TestCheck:
     def check(self, *flags: Any) -> int:
         return serve_batch.main([str(f) for f in flags] + ["--check"])
 
-    def test_the_shipped_prompts(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_shipped_prompts(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("jpaged.LLM", None)
         assert self.check(ROOT / "examples" / "prompts.jsonl") == 0
         out, err = capsys.readouterr()
         assert "lines          16 (16 can run, 0 errors)" in out and not err
         assert re.search(r"prompts +min \d+, median \d+, p99 \d+, max \d+ tokens", out)
-        limit = sum(x.get("max_tokens") or x["body"].get("max_tokens") or x["body"]["max_completion_tokens"] for x in
-                    map(json.loads, (ROOT / "examples" / "prompts.jsonl").read_text().splitlines()))  # fmt: skip
+        limit = sum(
+            x.get("max_tokens") or x["body"].get("max_tokens") or x["body"]["max_completion_tokens"]
+            for x in map(json.loads, (ROOT / "examples" / "prompts.jsonl").read_text().splitlines())
+        )
         assert f"592 in, at most {limit:,} out" in out
         assert "time           not known: --rates" in out
         assert re.search(r"  weights +0.005 GiB", out) and "KV pool" in out
 
     def test_errors_and_shards(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        lines = [{"prompt": "a", "n": 2, "max_tokens": 8}, b"{", {"prompt": "word " * 2000}, {"prompt": "b", "n": 999}]
-        source = write(tmp_path / "in.jsonl", *lines, b"{", {"messages": [{"role": "user", "content": "hi"}], "x": 1})
-        assert self.check(source, "--rates", "100", "--ignore-unknown", "--max-model-len", "128") == 2
+        lines = [
+            {"prompt": "a", "n": 2, "max_tokens": 8},
+            b"{",
+            {"prompt": "word " * 2000},
+            {"prompt": "b", "n": 999},
+        ]
+        source = write(
+            tmp_path / "in.jsonl",
+            *lines,
+            b"{",
+            {"messages": [{"role": "user", "content": "hi"}], "x": 1},
+        )
+        assert (
+            self.check(source, "--rates", "100", "--ignore-unknown", "--max-model-len", "128") == 2
+        )
         out = capsys.readouterr().out
         assert "lines          6 (2 can run, 4 errors)" in out
         assert "2 invalid_json (line 2, 5)" in out and "1 context_length_exceeded (line 3)" in out
-        assert "1 invalid_value (line 4)" in out and "ignored        unknown fields x (1 lines)" in out
+        assert (
+            "1 invalid_value (line 4)" in out and "ignored        unknown fields x (1 lines)" in out
+        )
         assert re.search(r"at most 1s at 100 output tok/s \(as given\)", out)
         assert self.check(source, "--shard", "0/5", "--output", tmp_path / "out.jsonl") == 2
         assert "lines          2 (1 can run, 1 errors)" in capsys.readouterr().out
         assert not list(tmp_path.glob("out*"))
 
-    def test_rates_of_an_earlier_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        source, output = write(tmp_path / "in.jsonl", *[{"prompt": "ab"}] * 4), tmp_path / "out.jsonl"
+    def test_rates_of_an_earlier_run(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source, output = (
+            write(tmp_path / "in.jsonl", *[{"prompt": "ab"}] * 4),
+            tmp_path / "out.jsonl",
+        )
         assert serve(source, "--output", output) == 0
         capsys.readouterr()
         assert self.check(source, "--output", output) == 0
         out = capsys.readouterr().out
-        assert re.search(r"0s if answers are as long as there \(mean 2 tokens\), at most .* over the 4 answers of", out)
+        assert re.search(
+            r"0s if answers are as long as there \(mean 2 tokens\), at most .* over the 4 "
+            r"answers of",
+            out,
+        )
         assert self.check(source, "--rates", tmp_path / "none") == 1
         assert self.check(source, "--rates", "-3") == 1
         assert "must be above 0" in capsys.readouterr().err
 
-    def test_a_damaged_input_and_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_damaged_input_and_model(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "in.jsonl.gz"
         path.write_bytes(b"\x1f\x8b")
-        assert self.check(path) == 2 and "cannot read the input any further: EOFError" in capsys.readouterr().err
+        assert (
+            self.check(path) == 2
+            and "cannot read the input any further: EOFError" in capsys.readouterr().err
+        )
         assert self.check(write(tmp_path / "in", {"prompt": "a"}), "--model", tmp_path) == 1
         assert "cannot plan for" in capsys.readouterr().err
         assert self.check(tmp_path / "in", "--memory-utilization", "3") == 1
 
 
 def test_the_offer_on_a_terminal(tmp_path: Path) -> None:
-    source, output = write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}), tmp_path / "out.jsonl"
+    source, output = (
+        write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}),
+        tmp_path / "out.jsonl",
+    )
     assert serve(source, "--output", output) == 0
     output.write_text(output.read_text().splitlines(keepends=True)[0])
 
     def answer(text: str) -> tuple[int, str]:
         ours, theirs = pty.openpty()
-        with start(source, "--output", output, stdin=theirs, terminal=theirs, stdout=subprocess.DEVNULL) as process:
+        with start(
+            source, "--output", output, stdin=theirs, terminal=theirs, stdout=subprocess.DEVNULL
+        ) as process:
             os.close(theirs)
             os.write(ours, text.encode())
             status, said = process.wait(timeout=60), b""
@@ -331,6 +512,10 @@ def test_the_offer_on_a_terminal(tmp_path: Path) -> None:
         return status, said.decode()
 
     status, said = answer("q\n")
-    assert status == 1 and "Resume it, overwrite it, or quit? [R/o/q]" in said and len(read(output)) == 1
+    assert (
+        status == 1
+        and "Resume it, overwrite it, or quit? [R/o/q]" in said
+        and len(read(output)) == 1
+    )
     assert answer("\n")[0] == 0
     assert sorted(x["text"] for x in read(output)) == ["A", "B"]

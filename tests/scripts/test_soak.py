@@ -1,4 +1,6 @@
-"""scripts/soak.py: a short soak passes, and each kind of failure is seen, said and turned into exit status 1."""
+"""scripts/soak.py: a short soak passes, and each kind of failure is seen, said and turned into exit
+status 1.
+"""
 
 import argparse
 import importlib.util
@@ -17,7 +19,9 @@ from tests.tiny import config
 
 
 def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,7 +33,10 @@ soak = load_script("soak")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("soak") / "model", config=config(max_position_embeddings=soak.CONTEXT))
+    return write_folder(
+        tmp_path_factory.mktemp("soak") / "model",
+        config=config(max_position_embeddings=soak.CONTEXT),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,9 @@ def llms() -> dict[str, LLM]:
 
 @pytest.fixture
 def tiny(folder: Path, llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model, and LLMs that are compiled once for all tests, whatever state the last one left them in."""
+    """A small model, and LLMs that are compiled once for all tests, whatever state the last one
+    left them in.
+    """
 
     def kept(params: Any, **how: Any) -> LLM:
         name = str({**how, "seed": None})
@@ -65,15 +74,31 @@ def calm(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "RATES", {})
 
 
-def test_a_short_soak(tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_soak(
+    tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(soak, "RATES", {"abort": 0.1, "reset": 0.1, "snapshot": 0.1, "beam": 0.1})
     monkeypatch.setattr(soak, "ALONE", 0.5)
-    flags = ["--requests", "40", "--seed", "1", "--num-blocks", "60", "--interval", "0.5", "--warmup", "10"]
+    flags = [
+        "--requests",
+        "40",
+        "--seed",
+        "1",
+        "--num-blocks",
+        "60",
+        "--interval",
+        "0.5",
+        "--warmup",
+        "10",
+    ]
     status = soak.main([*flags, "--memory-every", "2", "--memory-limit", "1000"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
     head, columns, *lines, last = out.splitlines()
-    assert head.startswith("seed 1; 24 requests need about") and columns.split()[:2] == ["minutes", "requests"]
+    assert head.startswith("seed 1; 24 requests need about") and columns.split()[:2] == [
+        "minutes",
+        "requests",
+    ]
     _, done, _, swapped, recomputed, copied, _, memory = map(float, lines[-1].split())
     assert swapped > 0 and recomputed > 0 and copied > 0 and memory > 0
     assert last.startswith(f"ok: {done:.0f} requests, ") and done < 40  # some were aborted
@@ -95,7 +120,10 @@ def test_a_leaked_block_is_seen(
     monkeypatch.setattr(BlockManager, "free", leak)
     assert soak.main(["--num-blocks", "60", "--requests", "3"]) == 1
     out, err = capsys.readouterr()
-    assert err.endswith("soak: seed 0, after 3 requests: at the end blocks_in_use is 1\n") and "ok:" not in out
+    assert (
+        err.endswith("soak: seed 0, after 3 requests: at the end blocks_in_use is 1\n")
+        and "ok:" not in out
+    )
 
 
 def test_growing_memory_is_seen(
@@ -105,7 +133,18 @@ def test_growing_memory_is_seen(
     monkeypatch.setattr(soak, "rss_mib", lambda: float(next(sizes)))
     assert (
         soak.main(
-            ["--num-blocks", "60", "--requests", "6", "--warmup", "0", "--memory-every", "1", "--memory-limit", "0"]
+            [
+                "--num-blocks",
+                "60",
+                "--requests",
+                "6",
+                "--warmup",
+                "0",
+                "--memory-every",
+                "1",
+                "--memory-limit",
+                "0",
+            ]
         )
         == 1
     )
@@ -134,7 +173,9 @@ def test_other_tokens_and_errors_are_seen(
 
     monkeypatch.setattr(LLM, "step", broken)
     assert soak.main(["--num-blocks", "60", "--requests", "3"]) == 1
-    assert "Traceback" in (err := capsys.readouterr().err) and err.endswith("after 0 requests: broken\n")
+    assert "Traceback" in (err := capsys.readouterr().err) and err.endswith(
+        "after 0 requests: broken\n"
+    )
     monkeypatch.setattr(LLM, "step", lambda self: [])
     monkeypatch.setattr(soak, "STUCK", 10)
     assert soak.main(["--num-blocks", "60", "--requests", "3"]) == 1
@@ -148,9 +189,18 @@ def output(**changes: Any) -> RequestOutput:
     """A legal result of PARAMS for the prompt [1, 2] but for the changes."""
     own = {"error", "prompt_token_ids", "prompt_logprobs"}
     c: dict[str, Any] = {"index": 0, "text": "", "token_ids": [4, 5, 6], "cumulative_logprob": 0.0}
-    c |= {"token_logprobs": np.zeros(3, np.float32), "logprobs": [{}, {}, {}], "finish_reason": "length"}
+    c |= {
+        "token_logprobs": np.zeros(3, np.float32),
+        "logprobs": [{}, {}, {}],
+        "finish_reason": "length",
+    }
     c |= {name: value for name, value in changes.items() if name not in own}
-    out: dict[str, Any] = {"request_id": "0", "prompt": None, "prompt_token_ids": [1, 2], "prompt_logprobs": [None, {}]}
+    out: dict[str, Any] = {
+        "request_id": "0",
+        "prompt": None,
+        "prompt_token_ids": [1, 2],
+        "prompt_logprobs": [None, {}],
+    }
     out |= {name: value for name, value in changes.items() if name in own}
     return RequestOutput(outputs=[CompletionOutput(**c)], **out)
 
@@ -184,7 +234,12 @@ def test_legal_results_pass() -> None:
         {"logprobs": None},
         {"finish_reason": None},
         {"finish_reason": "abort"},
-        {"finish_reason": "stop", "token_ids": [4], "token_logprobs": np.zeros(1, np.float32), "logprobs": [{}]},
+        {
+            "finish_reason": "stop",
+            "token_ids": [4],
+            "token_logprobs": np.zeros(1, np.float32),
+            "logprobs": [{}],
+        },
     ],
     ids=str,
 )
@@ -195,7 +250,9 @@ def test_illegal_results_do_not(changes: dict[str, Any]) -> None:
 
 def test_growth() -> None:
     assert soak.growth([]) == soak.growth([1.0, 9.0]) == 0.0
-    assert soak.growth([5.0, 5.0, 9.0, 0.0, 0.0, 0.0, 6.0, 6.0, 5.0]) == 1.0  # a lone peak says nothing
+    assert (
+        soak.growth([5.0, 5.0, 9.0, 0.0, 0.0, 0.0, 6.0, 6.0, 5.0]) == 1.0
+    )  # a lone peak says nothing
 
 
 def test_is_over_by_the_clock() -> None:

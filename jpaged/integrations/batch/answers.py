@@ -1,6 +1,8 @@
-"""Finished and failed requests to lines of the output, and what such a line says of itself when it is read again.
+"""Finished and failed requests to lines of the output, and what such a line says of itself when it
+is read again.
 
-Every line carries the number of its input line: `line` where the request was bare, else the digits of `id`.
+Every line carries the number of its input line: `line` where the request was bare, else the digits
+of `id`.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ from typing import Any, Literal
 from jpaged.errors import CapacityError, RequestError
 from jpaged.integrations.batch.fields import SAMPLING, LineError
 from jpaged.integrations.batch.lines import BatchRequest
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
 
 ErrorStyle = Literal["openai", "vllm"]
 ID = re.compile(r"batch_req_(\d+)")
@@ -21,7 +23,9 @@ ID = re.compile(r"batch_req_(\d+)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a line failed: an HTTP status, OpenAI's type and code of the error, the field to blame, and the sentence."""
+    """Why a line failed: an HTTP status, OpenAI's type and code of the error, the field to blame,
+    and the sentence.
+    """
 
     status: int
     kind: str
@@ -34,19 +38,33 @@ class Failure:
         status, kind = 400, "invalid_request_error"
         match error:
             case LineError():
-                return cls(status=status, kind=kind, code=error.code, param=error.param, message=str(error))
+                return cls(
+                    status=status, kind=kind, code=error.code, param=error.param, message=str(error)
+                )
             case CapacityError():
-                return cls(status=status, kind=kind, code="context_length_exceeded", param=None, message=str(error))
+                return cls(
+                    status=status,
+                    kind=kind,
+                    code="context_length_exceeded",
+                    param=None,
+                    message=str(error),
+                )
             case RequestError():  # its message begins with the field
                 message = str(error)
                 param = next((n for n in SAMPLING if message.startswith((f"{n}=", f"{n}:"))), None)
-                return cls(status=status, kind=kind, code="invalid_value", param=param, message=message)
+                return cls(
+                    status=status, kind=kind, code="invalid_value", param=param, message=message
+                )
         message = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
-        return cls(status=500, kind="server_error", code="generation_failed", param=None, message=message)
+        return cls(
+            status=500, kind="server_error", code="generation_failed", param=None, message=message
+        )
 
 
 def answer_line(request: BatchRequest, output: RequestOutput) -> dict[str, Any]:
-    """The output line of a request that finished without an error: a choice a sample, their tokens summed."""
+    """The output line of a request that finished without an error: a choice a sample, their tokens
+    summed.
+    """
     usage: dict[str, Any] = {"prompt_tokens": len(output.prompt_token_ids)}
     usage["completion_tokens"] = sum(len(done.token_ids) for done in output.outputs)
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -60,28 +78,53 @@ def answer_line(request: BatchRequest, output: RequestOutput) -> dict[str, Any]:
         return {**_bare(request), **answer, **extra, "usage": usage}
     if request.return_token_ids:
         extra["prompt_token_ids"] = [int(t) for t in output.prompt_token_ids]
-    prefix, kind = ("chatcmpl", "chat.completion") if request.form == "chat" else ("cmpl", "text_completion")
-    head = {"id": f"{prefix}-{request.number}", "object": kind, "created": int(time.time()), "model": request.model}
-    return _batch_line(request, 200, {**head, "choices": _indexed(choices), "usage": usage, **extra})
+    prefix, kind = (
+        ("chatcmpl", "chat.completion") if request.form == "chat" else ("cmpl", "text_completion")
+    )
+    head = {
+        "id": f"{prefix}-{request.number}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
+    return _batch_line(
+        request, 200, {**head, "choices": _indexed(choices), "usage": usage, **extra}
+    )
 
 
-def error_line(request: BatchRequest, error: BaseException | str, style: ErrorStyle = "openai") -> dict[str, Any]:
-    """The output line of a request that cannot run or that failed: always with its line number and the reason.
+def error_line(
+    request: BatchRequest, error: BaseException | str, style: ErrorStyle = "openai"
+) -> dict[str, Any]:
+    """The output line of a request that cannot run or that failed: always with its line number and
+    the reason.
 
-    style: of batch requests that could be read, OpenAI's (the error in the response's body) or that of vLLM's
-    run_batch (no body, the error beside the response).
+    style: of batch requests that could be read, OpenAI's (the error in the response's body) or that
+    of vLLM's run_batch (no body, the error beside the response).
     """
     failure = Failure.of(error)
     message = f"line {request.number}: {failure.message}"
     if request.form == "unknown":
         body = {"code": failure.code, "message": message, "line": request.number}
-        return {"id": f"batch_req_{request.number}", "custom_id": request.id, "response": None, "error": body}
-    details = {"message": message, "type": failure.kind, "param": failure.param, "code": failure.code}
+        return {
+            "id": f"batch_req_{request.number}",
+            "custom_id": request.id,
+            "response": None,
+            "error": body,
+        }
+    details = {
+        "message": message,
+        "type": failure.kind,
+        "param": failure.param,
+        "code": failure.code,
+    }
     if request.form == "bare":
         return {**_bare(request), "error": {**details, "line": request.number}}
     if style == "openai":
         return _batch_line(request, failure.status, {"error": details})
-    details |= {"type": "BadRequestError" if failure.status == 400 else "InternalServerError", "code": failure.status}
+    details |= {
+        "type": "BadRequestError" if failure.status == 400 else "InternalServerError",
+        "code": failure.status,
+    }
     return {**_batch_line(request, failure.status, None), "error": {"error": details}}
 
 
@@ -102,7 +145,9 @@ def row_id(row: Mapping[str, Any]) -> str | int | None:
 
 def row_failed(row: Mapping[str, Any]) -> bool:
     """Whether an output line is an error."""
-    return row.get("error") is not None or (row.get("response") or {}).get("status_code", 200) != 200
+    return (
+        row.get("error") is not None or (row.get("response") or {}).get("status_code", 200) != 200
+    )
 
 
 def encode_line(line: dict[str, Any]) -> bytes:
@@ -127,10 +172,14 @@ def _choice(request: BatchRequest, done: CompletionOutput) -> dict[str, Any]:
         choice["token_ids"] = [int(t) for t in done.token_ids]
     asked = request.params.logprobs is not None
     if request.form == "bare":
-        return {"text": done.text, **choice} | ({"logprobs": _chat_logprobs(request, done)} if asked else {})
+        return {"text": done.text, **choice} | (
+            {"logprobs": _chat_logprobs(request, done)} if asked else {}
+        )
     if request.form == "chat":
         choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
-        choice["logprobs"] = {"content": _chat_logprobs(request, done), "refusal": None} if asked else None
+        choice["logprobs"] = (
+            {"content": _chat_logprobs(request, done), "refusal": None} if asked else None
+        )
     else:
         choice["text"] = done.text
         choice["logprobs"] = _completion_logprobs(request, done) if asked else None
@@ -140,11 +189,18 @@ def _choice(request: BatchRequest, done: CompletionOutput) -> dict[str, Any]:
 def _batch_line(request: BatchRequest, status: int, body: dict[str, Any] | None) -> dict[str, Any]:
     # Ids count lines: a resumed or repeated run writes the same ones.
     response = {"status_code": status, "request_id": f"req_{request.number}", "body": body}
-    return {"id": f"batch_req_{request.number}", "custom_id": request.id, "response": response, "error": None}
+    return {
+        "id": f"batch_req_{request.number}",
+        "custom_id": request.id,
+        "response": response,
+        "error": None,
+    }
 
 
 def _finite(logprob: float) -> float:
-    return max(float(logprob), -9999.0)  # JSON has no -inf; the figure is the one that OpenAI's API uses
+    return max(
+        float(logprob), -9999.0
+    )  # JSON has no -inf; the figure is the one that OpenAI's API uses
 
 
 def _token(request: BatchRequest, token_id: int, entry: Logprob | None) -> str:
@@ -168,21 +224,36 @@ def _chat_logprobs(request: BatchRequest, done: CompletionOutput) -> list[dict[s
 
     def described(token_id: int, entry: Logprob | None, logprob: float) -> dict[str, Any]:
         text = None if entry is None else entry.decoded_token
-        known = None if text is None or "\ufffd" in text else list(text.encode())  # else part of a character
-        return {"token": _token(request, token_id, entry), "logprob": _finite(logprob), "bytes": known}
+        known = (
+            None if text is None or "\ufffd" in text else list(text.encode())
+        )  # else part of a character
+        return {
+            "token": _token(request, token_id, entry),
+            "logprob": _finite(logprob),
+            "bytes": known,
+        }
 
     top = request.params.logprobs or 0
     content = []
-    for token_id, logprob, entries in zip(done.token_ids, done.token_logprobs, done.logprobs or [], strict=True):
+    for token_id, logprob, entries in zip(
+        done.token_ids, done.token_logprobs, done.logprobs or [], strict=True
+    ):
         alternatives = [described(t, e, e.logprob) for t, e in _ranked(entries)[:top]]
-        content.append({**described(token_id, entries.get(token_id), logprob), "top_logprobs": alternatives})
+        content.append(
+            {**described(token_id, entries.get(token_id), logprob), "top_logprobs": alternatives}
+        )
     return content
 
 
 def _completion_logprobs(request: BatchRequest, done: CompletionOutput) -> dict[str, Any]:
-    """OpenAI's completions form: parallel lists; offsets are in the characters of the tokens before."""
+    """OpenAI's completions form: parallel lists; offsets are in the characters of the tokens
+    before.
+    """
     logprobs = done.logprobs or []
-    tokens = [_token(request, t, entries.get(t)) for t, entries in zip(done.token_ids, logprobs, strict=True)]
+    tokens = [
+        _token(request, t, entries.get(t))
+        for t, entries in zip(done.token_ids, logprobs, strict=True)
+    ]
     offsets = [0]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
@@ -190,7 +261,8 @@ def _completion_logprobs(request: BatchRequest, done: CompletionOutput) -> dict[
         "tokens": tokens,
         "token_logprobs": [_finite(p) for p in done.token_logprobs],
         "top_logprobs": [
-            {_token(request, t, e): _finite(e.logprob) for t, e in _ranked(entries)[::-1]} for entries in logprobs
+            {_token(request, t, e): _finite(e.logprob) for t, e in _ranked(entries)[::-1]}
+            for entries in logprobs
         ],
         "text_offset": offsets[:-1],
     }

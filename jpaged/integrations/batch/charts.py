@@ -1,6 +1,8 @@
-"""Small charts as inline SVG: lines over time and histograms. Colours and fonts are the page's (report.py).
+"""Small charts as inline SVG: lines over time and histograms. Colours and fonts are the page's
+(report.py).
 
-A chart is drawn at 400 x 220 and scaled to its place; legends are HTML beside it, so that they wrap.
+A chart is drawn at 400 x 220 and scaled to its place; legends are HTML beside it, so that they
+wrap.
 """
 
 import dataclasses
@@ -18,7 +20,9 @@ LOG_FROM = 12  # a largest value of so many medians is shown on a logarithmic ax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """From low to high, linear or logarithmic, with round ticks; is_whole: at whole numbers alone."""
+    """From low to high, linear or logarithmic, with round ticks; is_whole: at whole numbers
+    alone.
+    """
 
     low: float
     high: float
@@ -27,9 +31,11 @@ class Axis:
 
     def at(self, value: float) -> float:
         """0 at low, 1 at high."""
-        low, high, value = (math.log(x) for x in (self.low, self.high, value)) if self.is_log else (
-            self.low, self.high, value
-        )  # fmt: skip
+        low, high, value = (
+            (math.log(x) for x in (self.low, self.high, value))
+            if self.is_log
+            else (self.low, self.high, value)
+        )
         return (value - low) / (high - low)
 
     def ticks(self, most: int = 6) -> list[float]:
@@ -37,13 +43,23 @@ class Axis:
         if self.is_log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for mantissas in ((1, 2, 5), (1, 3), (1,)):
-                found = [m * 10.0**p for p in powers for m in mantissas if self.low <= m * 10.0**p <= self.high]
+                found = [
+                    m * 10.0**p
+                    for p in powers
+                    for m in mantissas
+                    if self.low <= m * 10.0**p <= self.high
+                ]
                 if len(found) <= most:
                     return found
             return found[:: math.ceil(len(found) / most)]
         step = round_up((self.high - self.low) / most)
         step = max(step, 1.0) if self.is_whole else step
-        return [i * step for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+        return [
+            i * step
+            for i in range(
+                math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1
+            )
+        ]
 
 
 def round_up(value: float) -> float:
@@ -60,10 +76,16 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
-def line_chart(title: str, times: Sequence[float], series: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Rates over time as steps: series[name][i] held between times[i] and times[i + 1], in seconds."""
+def line_chart(
+    title: str, times: Sequence[float], series: Mapping[str, Sequence[float]], unit: str
+) -> str:
+    """Rates over time as steps: series[name][i] held between times[i] and times[i + 1], in
+    seconds.
+    """
     scale, time_unit = next(
-        (s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s")) if times[-1] - times[0] >= 3 * s or s == 1
+        (s, u)
+        for s, u in ((3600, "h"), (60, "min"), (1, "s"))
+        if times[-1] - times[0] >= 3 * s or s == 1
     )
     x = Axis(low=0, high=max(times[-1], 1e-3) / scale)
     y = Axis(low=0, high=1.05 * max([*(v for values in series.values() for v in values), 1e-9]))
@@ -72,12 +94,18 @@ def line_chart(title: str, times: Sequence[float], series: Mapping[str, Sequence
         points = [(t / scale, v) for j, v in enumerate(values) for t in (times[j], times[j + 1])]
         path = " ".join(f"{_x(x, t):.1f},{_y(y, v):.1f}" for t, v in points)
         body += f'<polyline class="line s{i}" points="{path}"/>'
-    keys = "".join(f'<li><i class="s{i}"></i>{html.escape(name)}</li>' for i, name in enumerate(series))
+    keys = "".join(
+        f'<li><i class="s{i}"></i>{html.escape(name)}</li>' for i, name in enumerate(series)
+    )
     return _figure(title, body, keys)
 
 
-def histogram(title: str, values: Sequence[float] | np.ndarray, unit: str, *, whole: bool = False) -> str:
-    """How often which value came, with the median and the 99th percentile; whole: the values are counts."""
+def histogram(
+    title: str, values: Sequence[float] | np.ndarray, unit: str, *, whole: bool = False
+) -> str:
+    """How often which value came, with the median and the 99th percentile; whole: the values are
+    counts.
+    """
     found = np.asarray(values, np.float64)
     low, median, p99, high = np.percentile(found, (0, 50, 99, 100))
     is_log = low > 0 and high > LOG_FROM * median
@@ -95,15 +123,22 @@ def histogram(title: str, values: Sequence[float] | np.ndarray, unit: str, *, wh
             body += f'<rect class="bar" {where}><title>{name}: {count}</title></rect>'
     for name, value in (("median", median), ("p99", p99)):
         at = _x(x, min(max(value, edges[0]), edges[-1]))
-        body += f'<line class="mark {name}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        body += (
+            f'<line class="mark {name}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" '
+            f'y2="{HEIGHT - BOTTOM}"/>'
+        )
     shown = {"median": median, "p99": p99}
     suffix = "" if whole else f" {unit.rsplit(' ', 1)[-1]}"
-    keys = "".join(f'<li><i class="{name}"></i>{name} {number(v)}{suffix}</li>' for name, v in shown.items())
+    keys = "".join(
+        f'<li><i class="{name}"></i>{name} {number(v)}{suffix}</li>' for name, v in shown.items()
+    )
     return _figure(title, body, f"{keys}<li>{number(low)} to {number(high)}{suffix}</li>")
 
 
 def _edges(low: float, high: float, is_log: bool, whole: bool) -> list[float]:
-    """About BINS bins, round ones where the axis is linear; a bin around each where the values are few whole ones."""
+    """About BINS bins, round ones where the axis is linear; a bin around each where the values are
+    few whole ones.
+    """
     if is_log:
         return np.geomspace(low, high * (1 + 1e-9), BINS + 1).tolist()
     if whole and high - low <= BINS:
@@ -127,15 +162,31 @@ def _frame(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
     parts = [f'<text class="name" x="4" y="12">{html.escape(y_label)}</text>']
     for value in y.ticks(5):
         at = _y(y, value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" '
+            f'text-anchor="end">{number(value)}</text>'
+        )
     for value in x.ticks():
         at, base = _x(x, value), HEIGHT - BOTTOM
-        parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{base + 17}" text-anchor="middle">{number(value)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(
+            f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{at:.1f}" y="{base + 17}" '
+            f'text-anchor="middle">{number(value)}</text>'
+        )
+    parts.append(
+        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" '
+        f'y2="{HEIGHT - BOTTOM}"/>'
+    )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="name" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{html.escape(x_label)}</text>')
+    parts.append(
+        f'<text class="name" x="{middle}" y="{HEIGHT - 5}" '
+        f'text-anchor="middle">{html.escape(x_label)}</text>'
+    )
     return "".join(parts)
 
 

@@ -1,7 +1,8 @@
-"""A dry run: every line is parsed, rendered, tokenized and judged as the engine would, and nothing is run.
+"""A dry run: every line is parsed, rendered, tokenized and judged as the engine would, and nothing
+is run.
 
-What the lines would need of memory is planned from the model's config alone, no weight is loaded; what they would take
-of time is told from a rate that was given or measured, never guessed.
+What the lines would need of memory is planned from the model's config alone, no weight is loaded;
+what they would take of time is told from a rate that was given or measured, never guessed.
 """
 
 import dataclasses
@@ -15,16 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpaged.config import EngineConfig, ModelConfig, read_json
-from jpaged.engine.sampling_params import SamplingParams
+from jpaged.checks import read_json
+from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, JpagedError
-from jpaged.frontend import Chat, Frontend
 from jpaged.integrations.batch.intake import Intake
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats, errors_by_kind
+from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
+from jpaged.request.processor import Chat, Processor
+from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime import footprint
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan
 from jpaged.runtime.runner import Placement
@@ -45,7 +48,9 @@ class Rate:
 
     @classmethod
     def read(cls, text: str) -> "Rate | None":
-        """From a number, or from the summary.json of a run (None if it answered nothing). Raises BatchError."""
+        """From a number, or from the summary.json of a run (None if it answered nothing). Raises
+        BatchError.
+        """
         try:
             if not 0 < (rate := float(text)) < float("inf"):
                 raise BatchError(f"--rates {text}: must be above 0")
@@ -57,7 +62,9 @@ class Rate:
             rate, lines = float(found["tokens_per_second"]["out"]), int(found["lines"]["ok"])
             mean = float(found["completion_tokens"]["mean"]) if lines else 0.0
         except (OSError, ValueError, KeyError, TypeError) as e:
-            raise BatchError(f"--rates {text}: neither a number nor the summary.json of a run ({e})") from None
+            raise BatchError(
+                f"--rates {text}: neither a number nor the summary.json of a run ({e})"
+            ) from None
         measured = f"measured over the {lines} answers of {text}"
         return cls(tokens_per_second=rate, source=measured, mean=mean) if lines else None
 
@@ -68,30 +75,36 @@ class Checker:
     def __init__(self, folder: str, config: EngineConfig):
         self.model = ModelConfig.coerce(folder)
         self.engine_config = config.resolve(self.model)
-        self._frontend = Frontend(self.model, self.engine_config, None, Path(folder))
+        self._processor = Processor(self.model, self.engine_config, None, Path(folder))
         raw = read_json(Path(folder) / "config.json")
         self.dtype = config.dtype or raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
         self.plan = plan_memory(self.model, self.engine_config, self.dtype)
 
     @property
     def tokenizer(self) -> Any:
-        return self._frontend.tokenizer
+        return self._processor.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        return self._frontend.default_sampling_params()
+        return self._processor.default_sampling_params()
 
-    def render_chat(self, messages: Any, *, chat_template_kwargs: Any = None, **how: bool) -> list[int]:
-        return self._frontend.render(Chat(messages=messages, template_kwargs=chat_template_kwargs, **how))
+    def render_chat(
+        self, messages: Any, *, chat_template_kwargs: Any = None, **how: bool
+    ) -> list[int]:
+        return self._processor.render(
+            Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)
+        )
 
     def tokens(self, request: BatchRequest) -> tuple[int, int]:
         """Tokens of the prompt, and the most that its completions can have. Raises RequestError."""
         params = request.params
         params.validate(self.engine_config, self.model.vocab_size)
         one = dataclasses.replace(params, n=1)
-        made = self._frontend.request(request.prompt_for(self), one, (0, 0))
-        prompt, most = made.sequences[0].prompt_len, self._frontend.max_model_len
+        made = self._processor.request(request.prompt_for(self), one, (0, 0))
+        prompt, most = made.sequences[0].prompt_len, self._processor.max_model_len
         if prompt > (held := self.plan.num_blocks * self.plan.block_size):
-            raise CapacityError(f"prompt of {prompt} tokens does not fit the KV pool of {held}: raise num_blocks")
+            raise CapacityError(
+                f"prompt of {prompt} tokens does not fit the KV pool of {held}: raise num_blocks"
+            )
         return prompt, params.n * min(params.max_tokens or most, most - prompt)
 
 
@@ -100,23 +113,35 @@ def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str) -> MemoryP
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     shapes, sharding = param_shapes(model), where.replicated
     params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shapes,
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+        shapes,
         is_leaf=lambda node: isinstance(node, tuple),
-    )  # fmt: skip
+    )
     weights = footprint.bytes_on_device(params)
     limits = Limits.of(where.device, config.memory_utilization)
     if limits.pool is None:
         limits = dataclasses.replace(limits, in_use=limits.in_use + weights)
     else:
-        limits = dataclasses.replace(limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0))
-    return footprint.plan_within(config, limits, footprint.probe_runner(model, config, where, params))
+        limits = dataclasses.replace(
+            limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
+        )
+    return footprint.plan_within(
+        config, limits, footprint.probe_runner(model, config, where, params)
+    )
 
 
 def check(
-    source: Source, folder: str, config: EngineConfig, make_settings: Callable[[Any], Settings], *,
-    shard: tuple[int, int] | None = None, rate: Rate | None = None,
-) -> bool:  # fmt: skip
-    """Print what a run of this input would meet; whether every line of it can run. Raises BatchError."""
+    source: Source,
+    folder: str,
+    config: EngineConfig,
+    make_settings: Callable[[Any], Settings],
+    *,
+    shard: tuple[int, int] | None = None,
+    rate: Rate | None = None,
+) -> bool:
+    """Print what a run of this input would meet; whether every line of it can run. Raises
+    BatchError.
+    """
     try:
         checker = Checker(folder, config)
     except JpagedError as e:
@@ -136,22 +161,33 @@ def check(
             prompts.append(prompt)
             most += completion
     except Exception as e:
-        print(f"serve_batch: cannot read the input any further: {type(e).__name__}: {e}", file=sys.stderr)
+        print(
+            f"serve_batch: cannot read the input any further: {type(e).__name__}: {e}",
+            file=sys.stderr,
+        )
         print(_report(stats, prompts, most, checker, rate))
         return False
     print(_report(stats, prompts, most, checker, rate))
     return not stats.failed
 
 
-def _report(stats: BatchStats, prompts: array, most: int, checker: Checker, rate: Rate | None) -> str:
-    rows = {"lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)"}
+def _report(
+    stats: BatchStats, prompts: array, most: int, checker: Checker, rate: Rate | None
+) -> str:
+    rows = {
+        "lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)"
+    }
     rows |= errors_by_kind(stats)
     if stats.ignored:
-        rows["ignored"] = "unknown fields " + ", ".join(f"{k} ({n} lines)" for k, n in stats.ignored.most_common(8))
+        rows["ignored"] = "unknown fields " + ", ".join(
+            f"{k} ({n} lines)" for k, n in stats.ignored.most_common(8)
+        )
     tokens = int(np.frombuffer(prompts, np.uint32).sum(dtype=np.int64)) if prompts else 0
     if prompts:
         low, median, high, top = np.percentile(np.frombuffer(prompts, np.uint32), (0, 50, 99, 100))
-        rows["prompts"] = f"min {low:.0f}, median {median:.0f}, p99 {high:.0f}, max {top:.0f} tokens"
+        rows["prompts"] = (
+            f"min {low:.0f}, median {median:.0f}, p99 {high:.0f}, max {top:.0f} tokens"
+        )
         rows["tokens"] = f"{tokens:,} in, at most {most:,} out (every answer up to its limit)"
         rows["time"] = _time(len(prompts), most, rate)
     plan = checker.plan
@@ -175,4 +211,7 @@ def _time(lines: int, most: int, rate: Rate | None) -> str:
     if rate.mean is None:
         return f"{limit} {told}, if every answer goes to its limit"
     likely = min(lines * rate.mean, most) / rate.tokens_per_second
-    return f"{duration(likely)} if answers are as long as there (mean {rate.mean:.0f} tokens), {limit}; {told}"
+    return (
+        f"{duration(likely)} if answers are as long as there (mean {rate.mean:.0f} "
+        f"tokens), {limit}; {told}"
+    )

@@ -44,9 +44,11 @@ class LineSet:
 
 
 class IdSet:
-    """Strings by their 128-bit digests, in a table with open addressing: 16 bytes a slot, two thirds full at most.
+    """Strings by their 128-bit digests, in a table with open addressing: 16 bytes a slot, two
+    thirds full at most.
 
-    A false hit takes two strings of one xxh3_128 digest: among a billion ids about one chance in 10^21.
+    A false hit takes two strings of one xxh3_128 digest: among a billion ids about one chance in
+    10^21.
     """
 
     def __init__(self) -> None:

@@ -1,27 +1,46 @@
-"""Checks of single fields of a line: a bool is not an integer, NaN is not a number, null is "not given"."""
+"""Checks of single fields of a line: a bool is not an integer, NaN is not a number, null is "not
+given".
+"""
 
 import json
 import math
 from collections.abc import Callable
 from typing import Any
 
-# Arguments of apply_chat_template that are no variables of a template: templates come from the tokenizer only.
+# Arguments of apply_chat_template that are no variables of a template: templates come from the
+# tokenizer only.
 RESERVED = {
-    "conversation", "chat_template", "tools", "documents", "tokenize", "padding", "truncation", "max_length",
-    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "add_generation_prompt",
-    "continue_final_message", "messages",
-}  # fmt: skip
+    "conversation",
+    "chat_template",
+    "tools",
+    "documents",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "messages",
+}
 
 
 class LineError(Exception):
-    """One line that cannot run: why, and which field. `code` is for programs that read the error line."""
+    """One line that cannot run: why, and which field. `code` is for programs that read the error
+    line.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
         super().__init__(message)
         self.param, self.code = param, code
 
 
-def take(fields: dict[str, Any], name: str, check: Callable[[Any], Any], default: Any = None) -> Any:
+def take(
+    fields: dict[str, Any], name: str, check: Callable[[Any], Any], default: Any = None
+) -> Any:
     """Remove a field and return its checked value; the default where it is absent or null."""
     value = fields.pop(name, None)
     if value is None:
@@ -33,7 +52,9 @@ def take(fields: dict[str, Any], name: str, check: Callable[[Any], Any], default
 
 
 def take_sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """Remove the fields of SamplingParams that the line sets; their ranges are SamplingParams' to judge."""
+    """Remove the fields of SamplingParams that the line sets; their ranges are SamplingParams' to
+    judge.
+    """
     values = {name: take(fields, name, check) for name, check in SAMPLING.items() if name in fields}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -85,12 +106,16 @@ def integers(value: Any) -> list[int]:
 
 def truncation(value: Any) -> int:
     if integer(value) < -1 or value == 0:
-        raise ValueError("must be a positive integer, or -1 for as many tokens as leave room for the answer")
+        raise ValueError(
+            "must be a positive integer, or -1 for as many tokens as leave room for the answer"
+        )
     return value
 
 
 def stop_strings(value: Any) -> str | list[str]:
-    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(v, str) for v in value)):
+    if not isinstance(value, str) and not (
+        isinstance(value, list) and all(isinstance(v, str) for v in value)
+    ):
         raise ValueError("must be a string or a list of strings")
     return value
 
@@ -126,14 +151,21 @@ def _message(i: int, message: Any) -> dict[str, Any]:
         raise ValueError(f"message {i} has no role")
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+        if not all(
+            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
+            for p in content
+        ):
             raise ValueError(f"message {i} has a part that is not text")
         content = "\n".join(part["text"] for part in content)
     if content is None and role == "assistant" and calls:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"message {i} has no content")
-    extra = {k: v for k, v in message.items() if k not in ("role", "content", "tool_calls") and v is not None}
+    extra = {
+        k: v
+        for k, v in message.items()
+        if k not in ("role", "content", "tool_calls") and v is not None
+    }
     for key, text in extra.items():
         if key not in ("name", "reasoning_content", "tool_call_id") or not isinstance(text, str):
             raise ValueError(f"message {i}: {short(key)} is not supported")
@@ -143,7 +175,9 @@ def _message(i: int, message: Any) -> dict[str, Any]:
 
 
 def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
-    """Calls that a model once made, their arguments as the object that templates write, not as its JSON."""
+    """Calls that a model once made, their arguments as the object that templates write, not as its
+    JSON.
+    """
     made = []
     for call in calls if isinstance(calls, list) else [None]:
         call = call if isinstance(call, dict) else {}
@@ -163,7 +197,9 @@ def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
 
 def tools(value: Any) -> list[dict[str, Any]]:
     """Functions that the chat template describes to the model."""
-    named = isinstance(value, list) and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in value)
+    named = isinstance(value, list) and all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) for t in value
+    )
     if not named:
         raise ValueError("must be a list of functions")
     return value
@@ -172,7 +208,9 @@ def tools(value: Any) -> list[dict[str, Any]]:
 SAMPLING: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), number),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), number),
-    **dict.fromkeys(("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"), integer),
+    **dict.fromkeys(
+        ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"), integer
+    ),
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), boolean),
     "stop": stop_strings,
     "stop_token_ids": integers,
@@ -194,9 +232,13 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         line = json.loads(text, parse_constant=refuse)
         if "\\u" in text:
-            json.dumps(line, ensure_ascii=False).encode()  # half of a surrogate pair: no tokenizer takes it
+            json.dumps(
+                line, ensure_ascii=False
+            ).encode()  # half of a surrogate pair: no tokenizer takes it
     except UnicodeEncodeError:
-        raise LineError("a string holds a lone surrogate, which is no text", code="invalid_encoding") from None
+        raise LineError(
+            "a string holds a lone surrogate, which is no text", code="invalid_encoding"
+        ) from None
     except (ValueError, RecursionError) as e:
         raise LineError(f"not JSON: {e}", code="invalid_json") from None
     if not isinstance(line, dict):

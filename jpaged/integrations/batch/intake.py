@@ -1,4 +1,6 @@
-"""From the source to requests: skips what is not this run's to answer, parses the rest, a bounded way ahead."""
+"""From the source to requests: skips what is not this run's to answer, parses the rest, a bounded
+way ahead.
+"""
 
 import collections
 import contextlib
@@ -19,7 +21,9 @@ AHEAD_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line that this run answers: its request as far as it could be read, and what is wrong with it."""
+    """One line that this run answers: its request as far as it could be read, and what is wrong
+    with it.
+    """
 
     request: BatchRequest
     raw: bytes
@@ -29,22 +33,29 @@ class Line:
 class Intake:
     """Iterates a source once: `lines` yields what is to be answered, in the order of the input.
 
-    shard: (i, N) takes the lines whose number - 1 leaves i when divided by N. found: rows of an output that is resumed;
-    its lines are skipped. Ids are compared over the whole input, skipped lines and other shards too: a line is a
-    duplicate in a resumed or sharded run exactly if it is one in an undisturbed one. A line's id counts even where
-    something else is wrong with the line.
+    shard: (i, N) takes the lines whose number - 1 leaves i when divided by N. found: rows of an
+    output that is resumed; its lines are skipped. Ids are compared over the whole input, skipped
+    lines and other shards too: a line is a duplicate in a resumed or sharded run exactly if it is
+    one in an undisturbed one. A line's id counts even where something else is wrong with the line.
     """
 
     def __init__(
-        self, source: Source, settings: Settings, *, shard: tuple[int, int] | None = None, found: Found | None = None
-    ):  # fmt: skip
+        self,
+        source: Source,
+        settings: Settings,
+        *,
+        shard: tuple[int, int] | None = None,
+        found: Found | None = None,
+    ):
         self._source, self._settings, self._shard, self._found = source, settings, shard, found
         self._ids = IdSet()
         self.seen = 0  # lines of this shard so far, those that are skipped too
         self.ended = False
 
     def lines(self) -> Generator[Line]:
-        """Raises whatever reading raises, and BatchError where the input is not the one that was answered."""
+        """Raises whatever reading raises, and BatchError where the input is not the one that was
+        answered.
+        """
         for number, raw in self._source:
             mine = self._shard is None or (number - 1) % self._shard[1] == self._shard[0]
             self.seen += mine
@@ -59,7 +70,9 @@ class Intake:
         self.ended = True
 
     def total(self) -> tuple[int | None, bool]:
-        """How many lines this shard has, and whether that is exact: else by the share of the bytes that was read."""
+        """How many lines this shard has, and whether that is exact: else by the share of the bytes
+        that was read.
+        """
         if self.ended:
             return self.seen, True
         known = self._source.total()
@@ -67,7 +80,9 @@ class Intake:
             i, n = self._shard or (0, 1)
             return len(range(i, known, n)), True
         fraction = self._source.fraction()
-        return (None, False) if not fraction else (max(round(self.seen / fraction), self.seen), False)
+        return (
+            (None, False) if not fraction else (max(round(self.seen / fraction), self.seen), False)
+        )
 
     def _parse(self, number: int, raw: bytes | LineError) -> Line:
         request = BatchRequest(number=number)
@@ -110,7 +125,8 @@ class ReadAhead:
     def next(self, *, wait: float | None = None) -> Line | None:
         """The next line; None at the end, or when none came in `wait` seconds.
 
-        Without `wait`, a pipe that was not slow last time gets a moment, so that the engine's first batches are full.
+        Without `wait`, a pipe that was not slow last time gets a moment, so that the engine's first
+        batches are full.
         """
         deadline = time.monotonic() + (self._patience if wait is None else wait)
         with self._changed:

@@ -1,4 +1,6 @@
-"""The output file of a run: appended to as answers finish, resumed where it ends, whole after any kill."""
+"""The output file of a run: appended to as answers finish, resumed where it ends, whole after any
+kill.
+"""
 
 import collections
 import fcntl
@@ -15,19 +17,33 @@ from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.integrations.batch.manifest import check_same, manifest_path, read_manifest, write_json
 from jpaged.integrations.batch.source import BatchError
 
-Existing = Literal["resume", "overwrite", "refuse"]  # what to do with an output that is there already
+Existing = Literal[
+    "resume", "overwrite", "refuse"
+]  # what to do with an output that is there already
 
 
 class Writer:
-    """Answers to a file, as JSONL or as text that a person reads; in input order through a buffer if asked.
+    """Answers to a file, as JSONL or as text that a person reads; in input order through a buffer
+    if asked.
 
     found: keeps account of the rows of a file that can be resumed.
     """
 
-    def __init__(self, file: IO[bytes], *, readable: bool = False, ordered: bool, found: rows.Found | None = None):
+    def __init__(
+        self,
+        file: IO[bytes],
+        *,
+        readable: bool = False,
+        ordered: bool,
+        found: rows.Found | None = None,
+    ):
         self._file, self._readable, self._ordered, self._found = file, readable, ordered, found
-        self._waiting: dict[int, tuple[bytes, bool]] = {}  # finished lines, behind one that still runs
-        self._places: collections.deque[int] = collections.deque()  # line numbers, in input order, not written yet
+        self._waiting: dict[
+            int, tuple[bytes, bool]
+        ] = {}  # finished lines, behind one that still runs
+        self._places: collections.deque[int] = (
+            collections.deque()
+        )  # line numbers, in input order, not written yet
 
     @property
     def held(self) -> int:
@@ -39,7 +55,10 @@ class Writer:
             self._places.append(number)
 
     def write(self, request: BatchRequest, line: dict[str, Any]) -> None:
-        data, failed = to_read(request, line) if self._readable else encode_line(line), row_failed(line)
+        data, failed = (
+            to_read(request, line) if self._readable else encode_line(line),
+            row_failed(line),
+        )
         if not self._ordered:
             self._put(request.number, data, failed)
             return
@@ -49,7 +68,9 @@ class Writer:
             self._put(number, *self._waiting.pop(number))
 
     def flush(self, everything: bool = False) -> None:
-        """To the file; `everything` also lets go what waits behind a line that will not come (the run was cut off)."""
+        """To the file; `everything` also lets go what waits behind a line that will not come (the
+        run was cut off).
+        """
         if everything:
             for number in sorted(self._waiting):
                 self._put(number, *self._waiting.pop(number))
@@ -64,11 +85,14 @@ class Writer:
 class Journal:
     """An output file and its manifest.
 
-    Locked from `open` on: a second run on the same file is refused. Nothing is changed before `begin`.
+    Locked from `open` on: a second run on the same file is refused. Nothing is changed before
+    `begin`.
     """
 
     def __init__(self, path: str, manifest: Mapping[str, Any], source: str | None):
-        """source: path of the input, where it is a file of lines, which may have grown when it is resumed."""
+        """source: path of the input, where it is a file of lines, which may have grown when it is
+        resumed.
+        """
         self.path, self._manifest, self._source = path, dict(manifest), source
         self.found = rows.Found(path=path)
         self._file: IO[bytes] | None = None
@@ -76,7 +100,8 @@ class Journal:
     def open(self, existing: Existing, *, retry_failed: bool = False) -> None:
         """Open for appending, and find what is there already. Raises BatchError.
 
-        existing: what to do with rows that are there. retry_failed: lines whose row is an error count as not done.
+        existing: what to do with rows that are there. retry_failed: lines whose row is an error
+        count as not done.
         """
         try:
             self._file = open(self.path, "ab")  # noqa: SIM115
@@ -96,7 +121,9 @@ class Journal:
         if not size or existing == "overwrite":
             return
         if existing == "refuse":
-            raise BatchError(f"{self.path} exists: --resume goes on with it, --overwrite starts again")
+            raise BatchError(
+                f"{self.path} exists: --resume goes on with it, --overwrite starts again"
+            )
         check_same(read_manifest(self.path), self._manifest, self.path, self._source)
         self.found = rows.scan(self.path)
         if retry_failed:
@@ -116,11 +143,14 @@ class Journal:
             write_json(manifest_path(self.path), self._manifest)
         return self._file
 
-    def finish(self, *, complete: bool, lines: int, ordered: bool, source: Mapping[str, Any]) -> None:
-        """Put the file into its final form: on the disk, one row a line where several were written, in order if asked.
+    def finish(
+        self, *, complete: bool, lines: int, ordered: bool, source: Mapping[str, Any]
+    ) -> None:
+        """Put the file into its final form: on the disk, one row a line where several were written,
+        in order if asked.
 
-        complete: the input has ended and every line of it is answered; lines: how many; source: the input's identity.
-        Else the rows stay as they are.
+        complete: the input has ended and every line of it is answered; lines: how many; source: the
+        input's identity. Else the rows stay as they are.
         """
         assert self._file is not None
         self._file.flush()
@@ -143,7 +173,11 @@ def to_read(request: BatchRequest, line: dict[str, Any]) -> bytes:
     if request.messages is not None:
         prompt = "\n".join(f"{m['role']}: {m['content']}" for m in request.messages)
     else:
-        prompt = f"token ids {request.prompt}" if isinstance(request.prompt, list) else request.prompt or ""
+        prompt = (
+            f"token ids {request.prompt}"
+            if isinstance(request.prompt, list)
+            else request.prompt or ""
+        )
     if len(prompt) > 1000:
         prompt = f"{prompt[:500]}\n... ({len(prompt) - 1000} characters) ...\n{prompt[-500:]}"
     body = (line.get("response") or {}).get("body") or line

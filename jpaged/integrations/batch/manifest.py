@@ -1,7 +1,8 @@
 """The manifest of an output file: what made it. A run resumes only what it would have made itself.
 
-Files are known by their size and a digest of samples, the first and the last bytes among them: a changed checkpoint or
-input is found without reading gigabytes, and an input that has only grown still matches at its old size.
+Files are known by their size and a digest of samples, the first and the last bytes among them: a
+changed checkpoint or input is found without reading gigabytes, and an input that has only grown
+still matches at its old size.
 """
 
 import json
@@ -24,11 +25,23 @@ def manifest_path(output: str) -> str:
 
 
 def make_manifest(
-    *, model: Mapping[str, Any], settings: Mapping[str, Any], source: Mapping[str, Any], shard: tuple[int, int] | None
+    *,
+    model: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    source: Mapping[str, Any],
+    shard: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """The manifest of a run. settings: everything that an answer depends on beside the model and its line."""
+    """The manifest of a run. settings: everything that an answer depends on beside the model and
+    its line.
+    """
     shards = None if shard is None else f"{shard[0]}/{shard[1]}"
-    return {"version": VERSION, "model": dict(model), "run": dict(settings), "input": dict(source), "shard": shards}
+    return {
+        "version": VERSION,
+        "model": dict(model),
+        "run": dict(settings),
+        "input": dict(source),
+        "shard": shards,
+    }
 
 
 def model_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
@@ -60,7 +73,9 @@ def read_manifest(output: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
-        raise BatchError(f"{output} has no {path}, which says what made it: start again with --overwrite") from None
+        raise BatchError(
+            f"{output} has no {path}, which says what made it: start again with --overwrite"
+        ) from None
     except (OSError, ValueError) as e:
         raise BatchError(f"cannot read {path}: {e}") from None
     if not isinstance(found, dict) or found.get("version") != VERSION:
@@ -79,20 +94,29 @@ def write_json(path: str, value: Mapping[str, Any]) -> None:
     os.replace(part, path)
 
 
-def check_same(old: Mapping[str, Any], new: Mapping[str, Any], output: str, source: str | None) -> None:
+def check_same(
+    old: Mapping[str, Any], new: Mapping[str, Any], output: str, source: str | None
+) -> None:
     """Raise BatchError naming the first field in which two manifests differ.
 
-    source: path of a file of lines, which may have grown since by more lines; None where nothing may.
+    source: path of a file of lines, which may have grown since by more lines; None where nothing
+    may.
     """
     new = {**new, "input": dict(new["input"])}
     before = old["input"]
-    if source is not None and before.get("newline") and new["input"].get("bytes", 0) > before["bytes"]:
+    if (
+        source is not None
+        and before.get("newline")
+        and new["input"].get("bytes", 0) > before["bytes"]
+    ):
         new["input"] |= file_identity(source, before["bytes"])
     was, now = dict(_flat(old)), dict(_flat(new))
     for name in dict.fromkeys((*was, *now)):
         if name not in NOT_COMPARED and was.get(name) != now.get(name):
             values = f"{json.dumps(was.get(name))} there, {json.dumps(now.get(name))} in this run"
-            raise BatchError(f"{output} is of another run: {name} is {values} (--overwrite starts again)")
+            raise BatchError(
+                f"{output} is of another run: {name} is {values} (--overwrite starts again)"
+            )
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,6 @@
-"""How a run shows its progress: tqdm on a terminal, a plain line every few seconds elsewhere, or nothing."""
+"""How a run shows its progress: tqdm on a terminal, a plain line every few seconds elsewhere, or
+nothing.
+"""
 
 import sys
 import time
@@ -10,7 +12,9 @@ LINES_EVERY_S, BAR_EVERY_S = 5.0, 0.5
 
 
 class Progress:
-    """Reads the engine's counters every so often and shows the run's: `stats.watch` is called even if none is shown."""
+    """Reads the engine's counters every so often and shows the run's: `stats.watch` is called even
+    if none is shown.
+    """
 
     def __init__(self, mode: Literal["bar", "lines", "none"], stats: BatchStats):
         self._stats, self._mode, self._bar = stats, mode, None
@@ -20,7 +24,13 @@ class Progress:
             from tqdm import tqdm
 
             bar = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            self._bar = tqdm(total=stats.total, initial=stats.done, unit="req", dynamic_ncols=True, bar_format=bar)
+            self._bar = tqdm(
+                total=stats.total,
+                initial=stats.done,
+                unit="req",
+                dynamic_ncols=True,
+                bar_format=bar,
+            )
 
     def update(self, llm: Any, *, now: bool = False) -> None:
         """Show the state if it is time."""
@@ -29,7 +39,9 @@ class Progress:
             self._stats.watch(llm)
             self._watched = at
         elapsed = at - self._shown
-        if self._mode == "none" or not (now or elapsed >= (LINES_EVERY_S if self._mode == "lines" else BAR_EVERY_S)):
+        if self._mode == "none" or not (
+            now or elapsed >= (LINES_EVERY_S if self._mode == "lines" else BAR_EVERY_S)
+        ):
             return
         self._shown = at
         text = self._text(max(elapsed, 1e-9))
@@ -40,8 +52,16 @@ class Progress:
             self._bar.refresh()
         else:
             stats = self._stats
-            of = "" if stats.total is None else f"/{'' if stats.total_is_exact else '~'}{stats.total}"
-            print(f"[{stats.seconds:.0f} s] {stats.done}{of} done, {text}", file=sys.stderr, flush=True)
+            of = (
+                ""
+                if stats.total is None
+                else f"/{'' if stats.total_is_exact else '~'}{stats.total}"
+            )
+            print(
+                f"[{stats.seconds:.0f} s] {stats.done}{of} done, {text}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         if self._bar is not None:
@@ -54,7 +74,11 @@ class Progress:
         rates = [(new - old) / elapsed for new, old in zip(tokens, self._tokens, strict=True)]
         self._tokens = tokens
         hits = 100 * stats.tokens_cached / max(stats.tokens_in, 1)
-        parts = [f"{stats.all_failed} failed", f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out", f"cache {hits:.0f}%"]
+        parts = [
+            f"{stats.all_failed} failed",
+            f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out",
+            f"cache {hits:.0f}%",
+        ]
         parts += [f"{stats.preemptions} preemptions"] if stats.preemptions else []
         left = stats.seconds_left
         return ", ".join(parts + ([f"{duration(left)} left"] if left is not None else []))

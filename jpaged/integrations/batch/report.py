@@ -1,4 +1,6 @@
-"""The page that `--report` writes: one HTML file with its charts inside, for any browser, without a network."""
+"""The page that `--report` writes: one HTML file with its charts inside, for any browser, without a
+network.
+"""
 
 import html
 import os
@@ -73,9 +75,15 @@ def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str
     charts = [_throughput(stats)]
     if len(stats.answered):
         charts += [
-            histogram("Latency: from the engine's taking a line to its answer", stats.answered.latency, "latency, s"),
+            histogram(
+                "Latency: from the engine's taking a line to its answer",
+                stats.answered.latency,
+                "latency, s",
+            ),
             histogram("Length of the prompts", stats.answered.prompt_tokens, "tokens", whole=True),
-            histogram("Length of the answers", stats.answered.completion_tokens, "tokens", whole=True),
+            histogram(
+                "Length of the answers", stats.answered.completion_tokens, "tokens", whole=True
+            ),
         ]
     began = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(stats.began_at))
     errors = {code: (count, _where(stats, code)) for code, count in stats.errors.most_common()}
@@ -89,15 +97,23 @@ def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str
         "<h2>What ended the answers</h2>",
         _counts("finish reason", "answers", "", reasons, ""),
         f'<h2>Summary</h2><div class="card"><pre>{_text(stats.table())}</pre></div>',
-        f'<h2>Settings</h2><div class="card"><table><tbody>{"".join(_settings(settings))}</tbody></table></div>',
+        "<h2>Settings</h2><div "
+        f'class="card"><table><tbody>{"".join(_settings(settings))}</tbody></table></div>',
     ]
     if stats.samples:
-        shown = "".join(f'<pre class="sample">{_text(_cut(sample.strip()))}</pre>' for sample in stats.samples)
+        shown = "".join(
+            f'<pre class="sample">{_text(_cut(sample.strip()))}</pre>' for sample in stats.samples
+        )
         parts.append(f'<h2>The first answers</h2><div class="card">{shown}</div>')
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\
 <meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">\
 <title>{_text(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{"\n".join(parts)}\n</body></html>\n'
+    )
+    return (
+        "<!doctype html>\n<html "
+        f'lang="en"><head>{head}</head>\n<body>\n{"\n".join(parts)}\n</body></html>\n'
+    )
 
 
 def write_report(path: str | Path, page: str) -> None:
@@ -116,7 +132,9 @@ def _throughput(stats: BatchStats) -> str:
 
 
 def _tiles(stats: BatchStats) -> list[str]:
-    total = f"of {'' if stats.total_is_exact else '~'}{stats.total} " if stats.total is not None else ""
+    total = (
+        f"of {'' if stats.total_is_exact else '~'}{stats.total} " if stats.total is not None else ""
+    )
     hits = 100 * stats.tokens_cached / max(stats.tokens_in, 1)
     tiles = [
         ("", str(stats.done), f"{total}lines done"),
@@ -126,7 +144,10 @@ def _tiles(stats: BatchStats) -> list[str]:
         ("", f"{hits:.0f} %", "of prompt tokens from the cache"),
         ("", str(stats.preemptions), "preemptions"),
     ]
-    return [f'<div class="tile {kind}"><b>{_text(value)}</b><span>{name}</span></div>' for kind, value, name in tiles]
+    return [
+        f'<div class="tile {kind}"><b>{_text(value)}</b><span>{name}</span></div>'
+        for kind, value, name in tiles
+    ]
 
 
 def _where(stats: BatchStats, code: str) -> str:
@@ -147,11 +168,17 @@ def _counts(name: str, unit: str, note: str, rows: Mapping[str, tuple[int, str]]
         for key, (count, more) in rows.items()
     )
     head = f"<tr><th>{name}</th><th>{unit}</th><th></th><th>{note}</th></tr>"
-    return f'<div class="card"><table class="counts"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    return (
+        '<div class="card"><table '
+        f'class="counts"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _settings(settings: Mapping[str, Any]) -> list[str]:
-    return [f"<tr><th>{_text(name)}</th><td>{_text(str(value))}</td></tr>" for name, value in settings.items()]
+    return [
+        f"<tr><th>{_text(name)}</th><td>{_text(str(value))}</td></tr>"
+        for name, value in settings.items()
+    ]
 
 
 def _cut(text: str) -> str:

@@ -1,4 +1,6 @@
-"""Rows of an output file: which lines they answer, which of them count, and a file of those alone."""
+"""Rows of an output file: which lines they answer, which of them count, and a file of those
+alone.
+"""
 
 import dataclasses
 import json
@@ -19,7 +21,8 @@ from jpaged.integrations.batch.source import BatchError
 class Found:
     """What an output file holds: a bit, a digest and no object a line.
 
-    size: bytes up to the end of the last whole row. superseded: some line has several rows; the last one counts.
+    size: bytes up to the end of the last whole row. superseded: some line has several rows; the
+    last one counts.
     """
 
     path: str
@@ -29,7 +32,9 @@ class Found:
     superseded: bool = False
     ascending: bool = True
     last: int = 0
-    retried: LineSet = dataclasses.field(default_factory=LineSet)  # lines whose rows are to be superseded
+    retried: LineSet = dataclasses.field(
+        default_factory=LineSet
+    )  # lines whose rows are to be superseded
     _ids: array = dataclasses.field(default_factory=lambda: array("I"))
 
     def check_id(self, number: int, request_id: str | int | None) -> None:
@@ -37,7 +42,8 @@ class Found:
         known = self._ids[number] if number < len(self._ids) else 0
         if known and known != _id_digest(request_id):
             raise BatchError(
-                f"line {number} of the input has the id {request_id!r}, its row in {self.path} another: the input has "
+                f"line {number} of the input has the id {request_id!r}, its row in "
+                f"{self.path} another: the input has "
                 "changed since (--overwrite starts again)"
             )
 
@@ -53,8 +59,12 @@ class Found:
             self.failed.remove(number)
 
     def without_failed(self) -> "Found":
-        """The same file, its lines that failed yet to be done; their old rows are superseded by new ones."""
-        return dataclasses.replace(self, done=self.done - self.failed, failed=LineSet(), retried=self.failed)
+        """The same file, its lines that failed yet to be done; their old rows are superseded by new
+        ones.
+        """
+        return dataclasses.replace(
+            self, done=self.done - self.failed, failed=LineSet(), retried=self.failed
+        )
 
     def note_id(self, number: int, request_id: str | int | None) -> None:
         if request_id is not None:
@@ -68,7 +78,8 @@ def _id_digest(request_id: str | int | None) -> int:
 
 
 def scan(path: str) -> Found:
-    """Read an output file row by row. What follows its last whole row is torn and no part of `size`.
+    """Read an output file row by row. What follows its last whole row is torn and no part of
+    `size`.
 
     Raises BatchError for a row in the middle that is none.
     """
@@ -80,7 +91,9 @@ def scan(path: str) -> Found:
                 torn = torn or count
                 continue
             if torn:
-                raise BatchError(f"row {torn} of {path} is not of a batch run: start again with --overwrite")
+                raise BatchError(
+                    f"row {torn} of {path} is not of a batch run: start again with --overwrite"
+                )
             number = row_number(row)
             assert number is not None
             found.note(number, failed=row_failed(row))
@@ -121,7 +134,9 @@ def offsets(path: str, table: array | None = None) -> array:
 
 
 def compact(path: str, *, ordered: bool) -> None:
-    """Replace a file by its rows that count: atomically, in their order in the file or by line number."""
+    """Replace a file by its rows that count: atomically, in their order in the file or by line
+    number.
+    """
     last = np.frombuffer(offsets(path), np.int64)
     kept = last[last >= 0] if ordered else np.sort(last[last >= 0])
     with open(path, "rb") as old, Replacement(path) as new:

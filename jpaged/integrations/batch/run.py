@@ -1,4 +1,6 @@
-"""A run over a batch file: keep a window of requests in the engine, write what finishes, lose nothing."""
+"""A run over a batch file: keep a window of requests in the engine, write what finishes, lose
+nothing.
+"""
 
 import dataclasses
 import os
@@ -20,7 +22,13 @@ from jpaged.integrations.batch.progress import Progress
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import SAMPLES, BatchStats
 
-OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = 0, 1, 2, 3, 141  # exit statuses; 128 + its number after a signal
+OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = (
+    0,
+    1,
+    2,
+    3,
+    141,
+)  # exit statuses; 128 + its number after a signal
 ENOUGH_LINES = 100  # before an error rate says anything
 POLL_S = 0.2  # how often a run that waits for its input looks whether it is to stop
 LAST_MOMENT_S = 1.0  # after the grace period, for a step that does not return
@@ -31,9 +39,9 @@ Ending = Literal["complete", "stopped", "hopeless"]
 class Job:
     """What to run, where its answers go, and when to stop.
 
-    output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once. grace: seconds that
-    running requests have after a signal. max_error_rate: failed by answered lines above which the run ends. again: the
-    command line that resumes it.
+    output: None prints to read, "-" writes JSONL to stdout. window: requests in the engine at once.
+    grace: seconds that running requests have after a signal. max_error_rate: failed by answered
+    lines above which the run ends. again: the command line that resumes it.
     """
 
     output: str | None
@@ -54,9 +62,11 @@ class Job:
 
 
 class Interrupts:
-    """SIGINT and SIGTERM inside the block: the first asks the run to end, the second ends it with KeyboardInterrupt.
+    """SIGINT and SIGTERM inside the block: the first asks the run to end, the second ends it with
+    KeyboardInterrupt.
 
-    If the run has not ended `grace` seconds after the first, `late` is called in a thread of its own.
+    If the run has not ended `grace` seconds after the first, `late` is called in a thread of its
+    own.
     """
 
     def __init__(self, grace: float, late: Callable[[], None] = lambda: None):
@@ -85,7 +95,10 @@ class Interrupts:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._deadline = number, time.monotonic() + self._grace
-        said = f"serve_batch: finishing what runs, at most {self._grace:g} s; a second signal stops at once\n"
+        said = (
+            f"serve_batch: finishing what runs, at most {self._grace:g} s; a second "
+            "signal stops at once\n"
+        )
         os.write(2, said.encode())  # not print: its lock may be held by what was interrupted
         self._timer = threading.Timer(self._grace + LAST_MOMENT_S, self._late)
         self._timer.daemon = True
@@ -95,14 +108,24 @@ class Interrupts:
 class Run:
     """One run's loop. Its counters are in `stats`."""
 
-    def __init__(self, llm: Any, writer: Writer, stats: BatchStats, *, job: Job, interrupts: Interrupts):
-        self.llm, self.writer, self.stats, self.job, self.interrupts = llm, writer, stats, job, interrupts
+    def __init__(
+        self, llm: Any, writer: Writer, stats: BatchStats, *, job: Job, interrupts: Interrupts
+    ):
+        self.llm, self.writer, self.stats, self.job, self.interrupts = (
+            llm,
+            writer,
+            stats,
+            job,
+            interrupts,
+        )
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
 
     def serve(self, intake: Intake, reader: ReadAhead, progress: Progress) -> Ending:
-        """Answer lines until there are no more, or the run is to stop: then what runs is finished first.
+        """Answer lines until there are no more, or the run is to stop: then what runs is finished
+        first.
 
-        An ordered run also stops reading while 8 windows of lines wait for one that is slow: memory stays bounded.
+        An ordered run also stops reading while 8 windows of lines wait for one that is slow: memory
+        stays bounded.
         """
         pending, window = self._pending, self.job.window
         while True:
@@ -149,9 +172,14 @@ class Run:
             return
         try:
             began, request_id = time.perf_counter(), f"line-{request.number}"
-            is_remote = getattr(self.llm, "is_remote", False)  # then the engine's own process makes the prompt
+            is_remote = getattr(
+                self.llm, "is_remote", False
+            )  # then the engine's own process makes the prompt
             prompt = request.prompt_for if is_remote else request.prompt_for(self.llm)
-            self._pending[self.llm.add_request(prompt, request.params, request_id=request_id)] = request, began
+            self._pending[self.llm.add_request(prompt, request.params, request_id=request_id)] = (
+                request,
+                began,
+            )
         except Exception as e:  # whatever one line provokes is that line's error
             self._fail(request, e)
 
@@ -163,7 +191,9 @@ class Run:
             request, began = self._pending.pop(output.request_id)
             if output.error is not None:
                 self._fail(request, output.error)
-            elif all(done.finish_reason != "abort" for done in output.outputs):  # what was cut off is not done
+            elif all(
+                done.finish_reason != "abort" for done in output.outputs
+            ):  # what was cut off is not done
                 try:
                     line = answer_line(request, output)
                 except Exception as e:
@@ -189,20 +219,28 @@ def run_batch(
     stats: BatchStats | None = None,
     stdout: IO[bytes] | None = None,
 ) -> int:
-    """Everything from an opened source to the exit status. stdout: where answers go that go to no file.
+    """Everything from an opened source to the exit status. stdout: where answers go that go to no
+    file.
 
-    stats: counters to count in, for whoever watches them from outside; they begin when the engine is there. Nothing of
-    an output file is changed before that. Raises BatchError (with what is answered already, and how to resume, in its
-    message) and OSError where the output cannot be written.
+    stats: counters to count in, for whoever watches them from outside; they begin when the engine
+    is there. Nothing of an output file is changed before that. Raises BatchError (with what is
+    answered already, and how to resume, in its message) and OSError where the output cannot be
+    written.
     """
-    journal = Journal(job.output, manifest, _grows(source)) if job.is_file and job.output is not None else None
+    journal = (
+        Journal(job.output, manifest, _grows(source))
+        if job.is_file and job.output is not None
+        else None
+    )
     try:
         if journal is not None:
             journal.open(job.existing, retry_failed=job.retry_failed)
         llm = make_llm()
         settings = make_settings(llm)
         file = (stdout or sys.stdout.buffer) if journal is None else journal.begin()
-        return _run(job, source, journal, file, llm, settings, BatchStats() if stats is None else stats)
+        return _run(
+            job, source, journal, file, llm, settings, BatchStats() if stats is None else stats
+        )
     finally:
         if journal is not None:
             journal.close()
@@ -213,12 +251,21 @@ def _grows(source: Source) -> str | None:
 
 
 def _run(
-    job: Job, source: Source, journal: Journal | None, file: IO[bytes], llm: Any, settings: Settings, stats: BatchStats
-) -> int:  # fmt: skip
+    job: Job,
+    source: Source,
+    journal: Journal | None,
+    file: IO[bytes],
+    llm: Any,
+    settings: Settings,
+    stats: BatchStats,
+) -> int:
     found = None if journal is None or not journal.is_regular else journal.found
     stats.began, stats.began_at = time.perf_counter(), time.time()
     if found is not None:
-        stats.earlier_ok, stats.earlier_failed = len(found.done) - len(found.failed), len(found.failed)
+        stats.earlier_ok, stats.earlier_failed = (
+            len(found.done) - len(found.failed),
+            len(found.failed),
+        )
     stats.watch(llm)
     intake = Intake(source, settings, shard=job.shard, found=found)
     writer = Writer(file, readable=job.output is None, ordered=job.ordered, found=found)
@@ -237,11 +284,18 @@ def _run(
     # A device that does not return is left as it is: what was answered is in the file.
     with Interrupts(job.grace, lambda: os._exit(stopped())) as interrupts:
         try:
-            ending = Run(llm, writer, stats, job=job, interrupts=interrupts).serve(intake, reader, progress)
+            ending = Run(llm, writer, stats, job=job, interrupts=interrupts).serve(
+                intake, reader, progress
+            )
             writer.flush(everything=True)
             if journal is not None:
                 complete = ending == "complete" and reader.error is None
-                journal.finish(complete=complete, lines=intake.seen, ordered=job.ordered, source=source.identity())
+                journal.finish(
+                    complete=complete,
+                    lines=intake.seen,
+                    ordered=job.ordered,
+                    source=source.identity(),
+                )
         except OSError:
             raise
         except KeyboardInterrupt:
@@ -256,14 +310,23 @@ def _run(
     stats.ended = time.perf_counter()
     stats.watch(llm)
     print(stats.table(), file=sys.stderr if job.output == "-" else sys.stdout, flush=True)
-    if (summary := job.summary or (f"{job.output}.summary.json" if found is not None else None)) is not None:
-        write_json(summary, {"status": ending if reader.error is None else "input error", **stats.record()})
+    if (
+        summary := job.summary or (f"{job.output}.summary.json" if found is not None else None)
+    ) is not None:
+        write_json(
+            summary, {"status": ending if reader.error is None else "input error", **stats.record()}
+        )
     if reader.error is not None:
-        raise BatchError(f"cannot read the input any further: {sentence(reader.error)} ({answered()})")
+        raise BatchError(
+            f"cannot read the input any further: {sentence(reader.error)} ({answered()})"
+        )
     if ending == "stopped":
         return stopped()
     if ending == "hopeless":
-        seen = f"{stats.failed} of {stats.ok + stats.failed} lines failed, above --max-error-rate {job.max_error_rate}"
+        seen = (
+            f"{stats.failed} of {stats.ok + stats.failed} lines failed, above "
+            f"--max-error-rate {job.max_error_rate}"
+        )
         print(f"serve_batch: {seen}: {answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK

@@ -1,7 +1,8 @@
-"""Where the lines of a run come from: files of lines, plain or compressed, and pipes. Never more than a line at once.
+"""Where the lines of a run come from: files of lines, plain or compressed, and pipes. Never more
+than a line at once.
 
-A source is iterated once and yields (number, line): numbers from 1, blank lines counted but left out. A line is its
-bytes, or the LineError that stands for it.
+A source is iterated once and yields (number, line): numbers from 1, blank lines counted but left
+out. A line is its bytes, or the LineError that stands for it.
 """
 
 import contextlib
@@ -18,7 +19,9 @@ from jpaged.errors import JpagedError
 from jpaged.integrations.batch.fields import LineError
 
 PIECE = 1 << 16  # bytes of an over-long line that are read, and dropped, at once
-COMPRESSED = 1 << 12  # bytes of .zst that are decompressed at once: repetitive text grows a thousandfold
+COMPRESSED = (
+    1 << 12
+)  # bytes of .zst that are decompressed at once: repetitive text grows a thousandfold
 
 
 class BatchError(JpagedError):
@@ -51,8 +54,9 @@ class Source(Protocol):
 class LineSource:
     """Lines of a file (plain, .gz or .zst) or of stdin ("-").
 
-    Lines of more than max_line_bytes are dropped as they are read, a piece at a time. Raises BatchError where the input
-    cannot be opened; iterating raises OSError, EOFError or the decompressor's error where it is damaged.
+    Lines of more than max_line_bytes are dropped as they are read, a piece at a time. Raises
+    BatchError where the input cannot be opened; iterating raises OSError, EOFError or the
+    decompressor's error where it is damaged.
     """
 
     def __init__(self, path: str, *, max_line_bytes: int, text: bool = False):
@@ -137,7 +141,9 @@ def _open_zst(raw: IO[bytes], path: str) -> Any:
 
 
 class _Zstd(io.RawIOBase):
-    """Decompressed bytes of frames that follow each other; EOFError where the last one is cut short."""
+    """Decompressed bytes of frames that follow each other; EOFError where the last one is cut
+    short.
+    """
 
     def __init__(self, raw: IO[bytes], zstandard: Any):
         self._raw, self._new = raw, zstandard.ZstdDecompressor().decompressobj
@@ -165,13 +171,18 @@ class _Zstd(io.RawIOBase):
 
 
 def open_source(
-    path: str, *, format: str = "auto", max_line_bytes: int = 16 << 20, columns: list[str] | None = None,
+    path: str,
+    *,
+    format: str = "auto",
+    max_line_bytes: int = 16 << 20,
+    columns: list[str] | None = None,
     split: str | None = None,
-) -> Source:  # fmt: skip
-    """The source for a path: "-" for stdin, a file of lines, a Parquet file, a folder of them, or a data set.
+) -> Source:
+    """The source for a path: "-" for stdin, a file of lines, a Parquet file, a folder of them, or a
+    data set.
 
-    format: "jsonl", "text", "parquet", "dataset", or "auto" by the name. columns: of tables, those that are read, each
-    as NAME or FIELD=NAME. split: of a data set. Raises BatchError.
+    format: "jsonl", "text", "parquet", "dataset", or "auto" by the name. columns: of tables, those
+    that are read, each as NAME or FIELD=NAME. split: of a data set. Raises BatchError.
     """
     if format == "auto":
         format = guess_format(path)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jpaged.integrations.batch.answers import Failure
 from jpaged.integrations.batch.timeline import Timeline
-from jpaged.outputs import RequestOutput
+from jpaged.request.outputs import RequestOutput
 
 FIRST = 5  # line numbers that are kept of each kind of error
 SAMPLES = 3  # answers that are kept for a person to read
@@ -20,7 +20,8 @@ COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # of LLM.s
 
 @dataclasses.dataclass
 class Answered:
-    """A column each of what is known of every answered line, in the order of their ends: 16 bytes a line.
+    """A column each of what is known of every answered line, in the order of their ends: 16 bytes a
+    line.
 
     latency: seconds from the engine's taking it to its end. finished: seconds since the run began.
     """
@@ -36,10 +37,11 @@ class Answered:
 
 @dataclasses.dataclass
 class BatchStats:
-    """Counters of one run. Lines that an earlier run answered are counted apart; `total` is of all of them.
+    """Counters of one run. Lines that an earlier run answered are counted apart; `total` is of all
+    of them.
 
-    total: lines to answer, None where nothing is known; total_is_exact: else it is estimated from the bytes read.
-    errors: failed lines by code; first_lines: the first line numbers of each.
+    total: lines to answer, None where nothing is known; total_is_exact: else it is estimated from
+    the bytes read. errors: failed lines by code; first_lines: the first line numbers of each.
     first_messages: and what the first of them said. ignored: unknown fields left out.
     """
 
@@ -61,10 +63,14 @@ class BatchStats:
     first_lines: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     first_messages: dict[str, str] = dataclasses.field(default_factory=dict)
     ignored: Counter[str] = dataclasses.field(default_factory=Counter)
-    samples: list[str] = dataclasses.field(default_factory=list)  # the first lines that were answered, to read
+    samples: list[str] = dataclasses.field(
+        default_factory=list
+    )  # the first lines that were answered, to read
     timeline: Timeline = dataclasses.field(default_factory=lambda: Timeline(TIMED))
     answered: Answered = dataclasses.field(default_factory=Answered)
-    engine: dict[str, Any] = dataclasses.field(default_factory=dict)  # LLM.stats() as it was last read
+    engine: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # LLM.stats() as it was last read
     engine_began: dict[str, Any] = dataclasses.field(default_factory=dict)  # and as the run began
 
     @property
@@ -92,17 +98,26 @@ class BatchStats:
     def seconds_left(self) -> float | None:
         """At this run's pace; None before its first line, or where the total is not known."""
         here = self.ok + self.failed
-        return None if self.total is None or not here else self.seconds / here * max(self.total - self.done, 0)
+        return (
+            None
+            if self.total is None or not here
+            else self.seconds / here * max(self.total - self.done, 0)
+        )
 
     def watch(self, llm: Any) -> None:
         """Read the engine's counters: those that it starts with, the first time."""
         self.engine = llm.stats()
-        self.engine_began = self.engine_began or {name: self.engine.get(name, 0) for name in COUNTERS}
+        self.engine_began = self.engine_began or {
+            name: self.engine.get(name, 0) for name in COUNTERS
+        }
         self.timeline.add([self.counted(name) for name in TIMED], at=self.seconds)
 
     def add(self, output: RequestOutput, latency: float) -> None:
         """A line is answered; latency in seconds."""
-        prompt, completion = len(output.prompt_token_ids), sum(len(done.token_ids) for done in output.outputs)
+        prompt, completion = (
+            len(output.prompt_token_ids),
+            sum(len(done.token_ids) for done in output.outputs),
+        )
         self.ok += 1
         self.tokens_in += prompt
         self.tokens_out += completion
@@ -133,12 +148,17 @@ class BatchStats:
             "seconds": self.seconds,
             "lines": lines,
             "tokens": {"in": self.tokens_in, "out": self.tokens_out, "cached": self.tokens_cached},
-            "tokens_per_second": {"in": self.tokens_in / self.seconds, "out": self.tokens_out / self.seconds},
+            "tokens_per_second": {
+                "in": self.tokens_in / self.seconds,
+                "out": self.tokens_out / self.seconds,
+            },
             "latency_s": _percentiles(self.answered.latency),
             "prompt_tokens": _percentiles(self.answered.prompt_tokens),
             "completion_tokens": _percentiles(self.answered.completion_tokens),
             "finish_reasons": dict(self.reasons),
-            "errors": {k: {"lines": n, "first": self.first_lines[k]} for k, n in self.errors.most_common()},
+            "errors": {
+                k: {"lines": n, "first": self.first_lines[k]} for k, n in self.errors.most_common()
+            },
             "ignored_fields": dict(self.ignored),
             "preemptions": self.preemptions,
             "compiled_steps": int(self.counted("num_compiles")),
@@ -161,23 +181,38 @@ class BatchStats:
             "finished by": ", ".join(f"{k} {n}" for k, n in self.reasons.most_common()) or "-",
         }
         if len(self.answered):
-            latency, length = (_percentiles(x) for x in (self.answered.latency, self.answered.completion_tokens))
-            rows["latency"] = "median {median:.2f} s, p99 {p99:.2f} s, longest {max:.2f} s".format(**latency)
-            rows["answers"] = "median {median:.0f} tokens, p99 {p99:.0f}, longest {max:.0f}".format(**length)
+            latency, length = (
+                _percentiles(x) for x in (self.answered.latency, self.answered.completion_tokens)
+            )
+            rows["latency"] = "median {median:.2f} s, p99 {p99:.2f} s, longest {max:.2f} s".format(
+                **latency
+            )
+            rows["answers"] = "median {median:.0f} tokens, p99 {p99:.0f}, longest {max:.0f}".format(
+                **length
+            )
         if self.preemptions:
             rows["preemptions"] = str(self.preemptions)
         if lost := self.engine.get("replicas_lost"):
-            rows["replicas"] = f"{lost} died; {self.engine['requests_retried']} requests were run again on others"
+            rows["replicas"] = (
+                f"{lost} died; {self.engine['requests_retried']} requests were run again on others"
+            )
         if compiles := int(self.counted("num_compiles")):
-            rows["compiled"] = f"{compiles} steps in {self.counted('compile_time_s'):.1f} s of that time"
+            rows["compiled"] = (
+                f"{compiles} steps in {self.counted('compile_time_s'):.1f} s of that time"
+            )
         rows |= errors_by_kind(self)
         if self.ignored:
             names = ", ".join(f"{name} ({n} lines)" for name, n in self.ignored.most_common(8))
             rows["ignored"] = f"unknown fields {names}"
         text = "\n".join(f"{name:<12} {value}" for name, value in rows.items())
         if self.reasons["length"] * 5 > self.ok:
-            cut = f"{self.reasons['length']} of {self.reasons.total()} answers were cut off by their token limit"
-            text += f"\nwarning: {cut} (finish_reason 'length'): raise --max-tokens or --max-model-len"
+            cut = (
+                f"{self.reasons['length']} of {self.reasons.total()} answers were cut off "
+                "by their token limit"
+            )
+            text += (
+                f"\nwarning: {cut} (finish_reason 'length'): raise --max-tokens or --max-model-len"
+            )
         return text
 
 
@@ -196,5 +231,10 @@ def _percentiles(values: array) -> dict[str, float]:
         return {}
     found = np.frombuffer(values, dtype=values.typecode)
     low, median, high = np.percentile(found, (0, 50, 99))
-    return {"min": float(low), "mean": float(found.mean()), "median": float(median), "p99": float(high),
-            "max": float(found.max())}  # fmt: skip
+    return {
+        "min": float(low),
+        "mean": float(found.mean()),
+        "median": float(median),
+        "p99": float(high),
+        "max": float(found.max()),
+    }

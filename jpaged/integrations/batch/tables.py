@@ -1,4 +1,6 @@
-"""Parquet files and Hugging Face data sets as lines: a row is the bare object of its columns, nulls left out."""
+"""Parquet files and Hugging Face data sets as lines: a row is the bare object of its columns, nulls
+left out.
+"""
 
 import datetime
 import json
@@ -21,7 +23,9 @@ class Table:
     def __init__(self, path: str, *, columns: list[str] | None, split: str | None):
         self.path, self._split = path, split
         pairs = [name.rpartition("=") for name in columns or []]
-        self._fields = {column: field or column for field, _, column in pairs}  # field of a line, by column
+        self._fields = {
+            column: field or column for field, _, column in pairs
+        }  # field of a line, by column
         self._number = 0
 
     def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
@@ -50,7 +54,9 @@ class Table:
 
 
 class ParquetSource(Table):
-    """A Parquet file or a folder of them in the order of their names, read a row group at a time."""
+    """A Parquet file or a folder of them in the order of their names, read a row group at a
+    time.
+    """
 
     def __init__(self, path: str, *, columns: list[str] | None = None, split: str | None = None):
         super().__init__(path, columns=columns, split=split)
@@ -59,7 +65,9 @@ class ParquetSource(Table):
         try:
             import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise BatchError(f"cannot read {path}: Parquet needs pyarrow: pip install 'jpaged[data]'") from None
+            raise BatchError(
+                f"cannot read {path}: Parquet needs pyarrow: pip install 'jpaged[data]'"
+            ) from None
         self._paths = sorted(Path(path).glob("*.parquet")) if os.path.isdir(path) else [Path(path)]
         self._open = parquet.ParquetFile
         try:
@@ -75,7 +83,10 @@ class ParquetSource(Table):
     def identity(self) -> dict[str, Any]:
         from jpaged.integrations.batch.manifest import file_identity
 
-        return {"kind": "Parquet", "files": {p.name: file_identity(str(p)) for p in self._paths}} | self._mapping()
+        return {
+            "kind": "Parquet",
+            "files": {p.name: file_identity(str(p)) for p in self._paths},
+        } | self._mapping()
 
     def _mapping(self) -> dict[str, Any]:
         return {"columns": {field: column for column, field in self._fields.items()}}
@@ -88,26 +99,36 @@ class ParquetSource(Table):
 
 
 class DatasetSource(Table):
-    """A data set of the `datasets` library: a folder that save_to_disk wrote, or hf:NAME (or hf:FOLDER), streamed."""
+    """A data set of the `datasets` library: a folder that save_to_disk wrote, or hf:NAME (or
+    hf:FOLDER), streamed.
+    """
 
     def __init__(self, path: str, *, columns: list[str] | None = None, split: str | None = None):
         super().__init__(path, columns=columns, split=split)
         if not path.startswith("hf:") and not os.path.isdir(path):
-            raise BatchError(f"cannot read {path}: no such folder (hf:NAME streams a data set by its name)")
+            raise BatchError(
+                f"cannot read {path}: no such folder (hf:NAME streams a data set by its name)"
+            )
         try:
             import datasets  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise BatchError(f"cannot read {path}: data sets need datasets: pip install 'jpaged[data]'") from None
+            raise BatchError(
+                f"cannot read {path}: data sets need datasets: pip install 'jpaged[data]'"
+            ) from None
         try:
             if path.startswith("hf:"):
-                found: Any = datasets.load_dataset(path.removeprefix("hf:"), split=split, streaming=True)
+                found: Any = datasets.load_dataset(
+                    path.removeprefix("hf:"), split=split, streaming=True
+                )
             else:
                 found = datasets.load_from_disk(path)
         except Exception as e:  # the library raises many types
             raise BatchError(f"cannot read {path}: {' '.join(str(e).split())}") from e
         if isinstance(found, Mapping):
             if split is None and len(found) > 1:
-                raise BatchError(f"{path} has the splits {', '.join(map(str, found))}: name one with --split")
+                raise BatchError(
+                    f"{path} has the splits {', '.join(map(str, found))}: name one with --split"
+                )
             if split is not None and split not in found:
                 raise BatchError(f"--split {split}: {path} has {', '.join(map(str, found))}")
             found = found[split] if split is not None else next(iter(found.values()))
@@ -139,7 +160,9 @@ def as_line(row: Mapping[str, Any]) -> bytes | LineError:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns are null where a row does not say, and so are the fields of objects that other rows have."""
+    """Columns are null where a row does not say, and so are the fields of objects that other rows
+    have.
+    """
     if isinstance(value, Mapping):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list | tuple) else value

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 class Timeline:
-    """Samples of growing counters; past `most` of them every second one is dropped, and half as many are taken.
+    """Samples of growing counters; past `most` of them every second one is dropped, and half as
+    many are taken.
 
     names: of the counters. times: seconds since the run began, of each row of `rows`.
     """
@@ -18,7 +19,9 @@ class Timeline:
         self._began = time.perf_counter()
 
     def add(self, values: Sequence[float], *, at: float | None = None, last: bool = False) -> None:
-        """Note the counters' values now, or at a time; too soon after the one before is left out, unless `last`."""
+        """Note the counters' values now, or at a time; too soon after the one before is left out,
+        unless `last`.
+        """
         at = time.perf_counter() - self._began if at is None else at
         if self.times and not last and at - self.times[-1] < self._every_s:
             return
@@ -29,7 +32,9 @@ class Timeline:
             self._every_s *= 2
 
     def rates(self, *, points: int = 120) -> tuple[list[float], dict[str, list[float]]]:
-        """(edges, name -> rate per second between an edge and the next), merged to at most so many intervals."""
+        """(edges, name -> rate per second between an edge and the next), merged to at most so many
+        intervals.
+        """
         stride = max(-(-(len(self.times) - 1) // points), 1)
         kept = sorted({*range(0, len(self.times), stride), len(self.times) - 1} - {-1})
         edges, rates = [self.times[i] for i in kept], {name: list[float]() for name in self.names}

@@ -25,7 +25,9 @@ def test_line_set(changes: list[tuple[bool, int]], cut: set[int]) -> None:
     for number in cut:
         other.add(number)
     left = found - other
-    assert len(left) == len(wanted - cut) and [n for n in range(400) if n in left] == sorted(wanted - cut)
+    assert len(left) == len(wanted - cut) and [n for n in range(400) if n in left] == sorted(
+        wanted - cut
+    )
 
 
 @given(st.lists(st.text(max_size=3), max_size=200))
@@ -41,7 +43,15 @@ def test_ids_that_land_in_one_slot(monkeypatch) -> None:
     digests = {"a": 5, "b": 5 | 1 << 64, "c": 5 | 2 << 64, "d": 0, "e": 1 << 10 | 5}
     monkeypatch.setattr(compact.xxhash, "xxh3_128_intdigest", lambda data: digests[data.decode()])
     found = IdSet()
-    assert [found.add(x) for x in "abcabdd"] == [True, False, True, False, False, True, False]  # a and b: high of 1
+    assert [found.add(x) for x in "abcabdd"] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]  # a and b: high of 1
     assert found.add("e") and len(found) == 4
 
 

@@ -1,4 +1,6 @@
-"""SIGKILL at random moments of real runs on a real model, resumed each time: every line once, and as if undisturbed."""
+"""SIGKILL at random moments of real runs on a real model, resumed each time: every line once, and
+as if undisturbed.
+"""
 
 import json
 import os
@@ -14,21 +16,42 @@ import pytest
 from tests.batch_engine import ROOT
 from tests.text_model import write_folder
 
-ENGINE = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--block-size", "8", "--num-blocks", "64")
+ENGINE = (
+    "--max-num-seqs",
+    "8",
+    "--max-num-batched-tokens",
+    "64",
+    "--block-size",
+    "8",
+    "--num-blocks",
+    "64",
+)
 
 
 def lines() -> list[dict[str, Any]]:
     """Greedy and seeded lines of each form, with a few that are errors."""
     made: list[dict[str, Any]] = []
     for i in range(120):
-        body = {"prompt": f"line {i}", "max_tokens": 4 + i % 24, "temperature": i % 3 / 2, "ignore_eos": True}
+        body = {
+            "prompt": f"line {i}",
+            "max_tokens": 4 + i % 24,
+            "temperature": i % 3 / 2,
+            "ignore_eos": True,
+        }
         match i % 4:
             case 0:
                 made.append(body)
             case 1:
                 made.append({"id": f"bare-{i}", **body})
             case 2:
-                made.append({"custom_id": f"openai-{i}", "method": "POST", "url": "/v1/completions", "body": body})
+                made.append(
+                    {
+                        "custom_id": f"openai-{i}",
+                        "method": "POST",
+                        "url": "/v1/completions",
+                        "body": body,
+                    }
+                )
             case _:
                 made.append({**body, "prompt": "~" * 99} if i % 8 == 3 else {**body, "n": 2})
     return made
@@ -37,9 +60,18 @@ def lines() -> list[dict[str, Any]]:
 def command(folder: Path, output: str, *flags: str) -> list[str]:
     script = str(ROOT / "scripts" / "serve_batch.py")
     return [
-        sys.executable, script, str(folder / "in.jsonl"), "--model", str(folder / "model"), "--output",
-        str(folder / output), "--window", "16", *ENGINE, *flags,
-    ]  # fmt: skip
+        sys.executable,
+        script,
+        str(folder / "in.jsonl"),
+        "--model",
+        str(folder / "model"),
+        "--output",
+        str(folder / output),
+        "--window",
+        "16",
+        *ENGINE,
+        *flags,
+    ]
 
 
 def answers(path: Path) -> dict[int, Any]:
@@ -60,17 +92,23 @@ def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
-    done = subprocess.run(command(folder, "whole.jsonl", *flags), env=env, capture_output=True, check=False)
+    done = subprocess.run(
+        command(folder, "whole.jsonl", *flags), env=env, capture_output=True, check=False
+    )
     assert done.returncode == 2, done.stderr[-3000:]
     whole, output = answers(folder / "whole.jsonl"), folder / "out.jsonl"
     assert len(whole) == 120
-    # A random byte of the output each, so that a kill falls into the work; some fall into the start instead.
+    # A random byte of the output each, so that a kill falls into the work; some fall into the start
+    # instead.
     rng, size, table = random.Random(seed), (folder / "whole.jsonl").stat().st_size, []
     targets = sorted(rng.randrange(size) for _ in range(kills))
     for i, target in enumerate(targets):
         early = kills > 2 and rng.random() < 0.2
         process = subprocess.Popen(
-            command(folder, "out.jsonl", *(["--resume"] if i else []), *flags), env=env, stderr=-3, stdout=-3
+            command(folder, "out.jsonl", *(["--resume"] if i else []), *flags),
+            env=env,
+            stderr=-3,
+            stdout=-3,
         )
         limit = time.monotonic() + (rng.uniform(0, 4) if early else 600)
         while process.poll() is None and time.monotonic() < limit:
@@ -81,8 +119,13 @@ def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
         process.wait()
         data = output.read_bytes() if output.exists() else b""
         torn = "" if data.endswith(b"\n") or not data else ", the last one torn"
-        table.append(f"kill {i + 1:2}: {'at the start' if early else 'at work'}, {data.count(b'\n')} rows{torn}")
-    done = subprocess.run(command(folder, "out.jsonl", "--resume", *flags), env=env, capture_output=True, check=False)
+        table.append(
+            f"kill {i + 1:2}: {'at the start' if early else 'at work'}, "
+            f"{data.count(b'\n')} rows{torn}"
+        )
+    done = subprocess.run(
+        command(folder, "out.jsonl", "--resume", *flags), env=env, capture_output=True, check=False
+    )
     assert done.returncode == 2, done.stderr[-3000:]
     assert answers(output) == whole
     return table

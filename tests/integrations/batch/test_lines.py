@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import CapacityError, GenerationError, RequestError
-from jpaged.integrations.batch import BatchRequest, LineError, Settings, answer_line, encode_line, error_line
+from jpaged.integrations.batch import (
+    BatchRequest,
+    LineError,
+    Settings,
+    answer_line,
+    encode_line,
+    error_line,
+)
 from jpaged.integrations.batch.answers import row_failed, row_id, row_number
 from jpaged.integrations.batch.lines import identify
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.request.sampling_params import SamplingParams
 
 SETTINGS = Settings(defaults=SamplingParams(temperature=0.6, top_p=0.95), model="m")
 
@@ -27,7 +34,9 @@ def parse(line, number=3, settings=SETTINGS) -> BatchRequest:
 
 
 def openai(url="/v1/chat/completions", **body) -> dict:
-    prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in url else {"prompt": "hi"}
+    prompt = (
+        {"messages": [{"role": "user", "content": "hi"}]} if "chat" in url else {"prompt": "hi"}
+    )
     return {"custom_id": "a", "method": "POST", "url": url, "body": prompt | body}
 
 
@@ -71,31 +80,67 @@ ENTRIES = [
 
 class TestForms:
     def test_chat(self):
-        r = parse(openai(model="gpt", temperature=0, max_completion_tokens=9, max_tokens=5, user="u", tools=None))
+        r = parse(
+            openai(
+                model="gpt",
+                temperature=0,
+                max_completion_tokens=9,
+                max_tokens=5,
+                user="u",
+                tools=None,
+            )
+        )
         assert (r.form, r.id, r.model, r.number) == ("chat", "a", "gpt", 3)
         assert r.messages == [{"role": "user", "content": "hi"}]
-        expected = {"chat_template_kwargs": None, "add_generation_prompt": True, "continue_final_message": False}
+        expected = {
+            "chat_template_kwargs": None,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+        }
         assert r.template == expected
         assert (r.params.temperature, r.params.top_p, r.params.max_tokens) == (0.0, 0.95, 9)
         assert parse(openai()).params.max_tokens is None
 
     def test_completion(self):
         r = parse(completion(stop="x", logprobs=2))
-        assert (r.form, r.prompt, r.model, r.params.max_tokens, r.params.logprobs) == ("completion", "hi", "m", 16, 2)
+        assert (r.form, r.prompt, r.model, r.params.max_tokens, r.params.logprobs) == (
+            "completion",
+            "hi",
+            "m",
+            16,
+            2,
+        )
         assert parse(completion(prompt=[1, 2])).prompt == [1, 2]
         assert parse(completion(prompt=["hi"])).prompt == "hi"
         assert parse(completion(prompt=[[1, 2]])).prompt == [1, 2]
 
     def test_bare(self):
-        r = parse({"prompt": "hi", "top_k": 5, "logit_bias": {"7": -3, "8": 0.5}, "stop": ["a", "b"]})
+        r = parse(
+            {"prompt": "hi", "top_k": 5, "logit_bias": {"7": -3, "8": 0.5}, "stop": ["a", "b"]}
+        )
         assert (r.form, r.id, r.params.top_k, r.params.max_tokens) == ("bare", None, 5, 256)
         assert r.params.logit_bias == {7: -3.0, 8: 0.5} and r.params.stop == ["a", "b"]
         ids = parse({"id": 12, "prompt_token_ids": [1, 2], "max_tokens": 4})
-        assert (ids.id, ids.prompt, ids.params.max_tokens, ids.return_token_ids) == (12, [1, 2], 4, True)
-        chat = parse(
-            {"custom_id": "z", "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3}
+        assert (ids.id, ids.prompt, ids.params.max_tokens, ids.return_token_ids) == (
+            12,
+            [1, 2],
+            4,
+            True,
         )
-        assert (chat.id, chat.form, chat.params.max_tokens, chat.params.logprobs) == ("z", "bare", None, 3)
+        chat = parse(
+            {
+                "custom_id": "z",
+                "messages": [{"role": "user", "content": "a"}],
+                "logprobs": True,
+                "top_logprobs": 3,
+            }
+        )
+        assert (chat.id, chat.form, chat.params.max_tokens, chat.params.logprobs) == (
+            "z",
+            "bare",
+            None,
+            3,
+        )
 
     def test_text(self):
         text = dataclasses.replace(SETTINGS, text=True)
@@ -104,12 +149,26 @@ class TestForms:
 
     def test_every_sampling_field_has_a_check(self):
         values = {
-            "temperature": 1, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "seed": 5, "max_tokens": 3, "min_tokens": 1,
-            "stop": "s", "stop_token_ids": [4], "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 2,
-            "logprobs_mode": "tempered", "presence_penalty": 0.1, "frequency_penalty": -0.1,
-            "repetition_penalty": 1.1, "logit_bias": {"3": 1}, "skip_special_tokens": False,
+            "temperature": 1,
+            "top_p": 0.5,
+            "top_k": -1,
+            "min_p": 0.1,
+            "seed": 5,
+            "max_tokens": 3,
+            "min_tokens": 1,
+            "stop": "s",
+            "stop_token_ids": [4],
+            "ignore_eos": True,
+            "logprobs": 1,
+            "prompt_logprobs": 2,
+            "logprobs_mode": "tempered",
+            "presence_penalty": 0.1,
+            "frequency_penalty": -0.1,
+            "repetition_penalty": 1.1,
+            "logit_bias": {"3": 1},
+            "skip_special_tokens": False,
             "include_stop_str_in_output": True,
-        }  # fmt: skip
+        }
         fields = {f.name for f in dataclasses.fields(SamplingParams)} - {"n"}
         assert set(values) == fields
         params = parse({"prompt": "a"} | values).params
@@ -123,9 +182,14 @@ class TestForms:
         ]
 
     def test_template_arguments(self):
-        r = parse(openai(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True))
+        r = parse(
+            openai(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
+        )
         assert r.template["chat_template_kwargs"] == {"enable_thinking": False}
-        assert (r.template["add_generation_prompt"], r.template["continue_final_message"]) == (False, True)
+        assert (r.template["add_generation_prompt"], r.template["continue_final_message"]) == (
+            False,
+            True,
+        )
 
 
 class TestDefaults:
@@ -153,7 +217,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "param", "code"),
         [
-            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_field"),
+            (
+                {"tools": [{"type": "function", "function": {"name": "f"}}]},
+                "tools",
+                "unsupported_field",
+            ),
             ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
             ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
@@ -187,7 +255,11 @@ class TestRefusals:
         ],
     )
     def test_field(self, fields, param, code):
-        lines = {"chat": openai(**fields), "completion": completion(**fields), "bare": {"prompt": "hi"} | fields}
+        lines = {
+            "chat": openai(**fields),
+            "completion": completion(**fields),
+            "bare": {"prompt": "hi"} | fields,
+        }
         for form, line in lines.items():
             request, error = refused(line)
             assert (request.form, error.param, error.code) == (form, param, code)
@@ -196,34 +268,56 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"n": 1}, {"best_of": 1}, {"stream": False}, {"echo": False}, {"tools": []}, {"tool_choice": "none"},
-            {"response_format": {"type": "text"}}, {"stream_options": None}, {"response_format": None}, {"suffix": ""},
-            {"user": "u"}, {"metadata": {"a": 1}}, {"store": True}, {"service_tier": "auto"}, {"seed": None},
+            {"n": 1},
+            {"best_of": 1},
+            {"stream": False},
+            {"echo": False},
+            {"tools": []},
+            {"tool_choice": "none"},
+            {"response_format": {"type": "text"}},
+            {"stream_options": None},
+            {"response_format": None},
+            {"suffix": ""},
+            {"user": "u"},
+            {"metadata": {"a": 1}},
+            {"store": True},
+            {"service_tier": "auto"},
+            {"seed": None},
             {"stop": None},
         ],
-    )  # fmt: skip
+    )
     def test_values_that_ask_for_nothing_pass(self, fields):
         for line in (openai(**fields), completion(**fields), {"prompt": "hi"} | fields):
-            assert parse(line).params == parse({k: v for k, v in line.items() if k not in fields}).params
+            assert (
+                parse(line).params
+                == parse({k: v for k, v in line.items() if k not in fields}).params
+            )
 
     @pytest.mark.parametrize(
         ("raw", "code"),
         [
-            (b"{", "invalid_json"), (b"[1]", "invalid_json"), (b'"text"', "invalid_json"), (b"null", "invalid_json"),
+            (b"{", "invalid_json"),
+            (b"[1]", "invalid_json"),
+            (b'"text"', "invalid_json"),
+            (b"null", "invalid_json"),
             (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
             (b'{"prompt": "a", "n": Infinity}', "invalid_json"),
-            (b"[" * 100_000, "invalid_json"), (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
-            (b'{"prompt": "\xff"}', "invalid_encoding"), (b'{"prompt": "\\ud800"}', "invalid_encoding"),
+            (b"[" * 100_000, "invalid_json"),
+            (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
+            (b'{"prompt": "\xff"}', "invalid_encoding"),
+            (b'{"prompt": "\\ud800"}', "invalid_encoding"),
         ],
-    )  # fmt: skip
+    )
     def test_not_a_json_object(self, raw, code):
         request, error = refused(raw)
         assert (request.form, error.code) == ("unknown", code)
         line = error_line(request, error)
         assert line == {
-            "id": "batch_req_3", "custom_id": None, "response": None,
+            "id": "batch_req_3",
+            "custom_id": None,
+            "response": None,
             "error": {"code": code, "message": f"line 3: {error}", "line": 3},
-        }  # fmt: skip
+        }
 
     @pytest.mark.parametrize(
         ("line", "param"),
@@ -245,9 +339,19 @@ class TestRefusals:
             ({"messages": ["hi"]}, "messages"),
             ({"messages": [{"content": "hi"}]}, "messages"),
             ({"messages": [{"role": "user"}]}, "messages"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+            (
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+                    ]
+                },
+                "messages",
+            ),
             ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages"),
-            ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 3}, "chat_template_kwargs"),
+            (
+                {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": 3},
+                "chat_template_kwargs",
+            ),
             (openai(chat_template_kwargs={"chat_template": "{{ 1 }}"}), "chat_template_kwargs"),
             (openai(prompt="hi"), "prompt"),
             (openai(logprobs=2), "logprobs"),
@@ -278,10 +382,20 @@ class TestAnswers:
         body = line["response"].pop("body")
         response = {"status_code": 200, "request_id": "req_3"}
         assert line == {"id": "batch_req_3", "custom_id": "a", "response": response, "error": None}
-        assert (body["id"], body["object"], body["model"]) == ("chatcmpl-3", "chat.completion", "gpt")
+        assert (body["id"], body["object"], body["model"]) == (
+            "chatcmpl-3",
+            "chat.completion",
+            "gpt",
+        )
         assert type(body["created"]) is int
         message = {"role": "assistant", "content": "ab", "refusal": None}
-        expected = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        expected = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
         assert body["choices"] == [expected]
         usage = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
         assert body["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 4}}
@@ -294,7 +408,9 @@ class TestAnswers:
         content = line["response"]["body"]["choices"][0]["logprobs"]["content"]
         assert content == [a | {"top_logprobs": [a]}, rest | {"top_logprobs": [best]}]
         none = answer_line(parse(openai(logprobs=True)), output(logprobs=ENTRIES))
-        assert [c["top_logprobs"] for c in none["response"]["body"]["choices"][0]["logprobs"]["content"]] == [[], []]
+        assert [
+            c["top_logprobs"] for c in none["response"]["body"]["choices"][0]["logprobs"]["content"]
+        ] == [[], []]
 
     def test_completion_logprobs(self):
         line = answer_line(parse(completion(logprobs=2)), output(logprobs=ENTRIES))
@@ -303,13 +419,17 @@ class TestAnswers:
         assert body["choices"][0]["logprobs"] == {
             "tokens": ["A", "\ufffd"],
             "token_logprobs": [-0.5, -9999.0],
-            "top_logprobs": [{"A": -0.5, "B": -1.5}, {"\ufffd": -9999.0, "é": -0.1, "token_id:68": -2.0}],
+            "top_logprobs": [
+                {"A": -0.5, "B": -1.5},
+                {"\ufffd": -9999.0, "é": -0.1, "token_id:68": -2.0},
+            ],
             "text_offset": [0, 1],
         }
 
     def test_bare(self):
         line = answer_line(
-            parse({"id": "q", "prompt": "hi", "logprobs": 1, "return_token_ids": True}), output(logprobs=ENTRIES)
+            parse({"id": "q", "prompt": "hi", "logprobs": 1, "return_token_ids": True}),
+            output(logprobs=ENTRIES),
         )
         assert [line[k] for k in ("line", "id", "text", "finish_reason", "token_ids")] == [
             3,
@@ -329,7 +449,10 @@ class TestAnswers:
     def test_prompt_logprobs(self):
         found = output(prompt_logprobs=[None, {65: Logprob(-0.5, 1, "A")}])
         wanted = [None, {"65": {"logprob": -0.5, "rank": 1, "decoded_token": "A"}}]
-        assert answer_line(parse({"prompt": "hi", "prompt_logprobs": 0}), found)["prompt_logprobs"] == wanted
+        assert (
+            answer_line(parse({"prompt": "hi", "prompt_logprobs": 0}), found)["prompt_logprobs"]
+            == wanted
+        )
         body = answer_line(parse(completion(prompt_logprobs=0)), found)["response"]["body"]
         assert body["prompt_logprobs"] == wanted
 
@@ -345,7 +468,11 @@ class TestAnswers:
     )
     def test_errors(self, error, status, code, param):
         line = error_line(parse(openai()), error)
-        assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, status)
+        assert (line["custom_id"], line["error"], line["response"]["status_code"]) == (
+            "a",
+            None,
+            status,
+        )
         found = line["response"]["body"]["error"]
         assert (found["code"], found["param"]) == (code, param)
         assert found["message"].startswith("line 3: ") and str(error) in found["message"]
@@ -368,9 +495,14 @@ class TestAnswers:
 
     def test_samples(self):
         done = output()
-        done.outputs.append(dataclasses.replace(done.outputs[0], index=1, text="cd", token_ids=[67, 68, 69]))
+        done.outputs.append(
+            dataclasses.replace(done.outputs[0], index=1, text="cd", token_ids=[67, 68, 69])
+        )
         body = answer_line(parse(openai(n=2)), done)["response"]["body"]
-        assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [(0, "ab"), (1, "cd")]
+        assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [
+            (0, "ab"),
+            (1, "cd"),
+        ]
         assert body["usage"]["completion_tokens"] == 5 and body["usage"]["total_tokens"] == 12
         bare = answer_line(parse({"prompt": "a", "n": 2}), done)
         assert [c["text"] for c in bare["choices"]] == ["ab", "cd"] and "text" not in bare
@@ -385,7 +517,15 @@ class TestAnswers:
             for row, failed in rows:
                 row = json.loads(encode_line(row))
                 assert (row_number(row), row_id(row), row_failed(row)) == (3, request.id, failed)
-        for foreign in ([], 3, {}, {"id": "batch_req_3"}, {"line": "3"}, {"line": True}, {"id": "x", "response": {}}):
+        for foreign in (
+            [],
+            3,
+            {},
+            {"id": "batch_req_3"},
+            {"line": "3"},
+            {"line": True},
+            {"id": "x", "response": {}},
+        ):
             assert row_number(foreign) is None
 
 
@@ -393,7 +533,9 @@ class TestVllmFields:
     def test_conversations_with_tools(self):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
         said = {"role": "assistant", "content": None, "tool_calls": [call]}
-        made = parse(openai(messages=[said, {"role": "tool", "tool_call_id": "1", "content": "2"}])).messages
+        made = parse(
+            openai(messages=[said, {"role": "tool", "tool_call_id": "1", "content": "2"}])
+        ).messages
         called = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
         assert made is not None
         assert made[0] == {"role": "assistant", "content": "", "tool_calls": [called]}
@@ -406,7 +548,9 @@ class TestVllmFields:
 
     def test_what_the_template_is_told(self):
         tools = [{"type": "function", "function": {"name": "f"}}]
-        given = parse(openai(tools=tools, tool_choice="none", reasoning_effort="low")).template["chat_template_kwargs"]
+        given = parse(openai(tools=tools, tool_choice="none", reasoning_effort="low")).template[
+            "chat_template_kwargs"
+        ]
         assert given == {"tools": tools, "reasoning_effort": "low"}
         for fields in ({"tools": tools, "tool_choice": "none"}, {"reasoning_effort": "low"}):
             assert refused(completion(**fields))[1].code == "unsupported_field"
@@ -421,7 +565,8 @@ class TestVllmFields:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["id", "custom_id", "body", "url", "x"]), st.none() | st.integers() | st.text() | st.booleans()
+        st.sampled_from(["id", "custom_id", "body", "url", "x"]),
+        st.none() | st.integers() | st.text() | st.booleans(),
     ),
     st.booleans(),
 )

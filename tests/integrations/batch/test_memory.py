@@ -1,4 +1,6 @@
-"""Memory does not grow with the input: only a few bytes a line are kept, for ids and for the figures at the end."""
+"""Memory does not grow with the input: only a few bytes a line are kept, for ids and for the
+figures at the end.
+"""
 
 import json
 import os
@@ -8,14 +10,18 @@ import pytest
 
 from tests.batch_engine import start
 
-LINE = json.dumps({"prompt": "a request of some hundred bytes, as real ones are at the least " * 2})[1:]
+LINE = json.dumps(
+    {"prompt": "a request of some hundred bytes, as real ones are at the least " * 2}
+)[1:]
 
 
 def peak(folder: Path, count: int) -> int:
     """Bytes that a run over so many lines holds at its largest."""
     source, output = folder / f"{count}.jsonl", folder / f"{count}.out"
     with open(source, "w") as file:
-        file.writelines(f'{{"id": "request-{i}", "max_tokens": 4, {LINE[:40]}"}}\n' for i in range(count))
+        file.writelines(
+            f'{{"id": "request-{i}", "max_tokens": 4, {LINE[:40]}"}}\n' for i in range(count)
+        )
     os.environ["PEAK"] = "1"
     try:
         with start(source, "--output", output, stdout=-1) as process:

@@ -70,13 +70,23 @@ def test_the_page_is_self_contained_and_escapes_what_it_shows() -> None:
     tags = [tag for tag, _ in found.elements]
     assert "script" not in tags and tags.count("figure") == tags.count("svg") == 4
     names = {name for _, attrs in found.elements for name in attrs}
-    assert not names & {"src", "href", "srcset"} and not any(name.startswith("on") for name in names)
+    assert not names & {"src", "href", "srcset"} and not any(
+        name.startswith("on") for name in names
+    )
     assert "://" not in page() and "url(" not in page() and "@import" not in page()
     shown = NASTY.replace("\x00", "\ufffd").replace("\u202e", "\ufffd")
     for text in ("answers ", "prompts ", "def main(): ", "return ", "not JSON: "):
         assert text + shown in found.text
     assert "x" * 750 in found.text and "x" * 751 not in found.text
-    for part in ("Throughput", "Latency", "context_length_exceeded", "invalid_json", "stop", "/models/small", "0.7"):
+    for part in (
+        "Throughput",
+        "Latency",
+        "context_length_exceeded",
+        "invalid_json",
+        "stop",
+        "/models/small",
+        "0.7",
+    ):
         assert part in found.text
     assert make_stats().table() in found.text
 
@@ -103,12 +113,21 @@ def test_ticks_are_round_and_inside() -> None:
         ticks = Axis(low=low, high=high).ticks()
         assert 2 <= len(ticks) <= 7 and all(low <= t <= high * (1 + 1e-9) for t in ticks)
     assert [round_up(x) for x in (0.03, 1, 1.1, 6, 10)] == pytest.approx([0.05, 1, 2, 10, 10])
-    assert [number(x) for x in (0, 0.256, 12, 999.6, 1500, 2e6)] == ["0", "0.256", "12", "1k", "1.5k", "2M"]
+    assert [number(x) for x in (0, 0.256, 12, 999.6, 1500, 2e6)] == [
+        "0",
+        "0.256",
+        "12",
+        "1k",
+        "1.5k",
+        "2M",
+    ]
 
 
 def bars(svg: str) -> list[tuple[float, int]]:
     """(height, count) of each bar."""
-    found = re.findall(r'<rect class="bar"[^>]* height="([\d.]+)"[^>]*><title>[^:]*: (\d+)</title>', svg)
+    found = re.findall(
+        r'<rect class="bar"[^>]* height="([\d.]+)"[^>]*><title>[^:]*: (\d+)</title>', svg
+    )
     return [(float(height), int(count)) for height, count in found]
 
 
@@ -117,13 +136,19 @@ def test_a_histogram_shows_every_value_in_proportion() -> None:
     svg = histogram("lengths", values, "tokens", whole=True)
     assert [count for _, count in bars(svg)] == [40, 20, 10]
     heights = [height for height, _ in bars(svg)]
-    assert heights[0] == pytest.approx(2 * heights[1], abs=0.2) == pytest.approx(4 * heights[2], abs=0.4)
+    assert (
+        heights[0]
+        == pytest.approx(2 * heights[1], abs=0.2)
+        == pytest.approx(4 * heights[2], abs=0.4)
+    )
     assert "median 3" in svg and "p99 9" in svg and "3 to 9" in svg and "logarithmic" not in svg
     latencies = np.random.default_rng(0).lognormal(0, 1.5, 500)
     svg = histogram("latency", latencies, "latency, s")
     assert sum(count for _, count in bars(svg)) == 500 and "latency, s, logarithmic" in svg
     assert sum(count for _, count in bars(histogram("one", [7.0], "s"))) == 1
-    assert sum(count for _, count in bars(histogram("zero", [0, 0, 1000], "tokens", whole=True))) == 3
+    assert (
+        sum(count for _, count in bars(histogram("zero", [0, 0, 1000], "tokens", whole=True))) == 3
+    )
 
 
 def test_a_line_chart_has_a_step_for_each_interval() -> None:
@@ -141,7 +166,9 @@ def test_a_timeline_keeps_its_course_in_bounded_memory() -> None:
         timeline.add([3.0 * second], at=float(second))
     assert len(timeline.times) <= 50 and timeline.times[0] == 0 and timeline.times[-1] > 4800
     edges, rates = timeline.rates(points=10)
-    assert len(edges) == len(rates["n"]) + 1 <= 12 and rates["n"] == pytest.approx([3.0] * len(rates["n"]))
+    assert len(edges) == len(rates["n"]) + 1 <= 12 and rates["n"] == pytest.approx(
+        [3.0] * len(rates["n"])
+    )
     assert Timeline(["n"]).rates() == ([], {"n": []})
     timeline = Timeline(["n"])
     for at in (0.0, 0.01, 1.0):
@@ -160,22 +187,37 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, np.nda
     write_report(folder / "r.html", page())
     drawn = {}
     for width, height in ((1100, 2400), (380, 4600)):
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--window-size={width},{height}",
+        ]
         flags += [f"--user-data-dir={folder / 'profile'}", f"--screenshot={folder / 'shot.png'}"]
-        subprocess.run([browser, *flags, (folder / "r.html").as_uri()], check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            [browser, *flags, (folder / "r.html").as_uri()],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         with image.open(folder / "shot.png") as shot:
             drawn[width] = np.asarray(shot.convert("RGB"))
     yield drawn
 
 
 @pytest.mark.parametrize("width", [1100, 380])
-def test_a_browser_draws_it_and_nothing_is_wider_than_the_window(shots: dict[int, np.ndarray], width: int) -> None:
+def test_a_browser_draws_it_and_nothing_is_wider_than_the_window(
+    shots: dict[int, np.ndarray], width: int
+) -> None:
     shot = shots[width]
     assert shot.shape[1] == width
 
     def share(colour: tuple[int, int, int], area: np.ndarray) -> float:
         return float((np.abs(area.astype(int) - colour).max(axis=-1) <= 2).mean())
 
-    assert share(BACKGROUND, shot[:, :12]) == share(BACKGROUND, shot[:, -12:]) == 1.0  # the margins are empty
+    assert (
+        share(BACKGROUND, shot[:, :12]) == share(BACKGROUND, shot[:, -12:]) == 1.0
+    )  # the margins are empty
     assert 0.02 < share((255, 255, 255), shot) < 0.98 and share(BARS, shot) > 0.001
     assert share(BACKGROUND, shot[-40:]) == 1.0, "the page is longer than the picture"

@@ -1,4 +1,6 @@
-"""A run that is cut off, resumed, retried, sharded and merged writes what an undisturbed one does; or says why not."""
+"""A run that is cut off, resumed, retried, sharded and merged writes what an undisturbed one does;
+or says why not.
+"""
 
 import gzip
 import json
@@ -16,7 +18,12 @@ merge_shards = load_script("merge_shards")
 
 
 def openai(name: str, prompt: str) -> dict[str, Any]:
-    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": prompt},
+    }
 
 
 def mixed(count: int = 60) -> list[Any]:
@@ -24,9 +31,19 @@ def mixed(count: int = 60) -> list[Any]:
     rng = random.Random(1)
 
     def line(i: int) -> Any:
-        kinds = [{"prompt": f"p{i}"}, {"id": f"id{i}", "prompt": f"q{i}"}, {"id": i % 7, "prompt": f"r{i}"}]
-        kinds += [openai(f"o{i}", f"s{i}"), openai(f"twice{i % 5}", f"t{i}"), openai(f"bad{i}", "x" * 100)]
-        return rng.choice([*kinds, {"prompt": f"u{i}", "top_p": 7}, b"{torn", b"", {"id": f"id{i}", "nothing": 1}])
+        kinds = [
+            {"prompt": f"p{i}"},
+            {"id": f"id{i}", "prompt": f"q{i}"},
+            {"id": i % 7, "prompt": f"r{i}"},
+        ]
+        kinds += [
+            openai(f"o{i}", f"s{i}"),
+            openai(f"twice{i % 5}", f"t{i}"),
+            openai(f"bad{i}", "x" * 100),
+        ]
+        return rng.choice(
+            [*kinds, {"prompt": f"u{i}", "top_p": 7}, b"{torn", b"", {"id": f"id{i}", "nothing": 1}]
+        )
 
     return [line(i) for i in range(count)]
 
@@ -78,7 +95,9 @@ def files(tmp_path: Path) -> Files:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_cut_anywhere_and_resumed(files: Files, ordered: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cut_anywhere_and_resumed(
+    files: Files, ordered: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, flags = files.undisturbed(), ["--window", "6", *(["--ordered"] if ordered else [])]
     assert len(whole) == sum(line != b"" for line in files.lines)
     assert files.run(*flags, "--resume") == 2, "where there is nothing, it starts"
@@ -87,7 +106,10 @@ def test_cut_anywhere_and_resumed(files: Files, ordered: bool, capsys: pytest.Ca
         files.output.write_bytes(done[:cut])
         kept, llm = done[:cut].count(b"\n"), FakeLLM(with_seed=True)
         assert files.run(*flags, "--resume", llm=llm) == 2
-        assert files.output.read_bytes()[: done[:cut].rfind(b"\n") + 1] == done[:cut][: done[:cut].rfind(b"\n") + 1]
+        assert (
+            files.output.read_bytes()[: done[:cut].rfind(b"\n") + 1]
+            == done[:cut][: done[:cut].rfind(b"\n") + 1]
+        )
         found = files.rows()
         assert (found if ordered else by_number(found)) == whole
         assert len(llm.added) <= len(whole) - kept and max(llm.added.values(), default=1) == 1
@@ -126,7 +148,10 @@ def test_what_is_no_output_is_left_alone(files: Files, capsys: pytest.CaptureFix
     assert files.run("--resume") == 1 and "not of this version" in capsys.readouterr().err
     manifest.unlink()
     assert files.run("--resume") == 1 and "has no" in capsys.readouterr().err
-    assert files.run() == 1 and "--resume goes on with it, --overwrite starts again" in capsys.readouterr().err
+    assert (
+        files.run() == 1
+        and "--resume goes on with it, --overwrite starts again" in capsys.readouterr().err
+    )
     assert files.output.read_bytes() == data
     assert files.run("--overwrite") == 2
 
@@ -146,7 +171,9 @@ class TestManifest:
             (["--dtype", "float32"], 'run.dtype is null there, "float32" in this run'),
         ],
     )
-    def test_settings(self, files: Files, capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    def test_settings(
+        self, files: Files, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+    ) -> None:
         files.run()
         data = files.output.read_bytes()
         assert files.run("--resume", *flags) == 1
@@ -178,7 +205,9 @@ class TestManifest:
         assert files.run("--resume", llm=llm) == 2 and len(llm.added) == 1
         assert by_number(files.rows()) == files.undisturbed()
 
-    def test_an_input_whose_last_line_grew(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_input_whose_last_line_grew(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for name, pack in (("in.txt", bytes), ("in.txt.gz", gzip.compress)):
             source, output = tmp_path / name, tmp_path / f"{name}.jsonl"
             source.write_bytes(pack(b"one\ntwo"))
@@ -190,7 +219,10 @@ class TestManifest:
             assert serve(source, "--output", output, "--overwrite") == 0
             source.write_bytes(pack(b"one\n") + pack(b"two\n"))
             assert serve(source, "--output", output, "--resume") == 0
-            assert [json.loads(x)["text"] for x in output.read_text().splitlines()] == ["ONE", "TWO"]
+            assert [json.loads(x)["text"] for x in output.read_text().splitlines()] == [
+                "ONE",
+                "TWO",
+            ]
 
     def test_ids_that_changed_between_the_samples(
         self, files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -204,7 +236,9 @@ class TestManifest:
         assert "line 21 of the input has the id '00xx'" in capsys.readouterr().err
 
 
-def test_a_damaged_input_keeps_what_was_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_input_keeps_what_was_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, output = tmp_path / "in.txt.gz", tmp_path / "out.jsonl"
     rng = random.Random(0)
     text = b"".join(b"%032x\n" % rng.getrandbits(128) for _ in range(3000))
@@ -219,7 +253,9 @@ def test_a_damaged_input_keeps_what_was_answered(tmp_path: Path, capsys: pytest.
     llm = FakeLLM()
     assert serve(source, "--output", output, "--resume", llm=llm) == 0
     assert len(llm.added) == 3000 - done and json.loads(manifest.read_text())["complete"] is True
-    assert sorted(json.loads(x)["line"] for x in output.read_text().splitlines()) == [*range(1, 3001)]
+    assert sorted(json.loads(x)["line"] for x in output.read_text().splitlines()) == [
+        *range(1, 3001)
+    ]
 
 
 def test_retry_failed(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +272,9 @@ def test_retry_failed(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(files.output.parent.glob("*.part"))
 
 
-def test_a_retry_that_is_killed_before_the_output_is_compacted(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_that_is_killed_before_the_output_is_compacted(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files.lines = [{"id": i, "prompt": f"p{i}"} for i in range(30)]
     files.put(files.lines)
     files.run(llm=FakeLLM(fail_prompt="P7", with_seed=True))
@@ -258,7 +296,9 @@ def test_a_retry_that_is_killed_before_the_output_is_compacted(files: Files, mon
     assert by_number(files.rows()) == files.undisturbed()
 
 
-def test_shards_are_the_whole_run(files: Files, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_shards_are_the_whole_run(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     whole, parts = files.undisturbed(), []
     for i in range(3):
         if i == 1:  # as a SLURM array of 5, 7, 9
@@ -275,7 +315,9 @@ def test_shards_are_the_whole_run(files: Files, monkeypatch: pytest.MonkeyPatch,
     assert merge_shards.main([str(files.output)]) == 2
     assert files.rows() == whole and f"{len(whole)} rows" in capsys.readouterr().out
     llm = FakeLLM(with_seed=True)
-    assert files.run("--resume", llm=llm) == 2 and not llm.added, "the merged file is that of a whole run"
+    assert files.run("--resume", llm=llm) == 2 and not llm.added, (
+        "the merged file is that of a whole run"
+    )
 
 
 def test_what_is_not_merged(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +346,9 @@ def test_what_is_not_merged(files: Files, capsys: pytest.CaptureFixture[str]) ->
     paths = [str(files.output.with_name(f"out.{i}-of-3.jsonl")) for i in range(3)]
     assert merge_shards.main([str(files.output), *paths, "--partial"]) == 2
     assert files.rows() == files.undisturbed()
-    assert merge_shards.main([str(files.output), *paths]) == 1 and "exists" in capsys.readouterr().err
+    assert (
+        merge_shards.main([str(files.output), *paths]) == 1 and "exists" in capsys.readouterr().err
+    )
 
 
 def test_two_runs_of_one_output(files: Files, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""Every kind of input gives the same numbered lines; damage is an error that keeps what came before it."""
+"""Every kind of input gives the same numbered lines; damage is an error that keeps what came before
+it.
+"""
 
 import datetime
 import gzip
@@ -14,7 +16,11 @@ from jpaged.integrations.batch.source import BatchError, LineSource, guess_forma
 from jpaged.integrations.batch.tables import as_line
 
 TEXT = b'{"prompt": "a"}\n\n  \n{"prompt": "' + b"x" * 200 + b'"}\r\nlast, without an end'
-LINES = [(1, b'{"prompt": "a"}\n'), (4, b'{"prompt": "' + b"x" * 200 + b'"}\r\n'), (5, b"last, without an end")]
+LINES = [
+    (1, b'{"prompt": "a"}\n'),
+    (4, b'{"prompt": "' + b"x" * 200 + b'"}\r\n'),
+    (5, b"last, without an end"),
+]
 
 
 def compress_zst(data: bytes) -> bytes:
@@ -38,7 +44,9 @@ def test_lines(tmp_path: Path, suffix: str) -> None:
     assert source.fraction() == 1.0
     source.close()
     # Members that follow each other are one file.
-    double = LineSource(write(tmp_path / f"two{suffix}", pack(TEXT[:30]) + pack(TEXT[30:])), max_line_bytes=1000)
+    double = LineSource(
+        write(tmp_path / f"two{suffix}", pack(TEXT[:30]) + pack(TEXT[30:])), max_line_bytes=1000
+    )
     assert list(double) == LINES
     double.close()
     empty = LineSource(write(tmp_path / f"none{suffix}", pack(b"")), max_line_bytes=1000)
@@ -52,7 +60,11 @@ def test_long_lines_are_never_held(tmp_path: Path, suffix: str) -> None:
     source = LineSource(write(tmp_path / f"in{suffix}", WAYS[suffix](data)), max_line_bytes=100)
     found = list(source)
     assert [number for number, _ in found] == [1, 2, 3, 4, 5]
-    assert found[0][1] == b"a" * 99 + b"\n" and found[1][1] == b"b" * 100 + b"\n" and found[4][1] == b"end"
+    assert (
+        found[0][1] == b"a" * 99 + b"\n"
+        and found[1][1] == b"b" * 100 + b"\n"
+        and found[4][1] == b"end"
+    )
     for (_, error), length in zip(found[2:4], (102, 300_001), strict=True):
         assert isinstance(error, LineError) and error.code == "line_too_long"
         assert str(error) == f"{length} bytes are above --max-line-bytes 100"
@@ -71,7 +83,10 @@ def test_damage(tmp_path: Path, suffix: str, damage: str) -> None:
     else:
         for i in range(len(data) // 2, len(data) // 2 + 64):
             data[i] ^= 0x5A
-    source, found = LineSource(write(tmp_path / f"in{suffix}", bytes(data)), max_line_bytes=1000), []
+    source, found = (
+        LineSource(write(tmp_path / f"in{suffix}", bytes(data)), max_line_bytes=1000),
+        [],
+    )
     with pytest.raises(Exception, match=r".+"):
         for number, raw in source:
             found.append((number, raw))
@@ -90,8 +105,10 @@ def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(BatchError, match=r"no such folder \(hf:NAME"):
         open_source(str(tmp_path / "none"), format="dataset")
     for module, name, extra in (
-        ("zstandard", "in.zst", "zstd"), ("pyarrow.parquet", "in.parquet", "data"), ("datasets", "hf:x", "data")
-    ):  # fmt: skip
+        ("zstandard", "in.zst", "zstd"),
+        ("pyarrow.parquet", "in.parquet", "data"),
+        ("datasets", "hf:x", "data"),
+    ):
         monkeypatch.setitem(__import__("sys").modules, module, None)
         monkeypatch.setitem(__import__("sys").modules, "compression.zstd", None)
         path = name if name.startswith("hf:") else write(tmp_path / name, b"")
@@ -110,15 +127,24 @@ def test_formats_by_name(tmp_path: Path) -> None:
 
 
 def test_rows_as_lines() -> None:
-    row = {"prompt": "é", "seed": None, "messages": [{"role": "user", "name": None}], "day": datetime.date(2026, 1, 2)}
+    row = {
+        "prompt": "é",
+        "seed": None,
+        "messages": [{"role": "user", "name": None}],
+        "day": datetime.date(2026, 1, 2),
+    }
     assert json.loads(bytes(as_line(row))) == {  # pyright: ignore[reportArgumentType]
-        "prompt": "é", "messages": [{"role": "user"}], "day": "2026-01-02"
-    }  # fmt: skip
+        "prompt": "é",
+        "messages": [{"role": "user"}],
+        "day": "2026-01-02",
+    }
     error = as_line({"image": b"\x00"})
     assert isinstance(error, LineError) and "bytes" in str(error)
 
 
-ROWS = [{"id": f"r{i}", "prompt": f"p{i}", "max_tokens": i if i % 2 else None} for i in range(1, 1001)]
+ROWS = [
+    {"id": f"r{i}", "prompt": f"p{i}", "max_tokens": i if i % 2 else None} for i in range(1, 1001)
+]
 
 
 def lines_of(source) -> list[tuple[int, dict]]:
@@ -151,7 +177,9 @@ def test_parquet(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for i in range(4):
-        parquet.write_table(pyarrow.Table.from_pylist(ROWS[250 * i : 250 * (i + 1)]), folder / f"{i}.parquet")
+        parquet.write_table(
+            pyarrow.Table.from_pylist(ROWS[250 * i : 250 * (i + 1)]), folder / f"{i}.parquet"
+        )
     assert lines_of(open_source(str(folder))) == wanted()
 
 
@@ -160,7 +188,9 @@ def test_datasets(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(ROWS)
     data.save_to_disk(str(tmp_path / "one"))
     assert lines_of(open_source(str(tmp_path / "one"))) == wanted()
-    datasets.DatasetDict({"train": data.select(range(10)), "test": data}).save_to_disk(str(tmp_path / "splits"))
+    datasets.DatasetDict({"train": data.select(range(10)), "test": data}).save_to_disk(
+        str(tmp_path / "splits")
+    )
     assert lines_of(open_source(str(tmp_path / "splits"), split="test")) == wanted()
     with pytest.raises(BatchError, match="has the splits train, test: name one"):
         open_source(str(tmp_path / "splits"))

@@ -1,4 +1,6 @@
-"""What people look at while a run lasts and when it is over: --metrics-port and --report, end to end."""
+"""What people look at while a run lasts and when it is over: --metrics-port and --report, end to
+end.
+"""
 
 import json
 import re
@@ -22,7 +24,9 @@ class Watched(FakeLLM):
     def step(self) -> list[Any]:
         outputs = super().step()
         if self.steps == 3:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self.port}/metrics", timeout=30
+            ) as response:
                 self.seen = response.read().decode()
         return outputs
 
@@ -45,14 +49,31 @@ def test_prometheus_sees_a_run_and_the_page_tells_of_it(tmp_path: Path) -> None:
     page, llm = tmp_path / "report.html", Watched(free_port())
     flags = ("--report", page, "--metrics-port", llm.port, "--window", 4, "--temperature", 0.5)
     assert serve(source, "--output", tmp_path / "out.jsonl", *flags, llm=llm) == 2
-    assert 'jpaged_requests_total{outcome="failed"} 1.0' in llm.seen and "jpaged_requests_running 3.0" in llm.seen
+    assert (
+        'jpaged_requests_total{outcome="failed"} 1.0' in llm.seen
+        and "jpaged_requests_running 3.0" in llm.seen
+    )
     text = page.read_text()
-    assert re.search(r"&lt;u&gt;\d+&lt;/u&gt;", text) and not re.search(r"<u>", text) and "<script" not in text
-    for part in ("Batch run: out.jsonl", "invalid_json", "temperature", "0.5", str(source), "20 ok, 1 failed", "<svg"):
+    assert (
+        re.search(r"&lt;u&gt;\d+&lt;/u&gt;", text)
+        and not re.search(r"<u>", text)
+        and "<script" not in text
+    )
+    for part in (
+        "Batch run: out.jsonl",
+        "invalid_json",
+        "temperature",
+        "0.5",
+        str(source),
+        "20 ok, 1 failed",
+        "<svg",
+    ):
         assert part in text
 
 
-def test_a_report_that_cannot_be_written_and_a_port_in_use_are_said_at_once(tmp_path: Path, capsys: Any) -> None:
+def test_a_report_that_cannot_be_written_and_a_port_in_use_are_said_at_once(
+    tmp_path: Path, capsys: Any
+) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}])
     with pytest.raises(SystemExit):
         serve(source, "--report", tmp_path / "none" / "r.html")

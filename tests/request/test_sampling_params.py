@@ -9,12 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import RequestError
+from jpaged.request.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(max_logprobs=5, max_logit_bias=4)
 VOCAB = 50
-REALS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+REALS = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+]
 WHOLES = ["n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"]
 FLAGS = ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"]
 
@@ -32,7 +39,12 @@ GOOD: list[dict[str, Any]] = [
     {},
     {"temperature": 0},
     {"temperature": np.float32(0.7), "top_k": np.int64(3)},
-    {"temperature": np.float16(0.5), "min_p": np.array(0.5), "max_tokens": np.array(5), "seed": np.uint64(2**63)},
+    {
+        "temperature": np.float16(0.5),
+        "min_p": np.array(0.5),
+        "max_tokens": np.array(5),
+        "seed": np.uint64(2**63),
+    },
     {"temperature": 1e38},
     {"top_p": 1e-6, "min_p": 1.0},
     {"top_k": -1},
@@ -57,18 +69,57 @@ def test_good_values(fields: dict[str, Any]):
 
 
 BAD: list[tuple[str, Any]] = [
-    ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.01), ("top_p", -1), ("min_p", -0.01), ("min_p", 1.5),
-    ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", -1.0),
-    ("n", 0), ("n", 257), ("n", -1), ("top_k", -2), ("seed", 2**64), ("seed", -(2**63) - 1), ("max_tokens", 0),
-    ("max_tokens", -5), ("min_tokens", -1), ("logprobs", -1), ("logprobs", 6), ("prompt_logprobs", 6),
-    ("logprobs_mode", "cooked"), ("logprobs_mode", None), ("logprobs_mode", ["raw"]),
-    ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 3), ("stop", {"a"}), ("stop", [None]), ("stop", b"ab"),
-    ("stop_token_ids", "12"), ("stop_token_ids", 7), ("stop_token_ids", [-1]), ("stop_token_ids", [VOCAB]),
-    ("stop_token_ids", [1.0]), ("stop_token_ids", [True]), ("stop_token_ids", ["1"]), ("stop_token_ids", {1}),
-    ("logit_bias", [1, 2]), ("logit_bias", {VOCAB: 1.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", {"3": 1.0}),
-    ("logit_bias", {True: 1.0}), ("logit_bias", {3: math.nan}), ("logit_bias", {3: math.inf}), ("logit_bias", {3: "1"}),
-    ("logit_bias", dict.fromkeys(range(5), 1.0)), ("logit_bias", {3: 1e39}),
-]  # fmt: skip
+    ("temperature", -0.1),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", -1),
+    ("min_p", -0.01),
+    ("min_p", 1.5),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("n", 0),
+    ("n", 257),
+    ("n", -1),
+    ("top_k", -2),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("min_tokens", -1),
+    ("logprobs", -1),
+    ("logprobs", 6),
+    ("prompt_logprobs", 6),
+    ("logprobs_mode", "cooked"),
+    ("logprobs_mode", None),
+    ("logprobs_mode", ["raw"]),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 3),
+    ("stop", {"a"}),
+    ("stop", [None]),
+    ("stop", b"ab"),
+    ("stop_token_ids", "12"),
+    ("stop_token_ids", 7),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [VOCAB]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", {1}),
+    ("logit_bias", [1, 2]),
+    ("logit_bias", {VOCAB: 1.0}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"3": 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {3: math.nan}),
+    ("logit_bias", {3: math.inf}),
+    ("logit_bias", {3: "1"}),
+    ("logit_bias", dict.fromkeys(range(5), 1.0)),
+    ("logit_bias", {3: 1e39}),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=str)
@@ -102,7 +153,9 @@ def test_a_real_is_a_number(name: str, value: Any):
     refused(name, value)
 
 
-@pytest.mark.parametrize("value", [*NO_NUMBERS, 1.0, 0.5, math.nan, math.inf, True, False, np.float32(1)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [*NO_NUMBERS, 1.0, 0.5, math.nan, math.inf, True, False, np.float32(1)], ids=repr
+)
 @pytest.mark.parametrize("name", WHOLES)
 def test_a_whole_is_an_integer(name: str, value: Any):
     if value is None and name not in ("n", "top_k", "min_tokens"):
@@ -130,7 +183,10 @@ def test_no_real_is_negative(name: str, value: Any):
     refused(name, value)
 
 
-@given(name=st.sampled_from([name for name in WHOLES if name != "seed"]), value=st.integers(max_value=-2))
+@given(
+    name=st.sampled_from([name for name in WHOLES if name != "seed"]),
+    value=st.integers(max_value=-2),
+)
 def test_no_whole_is_negative(name: str, value: int):
     refused(name, value)
 
@@ -165,7 +221,17 @@ def test_everything_in_range_passes(params: SamplingParams):
     ("fields", "plain"),
     [
         ({}, True),
-        ({"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop_token_ids": [1]}, True),
+        (
+            {
+                "temperature": 0.5,
+                "top_k": 3,
+                "top_p": 0.5,
+                "min_p": 0.1,
+                "seed": 3,
+                "stop_token_ids": [1],
+            },
+            True,
+        ),
         ({"logit_bias": {}}, True),
         ({"logit_bias": {1: 1.0}}, False),
         ({"min_tokens": 1}, False),

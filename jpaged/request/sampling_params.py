@@ -1,29 +1,33 @@
-"""SamplingParams: how one request wants its tokens drawn and what it wants back. Names and meanings are vLLM's."""
+"""SamplingParams: how one request wants its tokens drawn and what it wants back. Names and meanings
+are vLLM's.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
+from jpaged.checks import FLOAT32_MAX, check_real, check_whole
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 
-FLOAT32_MAX = 3.4028234e38  # controls travel as float32
 LOGPROBS_MODES = ("raw", "tempered", "processed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Controls of one request; checked by `validate` when it is admitted, so that a bad one harms no neighbour.
+    """Controls of one request; checked by `validate` when it is admitted, so that a bad one harms
+    no neighbour.
 
-    n: completions a prompt. temperature: 0 is greedy. top_p: 1 is off. top_k: 0 or -1 is off. min_p: 0 is off.
-    seed: equal prompts with equal seeds give equal samples; None draws from the call's seed.
-    max_tokens: None means up to max_model_len. min_tokens: EOS, stop ids and stop strings wait this long.
-    stop: strings that end the text (left out of it). stop_token_ids: ids that end it. ignore_eos: EOS does not.
-    logprobs, prompt_logprobs: how many top alternatives to return a token (0: the token's own only).
-    logprobs_mode: "raw" is the model's distribution before any control, "tempered" log_softmax(logits / temperature)
-    and nothing else, "processed" after all controls.
-    presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty: divides positive
-    logits of tokens seen in prompt or output (arXiv:1909.05858). logit_bias: added to the logits of these ids.
+    n: completions a prompt. temperature: 0 is greedy. top_p: 1 is off. top_k: 0 or -1 is off.
+    min_p: 0 is off. seed: equal prompts with equal seeds give equal samples; None draws from the
+    call's seed. max_tokens: None means up to max_model_len. min_tokens: EOS, stop ids and stop
+    strings wait this long. stop: strings that end the text (left out of it). stop_token_ids: ids
+    that end it. ignore_eos: EOS does not. logprobs, prompt_logprobs: how many top alternatives to
+    return a token (0: the token's own only). logprobs_mode: "raw" is the model's distribution
+    before any control, "tempered" log_softmax(logits / temperature) and nothing else, "processed"
+    after all controls. presence_penalty, frequency_penalty: subtracted for tokens of the output.
+    repetition_penalty: divides positive logits of tokens seen in prompt or output
+    (arXiv:1909.05858). logit_bias: added to the logits of these ids.
     """
 
     n: int = 1
@@ -49,17 +53,29 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (
+            ()
+            if self.stop is None
+            else (self.stop,)
+            if isinstance(self.stop, str)
+            else tuple(self.stop)
+        )
 
     @property
     def has_penalties(self) -> bool:
         """Whether the request needs its token counts on the device."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
 
     @property
     def is_plain(self) -> bool:
         """Whether the "plain" step can serve the request; everything else takes the "full" one."""
-        return not (self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None)
+        return not (
+            self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None
+        )
 
     def validate(self, config: EngineConfig, vocab_size: int) -> None:
         """Raise RequestError naming the first value that cannot work."""
@@ -69,7 +85,9 @@ class SamplingParams:
         check_real("temperature", self.temperature, 0.0)
         check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise RequestError("top_p=0.0: must be above 0 (1.0 is off); use temperature=0 for greedy")
+            raise RequestError(
+                "top_p=0.0: must be above 0 (1.0 is off); use temperature=0 for greedy"
+            )
         check_real("min_p", self.min_p, 0.0, 1.0)
         check_whole("top_k", self.top_k, -1)
         check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -83,14 +101,21 @@ class SamplingParams:
             check_whole("max_tokens", self.max_tokens, 1)
         check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_whole(name, value, 0)
                 if value > config.max_logprobs:
-                    raise RequestError(f"{name}={value} is above max_logprobs={config.max_logprobs} of EngineConfig")
+                    raise RequestError(
+                        f"{name}={value} is above max_logprobs={config.max_logprobs} of "
+                        "EngineConfig"
+                    )
         if self.logprobs_mode not in LOGPROBS_MODES:
-            raise RequestError(f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}")
+            raise RequestError(
+                f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"
+            )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be True or False")
@@ -107,29 +132,9 @@ class SamplingParams:
         if not isinstance(biases, Mapping):
             raise RequestError(f"logit_bias={biases!r}: must map token ids to numbers")
         if (count := len(biases)) > (most := config.max_logit_bias):
-            raise RequestError(f"logit_bias has {count} entries, above max_logit_bias={most} of EngineConfig")
+            raise RequestError(
+                f"logit_bias has {count} entries, above max_logit_bias={most} of EngineConfig"
+            )
         for token, bias in biases.items():
             check_whole("logit_bias key", token, 0, vocab_size - 1)
             check_real(f"logit_bias[{token}]", bias, -FLOAT32_MAX)
-
-
-def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
-    if not is_scalar(value, int | float, "iufV"):  # V: bfloat16
-        raise RequestError(f"{name}={value!r}: must be a number")
-    value = value if isinstance(value, int) else float(value)  # an int may be past a float's range
-    if not low <= value <= high:  # false for NaN too
-        raise RequestError(f"{name}={value}: must be a finite number between {low} and {high}")
-
-
-def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not is_scalar(value):
-        raise RequestError(f"{name}={value!r}: must be an integer")
-    if value < low or (high is not None and value > high):
-        raise RequestError(f"{name}={value}: must be at least {low}" + ("" if high is None else f" and at most {high}"))
-
-
-def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:
-    """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of these dtype kinds."""
-    if isinstance(value, types):
-        return not isinstance(value, bool)
-    return getattr(value, "ndim", None) == 0 and value.dtype.kind in kinds

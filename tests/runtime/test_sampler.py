@@ -1,4 +1,6 @@
-"""Sampling against a plain numpy definition in float64, a Gumbel-max reference, and itself in other batches."""
+"""Sampling against a plain numpy definition in float64, a Gumbel-max reference, and itself in other
+batches.
+"""
 
 from typing import Any
 
@@ -8,9 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jpaged.runtime import sampling
+from jpaged.runtime import sampler
 from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, tile_max, tile_sums, weights
-from jpaged.runtime.sampling import Controls, FullControls, Sampled, sample
+from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample
 
 NEG_INF = float("-inf")
 INTS = {"top_k", "sample_index", "position", "logprobs_mode"}
@@ -31,20 +33,31 @@ run = jax.jit(sample, static_argnames="max_logprobs")
 def controls(rows: int, key: int = 0, **settings: Any) -> Controls:
     """Each setting a number or one a row; every row has its own position, all the same key."""
     values = OFF | {"position": np.arange(rows)} | settings
-    arrays = {f"{n}_S": jnp.asarray(np.full(rows, v, np.int32 if n in INTS else np.float32)) for n, v in values.items()}
+    arrays = {
+        f"{n}_S": jnp.asarray(np.full(rows, v, np.int32 if n in INTS else np.float32))
+        for n, v in values.items()
+    }
     key_2 = jax.random.key_data(jax.random.key(key, impl="threefry2x32"))
     return Controls(**arrays, key_S2=jnp.broadcast_to(key_2, (rows, 2)))
 
 
 def full_controls(rows: int, vocab: int, only: Any = slice(None), **settings: Any) -> FullControls:
-    """What is given for the rows `only`, off elsewhere; `bias` is {id: value}, `ban` a list, `counts` [V]."""
-    scalars = {n: np.full(rows, off, np.float32) for n, off in (("presence", 0), ("frequency", 0), ("repetition", 1))}
+    """What is given for the rows `only`, off elsewhere; `bias` is {id: value}, `ban` a list,
+    `counts` [V].
+    """
+    scalars = {
+        n: np.full(rows, off, np.float32)
+        for n, off in (("presence", 0), ("frequency", 0), ("repetition", 1))
+    }
     counts_SV = np.zeros((rows, vocab), np.int32)
     ids_SB, values_SB = np.full((rows, 4), vocab, np.int32), np.zeros((rows, 4), np.float32)
     bans_SX = np.full((rows, 3), vocab + 7, np.int32)
     for name, value in settings.items():
         if name == "bias":
-            ids_SB[only, : len(value)], values_SB[only, : len(value)] = list(value), list(value.values())
+            ids_SB[only, : len(value)], values_SB[only, : len(value)] = (
+                list(value),
+                list(value.values()),
+            )
         elif name == "ban":
             bans_SX[only, : len(value)] = value
         elif name == "counts":
@@ -61,9 +74,20 @@ def full_controls(rows: int, vocab: int, only: Any = slice(None), **settings: An
 
 
 def reference(logits: np.ndarray, **settings: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One row, token by token, in float64: the controlled logits, the kept mask, the probabilities drawn from."""
+    """One row, token by token, in float64: the controlled logits, the kept mask, the probabilities
+    drawn from.
+    """
     s: Settings = (
-        OFF | {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, "bias": {}, "ban": [], "counts": []} | settings
+        OFF
+        | {
+            "presence": 0.0,
+            "frequency": 0.0,
+            "repetition": 1.0,
+            "bias": {},
+            "ban": [],
+            "counts": [],
+        }
+        | settings
     )
     z = logits.astype(np.float64)
     for token, value in s["bias"].items():
@@ -88,14 +112,18 @@ def reference(logits: np.ndarray, **settings: Any) -> tuple[np.ndarray, np.ndarr
 
 
 def chi_square(tokens: np.ndarray, expected: np.ndarray) -> float:
-    """How probable so uneven a count is. Impossible tokens must not occur; rare ones are put together."""
+    """How probable so uneven a count is. Impossible tokens must not occur; rare ones are put
+    together.
+    """
     counts = np.bincount(tokens, minlength=len(expected))
     assert counts[expected == 0].sum() == 0, "a token outside the kept set was drawn"
     wanted = expected * len(tokens)
     common = wanted >= 8
     observed, wanted = (np.append(a[common], a[~common].sum()) for a in (counts, wanted))
     used = wanted >= 8
-    return float(stats.chi2.sf(np.sum((observed - wanted)[used] ** 2 / wanted[used]), used.sum() - 1))
+    return float(
+        stats.chi2.sf(np.sum((observed - wanted)[used] ** 2 / wanted[used]), used.sum() - 1)
+    )
 
 
 ROWS, VOCAB = 4096, 300  # two whole tiles and a short one
@@ -112,7 +140,9 @@ def a_distribution(seed: int = 0) -> np.ndarray:
 def many(logits: np.ndarray, calls: int = 8, **settings: Any) -> np.ndarray:
     """Tokens of many draws from one row's logits."""
     extra = {
-        n: settings.pop(n) for n in ("presence", "frequency", "repetition", "bias", "ban", "counts") if n in settings
+        n: settings.pop(n)
+        for n in ("presence", "frequency", "repetition", "bias", "ban", "counts")
+        if n in settings
     }
     full = full_controls(ROWS, VOCAB, **extra) if extra else None
     logits_SV = jnp.broadcast_to(jnp.asarray(logits), (ROWS, VOCAB))
@@ -130,8 +160,17 @@ DISTRIBUTIONS: dict[str, Settings] = {
     "top_p over the candidates": {"top_p": 0.97, "temperature": 4.0, "sample_index": 2},
     "min_p": {"min_p": 0.05},
     "all thresholds": {"min_p": 0.01, "top_k": 20, "top_p": 0.9, "temperature": 1.3},
-    "penalties": {"presence": 0.7, "frequency": 0.4, "repetition": 1.3, "counts": COUNTS, "temperature": 0.9},
-    "bias": {"bias": {5: 3.0, 200: 2.0, 7: -4.0, 3: 5.0}, "ban": [int(np.argmax(a_distribution()))]},
+    "penalties": {
+        "presence": 0.7,
+        "frequency": 0.4,
+        "repetition": 1.3,
+        "counts": COUNTS,
+        "temperature": 0.9,
+    },
+    "bias": {
+        "bias": {5: 3.0, 200: 2.0, 7: -4.0, 3: 5.0},
+        "ban": [int(np.argmax(a_distribution()))],
+    },
     "bias under penalties": {
         "bias": {5: 3.0, 201: -2.0},
         "repetition": 2.0,
@@ -165,23 +204,31 @@ def test_draws_agree_with_gumbel_max() -> None:
 def test_the_distribution_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = many(a_distribution())
     p = reference(a_distribution())[2]
-    assert chi_square(tokens, reference(a_distribution(), temperature=1.05)[2]) < 1e-6  # a slightly wrong temperature
-    off_by_one = np.where(tokens == np.argsort(p)[-5], np.argsort(p)[-6], tokens)  # one token never drawn
+    assert (
+        chi_square(tokens, reference(a_distribution(), temperature=1.05)[2]) < 1e-6
+    )  # a slightly wrong temperature
+    off_by_one = np.where(
+        tokens == np.argsort(p)[-5], np.argsort(p)[-6], tokens
+    )  # one token never drawn
     assert chi_square(off_by_one, p) < 1e-6
     with pytest.raises(AssertionError, match="outside the kept set"):
         chi_square(many(a_distribution(), top_k=8), reference(a_distribution(), top_k=7)[2])
 
-    # One random word used for both levels: every token is possible, but within a tile they are not drawn fairly.
-    words = sampling._random_bits
-    monkeypatch.setattr(sampling, "_random_bits", lambda c: jnp.repeat(words(c)[:, :1], 2, axis=1))
+    # One random word used for both levels: every token is possible, but within a tile they are not
+    # drawn fairly.
+    words = sampler._random_bits
+    monkeypatch.setattr(sampler, "_random_bits", lambda c: jnp.repeat(words(c)[:, :1], 2, axis=1))
     mutant = jax.jit(lambda z, c: sample(z, c).token_S)
     logits_SV = jnp.broadcast_to(jnp.asarray(a_distribution()), (ROWS, VOCAB))
-    assert chi_square(np.concatenate([mutant(logits_SV, controls(ROWS, i)) for i in range(8)]), p) < 1e-6
+    assert (
+        chi_square(np.concatenate([mutant(logits_SV, controls(ROWS, i)) for i in range(8)]), p)
+        < 1e-6
+    )
 
 
 def test_random_words_come_from_key_index_and_position_alone() -> None:
     rows = controls(4, sample_index=[0, 1, 2, 2], position=[5, 5, 5, 6])
-    bits = np.asarray(jax.jit(sampling._random_bits)(rows))
+    bits = np.asarray(jax.jit(sampler._random_bits)(rows))
     key = jax.random.key(0, impl="threefry2x32")
     for row, (index, position) in zip(bits, [(0, 5), (1, 5), (2, 5), (2, 6)], strict=True):
         drawn = jax.random.fold_in(jax.random.fold_in(key, index), position)
@@ -189,7 +236,8 @@ def test_random_words_come_from_key_index_and_position_alone() -> None:
     assert len({tuple(row) for row in bits}) == 4
 
 
-# Thresholds: (logits [S, V], settings a row); ties everywhere, as logits are rounded to quarters in the odd rows.
+# Thresholds: (logits [S, V], settings a row); ties everywhere, as logits are rounded to quarters in
+# the odd rows.
 
 
 def threshold_rows(vocab: int, seed: int) -> tuple[np.ndarray, list[Settings]]:
@@ -197,7 +245,9 @@ def threshold_rows(vocab: int, seed: int) -> tuple[np.ndarray, list[Settings]]:
     ks = [1, 2, 7, 63, 64, 65, 100, vocab - 1, vocab, vocab + 5]
     wanted: list[Settings] = [{"top_k": k} for k in ks]
     wanted += [{"nucleus": n} for n in (1, 2, 10, 60, 64, 65, 90, 300, vocab // 2, vocab - 1)]
-    wanted += [{"top_k": k, "nucleus": n} for k, n in ((30, 5), (64, 64), (200, 80), (200, 10), (5, 400))]
+    wanted += [
+        {"top_k": k, "nucleus": n} for k, n in ((30, 5), (64, 64), (200, 80), (200, 10), (5, 400))
+    ]
     wanted += [{"min_p": m} for m in (0.5, 0.01, 1.0)]
     wanted += [{"min_p": 0.02, "top_k": k, "nucleus": n} for k, n in ((0, 8), (50, 20), (150, 100))]
     wanted += [{"temperature": 0.0, "top_k": 3, "top_p": 0.5}]
@@ -229,7 +279,7 @@ def stacked(settings: list[Settings]) -> Settings:
 def kept_set(z_SV: jax.Array, c: Controls) -> jax.Array:
     greedy_S = c.temperature_S <= 0
     temp_S = jnp.where(greedy_S, jnp.float32(1), c.temperature_S)
-    floor_S = sampling._thresholds(z_SV, jnp.max(z_SV, axis=1), temp_S, greedy_S, c)
+    floor_S = sampler._thresholds(z_SV, jnp.max(z_SV, axis=1), temp_S, greedy_S, c)
     return z_SV >= floor_S[:, None]
 
 
@@ -241,19 +291,26 @@ def test_thresholds_keep_what_the_definition_keeps(vocab: int) -> None:
     for row, got, s in zip(logits, kept, settings, strict=True):
         want = reference(row, **s)[1] if s["temperature"] else np.ones_like(got)
         # What is kept at probability 0 is never drawn: top_k may reach it, and -inf ties with -inf.
-        np.testing.assert_array_equal(got & np.isfinite(row), want & np.isfinite(row), err_msg=str(s))
+        np.testing.assert_array_equal(
+            got & np.isfinite(row), want & np.isfinite(row), err_msg=str(s)
+        )
         sizes.add(int(want.sum()))
     assert vocab < 64 or len([n for n in sizes if 64 < n < vocab]) > 8  # the search was needed
 
 
 def test_a_threshold_does_not_depend_on_the_path_that_neighbours_force() -> None:
-    """The rows alone and all together, bit for bit: easy ones next to ones that need a search, and in another order."""
+    """The rows alone and all together, bit for bit: easy ones next to ones that need a search, and
+    in another order.
+    """
     logits, settings = threshold_rows(1003, seed=1)
     mode = {"logprobs_mode": PROCESSED}
-    together = run(jnp.asarray(logits), controls(len(logits), position=3, **stacked(settings) | mode))
+    together = run(
+        jnp.asarray(logits), controls(len(logits), position=3, **stacked(settings) | mode)
+    )
     order = np.random.default_rng(0).permutation(len(logits))
     again = run(
-        jnp.asarray(logits[order]), controls(len(logits), position=3, **stacked([settings[i] for i in order]) | mode)
+        jnp.asarray(logits[order]),
+        controls(len(logits), position=3, **stacked([settings[i] for i in order]) | mode),
     )
     np.testing.assert_array_equal(np.asarray(together.token_S)[order], again.token_S)
     np.testing.assert_array_equal(np.asarray(together.logprob_S)[order], again.logprob_S)
@@ -287,7 +344,10 @@ def test_plain_rows_are_the_same_bits_in_any_batch_and_in_the_full_step() -> Non
 
     whole = run(jnp.asarray(logits), controls(rows, **settings))
     for some in (np.array([9]), rng.permutation(rows)[:8]):
-        got = run(jnp.asarray(logits[some]), controls(len(some), **{n: v[some] for n, v in settings.items()}))
+        got = run(
+            jnp.asarray(logits[some]),
+            controls(len(some), **{n: v[some] for n, v in settings.items()}),
+        )
         equal(got, whole, some)
 
     # In the full batch every third row is penalised, banned from and biased; the others are plain.
@@ -303,15 +363,26 @@ def test_plain_rows_are_the_same_bits_in_any_batch_and_in_the_full_step() -> Non
 
 
 @pytest.mark.parametrize(("vocab", "short"), [(1, False), (40, False), (700, False), (700, True)])
-def test_edges_of_the_uniform_stay_in_the_kept_set(vocab: int, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the cumulative sum falls short of u * total, which is forced by doubling its last entry."""
+def test_edges_of_the_uniform_stay_in_the_kept_set(
+    vocab: int, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the cumulative sum falls short of u * total, which is forced by doubling its last
+    entry.
+    """
     if short:
         cumsum = jnp.cumsum
-        monkeypatch.setattr(jnp, "cumsum", lambda a, axis: cumsum(a, axis=axis).at[:, -1].multiply(2))
+        monkeypatch.setattr(
+            jnp, "cumsum", lambda a, axis: cumsum(a, axis=axis).at[:, -1].multiply(2)
+        )
     z = np.random.default_rng(vocab).normal(size=vocab).astype(np.float32) * 4
     if vocab > 1:  # nothing at both ends: at 700, whole tiles of nothing
         z[: vocab // 4] = z[-(vocab // 4) :] = NEG_INF
-    settings = [(NEG_INF, 1.0), (float(np.sort(z)[-max(1, vocab // 8)]), 1.0), (float(z.max()), 1.0), (NEG_INF, 1e-3)]
+    settings = [
+        (NEG_INF, 1.0),
+        (float(np.sort(z)[-max(1, vocab // 8)]), 1.0),
+        (float(z.max()), 1.0),
+        (NEG_INF, 1e-3),
+    ]
     words = (0, 0xFFFFFFFF)
     cases = [(floor, t, a, b) for floor, t in settings for a in words for b in words]
     floor_S, temp_S = (jnp.asarray([case[i] for case in cases], jnp.float32) for i in (0, 1))
@@ -322,7 +393,9 @@ def test_edges_of_the_uniform_stay_in_the_kept_set(vocab: int, short: bool, monk
         max_S = jnp.max(z_SV, axis=1)
         sums_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
         tile_max_SN = tile_max(z_SV, SUM_TILE)
-        return sampling._draw(z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, temp_S < 0, bits_S2)[0]
+        return sampler._draw(
+            z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, temp_S < 0, bits_S2
+        )[0]
 
     tokens = np.asarray(draw(jnp.broadcast_to(jnp.asarray(z), (len(cases), vocab))))
     assert tokens.min() >= 0 and tokens.max() < vocab
@@ -380,10 +453,18 @@ def test_logprob_modes(plain: bool) -> None:
     }
     extra: Settings = {}
     if not plain:
-        extra = {"presence": 0.5, "frequency": 0.3, "repetition": 1.2, "bias": {4: 6.0}, "ban": [8, 9]}
+        extra = {
+            "presence": 0.5,
+            "frequency": 0.3,
+            "repetition": 1.2,
+            "bias": {4: 6.0},
+            "ban": [8, 9],
+        }
         extra["counts"] = rng.integers(0, 5, vocab)
     full = None if plain else full_controls(rows, vocab, **extra)
-    out = run(jnp.asarray(logits), controls(rows, **settings), full, max_logprobs=0 if plain else WIDTH)
+    out = run(
+        jnp.asarray(logits), controls(rows, **settings), full, max_logprobs=0 if plain else WIDTH
+    )
     assert (out.rank_S is None) == plain
     for row in range(rows):
         s = {n: v[row].item() for n, v in settings.items()} | extra
@@ -394,15 +475,25 @@ def test_logprob_modes(plain: bool) -> None:
             tau = 1.0 if s["logprobs_mode"] == RAW else s["temperature"] or 1.0
             raw = logits[row].astype(np.float64) / tau
             lp = np.log(p) if s["logprobs_mode"] == PROCESSED else raw - np.logaddexp.reduce(raw)
-        source = np.where(p > 0, z.astype(np.float32), NEG_INF) if s["logprobs_mode"] == PROCESSED else logits[row]
+        source = (
+            np.where(p > 0, z.astype(np.float32), NEG_INF)
+            if s["logprobs_mode"] == PROCESSED
+            else logits[row]
+        )
         token = int(out.token_S[row])
         assert s["temperature"] > 0 or token == np.argmax(z.astype(np.float32))
         np.testing.assert_allclose(out.logprob_S[row], lp[token], atol=2e-5, rtol=1e-5)
-        if out.rank_S is not None and out.top_ids_SK is not None and out.top_logprobs_SK is not None:
+        if (
+            out.rank_S is not None
+            and out.top_ids_SK is not None
+            and out.top_logprobs_SK is not None
+        ):
             order = np.argsort(-source, kind="stable")
             assert out.rank_S[row] == 1 + np.flatnonzero(order == token)[0]
             np.testing.assert_array_equal(out.top_ids_SK[row], order[:WIDTH])
-            np.testing.assert_allclose(out.top_logprobs_SK[row], lp[order[:WIDTH]], atol=2e-5, rtol=1e-5)
+            np.testing.assert_allclose(
+                out.top_logprobs_SK[row], lp[order[:WIDTH]], atol=2e-5, rtol=1e-5
+            )
 
 
 def test_bans_biases_and_penalties_decide_greedy_rows() -> None:
@@ -429,9 +520,18 @@ def test_bans_biases_and_penalties_decide_greedy_rows() -> None:
 
 def test_the_lists_are_as_wide_as_asked() -> None:
     for width in (0, 3):
-        out = jax.eval_shape(lambda z, c, f, k=width: sample(z, c, f, max_logprobs=k), *shapes(8, 300))
-        assert out.rank_S.shape == (8,) and out.top_ids_SK.shape == out.top_logprobs_SK.shape == (8, width)
-        assert (out.token_S.dtype, out.logprob_S.dtype, out.rank_S.dtype) == (jnp.int32, jnp.float32, jnp.int32)
+        out = jax.eval_shape(
+            lambda z, c, f, k=width: sample(z, c, f, max_logprobs=k), *shapes(8, 300)
+        )
+        assert out.rank_S.shape == (8,) and out.top_ids_SK.shape == out.top_logprobs_SK.shape == (
+            8,
+            width,
+        )
+        assert (out.token_S.dtype, out.logprob_S.dtype, out.rank_S.dtype) == (
+            jnp.int32,
+            jnp.float32,
+            jnp.int32,
+        )
 
 
 def shapes(rows: int, vocab: int) -> tuple[jax.Array, Controls, FullControls]:

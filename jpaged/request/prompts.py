@@ -7,33 +7,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.checks import is_scalar
 from jpaged.engine.keys import Key, fold_in, key_from_seed
-from jpaged.engine.sampling_params import SamplingParams, is_scalar
 from jpaged.errors import RequestError
+from jpaged.request.sampling_params import SamplingParams
 
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them -> a list of prompts, each still in its own form.
 
-    A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or {"prompt_token_ids": ids}; a dict
-    may have a "cache_salt" (str) too.
+    A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
+    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) too.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
             return [prompts]
-        raise RequestError(f"prompts is a {prompts.ndim}-D array of {prompts.dtype}: pass unpadded lists of token ids")
+        raise RequestError(
+            f"prompts is a {prompts.ndim}-D array of {prompts.dtype}: pass unpadded lists "
+            "of token ids"
+        )
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
         kind = type(prompts).__name__
-        raise RequestError(f"prompts of type {kind}: pass a str, token ids, a dict, or a list of these")
+        raise RequestError(
+            f"prompts of type {kind}: pass a str, token ids, a dict, or a list of these"
+        )
     if prompts and all(is_scalar(x) for x in prompts):
         return [list(prompts)]  # one prompt of token ids
     return list(prompts)
 
 
 def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
-    """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises RequestError."""
+    """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises
+    RequestError.
+    """
     if isinstance(prompt, Mapping):
         keys = set(prompt) - {"cache_salt"}
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
@@ -41,10 +49,15 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
         elif "prompt_token_ids" in keys and keys <= {"prompt", "prompt_token_ids"}:
             text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
             if not isinstance(text, str | None) or isinstance(ids, str | Mapping):
-                raise RequestError("prompt: 'prompt' must be a str and 'prompt_token_ids' token ids")
+                raise RequestError(
+                    "prompt: 'prompt' must be a str and 'prompt_token_ids' token ids"
+                )
             return text, tokenize(ids, tokenizer, vocab_size)[1]
         else:
-            raise RequestError(f"prompt with keys {sorted(map(str, keys))}: pass 'prompt' (str) or 'prompt_token_ids'")
+            raise RequestError(
+                f"prompt with keys {sorted(map(str, keys))}: pass 'prompt' (str) or "
+                "'prompt_token_ids'"
+            )
     if isinstance(prompt, str):
         try:
             ids = [int(t) for t in tokenizer("a str prompt").encode(prompt)]
@@ -55,11 +68,15 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
         return prompt, _in_vocabulary(ids, vocab_size)
     if _is_array(prompt):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise RequestError(f"prompt is a {prompt.ndim}-D array of {prompt.dtype}: pass unpadded 1-D token ids")
+            raise RequestError(
+                f"prompt is a {prompt.ndim}-D array of {prompt.dtype}: pass unpadded 1-D token ids"
+            )
         return None, _in_vocabulary(jax.device_get(prompt).tolist(), vocab_size)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         kind = type(prompt).__name__
-        raise RequestError(f"prompt of type {kind}: pass a str, a list of token ids, a 1-D array or a dict")
+        raise RequestError(
+            f"prompt of type {kind}: pass a str, a list of token ids, a 1-D array or a dict"
+        )
     if bad := [t for t in prompt if not is_scalar(t)]:
         raise RequestError(f"prompt token id {bad[0]!r}: must be an integer")
     return None, _in_vocabulary([int(t) for t in prompt], vocab_size)
@@ -74,14 +91,21 @@ def cache_salt(prompt: Any) -> str | None:
 
 
 def match_params(sampling_params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt, from None (the defaults), one for all, or a list as long as the prompts."""
+    """One SamplingParams a prompt, from None (the defaults), one for all, or a list as long as the
+    prompts.
+    """
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
-    if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
+    if not isinstance(sampling_params, Sequence) or not all(
+        isinstance(p, SamplingParams) for p in sampling_params
+    ):
         kind = type(sampling_params).__name__
         raise RequestError(f"sampling_params of type {kind}: pass SamplingParams or a list of them")
     if len(sampling_params) != count:
-        raise RequestError(f"{len(sampling_params)} sampling_params for {count} prompts: pass one for all or one each")
+        raise RequestError(
+            f"{len(sampling_params)} sampling_params for {count} prompts: pass one for "
+            "all or one each"
+        )
     return list(sampling_params)
 
 
@@ -91,7 +115,9 @@ def as_key(seed: Any) -> Key:
         seed = jax.random.key_data(seed)
     if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
         first, second, *rest = (int(w) for w in jax.device_get(seed))
-        return functools.reduce(fold_in, rest, (first, second))  # other implementations have wider keys
+        return functools.reduce(
+            fold_in, rest, (first, second)
+        )  # other implementations have wider keys
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise RequestError(f"seed={seed!r}: pass an int or a jax key")
     return key_from_seed(int(seed))

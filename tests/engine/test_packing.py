@@ -11,23 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
-from jpaged.engine.batch import (
+from jpaged.engine.buckets import (
     CONTROLS,
-    ON_DEVICE,
-    PAD_TOKEN,
-    Batch,
     Bucket,
     Features,
     bucket_table,
     choose_buckets,
     input_sections,
     output_sections,
-    pack,
-    unpack_result,
 )
-from jpaged.engine.sampling_params import LOGPROBS_MODES, SamplingParams
-from jpaged.engine.scheduler import Plan, PlanEntry
+from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack, unpack_result
+from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
+from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
 from tests.engine.mock import MODEL
 
 CONFIG = EngineConfig(
@@ -58,7 +54,14 @@ def entry(
 ) -> PlanEntry:
     """A row whose sequence has tokens 10, 11, ... and blocks 5, 6, ..."""
     tokens = range(10, 10 + prompt)
-    seq = Sequence("r", list(tokens), SamplingParams(**params), max_model_len=40, key=(2**32 - 1, 7), eos_ids=eos)
+    seq = Sequence(
+        "r",
+        list(tokens),
+        SamplingParams(**params),
+        max_model_len=40,
+        key=(2**32 - 1, 7),
+        eos_ids=eos,
+    )
     seq.token_ids += range(60, 60 + generated)
     seq.slot = slot
     seq.block_table.extend(range(5, 5 + -(-(start + num_tokens) // 4)))
@@ -72,7 +75,10 @@ def plan(*entries: PlanEntry, phase: Literal["prefill", "decode"] = "prefill") -
 def views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
     sections, size = input_sections(bucket, CONFIG)
     assert packed.dtype == np.int32 and packed.shape == (size,)
-    return {k: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+    return {
+        k: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape)
+        for k, s in sections.items()
+    }
 
 
 def fields(batch: Batch) -> dict[str, np.ndarray]:
@@ -85,26 +91,59 @@ def drawing(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def test_prefill():
-    rows = entry(4, 2, prompt=8, draws=0), entry(0, 3, prompt=3, slot=1), entry(5, 1, slot=0), entry(6, 0, slot=2)
+    rows = (
+        entry(4, 2, prompt=8, draws=0),
+        entry(0, 3, prompt=3, slot=1),
+        entry(5, 1, slot=0),
+        entry(6, 0, slot=2),
+    )
     batch = pack(plan(*rows), CONFIG)
     assert batch.bucket == Bucket(phase="prefill", tokens=8, rows=5, blocks=10)
-    assert batch.sample == Bucket(phase="sample", tokens=5, rows=5) and (batch.num_tokens, batch.num_rows) == (6, 3)
+    assert batch.sample == Bucket(phase="sample", tokens=5, rows=5) and (
+        batch.num_tokens,
+        batch.num_rows,
+    ) == (6, 3)
     view = fields(batch)
     assert view["tokens"].tolist() == [14, 15, 10, 11, 12, 15, 0, 0]
     assert view["query_starts"].tolist() == [0, 2, 5, 6, 6, 6]  # rows without tokens end the list
     assert view["context_lens"].tolist() == [6, 3, 6, 0, 0]
-    assert view["block_table"].tolist() == [[5, 6] + [0] * 8, [5] + [0] * 9, [5, 6] + [0] * 8, [0] * 10, [0] * 10]
-    assert view["drawn_at"].tolist() == [4, 5, 5, 0, 0]  # the last is a fork: it draws where the row before it does
-    assert set(view) == {"tokens", "query_starts", "context_lens", "block_table", "drawn_at", "sample"}
+    assert view["block_table"].tolist() == [
+        [5, 6] + [0] * 8,
+        [5] + [0] * 9,
+        [5, 6] + [0] * 8,
+        [0] * 10,
+        [0] * 10,
+    ]
+    assert view["drawn_at"].tolist() == [
+        4,
+        5,
+        5,
+        0,
+        0,
+    ]  # the last is a fork: it draws where the row before it does
+    assert set(view) == {
+        "tokens",
+        "query_starts",
+        "context_lens",
+        "block_table",
+        "drawn_at",
+        "sample",
+    }
     rows = drawing(batch)
     assert rows["context_lens"].tolist() == [3, 6, 6, 0, 0]
     assert rows["slots"].tolist() == [1, 0, 2, 5, 5]  # 5 is past the last slot: dropped
-    assert not rows["controls"][3:].any() and not rows["open_after"].any() and batch.count_rows == ()
+    assert (
+        not rows["controls"][3:].any() and not rows["open_after"].any() and batch.count_rows == ()
+    )
 
 
 def test_a_prefill_without_a_last_chunk_draws_nothing():
     batch = pack(plan(entry(0, 4, prompt=8, draws=0)), CONFIG)
-    assert batch.sample is None is batch.drawing and batch.num_rows == 0 and not fields(batch)["sample"].any()
+    assert (
+        batch.sample is None is batch.drawing
+        and batch.num_rows == 0
+        and not fields(batch)["sample"].any()
+    )
 
 
 def test_decode():
@@ -112,19 +151,34 @@ def test_decode():
     batch = pack(plan(*rows, phase="decode"), CONFIG)
     assert batch.bucket == batch.drawing == Bucket(phase="decode", tokens=2, rows=2, blocks=10)
     view = fields(batch)
-    assert "query_starts" not in view and view["tokens"].tolist() == [60, 63] and not view["copies"].any()
+    assert (
+        "query_starts" not in view
+        and view["tokens"].tolist() == [60, 63]
+        and not view["copies"].any()
+    )
     assert view["context_lens"].tolist() == [7, 10] and view["slots"].tolist() == [4, 0]
-    assert view["steps"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [[5, 6, 0, 0], [5, 6, 7, 0]]
+    assert view["steps"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [
+        [5, 6, 0, 0],
+        [5, 6, 7, 0],
+    ]
 
 
 def test_several_steps():
     config = dataclasses.replace(CONFIG, decode_steps=8)
-    rows = entry(6, 5, draws=5, generated=1, slot=4, min_tokens=4), entry(9, 2, draws=2, generated=3, slot=0)
+    rows = (
+        entry(6, 5, draws=5, generated=1, slot=4, min_tokens=4),
+        entry(9, 2, draws=2, generated=3, slot=0),
+    )
     batch = pack(plan(*rows, phase="decode"), config)
-    assert batch.bucket == Bucket(phase="decode", tokens=2, rows=2, blocks=10, steps=8, features="full")
+    assert batch.bucket == Bucket(
+        phase="decode", tokens=2, rows=2, blocks=10, steps=8, features="full"
+    )
     assert (batch.steps, batch.num_tokens, batch.num_rows, batch.padded_tokens) == (5, 7, 2, 10)
     sections, _ = input_sections(batch.bucket, config)
-    view = {k: batch.packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape) for k, s in sections.items()}
+    view = {
+        k: batch.packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape)
+        for k, s in sections.items()
+    }
     assert view["steps"].tolist() == [5, 2] and view["context_lens"].tolist() == [7, 10]
     assert view["tokens"].tolist() == [60, ON_DEVICE]  # the second row's last token is in flight
     assert view["open_after"].tolist() == [3, 0]
@@ -132,13 +186,30 @@ def test_several_steps():
 
 def test_controls_travel_as_their_bits():
     row = entry(
-        0, 6, temperature=0.7, top_p=0.9, min_p=0.05, top_k=-1, logprobs_mode="processed", presence_penalty=-1.5,
-        frequency_penalty=0.25, repetition_penalty=1.1,
-    )  # fmt: skip
+        0,
+        6,
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.05,
+        top_k=-1,
+        logprobs_mode="processed",
+        presence_penalty=-1.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.1,
+    )
     columns = drawing(pack(plan(row), CONFIG))["controls"][0]
     values = {name: columns[i : i + 1].view(dtype)[0] for i, (name, dtype) in enumerate(CONTROLS)}
-    want = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "presence": -1.5, "frequency": 0.25, "repetition": 1.1}
-    assert {name: values[name] for name in want} == {name: np.float32(v) for name, v in want.items()}
+    want = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "presence": -1.5,
+        "frequency": 0.25,
+        "repetition": 1.1,
+    }
+    assert {name: values[name] for name in want} == {
+        name: np.float32(v) for name, v in want.items()
+    }
     assert (values["key_hi"], values["key_lo"], values["top_k"]) == (2**32 - 1, 7, 0)
     assert (columns[len(CONTROLS) :] == PAD_TOKEN).all()  # no stop ids
     assert LOGPROBS_MODES[values["mode"]] == "processed" and values["sample_index"] == 0
@@ -148,7 +219,10 @@ def test_controls_are_packed_once_a_request():
     row = entry(0, 6, temperature=0.5)
     first = drawing(pack(plan(row), CONFIG))["controls"][0]
     kept = row.seq.controls
-    assert drawing(pack(plan(row), CONFIG))["controls"][0].tolist() == first.tolist() and row.seq.controls is kept
+    assert (
+        drawing(pack(plan(row), CONFIG))["controls"][0].tolist() == first.tolist()
+        and row.seq.controls is kept
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +245,9 @@ def test_one_row_decides_the_features(params: dict[str, Any], prefill: Features,
     assert sample is not None and (bucket.features, sample.features) == (prefill, drawing)
     assert choose_buckets(plan(*rows, phase="decode"), CONFIG)[0].features == drawing
     # A row that draws nothing yet asks nothing of the draw.
-    _, sample = choose_buckets(plan(rows[0], entry(0, 2, prompt=4, slot=0, draws=0, **params)), CONFIG)
+    _, sample = choose_buckets(
+        plan(rows[0], entry(0, 2, prompt=4, slot=0, draws=0, **params)), CONFIG
+    )
     assert sample is not None and sample.features == "plain"
 
 
@@ -186,28 +262,42 @@ def test_full_fields():
     assert view["bias_ids"].tolist() == [[30, 7], *[[pad, pad]] * 4]
     assert view["bias"].view(np.float32).tolist() == [[1.5, -2.0], *[[0.0, 0.0]] * 4]
     # As many stop ids as there is room for; the host sees them all.
-    assert view["controls"][:3, len(CONTROLS) :].tolist() == [[pad] * 4, [4, 6, 9, pad], [20, 21, 22, 23]]
+    assert view["controls"][:3, len(CONTROLS) :].tolist() == [
+        [pad] * 4,
+        [4, 6, 9, pad],
+        [20, 21, 22, 23],
+    ]
     assert view["open_after"].tolist() == [0, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 3])
 def test_stop_ids_count_after_min_tokens(min_tokens: int):
-    """The token drawn after a context of 6 + g is number g + 1 of the output: no stop id while g < min_tokens."""
+    """The token drawn after a context of 6 + g is number g + 1 of the output: no stop id while g <
+    min_tokens.
+    """
     for g in range(5):
         row = entry(5 + g, 1, generated=g, min_tokens=min_tokens, logprobs=0, eos=frozenset({9}))
         view = drawing(pack(plan(row, phase="decode"), CONFIG))
         assert view["open_after"][0] == max(min_tokens - g, 0)
-    assert drawing(pack(plan(entry(0, 6, min_tokens=min_tokens)), CONFIG))["open_after"][0] == min_tokens
+    assert (
+        drawing(pack(plan(entry(0, 6, min_tokens=min_tokens)), CONFIG))["open_after"][0]
+        == min_tokens
+    )
 
 
 def test_targets_are_the_tokens_that_follow():
-    scored = entry(2, 3, prompt=6, prompt_logprobs=1, draws=0, temperature=0.5, logprobs_mode="tempered")
+    scored = entry(
+        2, 3, prompt=6, prompt_logprobs=1, draws=0, temperature=0.5, logprobs_mode="tempered"
+    )
     rows = scored, entry(0, 4, prompt=4, slot=0)
     view = fields(pack(plan(*rows), CONFIG))
     assert view["tokens"].tolist()[:7] == [12, 13, 14, 10, 11, 12, 13]
     assert view["targets"].tolist() == [13, 14, 15, 11, 12, 13, 0, 0]
     assert view["scoring"][:, 0].view(np.float32).tolist()[:2] == [0.5, 1.0]
-    assert view["scoring"][:2, 1].tolist() == [LOGPROBS_MODES.index("tempered"), LOGPROBS_MODES.index("raw")]
+    assert view["scoring"][:2, 1].tolist() == [
+        LOGPROBS_MODES.index("tempered"),
+        LOGPROBS_MODES.index("raw"),
+    ]
 
 
 def test_counts_of_rows_just_admitted():
@@ -231,11 +321,19 @@ def test_plans_fill_their_bucket():
     assert view["query_starts"].tolist() == [0, 4, 8, 12, 15, 16] and (view["tokens"] > 0).all()
 
 
-@pytest.mark.parametrize(("tokens", "rows", "want"), [(1, 1, (4, 2)), (4, 2, (4, 2)), (5, 1, (8, 2)), (9, 3, (16, 5))])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "want"), [(1, 1, (4, 2)), (4, 2, (4, 2)), (5, 1, (8, 2)), (9, 3, (16, 5))]
+)
 def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[int, int]):
     lengths = [tokens - rows + 1, *[1] * (rows - 1)]
-    bucket, sample = choose_buckets(plan(*(entry(0, n, prompt=n, slot=i) for i, n in enumerate(lengths))), CONFIG)
-    assert (bucket.tokens, bucket.rows) == want and sample is not None and sample.rows == (2 if rows < 3 else 5)
+    bucket, sample = choose_buckets(
+        plan(*(entry(0, n, prompt=n, slot=i) for i, n in enumerate(lengths))), CONFIG
+    )
+    assert (
+        (bucket.tokens, bucket.rows) == want
+        and sample is not None
+        and sample.rows == (2 if rows < 3 else 5)
+    )
 
 
 def test_forks_are_rows_of_the_draw_alone():
@@ -249,12 +347,16 @@ def test_few_long_rows_and_many_short_ones():
     plans = {n: plan(*[entry(0, 1600 // n, prompt=1600 // n)] * n) for n in (1, 32, 33)}
     rows = {n: choose_buckets(of, config) for n, of in plans.items()}
     assert {n: (bucket.tokens, bucket.rows) for n, (bucket, _) in rows.items()} == {
-        1: (2048, 32), 32: (2048, 32), 33: (2048, 256),
-    }  # fmt: skip
+        1: (2048, 32),
+        32: (2048, 32),
+        33: (2048, 256),
+    }
     assert [sample.rows for _, sample in rows.values() if sample is not None] == [8, 32, 48]
 
 
-sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(lambda x: tuple(sorted(x)))
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(
+    lambda x: tuple(sorted(x))
+)
 
 
 @given(seq_buckets=sizes, token_buckets=sizes, data=st.data())
@@ -271,14 +373,24 @@ def test_the_table_holds_every_choice(
     table = list(bucket_table(config))
     assert len(set(table)) == len(table)
     phase: Literal["prefill", "decode"] = data.draw(st.sampled_from(["prefill", "decode"]))
-    limit = config.max_num_seqs if phase == "decode" else min(config.max_num_seqs, config.max_num_batched_tokens)
+    limit = (
+        config.max_num_seqs
+        if phase == "decode"
+        else min(config.max_num_seqs, config.max_num_batched_tokens)
+    )
     rows = data.draw(st.integers(1, limit))
-    extra = 0 if phase == "decode" else data.draw(st.integers(0, config.max_num_batched_tokens - rows))
-    params: dict[str, Any] = data.draw(st.sampled_from([{}, {"logprobs": 1}, {"prompt_logprobs": 0}]))
+    extra = (
+        0 if phase == "decode" else data.draw(st.integers(0, config.max_num_batched_tokens - rows))
+    )
+    params: dict[str, Any] = data.draw(
+        st.sampled_from([{}, {"logprobs": 1}, {"prompt_logprobs": 0}])
+    )
     entries = [entry(0, 1 + extra * (i == 0), prompt=41, **params) for i in range(rows)]
     bucket, sample = choose_buckets(plan(*entries, phase=phase), config)
     assert bucket in table and bucket.rows >= rows and bucket.tokens >= rows + extra
-    assert (sample is None) == (phase == "decode") and (sample is None or (sample in table and sample.rows >= rows))
+    assert (sample is None) == (phase == "decode") and (
+        sample is None or (sample in table and sample.rows >= rows)
+    )
 
 
 def test_the_table_of_the_defaults_is_small():
@@ -297,7 +409,11 @@ def filled(bucket: Bucket, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]
     packed, want = np.zeros(size, np.int32), {}
     for name, section in sections.items():
         is_real = name.endswith("logprobs")
-        values = -rng.random(section.shape, np.float32) if is_real else rng.integers(0, 99, section.shape, np.int32)
+        values = (
+            -rng.random(section.shape, np.float32)
+            if is_real
+            else rng.integers(0, 99, section.shape, np.int32)
+        )
         want[name] = values
         packed[section.offset : section.offset + values.size] = values.view(np.int32).ravel()
     return packed, want
@@ -314,7 +430,9 @@ def test_results_round_trip(features: Features, steps: int):
     packed, want = filled(bucket, 0)
     result = unpack_result(batch_of(bucket, None, 1), CONFIG, [packed])
     assert result.num_drawn == want["num_drawn"][:1].tolist()
-    assert result.tokens == [want["tokens"][:, 0].tolist()] and result.logprobs == [want["logprobs"][:, 0].tolist()]
+    assert result.tokens == [want["tokens"][:, 0].tolist()] and result.logprobs == [
+        want["logprobs"][:, 0].tolist()
+    ]
     for name in ("ranks", "top_ids", "top_logprobs"):
         value = getattr(result, name)
         assert (value is None) == (features == "plain")
@@ -325,7 +443,9 @@ def test_results_round_trip(features: Features, steps: int):
         return
     for step in range(steps):
         ids, logprobs = want["top_ids"][step, 0], want["top_logprobs"][step, 0]
-        top = [(int(i), float(p), rank) for i, p, rank in zip(ids, logprobs, (1, 2, 3), strict=True)]
+        top = [
+            (int(i), float(p), rank) for i, p, rank in zip(ids, logprobs, (1, 2, 3), strict=True)
+        ]
         own = (result.tokens[0][step], result.logprobs[0][step], int(want["ranks"][step, 0]))
         assert [result.top(0, k, step) for k in (0, 1, 3)] == [[own], [own, top[0]], [own, *top]]
 
@@ -340,7 +460,10 @@ def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
     result = unpack_result(batch_of(scored, None, 0), CONFIG, [two])
     assert result.tokens == result.num_drawn == [] and result.prompt_ranks is not None
     plain = Bucket(phase="prefill", tokens=4, rows=2, blocks=3)
-    assert unpack_result(batch_of(plain, sample, 1), CONFIG, [one]).logprobs == tokens["logprobs"][:, :1].T.tolist()
+    assert (
+        unpack_result(batch_of(plain, sample, 1), CONFIG, [one]).logprobs
+        == tokens["logprobs"][:, :1].T.tolist()
+    )
     assert unpack_result(batch_of(plain, None, 0), CONFIG, []).tokens == []
 
 
@@ -352,7 +475,9 @@ def test_prompt_rows():
     for name, unit in (("prompt_logprobs", 1.0), ("prompt_top_logprobs", 10.0)):
         offset, shape = sections[name]
         values = unit * np.arange(8, dtype=np.float32)
-        packed[offset : offset + math.prod(shape)] = np.repeat(values, math.prod(shape) // 8).view(np.int32)
+        packed[offset : offset + math.prod(shape)] = np.repeat(values, math.prod(shape) // 8).view(
+            np.int32
+        )
     offset, _ = sections["prompt_ranks"]
     packed[offset : offset + 8] = np.arange(8) + 100
     rows = (
@@ -362,7 +487,12 @@ def test_prompt_rows():
     )
     result = unpack_result(batch_of(bucket, None, 0), CONFIG, [packed])
     of = plan(*rows)
-    assert result.prompt_rows(of, 1) == [[(13, 3.0, 103), (0, 30.0, 1)], [(14, 4.0, 104), (0, 40.0, 1)]]
-    assert result.prompt_rows(of, 2) == [[(14, 5.0, 105)]]  # 3 tokens were computed, one has a prompt token after it
+    assert result.prompt_rows(of, 1) == [
+        [(13, 3.0, 103), (0, 30.0, 1)],
+        [(14, 4.0, 104), (0, 40.0, 1)],
+    ]
+    assert result.prompt_rows(of, 2) == [
+        [(14, 5.0, 105)]
+    ]  # 3 tokens were computed, one has a prompt token after it
     past = plan(entry(5, 1, prompt=5, generated=1, prompt_logprobs=0))
     assert result.prompt_rows(past, 0) == []

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
-from jpaged.outputs import CompletionOutput, RequestOutput, to_arrays
+from jpaged.request.outputs import CompletionOutput, RequestOutput, to_arrays
 
 
-def output(prompt: list[int], *completions: list[int], reason: Any = "stop", error: Exception | None = None):
+def output(
+    prompt: list[int], *completions: list[int], reason: Any = "stop", error: Exception | None = None
+):
     outputs = [
         CompletionOutput(
             index=i,
@@ -21,15 +23,24 @@ def output(prompt: list[int], *completions: list[int], reason: Any = "stop", err
         )
         for i, tokens in enumerate(completions)
     ]
-    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=prompt, outputs=outputs, error=error)
+    return RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=prompt, outputs=outputs, error=error
+    )
 
 
 TWO = [output([1, 2, 3], [4, 5]), output([6], [7, 8, 9], reason="length")]
 DTYPES = {
-    "prompt_ids": np.int32, "prompt_mask": np.bool_, "prompt_lens": np.int32, "completion_ids": np.int32,
-    "completion_mask": np.bool_, "completion_lens": np.int32, "logprobs": np.float32, "group_ids": np.int32,
-    "sample_index": np.int32, "finished": np.bool_,
-}  # fmt: skip
+    "prompt_ids": np.int32,
+    "prompt_mask": np.bool_,
+    "prompt_lens": np.int32,
+    "completion_ids": np.int32,
+    "completion_mask": np.bool_,
+    "completion_lens": np.int32,
+    "logprobs": np.float32,
+    "group_ids": np.int32,
+    "sample_index": np.int32,
+    "finished": np.bool_,
+}
 
 
 def check(arrays: dict[str, np.ndarray], **want: Any) -> None:
@@ -76,12 +87,19 @@ def test_masks_come_from_lengths():
 
 def test_several_completions_a_prompt():
     arrays = to_arrays([output([1], [2], [3, 4]), output([5, 6], [7], [8])])
-    check(arrays, group_ids=[0, 0, 1, 1], sample_index=[0, 1, 0, 1], prompt_ids=[[0, 1], [0, 1], [5, 6], [5, 6]])
+    check(
+        arrays,
+        group_ids=[0, 0, 1, 1],
+        sample_index=[0, 1, 0, 1],
+        prompt_ids=[[0, 1], [0, 1], [5, 6], [5, 6]],
+    )
 
 
 def test_a_batch_of_one():
     arrays = to_arrays([output([3], [4])])
-    assert {name: array.shape for name, array in arrays.items() if array.ndim == 2} == dict.fromkeys(
+    assert {
+        name: array.shape for name, array in arrays.items() if array.ndim == 2
+    } == dict.fromkeys(
         ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "logprobs"), (1, 1)
     )
     assert arrays["finished"].shape == arrays["group_ids"].shape == (1,)
@@ -89,7 +107,9 @@ def test_a_batch_of_one():
 
 def test_no_tokens():
     arrays = to_arrays([output([3, 4], [], reason="abort"), output([5], [6])])
-    check(arrays, completion_ids=[[0], [6]], completion_mask=[[False], [True]], finished=[False, True])
+    check(
+        arrays, completion_ids=[[0], [6]], completion_mask=[[False], [True]], finished=[False, True]
+    )
     assert to_arrays([output([3, 4], [])])["completion_ids"].shape == (1, 0)
 
 
@@ -97,7 +117,9 @@ def test_nothing_at_all():
     arrays = to_arrays([])
     assert arrays["prompt_ids"].shape == arrays["completion_ids"].shape == (0, 0)
     check(
-        to_arrays([], max_prompt_len=2, max_completion_len=3), prompt_mask=np.zeros((0, 2)), logprobs=np.zeros((0, 3))
+        to_arrays([], max_prompt_len=2, max_completion_len=3),
+        prompt_mask=np.zeros((0, 2)),
+        logprobs=np.zeros((0, 3)),
     )
 
 
@@ -136,7 +158,9 @@ def test_overflow_drop():
         completion_ids=[[7, 8, 9]],
         group_ids=[1],
     )
-    assert to_arrays(TWO, max_prompt_len=1, max_completion_len=1, overflow="drop")["prompt_ids"].shape == (0, 1)
+    assert to_arrays(TWO, max_prompt_len=1, max_completion_len=1, overflow="drop")[
+        "prompt_ids"
+    ].shape == (0, 1)
     check(to_arrays(TWO, max_prompt_len=3, max_completion_len=3, overflow="drop"), group_ids=[0, 1])
 
 
@@ -146,11 +170,17 @@ def test_overflow_drops_one_completion_of_a_group():
 
 
 def test_failed_requests():
-    outs = [output([1], [2]), output([3, 4, 5, 6], [], reason="error", error=ValueError("too long")), output([7], [8])]
+    outs = [
+        output([1], [2]),
+        output([3, 4, 5, 6], [], reason="error", error=ValueError("too long")),
+        output([7], [8]),
+    ]
     with pytest.raises(RequestError, match="request 1 failed: too long"):
         to_arrays(outs)
     for overflow in ("truncate", "drop"):
-        check(to_arrays(outs, overflow=overflow), group_ids=[0, 2], prompt_ids=[[1], [7]])  # nor does its width count
+        check(
+            to_arrays(outs, overflow=overflow), group_ids=[0, 2], prompt_ids=[[1], [7]]
+        )  # nor does its width count
 
 
 @pytest.mark.parametrize("overflow", ["cut", None, ""])

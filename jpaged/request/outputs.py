@@ -10,7 +10,9 @@ from jpaged.errors import RequestError
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability. rank: 1 is the most probable; decoded_token is None without a tokenizer."""
+    """One token's log-probability. rank: 1 is the most probable; decoded_token is None without a
+    tokenizer.
+    """
 
     logprob: float
     rank: int | None = None
@@ -21,9 +23,10 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One completion. token_ids includes the stop token, text does not (None without a tokenizer).
 
-    token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode. logprobs: for each
-    token {token id: Logprob} of the sampled and the top ones, if asked for. stop_reason: the stop id or string, None
-    for EOS. score: of a beam search, cumulative_logprob / len(token_ids) ** length_penalty.
+    token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode.
+    logprobs: for each token {token id: Logprob} of the sampled and the top ones, if asked for.
+    stop_reason: the stop id or string, None for EOS. score: of a beam search, cumulative_logprob /
+    len(token_ids) ** length_penalty.
     """
 
     index: int
@@ -39,10 +42,11 @@ class CompletionOutput:
 
 @dataclasses.dataclass(kw_only=True)
 class RequestOutput:
-    """One request and its completions. prompt_logprobs: None for the first token, then {token id: Logprob} each.
+    """One request and its completions. prompt_logprobs: None for the first token, then {token id:
+    Logprob} each.
 
-    num_cached_tokens: prompt tokens whose KV was found in the cache. error: why it failed, None if it did not.
-    weight_version: counts the distinct params that its engine has served.
+    num_cached_tokens: prompt tokens whose KV was found in the cache. error: why it failed, None if
+    it did not. weight_version: counts the distinct params that its engine has served.
     """
 
     request_id: str
@@ -68,17 +72,22 @@ class CompletionChunk:
 
 
 def to_arrays(
-    outs: Sequence[RequestOutput], *, max_prompt_len: int | None = None, max_completion_len: int | None = None,
-    pad_id: int = 0, overflow: Literal["error", "truncate", "drop"] = "error",
-) -> dict[str, np.ndarray]:  # fmt: skip
+    outs: Sequence[RequestOutput],
+    *,
+    max_prompt_len: int | None = None,
+    max_completion_len: int | None = None,
+    pad_id: int = 0,
+    overflow: Literal["error", "truncate", "drop"] = "error",
+) -> dict[str, np.ndarray]:
     """Completions as padded arrays, one row each (B), for a jitted training step.
 
-    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id; prompt_mask,
-    completion_mask bool, made from lengths, never by comparing with pad_id; prompt_lens, completion_lens int32 [B];
-    logprobs float32 [B, C], 0 where masked; group_ids int32 [B], the index in `outs`; sample_index int32 [B];
-    finished bool [B], True where the completion ended by itself ("stop") and was not cut here. max_prompt_len,
-    max_completion_len: P and C; None is the longest there is. overflow: what to do with a row that does not fit:
-    raise RequestError, cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
+    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id;
+    prompt_mask, completion_mask bool, made from lengths, never by comparing with pad_id;
+    prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C], 0 where masked; group_ids int32
+    [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the completion
+    ended by itself ("stop") and was not cut here. max_prompt_len, max_completion_len: P and C; None
+    is the longest there is. overflow: what to do with a row that does not fit: raise RequestError,
+    cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
     request raises under "error" and is left out otherwise.
     """
     if overflow not in ("error", "truncate", "drop"):
@@ -86,16 +95,24 @@ def to_arrays(
     rows = []
     for group, out in enumerate(outs):
         if out.error is not None and overflow == "error":
-            raise RequestError(f"request {group} failed: {out.error}; overflow='drop' leaves it out")
-        rows += [] if out.error is not None else [(group, out.prompt_token_ids, c) for c in out.outputs]
+            raise RequestError(
+                f"request {group} failed: {out.error}; overflow='drop' leaves it out"
+            )
+        rows += (
+            [] if out.error is not None else [(group, out.prompt_token_ids, c) for c in out.outputs]
+        )
     width_p = _width("max_prompt_len", max_prompt_len, [len(prompt) for _, prompt, _ in rows])
-    width_c = _width("max_completion_len", max_completion_len, [len(c.token_ids) for _, _, c in rows])
+    width_c = _width(
+        "max_completion_len", max_completion_len, [len(c.token_ids) for _, _, c in rows]
+    )
     fits = [len(prompt) <= width_p and len(c.token_ids) <= width_c for _, prompt, c in rows]
     if overflow == "error" and not all(fits):
         group, prompt, c = rows[fits.index(False)]
         raise RequestError(
-            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, over "
-            f"max_prompt_len={width_p} or max_completion_len={width_c}: raise them or pass another overflow"
+            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion "
+            "tokens, over "
+            f"max_prompt_len={width_p} or max_completion_len={width_c}: raise them or "
+            "pass another overflow"
         )
     if overflow == "drop":
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
@@ -104,20 +121,28 @@ def to_arrays(
     completion_lens = np.array([min(len(c.token_ids), width_c) for _, _, c in rows], np.int32)
     prompt_mask = np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None]
     completion_mask = np.arange(width_c)[None, :] < completion_lens[:, None]
-    prompt_ids, completion_ids = (np.full(mask.shape, pad_id, np.int32) for mask in (prompt_mask, completion_mask))
+    prompt_ids, completion_ids = (
+        np.full(mask.shape, pad_id, np.int32) for mask in (prompt_mask, completion_mask)
+    )
     logprobs = np.zeros(completion_mask.shape, np.float32)
     for i, (_, _, c) in enumerate(rows):
         prompt_ids[i, prompt_mask[i]] = prompts[i]
         completion_ids[i, completion_mask[i]] = c.token_ids[:width_c]
         logprobs[i, completion_mask[i]] = c.token_logprobs[:width_c]
     return {
-        "prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "prompt_lens": prompt_lens,
-        "completion_ids": completion_ids, "completion_mask": completion_mask, "completion_lens": completion_lens,
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "prompt_lens": prompt_lens,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "completion_lens": completion_lens,
         "logprobs": logprobs,
         "group_ids": np.array([group for group, _, _ in rows], np.int32),
         "sample_index": np.array([c.index for _, _, c in rows], np.int32),
-        "finished": np.array([c.finish_reason == "stop" and len(c.token_ids) <= width_c for _, _, c in rows], bool),
-    }  # fmt: skip
+        "finished": np.array(
+            [c.finish_reason == "stop" and len(c.token_ids) <= width_c for _, _, c in rows], bool
+        ),
+    }
 
 
 def _width(name: str, asked: int | None, lengths: list[int]) -> int:

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.sampling_params import SamplingParams
 from jpaged.errors import RequestError
-from jpaged.prompts import as_list, match_params, tokenize
+from jpaged.request.prompts import as_list, match_params, tokenize
+from jpaged.request.sampling_params import SamplingParams
 
 VOCAB = 30
 A, B = SamplingParams(temperature=0.5), SamplingParams(temperature=0.7)
@@ -68,7 +68,9 @@ def test_as_list(prompts: Any, count: int):
 
 
 @pytest.mark.parametrize(
-    "prompts", [np.zeros((2, 3), np.int32), jnp.zeros((2, 3), jnp.int32), np.zeros(3), 3, None, ..., 1.5], ids=repr
+    "prompts",
+    [np.zeros((2, 3), np.int32), jnp.zeros((2, 3), jnp.int32), np.zeros(3), 3, None, ..., 1.5],
+    ids=repr,
 )
 def test_as_list_refuses(prompts: Any):
     with pytest.raises(RequestError, match=r"unpadded|pass a str"):
@@ -150,7 +152,11 @@ def test_only_text_needs_a_tokenizer():
 
 def test_match_params():
     assert match_params(None, 2) == [SamplingParams(), SamplingParams()]
-    assert match_params(A, 2) == [A, A] and match_params([A, B], 2) == [A, B] and match_params((A,), 1) == [A]
+    assert (
+        match_params(A, 2) == [A, A]
+        and match_params([A, B], 2) == [A, B]
+        and match_params((A,), 1) == [A]
+    )
     assert match_params([], 0) == match_params(A, 0) == []
 
 

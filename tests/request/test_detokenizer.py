@@ -1,4 +1,6 @@
-"""TextStream: text that grows with the tokens equals plain decoding, and stop strings are found wherever they lie."""
+"""TextStream: text that grows with the tokens equals plain decoding, and stop strings are found
+wherever they lie.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jpaged.engine.text import TextStream, decode
+from jpaged.request.detokenizer import TextStream, decode
 
-CORPUS = ["def héllo(self): return 'wörld 🙂🙂 😀 naïve 日本語 日本'", "import os, sys\nfor i in range(10): print(i)\n"]
+CORPUS = [
+    "def héllo(self): return 'wörld 🙂🙂 😀 naïve 日本語 日本'",
+    "import os, sys\nfor i in range(10): print(i)\n",
+]
 EOS = "<eos>"
 
 
@@ -19,18 +24,41 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
     return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
-    """As sentencepiece's, whose decoder turns a whole run of bytes into replacement characters when one is wrong."""
-    pieces = ["<unk>", EOS, *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "a", "b", "▁the", "日", "▁日", "é"]
+    """As sentencepiece's, whose decoder turns a whole run of bytes into replacement characters when
+    one is wrong.
+    """
+    pieces = [
+        "<unk>",
+        EOS,
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "▁a",
+        "a",
+        "b",
+        "▁the",
+        "日",
+        "▁日",
+        "é",
+    ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([EOS, "<unk>"])
     return tokenizer
@@ -57,7 +85,9 @@ def ids(text: str) -> list[int]:
 
 
 def byte_id(byte: int) -> int:
-    """The token of one byte; GPT-2 writes those that cannot be printed as the characters from 256 on, in order."""
+    """The token of one byte; GPT-2 writes those that cannot be printed as the characters from 256
+    on, in order.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     token = BYTES.token_to_id(chr(byte if byte in printable else 256 + others.index(byte)))
@@ -128,7 +158,9 @@ def test_an_unfinished_character_is_flushed():
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, FALLBACK.get_vocab_size() - 1) | st.integers(258, 265), max_size=30))
 def test_a_decoder_that_takes_text_back_does_no_harm(tokens: list[int]):
-    """What was shown stays, and nothing raises (tokenizers' own DecodeStream does, and would end the whole batch)."""
+    """What was shown stays, and nothing raises (tokenizers' own DecodeStream does, and would end
+    the whole batch).
+    """
     stream, deltas = TextStream(FALLBACK), ""
     for token in tokens:
         stream.push(token)
@@ -154,9 +186,15 @@ def test_special_tokens(skip: bool):
     assert stream.finish() == ("a b c" if skip else f"a b{EOS} c")
 
 
-@given(byte_tokens | texts.map(ids), st.lists(st.text("ab🙂é日 \n", min_size=1, max_size=4), max_size=3), st.booleans())
+@given(
+    byte_tokens | texts.map(ids),
+    st.lists(st.text("ab🙂é日 \n", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
 def test_stop_strings(tokens: list[int], stops: list[str], include: bool):
-    """Ends with the first token by which the text has a stop string, at the earliest one that it then has."""
+    """Ends with the first token by which the text has a stop string, at the earliest one that it
+    then has.
+    """
     stream = TextStream(BYTES, stop=stops, include_stop=include)
     for count, token in enumerate(tokens, 1):
         text = BYTES.decode(tokens[:count]).rstrip("\ufffd")
@@ -173,7 +211,9 @@ def test_stop_strings(tokens: list[int], stops: list[str], include: bool):
 @pytest.mark.parametrize(("include", "text"), [(False, "say "), (True, "say stop")])
 def test_a_stop_string_split_over_tokens(include: bool, text: str):
     stream = TextStream(
-        Letters({i: c.encode() for i, c in enumerate("say stopped")}), stop=["stop"], include_stop=include
+        Letters({i: c.encode() for i, c in enumerate("say stopped")}),
+        stop=["stop"],
+        include_stop=include,
     )
     assert push(stream, range(11)) == "stop" and stream.finish() == text
 
@@ -198,7 +238,9 @@ def test_min_tokens_suppresses_stop_strings():
 
 
 def test_a_delta_holds_back_what_may_become_a_stop_string():
-    stream = TextStream(Letters({i: c.encode() for i, c in enumerate("xENyEND")}), stop=["END", "yE!"])
+    stream = TextStream(
+        Letters({i: c.encode() for i, c in enumerate("xENyEND")}), stop=["END", "yE!"]
+    )
     deltas = []
     for token in range(7):
         stream.push(token)
@@ -213,7 +255,11 @@ def test_a_held_tail_comes_with_the_end():
     assert stream.take_delta() == "ab" and stream.finish() == "abEN" and stream.take_delta() == "EN"
 
 
-@given(byte_tokens | texts.map(ids), st.lists(st.text("ab🙂é日 \n", min_size=1, max_size=4), max_size=3), st.data())
+@given(
+    byte_tokens | texts.map(ids),
+    st.lists(st.text("ab🙂é日 \n", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
 def test_deltas_add_up(tokens: list[int], stops: list[str], data: st.DataObject):
     include = data.draw(st.booleans())
     silent = data.draw(st.integers(0, 5))

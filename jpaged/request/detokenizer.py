@@ -5,18 +5,27 @@ from collections.abc import Sequence
 from typing import Any
 
 
-# Not tokenizers' DecodeStream: it raises "Invalid prefix" on valid output of byte-fallback (sentencepiece) tokenizers.
+# Not tokenizers' DecodeStream: it raises "Invalid prefix" on valid output of byte-fallback
+# (sentencepiece) tokenizers.
 class TextStream:
     """The text of one completion as its tokens arrive, watched for stop strings.
 
-    tokenizer: a transformers tokenizer, or anything with decode(ids, skip_special_tokens). stop: strings that end the
-    text at their first occurrence. Once `push` has returned a stop string the text is final.
+    tokenizer: a transformers tokenizer, or anything with decode(ids, skip_special_tokens). stop:
+    strings that end the text at their first occurrence. Once `push` has returned a stop string the
+    text is final.
     """
 
     def __init__(
-        self, tokenizer: Any, *, stop: Sequence[str] = (), include_stop: bool = False, skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ):
-        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # the fast one beneath, where there is one
+        self._tokenizer = getattr(
+            tokenizer, "backend_tokenizer", tokenizer
+        )  # the fast one beneath, where there is one
         self._skip_special_tokens = skip_special_tokens
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -31,11 +40,14 @@ class TextStream:
 
     def _clear(self) -> None:
         self._token_ids: list[int] = []
-        # Tokens [_context, _shown) are the last ones whose text is shown, as _shown_text when decoded alone: what comes
-        # next is decoded after them, since a decoder may treat the first token in its own way.
+        # Tokens [_context, _shown) are the last ones whose text is shown, as _shown_text when
+        # decoded alone: what comes next is decoded after them, since a decoder may treat the first
+        # token in its own way.
         self._context = self._shown = 0
         self._shown_text = ""
-        self._allowed_from = 0  # a stop string may have begun in earlier text, but not where stopping was forbidden
+        self._allowed_from = (
+            0  # a stop string may have begun in earlier text, but not where stopping was forbidden
+        )
         self.text = ""
         self.is_final = False
 
@@ -57,35 +69,47 @@ class TextStream:
         return stop
 
     def finish(self) -> str:
-        """The final text: what was held back for want of a complete character comes as plain decoding shows it."""
+        """The final text: what was held back for want of a complete character comes as plain
+        decoding shows it.
+        """
         if not self.is_final:
             self.text += self._show(is_last=True)
             self.is_final = True
         return self.text
 
     def take_delta(self) -> str:
-        """Text that has become certain since the last call; a tail that may grow into a stop string is held back."""
+        """Text that has become certain since the last call; a tail that may grow into a stop string
+        is held back.
+        """
         end = len(self.text)
         tails = () if self.is_final else range(max(end - self._reach, self._sent), end)
-        end = next((at for at in tails if any(stop.startswith(self.text[at:]) for stop in self._stop)), end)
+        end = next(
+            (at for at in tails if any(stop.startswith(self.text[at:]) for stop in self._stop)), end
+        )
         delta, self._sent = self.text[self._sent : end], max(self._sent, end)
         return delta
 
     def rewind(self, token_ids: Sequence[int], min_tokens: int) -> None:
-        """Back to having seen exactly these of its tokens, none of which ended it; deltas already taken stay taken."""
+        """Back to having seen exactly these of its tokens, none of which ended it; deltas already
+        taken stay taken.
+        """
         self._clear()
         for i, token in enumerate(token_ids):
             self.push(token, may_stop=i >= min_tokens)
 
     def _show(self, *, is_last: bool = False) -> str:
-        """What is new in the text; all but the last character of it, while the tokens end within that."""
+        """What is new in the text; all but the last character of it, while the tokens end within
+        that.
+        """
         text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
         whole = text if is_last else text.rstrip("\ufffd")
         added = whole[len(self._shown_text) :]
         self._shown_text += added
         if added and whole == text:
             self._context, self._shown = self._shown, len(self._token_ids)
-            self._shown_text = decode(self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens)
+            self._shown_text = decode(
+                self._tokenizer, self._token_ids[self._context :], self._skip_special_tokens
+            )
         return added
 
 

@@ -1,4 +1,6 @@
-"""BeamSearch: the `width` likeliest completions of a prompt, kept by score; the rules are transformers'."""
+"""BeamSearch: the `width` likeliest completions of a prompt, kept by score; the rules are
+transformers'.
+"""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -9,7 +11,9 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Hypothesis(NamedTuple):
-    """A completion that has ended. score: the sum of its logprobs / len(token_ids) ** length_penalty."""
+    """A completion that has ended. score: the sum of its logprobs / len(token_ids) **
+    length_penalty.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -19,7 +23,9 @@ class Hypothesis(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamStep:
-    """What a search does with one more token: beams that go on as (beam, token, logprob), and all hypotheses so far."""
+    """What a search does with one more token: beams that go on as (beam, token, logprob), and all
+    hypotheses so far.
+    """
 
     continued: list[tuple[Sequence, int, float]]
     hypotheses: list[Hypothesis]
@@ -27,14 +33,22 @@ class BeamStep:
 
 
 class BeamSearch(Request):
-    """A request whose sequences are beams: all of one length, each step's best continuations of any of them.
+    """A request whose sequences are beams: all of one length, each step's best continuations of any
+    of them.
 
-    root: the prompt's sequence. early_stopping: True stops at `width` hypotheses; False when no beam's score, taken at
-    its length of now, beats the worst of them; "never" when none can, taken at the greatest length that it may reach.
+    root: the prompt's sequence. early_stopping: True stops at `width` hypotheses; False when no
+    beam's score, taken at its length of now, beats the worst of them; "never" when none can, taken
+    at the greatest length that it may reach.
     """
 
     def __init__(
-        self, root: Sequence, width: int, *, length_penalty: float, early_stopping: EarlyStopping, prompt: str | None
+        self,
+        root: Sequence,
+        width: int,
+        *,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        prompt: str | None,
     ):
         super().__init__([root], prompt=prompt)
         self.width = width
@@ -43,8 +57,14 @@ class BeamSearch(Request):
         self.num_candidates = num_candidates(width, len(root.eos_ids))
         self.prompt_len, self.end = root.prompt_len, root.end
         root.is_beam = True
-        # The beams, their length and the hypotheses, replaced together: an interrupted step leaves the last ones whole.
-        self._state: tuple[list[Sequence], int, list[Hypothesis], bool] = ([root], len(root), [], False)
+        # The beams, their length and the hypotheses, replaced together: an interrupted step leaves
+        # the last ones whole.
+        self._state: tuple[list[Sequence], int, list[Hypothesis], bool] = (
+            [root],
+            len(root),
+            [],
+            False,
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -73,15 +93,25 @@ class BeamSearch(Request):
             if not at_eos and length < self.end:
                 continued.append((total, beam, token, logprob))
             elif place < self.width:  # the others are there to keep the search wide
-                tokens, logprobs = [*beam.token_ids[self.prompt_len :], token], [*beam.logprobs, logprob]
-                ended.append(Hypothesis(tokens, logprobs, total / divisor, "stop" if at_eos else "length"))
+                tokens, logprobs = (
+                    [*beam.token_ids[self.prompt_len :], token],
+                    [*beam.logprobs, logprob],
+                )
+                ended.append(
+                    Hypothesis(tokens, logprobs, total / divisor, "stop" if at_eos else "length")
+                )
         continued = continued[: self.width]
         hypotheses = sorted(hypotheses + ended, key=lambda h: -h.score)[: self.width]
         is_last = not continued or (
             len(hypotheses) == self.width
-            and (self.early_stopping is True or self._best_possible(continued[0][0], generated) <= hypotheses[-1].score)
+            and (
+                self.early_stopping is True
+                or self._best_possible(continued[0][0], generated) <= hypotheses[-1].score
+            )
         )
-        goes_on = [] if is_last else [(beam, token, logprob) for _, beam, token, logprob in continued]
+        goes_on = (
+            [] if is_last else [(beam, token, logprob) for _, beam, token, logprob in continued]
+        )
         return BeamStep(continued=goes_on, hypotheses=hypotheses, is_last=is_last)
 
     def settle(self, step: BeamStep, beams: list[Sequence]) -> None:
@@ -95,7 +125,12 @@ class BeamSearch(Request):
         beams, length, hypotheses, is_done = self._state
         divisor = float(max(length - self.prompt_len, 1) ** self.length_penalty)
         cut = [
-            Hypothesis(beam.token_ids[self.prompt_len :], list(beam.logprobs), sum(beam.logprobs) / divisor, reason)
+            Hypothesis(
+                beam.token_ids[self.prompt_len :],
+                list(beam.logprobs),
+                sum(beam.logprobs) / divisor,
+                reason,
+            )
             for beam in beams
             for reason in ("error" if beam.error is not None else "abort",)
         ]
@@ -114,10 +149,16 @@ class BeamSearch(Request):
 
     def _best_possible(self, total: float, generated: int) -> float:
         """The best score that a beam of this sum of logprobs can be hoped to end with."""
-        reach = self.end - self.prompt_len if self.early_stopping == "never" and self.length_penalty > 0 else generated
+        reach = (
+            self.end - self.prompt_len
+            if self.early_stopping == "never" and self.length_penalty > 0
+            else generated
+        )
         return total / float(reach**self.length_penalty)
 
 
 def num_candidates(width: int, num_eos: int) -> int:
-    """Continuations looked at a step: so many that `width` beams go on even where the best ones all end."""
+    """Continuations looked at a step: so many that `width` beams go on even where the best ones all
+    end.
+    """
     return max(2, 1 + num_eos) * width

@@ -1,4 +1,6 @@
-"""Frontend: a caller's prompts in, Requests out; ended Requests in, RequestOutputs out. Owns the tokenizer."""
+"""Processor: a caller's prompts in, Requests out; ended Requests in, RequestOutputs out. Owns the
+tokenizer.
+"""
 
 import dataclasses
 import functools
@@ -11,20 +13,24 @@ from typing import Any
 import numpy as np
 
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
-from jpaged.config import EngineConfig, ModelConfig
-from jpaged.engine.beam import BeamSearch, EarlyStopping, Hypothesis, num_candidates
+from jpaged.checks import check_real, check_whole
+from jpaged.config import EngineConfig
 from jpaged.engine.keys import Key, key_from_seed
-from jpaged.engine.sampling_params import SamplingParams, check_real, check_whole
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.engine.text import TextStream, decode
 from jpaged.errors import CapacityError, RequestError
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
-from jpaged.prompts import cache_salt, tokenize
+from jpaged.models.config import ModelConfig
+from jpaged.request.detokenizer import TextStream, decode
+from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.request.prompts import cache_salt, tokenize
+from jpaged.request.sampling_params import SamplingParams
+from jpaged.search.beam import BeamSearch, EarlyStopping, Hypothesis, num_candidates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A conversation as a prompt: a list of {"role", "content"}, and how the chat template is to render it."""
+    """A conversation as a prompt: a list of {"role", "content"}, and how the chat template is to
+    render it.
+    """
 
     messages: Any
     template_kwargs: Mapping[str, Any] | None = None
@@ -32,13 +38,16 @@ class Chat:
     continue_final_message: bool = False
 
 
-class Frontend:
-    """Checks and tokenizes requests for one model, and turns what the engine made of them into outputs.
+class Processor:
+    """Checks and tokenizes requests for one model, and turns what the engine made of them into
+    outputs.
 
     config: resolved. tokenizer: None takes the source folder's, loaded when first needed.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, tokenizer: Any, source: Path | None):
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, tokenizer: Any, source: Path | None
+    ):
         assert config.max_model_len is not None
         self.model, self.config = model, config
         self.max_model_len = config.max_model_len
@@ -60,7 +69,9 @@ class Frontend:
         """Ids that end a completion: the union of config, generation_config and tokenizer."""
         named = self._generation_config.get("eos_token_id")
         named = named if isinstance(named, list) else [named]
-        ids = {*self.model.eos_token_ids, *named, getattr(self.tokenizer, "eos_token_id", None)} - {None}
+        ids = {*self.model.eos_token_ids, *named, getattr(self.tokenizer, "eos_token_id", None)} - {
+            None
+        }
         return frozenset(i for i in ids if 0 <= i < self.model.vocab_size)
 
     def need_tokenizer(self, what: str) -> Any:
@@ -72,39 +83,61 @@ class Frontend:
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the checkpoint's generation_config.json."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: self._generation_config[name] for name in names if self._generation_config.get(name) is not None}
+        given = {
+            name: self._generation_config[name]
+            for name in names
+            if self._generation_config.get(name) is not None
+        }
         if self._generation_config.get("do_sample") is False:
             given["temperature"] = 0.0
         return SamplingParams(**given)
 
     def render(self, chat: Chat) -> list[int]:
-        """Token ids of one conversation; RequestError when there is no chat template or it refuses the messages."""
+        """Token ids of one conversation; RequestError when there is no chat template or it refuses
+        the messages.
+        """
         tokenizer = self.need_tokenizer("chat")
         if not getattr(tokenizer, "chat_template", None):
-            raise RequestError("chat: the tokenizer has no chat template; render the prompt yourself and call generate")
+            raise RequestError(
+                "chat: the tokenizer has no chat template; render the prompt yourself "
+                "and call generate"
+            )
         try:
             rendered = tokenizer.apply_chat_template(
                 chat.messages,
                 tokenize=True,
                 return_dict=False,
-                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+                add_generation_prompt=chat.add_generation_prompt
+                and not chat.continue_final_message,
                 continue_final_message=chat.continue_final_message,
                 **(chat.template_kwargs or {}),
             )
-        except Exception as e:  # jinja and transformers raise many types for messages that a template does not take
+        # jinja and transformers raise many types for messages that a template does not take
+        except Exception as e:
             raise RequestError(f"chat: the template refused the messages: {e}") from e
         return [int(t) for t in rendered]
 
     def request(
-        self, prompt: Any, params: SamplingParams, key: Key, request_id: str | None = None, *, streaming: bool = False
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        key: Key,
+        request_id: str | None = None,
+        *,
+        streaming: bool = False,
     ) -> Request:
         """Check one request in full and make its Sequences, one a sample."""
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params of type {type(params).__name__}: pass SamplingParams")
+            raise RequestError(
+                f"sampling_params of type {type(params).__name__}: pass SamplingParams"
+            )
         params.validate(self.config, self.model.vocab_size)
         count = len(self.eos_ids | set(params.stop_token_ids or ()))
         if params.min_tokens and count > (most := self.config.max_stop_ids):
-            raise RequestError(f"min_tokens with {count} EOS and stop ids is above max_stop_ids={most} of EngineConfig")
+            raise RequestError(
+                f"min_tokens with {count} EOS and stop ids is above max_stop_ids={most} "
+                "of EngineConfig"
+            )
         text, ids = self._prompt(prompt)
         if params.stop_strings:
             self.need_tokenizer("stop strings")
@@ -125,19 +158,27 @@ class Frontend:
         return Request(samples, prompt=text)
 
     def beam_search(
-        self, prompt: Any, beam_width: int, max_tokens: int | None, length_penalty: float,
+        self,
+        prompt: Any,
+        beam_width: int,
+        max_tokens: int | None,
+        length_penalty: float,
         early_stopping: EarlyStopping,
-    ) -> BeamSearch:  # fmt: skip
+    ) -> BeamSearch:
         """Check one beam search in full and make its request."""
         check_whole("beam_width", beam_width, 1)
         check_real("length_penalty", length_penalty, -20.0, 20.0)
         if beam_width > self.config.max_num_seqs:
-            raise RequestError(f"beam_width={beam_width} is above max_num_seqs={self.config.max_num_seqs}")
+            raise RequestError(
+                f"beam_width={beam_width} is above max_num_seqs={self.config.max_num_seqs}"
+            )
         wanted = num_candidates(int(beam_width), len(self.eos_ids))
         if wanted > self.config.max_logprobs:
             raise RequestError(
-                f"beam_width={beam_width} with {len(self.eos_ids)} EOS ids looks at {wanted} candidates a beam: "
-                f"raise max_logprobs={self.config.max_logprobs} of EngineConfig (at most the vocabulary)"
+                f"beam_width={beam_width} with {len(self.eos_ids)} EOS ids looks at "
+                f"{wanted} candidates a beam: "
+                f"raise max_logprobs={self.config.max_logprobs} of EngineConfig (at most "
+                "the vocabulary)"
             )
         if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
@@ -167,11 +208,23 @@ class Frontend:
         return tokenize(prompt, self.need_tokenizer, self.model.vocab_size)
 
     def sequence(
-        self, ids: list[int], params: SamplingParams, *, request_id: str | None = None, **fields: Any
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        **fields: Any,
     ) -> Sequence:
         """A Sequence with this model's limits; fields are Sequence's own."""
         request_id = self.new_id() if request_id is None else request_id
-        return Sequence(request_id, ids, params, max_model_len=self.max_model_len, eos_ids=self.eos_ids, **fields)
+        return Sequence(
+            request_id,
+            ids,
+            params,
+            max_model_len=self.max_model_len,
+            eos_ids=self.eos_ids,
+            **fields,
+        )
 
     def new_id(self) -> str:
         return str(next(self._ids))
@@ -184,19 +237,31 @@ class Frontend:
         else:
             ended = [self._sample(seq) for seq in request.sequences]
         output = RequestOutput(
-            request_id=request.request_id, prompt=request.prompt, outputs=ended,
+            request_id=request.request_id,
+            prompt=request.prompt,
+            outputs=ended,
             prompt_token_ids=first.token_ids[: first.prompt_len],
-            prompt_logprobs=None if first.params.prompt_logprobs is None else self._logprobs(first.prompt_logprobs),
-            num_cached_tokens=first.num_cached, error=request.error, weight_version=request.weight_version,
-        )  # fmt: skip
-        request.sequences = []  # each knows its request: without the cycle they are freed now, not by a collection
+            prompt_logprobs=None
+            if first.params.prompt_logprobs is None
+            else self._logprobs(first.prompt_logprobs),
+            num_cached_tokens=first.num_cached,
+            error=request.error,
+            weight_version=request.weight_version,
+        )
+        # each knows its request: without the cycle they are freed now, not by a collection
+        request.sequences = []
         return output
 
     def failed(self, error: RequestError, prompt: Any, token_ids: list[int]) -> RequestOutput:
         """The output of a request that never ran."""
-        text, ended = prompt if isinstance(prompt, str) else None, [completion(0, [], [], "error", text=None)]
+        text, ended = (
+            prompt if isinstance(prompt, str) else None,
+            [completion(0, [], [], "error", text=None)],
+        )
         new_id = self.new_id()
-        return RequestOutput(request_id=new_id, prompt=text, prompt_token_ids=token_ids, outputs=ended, error=error)
+        return RequestOutput(
+            request_id=new_id, prompt=text, prompt_token_ids=token_ids, outputs=ended, error=error
+        )
 
     def _sample(self, seq: Sequence) -> CompletionOutput:
         tokens = seq.token_ids[seq.prompt_len :]
@@ -213,21 +278,34 @@ class Frontend:
         more = {"text": self._decode(found.token_ids, found.finish_reason), "score": found.score}
         return completion(index, found.token_ids, found.logprobs, found.finish_reason, **more)
 
-    def _decode(self, tokens: list[int], finish_reason: str | None, skip_special_tokens: bool = True) -> str | None:
+    def _decode(
+        self, tokens: list[int], finish_reason: str | None, skip_special_tokens: bool = True
+    ) -> str | None:
         tokens = tokens[:-1] if finish_reason == "stop" else tokens
-        return None if self.tokenizer is None else decode(self.tokenizer, tokens, skip_special_tokens)
+        return (
+            None if self.tokenizer is None else decode(self.tokenizer, tokens, skip_special_tokens)
+        )
 
     def _logprobs(self, tops: Any) -> list[Any]:
-        """{token: Logprob} of each list of (token, logprob, rank), in its order; None stays None."""
+        """{token: Logprob} of each list of (token, logprob, rank), in its order; None stays
+        None.
+        """
 
         def named(top: list[tuple[int, float, int]]) -> dict[int, Logprob]:
-            texts = [None if self.tokenizer is None else decode(self.tokenizer, [token], False) for token, *_ in top]
-            return {t: Logprob(lp, rank, text) for (t, lp, rank), text in zip(top, texts, strict=True)}
+            texts = [
+                None if self.tokenizer is None else decode(self.tokenizer, [token], False)
+                for token, *_ in top
+            ]
+            return {
+                t: Logprob(lp, rank, text) for (t, lp, rank), text in zip(top, texts, strict=True)
+            }
 
         return [None if top is None else named(top) for top in tops]
 
 
-def completion(index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any) -> CompletionOutput:
+def completion(
+    index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any
+) -> CompletionOutput:
     """A CompletionOutput; more: its other fields."""
     found, total = np.array(logprobs, np.float32), float(np.sum(logprobs))
     more |= {"token_logprobs": found, "cumulative_logprob": total, "finish_reason": reason}

@@ -1,10 +1,12 @@
-"""From logits to tokens and log-probabilities, on the device: a new control is this file and sampling_params.py.
+"""From logits to tokens and log-probabilities, on the device: a new control is this file and
+sampling_params.py.
 
-Every row stands alone: its token and logprob depend on its own logits, controls and key, never on its neighbours, its
-place in the batch, or which `lax.cond` branch a neighbour forces. The order of the controls is vLLM's: logit bias,
-bans, penalties, temperature, min_p, top_k, top_p. The three thresholds all keep an upper set of the logits, so each is
-one number a row and together they are the largest of the three. N is the tiles of the vocabulary, C the candidates of
-a row or the tokens of a tile, G the rows searched together.
+Every row stands alone: its token and logprob depend on its own logits, controls and key, never on
+its neighbours, its place in the batch, or which `lax.cond` branch a neighbour forces. The order of
+the controls is vLLM's: logit bias, bans, penalties, temperature, min_p, top_k, top_p. The three
+thresholds all keep an upper set of the logits, so each is one number a row and together they are
+the largest of the three. N is the tiles of the vocabulary, C the candidates of a row or the tokens
+of a tile, G the rows searched together.
 """
 
 import dataclasses
@@ -15,20 +17,38 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jpaged.runtime.logprobs import (  # isort: skip
-    NEG_INF, PROCESSED, RAW, SUM_TILE, finite_max, first_true, gather_tiles, logprob, pick, rank, tile_max, tile_sums,
-    token_logprobs, top_values, total, weights,
-)  # fmt: skip
+    NEG_INF,
+    PROCESSED,
+    RAW,
+    SUM_TILE,
+    finite_max,
+    first_true,
+    gather_tiles,
+    logprob,
+    pick,
+    rank,
+    tile_max,
+    tile_sums,
+    token_logprobs,
+    top_values,
+    total,
+    weights,
+)
 
 __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
 
 CANDIDATES = 64  # thresholds that fall within this many tokens need no search
-SEARCH_ROWS = 8  # rows searched together: fixed, so that sums do not depend on how many rows need it
+SEARCH_ROWS = (
+    8  # rows searched together: fixed, so that sums do not depend on how many rows need it
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Controls:
-    """What every row has. Off is: top_p 1, min_p 0, top_k 0; temperature 0 is greedy and ignores the thresholds."""
+    """What every row has. Off is: top_p 1, min_p 0, top_k 0; temperature 0 is greedy and ignores
+    the thresholds.
+    """
 
     temperature_S: Array  # f32
     top_p_S: Array  # f32
@@ -43,7 +63,9 @@ class Controls:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullControls:
-    """What only some requests ask for. Ids of V or more are padding and dropped; the bias ids of a row are distinct."""
+    """What only some requests ask for. Ids of V or more are padding and dropped; the bias ids of a
+    row are distinct.
+    """
 
     presence_S: Array  # f32, off 0
     frequency_S: Array  # f32, off 0
@@ -51,13 +73,17 @@ class FullControls:
     bias_ids_SB: Array  # i32
     bias_SB: Array  # f32
     ban_ids_SX: Array  # i32, forbidden for this token (EOS before min_tokens)
-    counts_SV: Array  # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt)
+    counts_SV: (
+        Array  # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt)
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One token a row; rank and top lists only of the full step. Top lists fall in value, equal values rise in id."""
+    """One token a row; rank and top lists only of the full step. Top lists fall in value, equal
+    values rise in id.
+    """
 
     token_S: Array  # i32
     logprob_S: Array  # f32, in the row's logprobs mode
@@ -66,24 +92,32 @@ class Sampled:
     top_logprobs_SK: Array | None = None  # f32
 
 
-def sample(logits_SV: Array, controls: Controls, full: FullControls | None = None, *, max_logprobs: int = 0) -> Sampled:
+def sample(
+    logits_SV: Array, controls: Controls, full: FullControls | None = None, *, max_logprobs: int = 0
+) -> Sampled:
     """Draw one token a row, and its log-probability.
 
-    logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob NaN). `full` None is
-    the plain step: no penalties, biases, bans or top lists; a row that uses none of them gets the same bits from both.
-    max_logprobs (K) is at most V.
+    logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob
+    NaN). `full` None is the plain step: no penalties, biases, bans or top lists; a row that uses
+    none of them gets the same bits from both. max_logprobs (K) is at most V.
     """
     greedy_S = controls.temperature_S <= 0
-    # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide 0 by 0.
-    temp_S = jnp.where(greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30)))
+    # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide
+    # 0 by 0.
+    temp_S = jnp.where(
+        greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30))
+    )
     z_SV = logits_SV if full is None else _apply_full(logits_SV, full)
     tile_max_SN = tile_max(z_SV, SUM_TILE)
     max_S = finite_max(tile_max_SN)
     floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls)
     sums_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
-    token_S, total_S = _draw(z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, _random_bits(controls))
+    token_S, total_S = _draw(
+        z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, _random_bits(controls)
+    )
 
-    # The log-probabilities' own distribution: (source, its max, temperature tau, sum of exponentials), row by row.
+    # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
+    # exponentials), row by row.
     mode_S = controls.logprobs_mode_S
     processed_S = mode_S == PROCESSED
     tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
@@ -96,7 +130,9 @@ def sample(logits_SV: Array, controls: Controls, full: FullControls | None = Non
     sum_S = lax.cond(
         jnp.all(same_S),
         lambda: total_S,
-        lambda: jnp.where(same_S, total_S, total(tile_sums(weights(logits_SV, source_max_S, tau_S, none_S)))),
+        lambda: jnp.where(
+            same_S, total_S, total(tile_sums(weights(logits_SV, source_max_S, tau_S, none_S)))
+        ),
     )
     if full is None:
         value_S = pick(logits_SV, token_S)
@@ -110,10 +146,18 @@ def sample(logits_SV: Array, controls: Controls, full: FullControls | None = Non
         kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
         return lists(jnp.where(processed_S[:, None], kept_SV, logits_SV))
 
-    value_S, rank_S, top_SK, top_ids_SK = lax.cond(jnp.any(processed_S), processed, lambda: lists(logits_SV))
+    value_S, rank_S, top_SK, top_ids_SK = lax.cond(
+        jnp.any(processed_S), processed, lambda: lists(logits_SV)
+    )
     logprob_S = logprob(value_S, source_max_S, tau_S, sum_S)
     tops_SK = logprob(top_SK, source_max_S[:, None], tau_S[:, None], sum_S[:, None])
-    return Sampled(token_S=token_S, logprob_S=logprob_S, rank_S=rank_S, top_ids_SK=top_ids_SK, top_logprobs_SK=tops_SK)
+    return Sampled(
+        token_S=token_S,
+        logprob_S=logprob_S,
+        rank_S=rank_S,
+        top_ids_SK=top_ids_SK,
+        top_logprobs_SK=tops_SK,
+    )
 
 
 def _apply_full(logits_SV: Array, full: FullControls) -> Array:
@@ -121,14 +165,16 @@ def _apply_full(logits_SV: Array, full: FullControls) -> Array:
     vocab = logits_SV.shape[1]
 
     def penalise(z: Array, counts: Array) -> Array:
-        repetition, frequency, presence = (a[:, None] for a in (full.repetition_S, full.frequency_S, full.presence_S))
+        repetition, frequency, presence = (
+            a[:, None] for a in (full.repetition_S, full.frequency_S, full.presence_S)
+        )
         output = (counts >> 1).astype(jnp.float32)
         repeated = jnp.where(z > 0, z / repetition, z * repetition)
         z = jnp.where(counts > 0, repeated, z)
         return z - (frequency * output + jnp.where(output > 0, presence, jnp.float32(0)))
 
-    # The penalties in one fused pass, then the few biased entries set in place: a scatter-add that came first would
-    # cost a copy of the logits, which the raw logprobs still need.
+    # The penalties in one fused pass, then the few biased entries set in place: a scatter-add that
+    # came first would cost a copy of the logits, which the raw logprobs still need.
     at_SB = jnp.minimum(full.bias_ids_SB, vocab - 1)
     take = functools.partial(jnp.take_along_axis, indices=at_SB, axis=1)
     biased_SB = penalise(take(logits_SV) + full.bias_SB, take(full.counts_SV))
@@ -139,9 +185,11 @@ def _apply_full(logits_SV: Array, full: FullControls) -> Array:
 
 
 def _random_bits(controls: Controls) -> Array:
-    """Two random words a row: threefry of the request's key, the sample index and the position, and of nothing else.
+    """Two random words a row: threefry of the request's key, the sample index and the position, and
+    of nothing else.
 
-    They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else uses.
+    They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else
+    uses.
     """
     data_2S = jnp.stack([controls.sample_index_S, controls.position_S]).astype(jnp.uint32)
 
@@ -149,24 +197,35 @@ def _random_bits(controls: Controls) -> Array:
         keys_S = jax.random.wrap_key_data(key_S2, impl="threefry2x32")
         return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys_S, data_2S[i]))
 
-    return lax.fori_loop(0, 2, fold, controls.key_S2)  # a loop only to compile one threefry instead of two
+    return lax.fori_loop(
+        0, 2, fold, controls.key_S2
+    )  # a loop only to compile one threefry instead of two
 
 
 def _draw(
-    z_SV: Array, tile_max_SN: Array, sums_SN: Array,
-    max_S: Array, temp_S: Array, floor_S: Array, greedy_S: Array, bits_S2: Array,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Inverse CDF in two levels, the first random word choosing the tile and the second the token in it.
+    z_SV: Array,
+    tile_max_SN: Array,
+    sums_SN: Array,
+    max_S: Array,
+    temp_S: Array,
+    floor_S: Array,
+    greedy_S: Array,
+    bits_S2: Array,
+) -> tuple[Array, Array]:
+    """Inverse CDF in two levels, the first random word choosing the tile and the second the token
+    in it.
 
-    A word of 24 bits a level resolves probabilities that one f32 uniform over the whole vocabulary would round away.
-    Greedy rows take the first tile with the row's maximum. Returns token_S and the sum of all tiles.
+    A word of 24 bits a level resolves probabilities that one f32 uniform over the whole vocabulary
+    would round away. Greedy rows take the first tile with the row's maximum. Returns token_S and
+    the sum of all tiles.
     """
     vocab, tiles = z_SV.shape[1], sums_SN.shape[1]
     u_S2 = (bits_S2 >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
     cumulative_SN = jnp.cumsum(sums_SN, axis=1)
     total_S = cumulative_SN[:, -1]
     drawn_S = first_true((cumulative_SN > (u_S2[:, 0] * total_S)[:, None]) & (sums_SN > 0))
-    # Rounding may leave the cumulative sum short of u * total: then the last tile that has any mass.
+    # Rounding may leave the cumulative sum short of u * total: then the last tile that has any
+    # mass.
     last_S = (tiles - 1) - first_true(sums_SN[:, ::-1] > 0)
     drawn_S = jnp.where(drawn_S < tiles, drawn_S, jnp.maximum(last_S, 0))
     best_S = first_true(tile_max_SN == max_S[:, None])
@@ -175,14 +234,19 @@ def _draw(
     z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE)
     p_SC = weights(z_SC, max_S, temp_S, floor_S)
     cumulative_SC = jnp.cumsum(p_SC, axis=1)
-    drawn_S = first_true((cumulative_SC > (u_S2[:, 1] * cumulative_SC[:, -1])[:, None]) & (p_SC > 0))
-    # The tile's largest logit is kept whenever any of the tile is: the fallback for rounding, and greedy's own answer.
+    drawn_S = first_true(
+        (cumulative_SC > (u_S2[:, 1] * cumulative_SC[:, -1])[:, None]) & (p_SC > 0)
+    )
+    # The tile's largest logit is kept whenever any of the tile is: the fallback for rounding, and
+    # greedy's own answer.
     best_S = first_true(z_SC == jnp.max(z_SC, axis=1, keepdims=True))
     at_S = jnp.where(greedy_S | (drawn_S >= SUM_TILE), best_S, drawn_S)
     return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), total_S
 
 
-def _thresholds(z_SV: Array, max_S: Array, temp_S: Array, greedy_S: Array, controls: Controls) -> Array:
+def _thresholds(
+    z_SV: Array, max_S: Array, temp_S: Array, greedy_S: Array, controls: Controls
+) -> Array:
     """The smallest logit that each row keeps, -inf where it keeps all."""
     vocab = z_SV.shape[1]
     min_p_S = jnp.where(greedy_S, jnp.float32(0), controls.min_p_S)
@@ -200,10 +264,14 @@ def _thresholds(z_SV: Array, max_S: Array, temp_S: Array, greedy_S: Array, contr
 
         def nucleus() -> tuple[Array, Array]:
             mass_S = top_p_S * total(tile_sums(weights(z_SV, max_S, temp_S, at_least_S)))
-            reached_SC = jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
+            reached_SC = (
+                jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
+            )
             first_S = first_true(reached_SC)
             inside_S = first_S < size
-            return jnp.where(inside_S, pick(top_SC, jnp.minimum(first_S, size - 1)), NEG_INF), inside_S
+            return jnp.where(
+                inside_S, pick(top_SC, jnp.minimum(first_S, size - 1)), NEG_INF
+            ), inside_S
 
         p_on_S = top_p_S < 1
         pth_S, inside_S = lax.cond(
@@ -215,17 +283,27 @@ def _thresholds(z_SV: Array, max_S: Array, temp_S: Array, greedy_S: Array, contr
         return lax.cond(
             jnp.all(settled_S),
             lambda: found_S,
-            lambda: _search_rows(z_SV, max_S, temp_S, at_least_S, rest_S, top_p_S, settled_S, found_S),
+            lambda: _search_rows(
+                z_SV, max_S, temp_S, at_least_S, rest_S, top_p_S, settled_S, found_S
+            ),
         )
 
     return lax.cond(jnp.any((top_k_S > 0) | (top_p_S < 1)), search, lambda: floor_S)
 
 
 def _search_rows(
-    z_SV: Array, max_S: Array, temp_S: Array, floor_S: Array,
-    top_k_S: Array, top_p_S: Array, settled_S: Array, found_S: Array,
-) -> Array:  # fmt: skip
-    """Exact thresholds of the rows that the candidates did not settle, a few rows at a time; `found_S` elsewhere."""
+    z_SV: Array,
+    max_S: Array,
+    temp_S: Array,
+    floor_S: Array,
+    top_k_S: Array,
+    top_p_S: Array,
+    settled_S: Array,
+    found_S: Array,
+) -> Array:
+    """Exact thresholds of the rows that the candidates did not settle, a few rows at a time;
+    `found_S` elsewhere.
+    """
     rows = z_SV.shape[0]
     unsettled = jnp.sum(~settled_S, dtype=jnp.int32)
     (order,) = jnp.nonzero(~settled_S, size=rows + SEARCH_ROWS, fill_value=rows)
@@ -234,17 +312,27 @@ def _search_rows(
         start, found_S = state
         at_G = lax.dynamic_slice(order, (start,), (SEARCH_ROWS,))
         take = functools.partial(jnp.take, indices=at_G, axis=0, mode="clip")
-        z_GV, max_G, temp_G, floor_G, top_k_G, top_p_G = map(take, (z_SV, max_S, temp_S, floor_S, top_k_S, top_p_S))
+        z_GV, max_G, temp_G, floor_G, top_k_G, top_p_G = map(
+            take, (z_SV, max_S, temp_S, floor_S, top_k_S, top_p_S)
+        )
 
         def largest(weight_GV: Array, target_G: Array, floor_G: Array) -> Array:
-            """The largest v >= floor such that sum(weight where z >= v) >= target, by bisection over all floats."""
+            """The largest v >= floor such that sum(weight where z >= v) >= target, by bisection
+            over all floats.
+            """
 
             def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
                 low_G, high_G = bounds
-                middle_G = (low_G | high_G) - ((low_G ^ high_G) >> 1)  # the mean, rounded up, without overflow
+                middle_G = (low_G | high_G) - (
+                    (low_G ^ high_G) >> 1
+                )  # the mean, rounded up, without overflow
                 reached_GV = z_GV >= _from_ordered(middle_G)[:, None]
-                enough_G = jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1) >= target_G
-                return jnp.where(enough_G, middle_G, low_G), jnp.where(enough_G, high_G, middle_G - 1)
+                enough_G = (
+                    jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1) >= target_G
+                )
+                return jnp.where(enough_G, middle_G, low_G), jnp.where(
+                    enough_G, high_G, middle_G - 1
+                )
 
             bounds = _to_ordered(jnp.minimum(floor_G, max_G)), _to_ordered(max_G)
             return _from_ordered(lax.while_loop(lambda b: jnp.any(b[0] < b[1]), halve, bounds)[0])

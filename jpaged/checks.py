@@ -1,0 +1,56 @@
+"""Checks of what callers pass, shared by every part that takes something from outside."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jpaged.errors import ConfigError, JpagedError, RequestError
+
+FLOAT32_MAX = 3.4028234e38  # controls travel as float32
+
+
+def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
+    if not is_scalar(value, int | float, "iufV"):  # V: bfloat16
+        raise RequestError(f"{name}={value!r}: must be a number")
+    value = value if isinstance(value, int) else float(value)  # an int may be past a float's range
+    if not low <= value <= high:  # false for NaN too
+        raise RequestError(f"{name}={value}: must be a finite number between {low} and {high}")
+
+
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if not is_scalar(value):
+        raise RequestError(f"{name}={value!r}: must be an integer")
+    if value < low or (high is not None and value > high):
+        raise RequestError(
+            f"{name}={value}: must be at least {low}"
+            + ("" if high is None else f" and at most {high}")
+        )
+
+
+def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:
+    """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of
+    these dtype kinds.
+    """
+    if isinstance(value, types):
+        return not isinstance(value, bool)
+    return getattr(value, "ndim", None) == 0 and value.dtype.kind in kinds
+
+
+def at_least(least: int, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, Any]:
+    """A JSON object from a file; `error` names the file when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except (OSError, ValueError) as e:
+        raise error(f"{path}: {e}") from e
+    if not isinstance(value, dict):
+        raise error(f"{path}: holds a {type(value).__name__}, not a JSON object")
+    return value

@@ -1,0 +1,221 @@
+"""Bucket: the static shape of a compiled step; the table of all that there can be, and how their
+buffers are laid out.
+
+The layout of the packed buffers is defined here once (`input_sections`, `output_sections`): packing
+fills by it on the host, the steps slice by it on the device.
+"""
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.engine.plan import Plan
+
+# Static controls of a row, one int32 column each: (name, dtype). Packed once a request, then copied
+# row by row.
+CONTROLS = (
+    ("temperature", np.float32),
+    ("top_p", np.float32),
+    ("min_p", np.float32),
+    ("top_k", np.int32),
+    ("key_hi", np.uint32),
+    ("key_lo", np.uint32),
+    ("sample_index", np.int32),
+    ("mode", np.int32),
+    ("presence", np.float32),
+    ("frequency", np.float32),
+    ("repetition", np.float32),
+)
+TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
+
+Phase = Literal["prefill", "sample", "decode"]
+Features = Literal["plain", "full", "prompt"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Bucket:
+    """The static shape of a compiled step: all that can make it compile again.
+
+    prefill: tokens T, packed, of `rows` rows; features "prompt" scores the prompt's tokens too.
+    sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
+    times, drawing included; tokens equal rows. With deterministic=True there is no decode: its rows
+    go through the one prefill shape that all tokens go through. blocks: M, width of the block
+    table. features "full" has penalties, biases, bans and top lists.
+    """
+
+    phase: Phase
+    tokens: int
+    rows: int
+    blocks: int = 0
+    steps: int = 1
+    features: Features = "plain"
+
+    @property
+    def is_full(self) -> bool:
+        return self.features == "full"
+
+
+class Section(NamedTuple):
+    offset: int
+    shape: tuple[int, ...]
+
+
+def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Section], int]:
+    """Where each input lies in the packed int32 buffer of a bucket, and the buffer's length.
+
+    A prefill's buffer ends in that of the "sample" step after it, which is of one size, so that
+    neither shape multiplies the other's: the prefill hands it on.
+    """
+    assert config.seq_buckets is not None
+    rows, most = bucket.rows, config.seq_buckets[-1]
+    if bucket.phase == "sample":
+        return _lay_out({"context_lens": (most,), **_row_shapes(most, config, full=True)})
+    shapes: dict[str, tuple[int, ...]] = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
+    shapes["block_table"] = (rows, bucket.blocks)
+    if bucket.phase == "decode" or config.deterministic:
+        shapes["copies"] = (rows, 2)  # a row writes one block, so it needs one copy at most
+    if bucket.phase == "decode":
+        return _lay_out(
+            shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
+        )
+    shapes |= {"query_starts": (rows + 1,), "drawn_at": (most,)}
+    if bucket.features == "prompt":
+        shapes |= {"targets": (bucket.tokens,), "scoring": (rows, 2)}
+    _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
+    return _lay_out(shapes | {"sample": (size,)})
+
+
+def _row_shapes(rows: int, config: EngineConfig, *, full: bool) -> dict[str, tuple[int, ...]]:
+    """What drawing a token needs to know of its row. open_after: draws before which stop ids
+    neither stop nor occur.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"slots": (rows,), "open_after": (rows,)}
+    shapes["controls"] = (rows, len(CONTROLS) + config.max_stop_ids)  # then EOS and stop_token_ids
+    biases = {"bias_ids": (rows, config.max_logit_bias), "bias": (rows, config.max_logit_bias)}
+    return shapes | biases if full else shapes
+
+
+def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Section], int]:
+    """Where each output lies in the int32 buffer that a step of this bucket returns, and the
+    buffer's length.
+
+    num_drawn: tokens of each row that count, fewer than `steps` for a row that stopped. Of a
+    prefill: "prompt" alone.
+    """
+    rows, steps, top = bucket.rows, bucket.steps, config.max_logprobs
+    shapes: dict[str, tuple[int, ...]] = {}
+    if bucket.phase != "prefill":
+        shapes |= {"num_drawn": (rows,), "tokens": (steps, rows), "logprobs": (steps, rows)}
+    if bucket.is_full:
+        shapes |= {
+            "ranks": (steps, rows),
+            "top_ids": (steps, rows, top),
+            "top_logprobs": (steps, rows, top),
+        }
+    if bucket.features == "prompt":
+        tokens = bucket.tokens
+        shapes |= {"prompt_logprobs": (tokens,), "prompt_ranks": (tokens,)}
+        shapes |= {"prompt_top_ids": (tokens, top), "prompt_top_logprobs": (tokens, top)}
+    return _lay_out(shapes)
+
+
+def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | None]:
+    """The smallest shapes of the table that hold a plan: of its prefill and the draw after it, or
+    of its decode.
+    """
+    assert (
+        config.token_buckets is not None
+        and config.seq_buckets is not None
+        and config.decode_steps is not None
+    )
+    drawing = [e.seq.params for e in plan.entries if e.draws]
+    features: Features = "plain" if all(p.is_plain for p in drawing) else "full"
+    rows, blocks = _ceil(config.seq_buckets, len(drawing)), config.max_blocks_per_seq
+    if plan.phase == "decode" and not config.deterministic:
+        steps = config.decode_steps
+        return Bucket(
+            phase="decode", tokens=rows, rows=rows, blocks=blocks, steps=steps, features=features
+        ), None
+    sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
+    scores = any(e.seq.params.prompt_logprobs is not None for e in plan.entries)
+    tokens = _ceil(config.token_buckets, plan.num_tokens)
+    computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
+    rows = next(rows for rows in _prefill_rows(tokens, config) if rows >= computed)
+    kind: Features = "prompt" if scores else "plain"
+    return Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=blocks, features=kind), sample
+
+
+def bucket_table(
+    config: EngineConfig, *, tokens: int | None = None, rows: int | None = None
+) -> Iterable[Bucket]:
+    """Every bucket that choose_buckets can return for a resolved config, those of the smallest
+    shapes first.
+
+    tokens, rows: of prompts, and of completions, that there are at most; None: as many as the
+    config allows.
+    """
+    assert (
+        config.token_buckets is not None
+        and config.seq_buckets is not None
+        and config.decode_steps is not None
+    )
+    blocks, steps = config.max_blocks_per_seq, config.decode_steps
+    rows = config.max_num_seqs if rows is None else min(rows, config.max_num_seqs)
+    tokens = (
+        config.max_num_batched_tokens
+        if tokens is None
+        else min(tokens, config.max_num_batched_tokens)
+    )
+    kinds: tuple[Features, ...] = ("plain", "full")
+    for S in _up_to(config.seq_buckets, rows):
+        for features in kinds:
+            yield Bucket(phase="sample", tokens=S, rows=S, features=features)
+            if not config.deterministic:
+                yield Bucket(
+                    phase="decode", tokens=S, rows=S, blocks=blocks, steps=steps, features=features
+                )
+    kinds = ("plain", "prompt")
+    for T in _up_to(config.token_buckets, tokens):
+        for S in _up_to(_prefill_rows(T, config), min(rows, T)):
+            for features in kinds:
+                yield Bucket(phase="prefill", tokens=T, rows=S, blocks=blocks, features=features)
+
+
+def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:
+    """The two numbers of rows that a prefill is compiled for: few long ones, and as many as there
+    can be.
+    """
+    assert config.seq_buckets is not None
+    most = config.seq_buckets[-1]
+    return tuple(
+        dict.fromkeys(
+            _ceil(config.seq_buckets, min(n, most)) for n in (tokens // TOKENS_A_ROW, tokens)
+        )
+    )
+
+
+def padded_blocks(count: int) -> int:
+    """How many blocks a move between pool and host is compiled for, and takes on the host."""
+    return 1 << (count - 1).bit_length()
+
+
+def _lay_out(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Section], int]:
+    sections, offset = {}, 0
+    for name, shape in shapes.items():
+        sections[name] = Section(offset, shape)
+        offset += math.prod(shape)
+    return sections, offset
+
+
+def _up_to(sizes: tuple[int, ...], value: int) -> tuple[int, ...]:
+    """The sizes that anything up to `value` takes."""
+    return sizes[: bisect.bisect_left(sizes, value) + 1]
+
+
+def _ceil(sizes: tuple[int, ...], value: int) -> int:
+    return sizes[bisect.bisect_left(sizes, value)]

@@ -1,0 +1,199 @@
+"""Plan -> Batch: one int32 buffer padded to its Buckets, and back: what the step returns ->
+StepResult.
+
+Floats and uint32 travel as their bits. numpy ends here; jax begins at the runner.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import CONTROLS, Bucket, choose_buckets, input_sections, output_sections
+from jpaged.engine.plan import Plan, PlanEntry, StepResult
+from jpaged.engine.sequence import Sequence
+from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
+
+ON_DEVICE = -1  # in a decode step's tokens: the last one that the row's slot drew
+PAD_TOKEN = np.int32(2**31 - 1)  # in id lists: past any vocabulary, so a scatter drops it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one step uploads: `packed` (int32 [n], laid out by input_sections), and slots whose
+    counts must be set.
+
+    bucket: of a prefill or decode. sample: of the draw after a prefill, None where no row draws.
+    num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
+    most. count_rows: (slot, token ids, prompt length) of rows with penalties that were just
+    admitted.
+    """
+
+    bucket: Bucket
+    sample: Bucket | None
+    packed: np.ndarray
+    num_tokens: int
+    num_rows: int
+    steps: int = 1
+    count_rows: tuple[tuple[int, list[int], int], ...] = ()
+
+    @property
+    def drawing(self) -> Bucket | None:
+        """The bucket of the step that draws tokens."""
+        return self.bucket if self.bucket.phase == "decode" else self.sample
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.bucket.tokens * self.steps
+
+
+def pack(plan: Plan, config: EngineConfig) -> Batch:
+    """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and
+    no slot.
+
+    A pair of `copies` whose blocks are the same ends the list.
+    """
+    bucket, sample = choose_buckets(plan, config)
+    packed, view = _views(bucket, config)
+    computed = [e for e in plan.entries if e.num_tokens]
+    drawing = [e for e in plan.entries if e.draws]
+    table = view["block_table"]
+    for row, entry in enumerate(computed):
+        blocks = np.frombuffer(entry.seq.block_table, np.int32)
+        table[row, : len(blocks)] = blocks
+    if "copies" in view:
+        view["copies"][: len(plan.copies)] = plan.copies or np.zeros((0, 2), np.int32)
+    if bucket.phase == "decode":
+        rows = len(drawing)
+        view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
+        view["steps"][:rows] = [e.draws for e in drawing]
+        # A token that is still in flight is known to the device alone.
+        known = (
+            e.seq.token_ids[e.start] if e.start < len(e.seq.token_ids) else ON_DEVICE
+            for e in drawing
+        )
+        view["tokens"][:rows] = list(known)
+        _pack_rows(view, drawing, config)
+    else:
+        view["context_lens"][: len(computed)] = [e.end for e in computed]
+        _pack_tokens(view, plan)
+        if sample is not None:
+            _, rows_view = _views(sample, config, view["sample"])
+            rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
+            _pack_rows(rows_view, drawing, config)
+    admitted = (e for e in plan.entries if e.first and e.seq.params.has_penalties)
+    counts = tuple((e.seq.slot, list(e.seq.token_ids), e.seq.prompt_len) for e in admitted)
+    steps = max((e.draws for e in drawing), default=1)
+    real = {"num_tokens": plan.num_tokens, "num_rows": len(drawing), "steps": steps}
+    return Batch(bucket=bucket, sample=sample, packed=packed, count_rows=counts, **real)
+
+
+def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) -> StepResult:
+    """A step's output buffers, taken apart: of the step that drew, and of a prefill that scored its
+    prompts.
+    """
+    buckets = [
+        b for b in (batch.drawing, batch.bucket) if b is not None and output_sections(b, config)[1]
+    ]
+    views: dict[str, np.ndarray] = {"num_drawn": np.zeros(0, np.int32)}
+    views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
+    for bucket, buffer in zip(dict.fromkeys(buckets), packed, strict=True):
+        for name, (offset, shape) in output_sections(bucket, config)[0].items():
+            view = buffer[offset : offset + math.prod(shape)].reshape(shape)
+            views[name] = view.view(np.float32) if name.endswith("logprobs") else view
+    tokens, logprobs = (
+        views.pop(name)[:, : batch.num_rows].T.tolist() for name in ("tokens", "logprobs")
+    )
+    num_drawn = views.pop("num_drawn")[: batch.num_rows].tolist()
+    return StepResult(num_drawn=num_drawn, tokens=tokens, logprobs=logprobs, **views)
+
+
+def _views(
+    bucket: Bucket, config: EngineConfig, packed: np.ndarray | None = None
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A buffer of a bucket's inputs, of zeros unless it is given, and each input's place in it."""
+    sections, size = input_sections(bucket, config)
+    packed = np.zeros(size, np.int32) if packed is None else packed
+    return packed, {
+        n: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape)
+        for n, s in sections.items()
+    }
+
+
+def _pack_tokens(view: dict[str, np.ndarray], plan: Plan) -> None:
+    """Tokens back to back, where each row begins, and the place of the last token of each row that
+    draws.
+    """
+    start, starts, drawn_at = 0, [], []
+    for entry in plan.entries:
+        if entry.num_tokens:
+            end = start + entry.num_tokens
+            view["tokens"][start:end] = entry.seq.token_ids[entry.start : entry.end]
+            if (
+                "targets" in view
+            ):  # what each position should predict; past the known tokens it is never read
+                following = entry.seq.token_ids[entry.start + 1 : entry.end + 1]
+                view["targets"][start : start + len(following)] = following
+                view["scoring"].view(np.float32)[len(starts), 0] = entry.seq.params.temperature
+                view["scoring"][len(starts), 1] = LOGPROBS_MODES.index(
+                    entry.seq.params.logprobs_mode
+                )
+            starts.append(start)
+            start = end
+        if entry.draws:
+            drawn_at.append(start - 1)
+    view["query_starts"][: len(starts)] = starts
+    view["query_starts"][len(starts) :] = start
+    view["drawn_at"][: len(drawn_at)] = drawn_at
+
+
+def _pack_rows(view: dict[str, np.ndarray], drawing: list[PlanEntry], config: EngineConfig) -> None:
+    """What drawing needs of each row."""
+    rows = len(drawing)
+    view["slots"][:rows] = [e.seq.slot for e in drawing]
+    view["slots"][rows:] = config.max_num_seqs  # past the end: dropped
+    full = "bias" in view
+    if full:
+        view["bias_ids"][:] = PAD_TOKEN
+    for row, entry in enumerate(drawing):
+        seq = entry.seq
+        view["controls"][row] = (
+            seq.controls if seq.controls is not None else _pack_controls(seq, config)
+        )
+        if seq.params.min_tokens:  # so many tokens of output come before the first one drawn now
+            drawn = entry.end - entry.draws + 1 - seq.prompt_len
+            view["open_after"][row] = max(seq.params.min_tokens - drawn, 0)
+        if full and (bias := seq.params.logit_bias):
+            view["bias_ids"][row, : len(bias)] = list(bias)
+            view["bias"].view(np.float32)[row, : len(bias)] = list(bias.values())
+
+
+def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
+    """A row of CONTROLS and the ids that stop it, kept in the sequence."""
+    p: SamplingParams = seq.params
+    values = (
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        min(max(p.top_k, 0), PAD_TOKEN),
+        seq.key[0],
+        seq.key[1],
+        seq.index,
+        LOGPROBS_MODES.index(p.logprobs_mode),
+        p.presence_penalty,
+        p.frequency_penalty,
+        p.repetition_penalty,
+    )
+    # Where there are more than fit, the host alone sees the others; with min_tokens they always
+    # fit.
+    stops = sorted(seq.eos_ids | seq.stop_ids)[: config.max_stop_ids]
+    columns = [
+        np.asarray(v, dtype).view(np.int32) for (_, dtype), v in zip(CONTROLS, values, strict=True)
+    ]
+    columns += [np.int32(token) for token in stops] + [PAD_TOKEN] * (
+        config.max_stop_ids - len(stops)
+    )
+    seq.controls = np.stack(columns)
+    return seq.controls

@@ -1,0 +1,107 @@
+"""Plan: which sequences run in the next step and over which tokens; StepResult: what came of it."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jpaged.engine.sequence import Sequence, Swapped
+
+Phase = Literal["prefill", "decode"]
+
+
+class PlanEntry(NamedTuple):
+    """One row of a step: compute the KV of tokens [start, start + num_tokens) of a sequence.
+
+    No tokens at all make a fork: it draws from what the row before it has computed. draws: tokens
+    that the step draws: one after the last chunk of a prompt, and in decode one after each of its
+    tokens. first: the row's slot was just taken (its device state is another's). epoch: the
+    sequence's epoch when planned; a later one means that it was preempted meanwhile.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    draws: int
+    first: bool
+    epoch: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One dispatch: chunks of prompts (prefill), or as many tokens of each row as it has steps left
+    (decode).
+
+    Before it, in this order: `swap_outs` are copied from the pool to the host, `swap_ins` come back
+    into other blocks (-1: not needed, the cache has it), and `copies` (source, target) are made
+    within the pool.
+    """
+
+    phase: Phase
+    entries: tuple[PlanEntry, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    swap_outs: tuple[tuple[Swapped, list[int]], ...] = ()
+    swap_ins: tuple[tuple[Swapped, list[int]], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(e.num_tokens for e in self.entries)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step computed. Rows are those that draw, in the order of the plan; arrays that a
+    bucket lacks are None.
+
+    tokens, logprobs: a list a row, of `steps` entries, of which the first num_drawn[row] count.
+    """
+
+    num_drawn: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    ranks: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    prompt_logprobs: np.ndarray | None = None
+    prompt_ranks: np.ndarray | None = None
+    prompt_top_ids: np.ndarray | None = None
+    prompt_top_logprobs: np.ndarray | None = None
+
+    def top(self, row: int, count: int, step: int = 0) -> list[tuple[int, float, int]]:
+        """(token, logprob, rank) of a row's sampled token, then of its `count` most likely ones."""
+        assert self.ranks is not None and self.top_ids is not None and self.top_logprobs is not None
+        own = (self.tokens[row][step], self.logprobs[row][step], int(self.ranks[step, row]))
+        return [own, *_ranked(self.top_ids[step, row], self.top_logprobs[step, row], count)]
+
+    def prompt_rows(self, plan: Plan, row: int) -> list[list[tuple[int, float, int]]]:
+        """For each token of a plan's row, (token, logprob, rank) of the next prompt token, then of
+        the most likely.
+        """
+        assert self.prompt_logprobs is not None and self.prompt_ranks is not None
+        assert self.prompt_top_ids is not None and self.prompt_top_logprobs is not None
+        entry = plan.entries[row]
+        first = sum(e.num_tokens for e in plan.entries[:row])
+        count = entry.seq.params.prompt_logprobs or 0
+        scored = []
+        for i in range(min(entry.num_tokens, entry.seq.prompt_len - 1 - entry.start)):
+            t = first + i
+            own = (
+                entry.seq.token_ids[entry.start + i + 1],
+                float(self.prompt_logprobs[t]),
+                int(self.prompt_ranks[t]),
+            )
+            scored.append(
+                [own, *_ranked(self.prompt_top_ids[t], self.prompt_top_logprobs[t], count)]
+            )
+        return scored
+
+
+def _ranked(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[tuple[int, float, int]]:
+    return [
+        (int(i), float(p), rank + 1)
+        for rank, (i, p) in enumerate(zip(ids[:count], logprobs[:count], strict=True))
+    ]

@@ -1,0 +1,1 @@
+"""A caller's side of a request: prompts, sampling parameters, text, outputs."""

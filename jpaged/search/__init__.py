@@ -1,0 +1,1 @@
+"""Searches over several sequences of one prompt, steered from outside the scheduler."""
