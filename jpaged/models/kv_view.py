@@ -1,0 +1,51 @@
+"""What attention knows of the KV cache: groups of layers that share one, and a step's view of it."""
+
+import dataclasses
+from typing import Any, Protocol, Self
+
+from jpaged.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """Layers whose keys and values are alike, so that one array and one block table hold them.
+
+    layers: their indices in the model, ascending. window: tokens that a query sees, itself
+    included; None is all of them.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
+    """The groups of a model, in the order of their first layers."""
+    layers: dict[int | None, list[int]] = {}
+    for layer in range(config.num_layers):
+        layers.setdefault(config.sliding_window(layer), []).append(layer)
+    return tuple(
+        KVGroup(
+            layers=tuple(members),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=window,
+        )
+        for window, members in layers.items()
+    )
+
+
+class KVView(Protocol):
+    """The keys and values that the tokens of a step see; threaded through the layers."""
+
+    def attend(
+        self, group: int, index: Any, q: Any, k: Any, v: Any, *, scale: float
+    ) -> tuple[Any, Self]:
+        """Keep these tokens' keys and values, then attend over each row's whole context.
+
+        group: of kv_groups. index: place of the layer among the group's, an int or a scalar array.
+        q [..., H, D], k and v [..., K, D]. Returns o [..., H, D] in q's dtype, and the view with
+        the keys and values in it.
+        """
+        ...
