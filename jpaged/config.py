@@ -54,6 +54,8 @@ class EngineConfig:
     # Tokens and logprobs whose bits depend on the request alone: every step is of PINNED tokens,
     # whatever the buckets.
     deterministic: bool = False
+    # Rows that decode join the prefill steps, one token each, in place of waiting for them to end.
+    mixed: bool = False
     tensor_axis: str | None = (
         "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
     )
@@ -132,13 +134,15 @@ class EngineConfig:
         )
 
     @property
+    def ragged_decode(self) -> bool:
+        """Whether rows that decode can be in a prefill step."""
+        return self.mixed or self.deterministic
+
+    @property
     def max_blocks_per_seq(self) -> int:
-        """M: blocks that a sequence of max_model_len tokens needs, or all there are (resolved
-        configs only).
-        """
+        """M: blocks that a sequence of max_model_len tokens spans (resolved configs only)."""
         assert self.max_model_len is not None
-        needed = -(-self.max_model_len // self.block_size)
-        return needed if self.num_blocks is None else min(needed, self.num_blocks)
+        return -(-self.max_model_len // self.block_size)
 
 
 # At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a
