@@ -23,11 +23,12 @@ from jpaged.engine.packing import Batch, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_specs
+from jpaged.models.params import param_specs
 from jpaged.runtime import kv_cache
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.compiled_steps import compile_step
 from jpaged.runtime.memory import explained
+from jpaged.runtime.products import choose_products
 from jpaged.runtime.steps import COUNTS_CHUNK, make_step, set_counts
 
 log = logging.getLogger("jpaged")
@@ -122,6 +123,7 @@ class Runner:
         assert config.num_blocks is not None
         self.model, self.config, self.placement = model, config, placement
         self.kernel, self.layout = pool_layout(model, config, placement, dtype, config.num_blocks)
+        self.products = choose_products(placement.device, dtype)
         self.params: Any = None
         self.uploads = self.downloads = 0  # transfers since the start
         self.usage: dict[Bucket, Usage] = {}
@@ -312,7 +314,8 @@ class Runner:
         if self._sealed:
             raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
         axis = self.placement.axis if self.placement.axis_size > 1 else None
-        step = make_step(bucket, self.model, self.config, axis, self.kernel)
+        size = self.placement.axis_size
+        step = make_step(bucket, self.model, self.config, axis, self.kernel, self.products, size)
         assert self.config.seq_buckets is not None
         most, slots, vocab = (
             self.config.seq_buckets[-1],

@@ -16,6 +16,8 @@ from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_secti
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind
+from jpaged.models.kv_view import kv_groups
+from jpaged.models.layers.linear import Products, Serving
 from jpaged.runtime.attention import Kernel, PagedCache
 from jpaged.runtime.kv_cache import copy_blocks
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
@@ -30,6 +32,8 @@ def make_step(
     config: EngineConfig,
     tensor_axis: str | None,
     kernel: Kernel,
+    products: Products | None = None,
+    axis_size: int = 1,
 ) -> Callable[..., Any]:
     """The step of one bucket; packed and out are int32, laid out by engine/batch.py.
 
@@ -43,7 +47,8 @@ def make_step(
     place.
     """
     steps = {"prefill": _make_prefill, "sample": _make_sample, "decode": _make_decode}
-    return steps[bucket.phase](_Setting(bucket, model, config, tensor_axis, kernel))
+    setting = _Setting(bucket, model, config, tensor_axis, kernel, products, axis_size)
+    return steps[bucket.phase](setting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,18 @@ class _Setting:
     config: EngineConfig
     tensor_axis: str | None
     kernel: Kernel
+    products: Products | None = None
+    axis_size: int = 1
+
+    def bind(self, params: Any, num_rows: Array | None) -> Decoder:
+        """The model; num_rows: rows of its products that are real, None where all are."""
+        serving = Serving(
+            num_rows=num_rows,
+            products=self.products,
+            tensor_axis=self.tensor_axis,
+            axis_size=self.axis_size,
+        )
+        return bind(self.model, params, serving)
 
     def unpack(self, packed: Array) -> dict[str, Array]:
         """The inputs by name, sliced as batch.pack laid them out."""
@@ -92,11 +109,10 @@ class _Setting:
             block_table_SM=block_table_SM,
             context_lens_S=context_lens_S,
             query_starts_S1=starts_S1,
-            num_tokens=starts_S1[-1] if bucket.phase == "prefill" else _last_row(context_lens_S),
             slot_mapping_T=slots_T,
+            groups=kv_groups(self.model),
             num_layers=self.model.num_layers,
             decode=bucket.phase == "decode",
-            tensor_axis=self.tensor_axis,
             kernel=self.kernel,
             tiles=tiles,
         )
@@ -114,15 +130,16 @@ def _make_prefill(to: _Setting) -> Callable[..., Any]:
         )
         row_T, positions_T = _locate(starts_S1, context_lens_S, to.bucket.tokens)
         slots_T = _slots(row_T, positions_T, table_SM, to.config.block_size, pool)
-        decoder = bind(to.model, params)
+        decoder = to.bind(params, starts_S1[-1])
         cache = to.cache(pool, table_SM, context_lens_S, starts_S1, slots_T)
         x_TE, written = decoder(fields["tokens"], jnp.maximum(positions_T, 0), cache)
-        assert written is not None
+        assert isinstance(written, PagedCache)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if to.bucket.features == "prompt":
-            out = to.pack(_score_prompt(decoder, x_TE, fields, row_T, to.config))
+            whole = to.bind(params, None)
+            out = to.pack(_score_prompt(whole, x_TE, fields, row_T, to.config))
         hidden_RE = jnp.take(x_TE, fields["drawn_at"], axis=0, mode="clip")
         return written.pool, hidden_RE, fields["sample"], out
 
@@ -134,9 +151,8 @@ def _make_sample(to: _Setting) -> Callable[..., Any]:
 
     def step(params: Any, hidden_RE: Array, last_R: Array, counts_RV: Array | None, packed: Array):
         fields = {name: field[:rows] for name, field in to.unpack(packed).items()}
-        logits_SV = bind(to.model, params).logits(
-            hidden_RE[:rows], _last_row(fields["context_lens"])
-        )
+        decoder = to.bind(params, _last_row(fields["context_lens"]))
+        logits_SV = decoder.logits(hidden_RE[:rows])
         drawn = _draw(
             to, logits_SV, fields, fields["context_lens"], counts_RV, fields["open_after"]
         )
@@ -155,7 +171,7 @@ def _make_decode(to: _Setting) -> Callable[..., Any]:
 
     def step(params: Any, pool: Array, last_R: Array, counts_RV: Array | None, packed: Array):
         fields = to.unpack(packed)
-        decoder, table_SM, slots_S = bind(to.model, params), fields["block_table"], fields["slots"]
+        table_SM, slots_S = fields["block_table"], fields["slots"]
 
         def body(state: Any) -> Any:
             """Step i of the rows that have more than i steps; the others are as if they were
@@ -167,12 +183,10 @@ def _make_decode(to: _Setting) -> Callable[..., Any]:
             positions_S = context_lens_S - 1
             written_S = _slots(jnp.asarray(row_S), positions_S, table_SM, block_size, pool)
             cache = to.cache(pool, table_SM, context_lens_S, jnp.asarray(starts_S1), written_S)
+            decoder = to.bind(params, _last_row(context_lens_S))
             x_SE, cache = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), cache)
-            assert cache is not None
-            logits_SV, open_after_S = (
-                decoder.logits(x_SE, cache.num_tokens),
-                fields["open_after"] - i,
-            )
+            assert isinstance(cache, PagedCache)
+            logits_SV, open_after_S = decoder.logits(x_SE), fields["open_after"] - i
             drawn = _draw(to, logits_SV, fields, context_lens_S, counts_RV, open_after_S)
             counts_RV = _count(
                 counts_RV, jnp.where(runs_S, slots_S, to.config.max_num_seqs), drawn.token_S
@@ -341,7 +355,7 @@ def _score_prompt(
 ) -> dict[str, Array]:
     temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
     scored = token_logprobs(
-        lambda x_tE: decoder.logits(x_tE, x_tE.shape[0]),
+        decoder.logits,
         x_TE,
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),
