@@ -175,8 +175,7 @@ def random_params(config: ModelConfig, dtype: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jpaged.models.layout import param_shapes
-    from jpaged.models.params import Params
+    from jpaged.models.params import Params, param_shapes
 
     draw = jax.jit(
         lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(dtype), static_argnums=1

@@ -87,7 +87,7 @@ def abstract_params(model: Any, dtype: str, sharding: Any) -> Any:
     """The parameter tree of a model in shapes alone."""
     import jax
 
-    from jpaged.models.layout import param_shapes
+    from jpaged.models.params import param_shapes
 
     def leaf(shape: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams, api
-from jpaged.models.layout import param_specs
+from jpaged.models.params import param_specs
 from tests.tiny import (
     compiles,
     config,

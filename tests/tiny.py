@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
 from jpaged.models.decoder import bind
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 
 EOS = 96
 CONFIG = ModelConfig(

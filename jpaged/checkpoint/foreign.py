@@ -27,8 +27,7 @@ from jax.core import Tracer
 from jpaged.checkpoint.tensors import flat
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes, param_specs
-from jpaged.models.params import Params
+from jpaged.models.params import Params, param_shapes, param_specs
 
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
 

@@ -21,7 +21,7 @@ from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, flat,
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

@@ -14,8 +14,7 @@ from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import choose_tensor_axis, param_shapes, param_specs
-from jpaged.models.params import Params
+from jpaged.models.params import Params, choose_tensor_axis, param_shapes, param_specs
 
 PICKLED = (
     ".bin",

@@ -21,8 +21,7 @@ from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
-from jpaged.models.params import Params
+from jpaged.models.params import Params, param_shapes
 
 MARK = "_METADATA"  # the file that every finished Orbax tree has
 TRAIN_STATE = ("params.params.", "params.", "model.")  # linen's, a plain state's, nnx's

@@ -22,8 +22,7 @@ from jpaged.checkpoint.foreign import NameMap, params_from
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import TENSOR_AXES
-from jpaged.models.params import Params
+from jpaged.models.params import TENSOR_AXES, Params
 from jpaged.request.sampling_params import SamplingParams
 
 try:

@@ -13,10 +13,8 @@ from typing import Any, Literal, Self
 
 from jpaged.checks import at_least, read_json
 from jpaged.errors import ConfigError
+from jpaged.models.families import FAMILIES
 
-SUPPORTED = {
-    family: f"{family.capitalize()}ForCausalLM" for family in ("qwen3", "qwen2", "llama", "mistral")
-}
 HF_NAMES = {  # of ModelConfig's sizes in a config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -139,12 +137,13 @@ class ModelConfig:
 
         Raises ConfigError for any architecture or option outside the four dense families, by name.
         """
-        family = str(raw.get("model_type"))
-        named = raw.get("architectures") or SUPPORTED.get(family, family)
+        model_type = str(raw.get("model_type"))
+        family = FAMILIES.get(model_type)
+        named = raw.get("architectures") or (family.architecture if family else model_type)
         architecture = named[0] if isinstance(named, list | tuple) else named
-        if architecture != SUPPORTED.get(family):
-            built = ", ".join(SUPPORTED.values())
-            asked = f"architecture {architecture!r} (model_type {family!r})"
+        if family is None or architecture != family.architecture:
+            built = ", ".join(family.architecture for family in FAMILIES.values())
+            asked = f"architecture {architecture!r} (model_type {model_type!r})"
             raise ConfigError(f"{asked} is not supported; supported are {built}")
         if quantization := raw.get("quantization_config"):
             method = (
@@ -157,7 +156,7 @@ class ModelConfig:
             )
         try:  # of a copy: the config classes write into nested dicts
             known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
-            hf = import_transformers().CONFIG_MAPPING[family].from_dict(known).to_dict()
+            hf = import_transformers().CONFIG_MAPPING[model_type].from_dict(known).to_dict()
         except Exception as e:  # the config classes validate with errors of many types
             raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
         for knob, wanted in (
@@ -177,18 +176,18 @@ class ModelConfig:
                 f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers"
             )
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        # A key that the family's own transformers code does not read is ignored here too.
-        bias = family in ("qwen3", "llama") and bool(hf.get("attention_bias", False))
+        switches = {
+            ours: bool(hf.get(key)) for key, set_by in family.keys.items() for ours in set_by
+        }
         return cls(
             **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
-            family=family,  # pyright: ignore[reportArgumentType]
+            **switches,
+            **family.always,
+            family=model_type,  # pyright: ignore[reportArgumentType]
             rope_theta=float(rope["rope_theta"] or 10000.0),
             rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
             tie_word_embeddings=bool(hf["tie_word_embeddings"]),
-            qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2" or bias,
-            out_bias=bias,
-            sliding_windows=() if family == "llama" else _sliding_windows(hf),
+            sliding_windows=() if family.windows == "none" else _sliding_windows(hf),
             eos_token_ids=eos,
         )
 
@@ -200,8 +199,9 @@ class ModelConfig:
             if s.kind != "linear" or s.original_max_position != self.max_position_embeddings:
                 rope |= {"original_max_position_embeddings": s.original_max_position}
             rope |= {name: getattr(s, name) for name in ROPE_OPTIONS[s.kind]}
+        family = FAMILIES[self.family]
         raw: dict[str, Any] = {
-            "architectures": [SUPPORTED[self.family]],
+            "architectures": [family.architecture],
             "model_type": self.family,
             **{theirs: getattr(self, ours) for ours, theirs in HF_NAMES.items()},
             "rope_parameters": rope,
@@ -209,10 +209,9 @@ class ModelConfig:
             "hidden_act": "silu",
             "eos_token_id": list(self.eos_token_ids) or None,
         }
-        if self.family in ("qwen3", "llama"):
-            raw["attention_bias"] = self.qkv_bias
+        raw |= {key: getattr(self, switches[0]) for key, switches in family.keys.items()}
         window = next((w for w in self.sliding_windows if w), None)
-        if self.family == "mistral":
+        if family.windows == "every layer":
             raw["sliding_window"] = window
         elif window:
             kinds = ["sliding_attention" if w else "full_attention" for w in self.sliding_windows]

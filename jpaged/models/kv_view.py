@@ -1,7 +1,9 @@
-"""What attention knows of the KV cache: groups of layers that share one, and a step's view of it."""
+"""What attention knows of the KV cache: groups of layers that share one, and the view of a step."""
 
 import dataclasses
 from typing import Any, Protocol, Self
+
+import jax
 
 from jpaged.models.config import ModelConfig
 
@@ -36,6 +38,16 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     )
 
 
+def kv_places(config: ModelConfig) -> list[tuple[int, int]]:
+    """Of each layer its group, and its place among the group's layers."""
+    places = {
+        layer: (group, index)
+        for group, members in enumerate(kv_groups(config))
+        for index, layer in enumerate(members.layers)
+    }
+    return [places[layer] for layer in range(config.num_layers)]
+
+
 class KVView(Protocol):
     """The keys and values that the tokens of a step see; threaded through the layers."""
 
@@ -49,3 +61,28 @@ class KVView(Protocol):
         the keys and values in it.
         """
         ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseKV:
+    """The keys and values of the tokens at hand and no others, for training: causal by index."""
+
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # a group
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self:
+        """With the windows of a model's groups."""
+        return cls(windows=tuple(group.window for group in kv_groups(config)))
+
+    def attend(
+        self, group: int, index: Any, q: Any, k: Any, v: Any, *, scale: float
+    ) -> tuple[Any, Self]:
+        """See KVView: jax's reference attention, differentiable, its softmax in f32."""
+        window = self.windows[group]
+        local = None if window is None else (window - 1, 0)
+        with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
+            o = jax.nn.dot_product_attention(
+                q, k, v, scale=scale, is_causal=True, local_window_size=local
+            )
+        return o, self

@@ -1,14 +1,264 @@
-"""Params: the weights of one model, as a read-only pytree that knows its architecture."""
+"""The parameters of a model: the table that declares them, its views, and the tree that holds them.
+
+A parameter is one entry of TABLE. Shapes, mesh specs, file names, other projects' trees, initial
+weights and the memory bound are all read from there.
+
+Linear weights keep Hugging Face's [out, in] order, so loading transposes nothing and bf16 decode on
+CPU reads them along their rows. Query, key and value of one KV head lie together ([K, G+2, D, E]):
+a split over KV heads is contiguous, and the fused projection already yields the pool's K, V pairs.
+"""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+
+TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel axis usually has
+SPLIT = {"kv_heads": "K", "ffn": "F"}  # the letter of the axis that a mesh splits
+
+
+class Part(NamedTuple):
+    """One of the tensors that a fused one of ours is stored as.
+
+    name: "q" of "layers.{i}.attention.qkv" is the part "layers.{i}.attention.q". axes: as they lie
+    in our tensor, in which the parts follow each other on the axis that differs.
+    """
+
+    name: str
+    axes: str
+    hf_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of every model, or of every layer where its name has an {i}.
+
+    axes: letters whose sizes `axis_sizes` gives, or sums of them and numbers. Of a linear weight
+    the outputs come first, then after a comma the inputs. source: its name in a Hugging Face file,
+    where outputs and inputs are one axis each; or the parts that it is stored as. init: "normal"
+    is of deviation 0.02, "residual" the same divided by the root of how many of them add up.
+    sharding: what a tensor-parallel mesh axis splits of it; None is whole on every device. when:
+    whether a model has it. layer: set in `param_table` alone.
+    """
+
+    name: str
+    axes: str
+    source: str | tuple[Part, ...]
+    init: Literal["normal", "residual", "zeros", "ones"] = "normal"
+    sharding: Literal["kv_heads", "ffn"] | None = None
+    when: Callable[[ModelConfig], bool] = lambda config: True
+    layer: int | None = None
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """Its axes: outputs, inputs."""
+        outputs, _, inputs = self.axes.partition(",")
+        return outputs.split(), inputs.split()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What it is stored as, in full names with {i}; one part where it is stored whole."""
+        if isinstance(self.source, str):
+            return (Part(self.name, self.axes, self.source),)
+        prefix = self.name.rpartition(".")[0]
+        return tuple(part._replace(name=f"{prefix}.{part.name}") for part in self.source)
+
+    @property
+    def joined(self) -> int:
+        """The axis that its parts follow each other on (0 where there is one part)."""
+        ours, theirs = _tokens(self.axes), _tokens(self.parts[0].axes)
+        return next((i for i, token in enumerate(ours) if token != theirs[i]), 0)
+
+    def at(self, template: str) -> str:
+        """A name with this layer's number in it."""
+        return template.replace("{i}", str(self.layer))
+
+    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+        """Of the canonical tensor."""
+        return axes_shape(self.axes, config)
+
+    def split_letter(self, config: ModelConfig, devices: int) -> str | None:
+        """The axis that a mesh axis of so many devices splits; an FFN that it does not divide stays
+        whole.
+        """
+        letter = SPLIT.get(self.sharding or "")
+        return letter if letter and axis_sizes(config)[letter] % devices == 0 else None
+
+    def partition(self, config: ModelConfig, axis: str | None, devices: int) -> PartitionSpec:
+        """How it lies on a mesh."""
+        if self.sharding is None:
+            return PartitionSpec()
+        place = _tokens(self.axes).index(SPLIT[self.sharding])
+        name = axis if self.split_letter(config, devices) else None
+        return PartitionSpec(*[None] * place, name)
+
+
+def _in_each_layer(*specs: ParamSpec) -> Iterator[ParamSpec]:
+    """Specs whose names, ours and Hugging Face's, are those within a layer."""
+    ours, theirs = "layers.{i}.", "model.layers.{i}."
+    for spec in specs:
+        source = spec.source
+        if isinstance(source, str):
+            source = theirs + source
+        else:
+            source = tuple(part._replace(hf_name=theirs + part.hf_name) for part in source)
+        yield dataclasses.replace(spec, name=ours + spec.name, source=source)
+
+
+QKV = (
+    Part("q", "K G D, E", "self_attn.q_proj.weight"),
+    Part("k", "K 1 D, E", "self_attn.k_proj.weight"),
+    Part("v", "K 1 D, E", "self_attn.v_proj.weight"),
+)
+QKV_BIAS = (
+    Part("q_bias", "K G D", "self_attn.q_proj.bias"),
+    Part("k_bias", "K 1 D", "self_attn.k_proj.bias"),
+    Part("v_bias", "K 1 D", "self_attn.v_proj.bias"),
+)
+GATE_UP = (
+    Part("gate", "1 F, E", "mlp.gate_proj.weight"),
+    Part("up", "1 F, E", "mlp.up_proj.weight"),
+)
+
+
+def _qk_norm(config: ModelConfig) -> bool:
+    return config.qk_norm
+
+
+def _qkv_bias(config: ModelConfig) -> bool:
+    return config.qkv_bias
+
+
+def _out_bias(config: ModelConfig) -> bool:
+    return config.out_bias
+
+
+def _untied(config: ModelConfig) -> bool:
+    return not config.tie_word_embeddings
+
+
+TABLE = (
+    ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight"),
+    *_in_each_layer(
+        ParamSpec("input_norm.scale", "E", "input_layernorm.weight", "ones"),
+        ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", "kv_heads"),
+        ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "kv_heads", _qkv_bias),
+        ParamSpec("attention.q_norm.scale", "D", "self_attn.q_norm.weight", "ones", None, _qk_norm),
+        ParamSpec("attention.k_norm.scale", "D", "self_attn.k_norm.weight", "ones", None, _qk_norm),
+        ParamSpec("attention.out", "E, K G D", "self_attn.o_proj.weight", "residual", "kv_heads"),
+        ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros", None, _out_bias),
+        ParamSpec("post_norm.scale", "E", "post_attention_layernorm.weight", "ones"),
+        ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", "ffn"),
+        ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", "ffn"),
+    ),
+    ParamSpec("norm.scale", "E", "model.norm.weight", "ones"),
+    ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", None, _untied),
+)
+
+
+def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
+    """A model's parameters by name ("layers.0.attention.qkv"), in the order of the forward pass."""
+    table = {}
+    present = (spec for spec in TABLE if spec.when(config))
+    for in_layers, group in itertools.groupby(present, key=lambda spec: "{i}" in spec.name):
+        specs = list(group)
+        for layer in range(config.num_layers) if in_layers else [None]:
+            placed = [dataclasses.replace(spec, layer=layer) for spec in specs]
+            table |= {spec.at(spec.name): spec for spec in placed}
+    return table
+
+
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+    """The size of each axis by its letter."""
+    return {
+        "V": config.vocab_size,
+        "E": config.hidden_size,
+        "F": config.intermediate_size,
+        "K": config.num_kv_heads,
+        "G": config.group_size,
+        "D": config.head_dim,
+        "L": config.num_layers,
+    }
+
+
+def axes_shape(axes: str, config: ModelConfig) -> tuple[int, ...]:
+    """The sizes of axes that are spelled as in ParamSpec."""
+    sizes = axis_sizes(config)
+    return tuple(
+        sum(int(term) if term.isdecimal() else sizes[term] for term in token.split("+"))
+        for token in _tokens(axes)
+    )
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict of {"layers.0.attention.qkv": leaf, ...}."""
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return tree
+
+
+def param_shapes(config: ModelConfig) -> dict[str, Any]:
+    """Nested dict of shapes, one tuple a parameter; layers are keyed "0", "1", ..."""
+    return nest({name: spec.shape(config) for name, spec in param_table(config).items()})
+
+
+def param_specs(config: ModelConfig, axis: str | None, size: int = 1) -> dict[str, Any]:
+    """Nested dict of PartitionSpecs: KV heads, and the FFN where it divides, over `axis` of `size`
+    devices.
+    """
+    if axis is not None and config.num_kv_heads % size:
+        heads = config.num_kv_heads
+        raise ConfigError(
+            f"num_kv_heads={heads} does not split over {size} devices of mesh axis {axis!r}"
+        )
+    table = param_table(config)
+    return nest({name: spec.partition(config, axis, size) for name, spec in table.items()})
+
+
+def initial_tree(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> dict[str, Any]:
+    """The canonical tree as training starts from it."""
+
+    def initial(spec: ParamSpec) -> Array:
+        shape = spec.shape(config)
+        if spec.init in ("zeros", "ones"):
+            return jnp.full(shape, float(spec.init == "ones"), dtype)
+        scale = 0.02 if spec.init == "normal" else 0.02 * (2 * config.num_layers) ** -0.5
+        return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(scale, dtype)
+
+    return nest({name: initial(spec) for name, spec in param_table(config).items()})
+
+
+def random_params(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> "Params":
+    """Params of untrained weights on jax's default device: what a model costs, not what it says."""
+    return Params(initial_tree(config, nnx.Rngs(seed), dtype), config)
+
+
+def choose_tensor_axis(mesh: Mesh) -> str:
+    """The axis of a mesh to split KV heads over when nobody said: one of the usual names, else the
+    last.
+    """
+    return next((name for name in TENSOR_AXES if name in mesh.axis_names), mesh.axis_names[-1])
+
+
+def _tokens(axes: str) -> list[str]:
+    return axes.replace(",", " ").split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +273,7 @@ class _Static:
 
 
 class Params(Mapping[str, Any]):
-    """The canonical parameter tree (see models/layout.py) with its ModelConfig, usable wherever jax
+    """The canonical parameter tree (see TABLE) with its ModelConfig, usable wherever jax
     takes a pytree.
 
     Flattens like the plain dict that it wraps: same leaves, order and key paths. Nothing is checked

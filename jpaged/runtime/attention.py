@@ -14,6 +14,7 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import KVGroup
 from kernels_pallas.paged_attention.kv_write import write_kv
 
 log = logging.getLogger("jpaged")
@@ -111,25 +112,33 @@ class PagedCache:
 
     pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with
     0. context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1],
-    where each row's tokens begin in the packed T. num_tokens: how many of the packed T there are
-    before padding. slot_mapping_T: block * P + slot of each token, past the pool's end for padding.
-    decode: one token a row. tensor_axis: the mesh axis that holds shares of the heads inside
-    shard_map, or None. tiles: of Kernel.prefill_tiles.
+    where each row's tokens begin in the packed T. slot_mapping_T: block * P + slot of each token,
+    past the pool's end for padding. groups: of the model (kv_groups). decode: one token a row.
+    tiles: of Kernel.prefill_tiles.
     """
 
     pool: Array
     block_table_SM: Array
     context_lens_S: Array
     query_starts_S1: Array
-    num_tokens: Array
     slot_mapping_T: Array
+    groups: tuple[KVGroup, ...] = dataclasses.field(metadata={"static": True})
     num_layers: int = dataclasses.field(metadata={"static": True})
     decode: bool = dataclasses.field(metadata={"static": True})
-    tensor_axis: str | None = dataclasses.field(metadata={"static": True})
     kernel: Kernel = dataclasses.field(default=Kernel(), metadata={"static": True})
     tiles: Array | None = None
 
-    def write(self, layer: Array | int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
+    def attend(
+        self, group: int, index: Any, q: Array, k: Array, v: Array, *, scale: float
+    ) -> tuple[Array, "PagedCache"]:
+        """See models.kv_view.KVView."""
+        layers = self.groups[group].layers
+        layer = index if len(layers) == self.num_layers else jnp.asarray(layers, jnp.int32)[index]
+        cache = self._write(layer, k, v)
+        window = self.groups[group].window
+        return cache._attend(layer, q, scale=scale, sliding_window=window), cache
+
+    def _write(self, layer: Array | int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
         """Put this step's keys and values into their slots of one layer."""
         kv = (
             jnp.stack([k_TKD, v_TKD], axis=2)
@@ -141,7 +150,7 @@ class PagedCache:
             pool = write_kv(self.pool, layer, kv, self.slot_mapping_T, num_layers=self.num_layers)
         return dataclasses.replace(self, pool=pool)
 
-    def attend(
+    def _attend(
         self, layer: Array | int, q_THD: Array, *, scale: float, sliding_window: int | None
     ) -> Array:
         """Attention of this step's queries over each row's whole context, in q's dtype."""
@@ -158,7 +167,3 @@ class PagedCache:
                 return self.kernel.module.paged_attention_decode(*args, **options)
             options |= {} if self.tiles is None else {"tiles": self.tiles}
             return self.kernel.module.paged_attention(*args, self.query_starts_S1, **options)
-
-    def sum_over_heads(self, x: Array) -> Array:
-        """Sum the partial results of devices that hold shares of the heads (or of the FFN)."""
-        return x if self.tensor_axis is None else jax.lax.psum(x, self.tensor_axis)

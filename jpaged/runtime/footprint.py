@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 from jpaged.runtime.memory import Limits, MemoryPlan, Needs, plan
 from jpaged.runtime.runner import Placement, Runner
 from jpaged.runtime.sampler import SEARCH_ROWS

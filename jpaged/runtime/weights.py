@@ -20,8 +20,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import to_tree
-from jpaged.models.layout import TENSOR_AXES, param_shapes, param_specs
-from jpaged.models.params import Params
+from jpaged.models.params import TENSOR_AXES, Params, param_shapes, param_specs
 from jpaged.runtime.runner import Placement
 
 log = logging.getLogger("jpaged")

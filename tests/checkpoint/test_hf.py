@@ -18,7 +18,7 @@ from jpaged.checkpoint import load_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 from tests.checkpoint.conftest import make_tensors
 
 Make = Callable[..., Path]

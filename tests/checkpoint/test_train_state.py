@@ -20,7 +20,7 @@ import jpaged
 from jpaged import CheckpointError, Params
 from jpaged.checkpoint.tensors import flat
 from jpaged.models.decoder import Decoder, to_tree
-from jpaged.models.layout import param_specs
+from jpaged.models.params import param_specs
 from tests import tiny
 
 pytestmark = pytest.mark.train

@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from jpaged.models.config import ModelConfig, RopeScaling
-from jpaged.models.decoder import Decoder, bind, linear, to_tree
+from jpaged.models.decoder import Decoder, bind, to_tree
+from jpaged.models.kv_view import DenseKV, kv_groups
+from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.params import Params
 from jpaged.runtime.attention import PagedCache
 from tests.tiny import CONFIG, config, make_params, make_prompts
@@ -86,11 +88,10 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
             query_starts_S1=jnp.asarray(
                 np.cumsum([0] + [end - start for start, end in spans]), jnp.int32
             ),
-            num_tokens=jnp.int32(len(at)),
             slot_mapping_T=jnp.asarray(slots),
             num_layers=model_config.num_layers,
             decode=decode,
-            tensor_axis=None,
+            groups=kv_groups(model_config),
         )
         hidden, cache = paged(
             model_config, tree, jnp.asarray(tokens), jnp.asarray(positions), cache
@@ -163,7 +164,7 @@ def test_head(tied: bool) -> None:
     params = make_params(0, c, jnp.bfloat16)
     model = bind(c, dict(params))
     hidden, cache = model(jnp.asarray(make_prompts(5)))
-    assert cache is None and hidden.dtype == jnp.bfloat16
+    assert isinstance(cache, DenseKV) and hidden.dtype == jnp.bfloat16
     logits = model.logits(hidden)
     assert logits.dtype == jnp.float32 and logits.shape == (1, 5, c.vocab_size)
     table = params["embed" if tied else "lm_head"]["weight"].astype(jnp.float32)
@@ -173,8 +174,9 @@ def test_head(tied: bool) -> None:
 def test_linear_accumulates_in_f32() -> None:
     """4096 products of 1: bfloat16 would stop counting at 256."""
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((3, 4096), jnp.bfloat16)
-    assert linear(x, w).dtype == jnp.float32
-    np.testing.assert_array_equal(linear(x, w), 4096.0)
+    linear = Linear(weight=w, bias=None, serving=Serving(), num_outputs=1, sum_over=None)
+    assert linear(x).dtype == jnp.bfloat16 and linear(x, jnp.float32).dtype == jnp.float32
+    np.testing.assert_array_equal(linear(x, jnp.float32), 4096.0)
 
 
 def loss_of(model: Decoder, tokens: jax.Array) -> jax.Array:

@@ -12,8 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
-from jpaged.models.params import Params
+from jpaged.models.params import Params, param_shapes
 
 CONFIG = ModelConfig(
     family="qwen3",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import RopeScaling
-from jpaged.models.rope import inverse_frequencies, rotate, rotation
+from jpaged.models.layers.rope import inverse_frequencies, rotate, rotation
 from tests.tiny import CONFIG
 from tests.tiny import config as tiny_config
 

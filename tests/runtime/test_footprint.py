@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import EngineConfig, ModelConfig, SamplingParams
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 from jpaged.runtime import footprint, memory
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.runner import Placement, Runner

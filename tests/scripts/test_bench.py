@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 
 
 def load_script(name: str):

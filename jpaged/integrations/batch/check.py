@@ -25,7 +25,7 @@ from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats, errors_by_kind
 from jpaged.models.config import ModelConfig
-from jpaged.models.layout import param_shapes
+from jpaged.models.params import param_shapes
 from jpaged.request.processor import Chat, Processor
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime import footprint

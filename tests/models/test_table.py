@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, to_tree
-from jpaged.models.layout import choose_tensor_axis, param_shapes, param_specs
+from jpaged.models.params import choose_tensor_axis, param_shapes, param_specs
 from tests.tiny import CONFIG
 
 VARIANTS = {

@@ -1,7 +1,10 @@
 """Rotary position embeddings: inverse frequencies with their scalings, and the rotation."""
 
+import dataclasses
 import math
+from typing import Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -74,3 +77,24 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     cos, sin = cos.reshape(lead), sin.reshape(lead)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The rotation of a step's tokens by their positions, the same in every layer."""
+
+    cos: Array
+    sin: Array
+
+    @classmethod
+    def at(cls, config: ModelConfig, positions: Array) -> Self:
+        """Of integer positions [...]."""
+        cos, sin = rotation(config, positions)
+        # Without the barrier each layer would work the angles out again.
+        cos, sin = jax.lax.optimization_barrier((cos, sin))
+        return cls(cos=cos, sin=sin)
+
+    def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """q and k [..., heads, D], rotated."""
+        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)

@@ -1,0 +1,62 @@
+"""Grouped-query attention (arXiv:2305.13245)."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+from jax import Array
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import KVView
+from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.norm import RMSNorm
+from jpaged.models.layers.rope import Rotary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
+
+    group: of kv_groups, where this layer's keys and values are kept.
+    """
+
+    qkv: Linear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    out: Linear
+    group: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        specs: Mapping[str, Any],
+        tree: Mapping[str, Any],
+        serving: Serving,
+        group: int,
+    ) -> Self:
+        """From a layer's `attention` of the canonical tree, and the specs of it."""
+        linear = functools.partial(Linear.of, config, specs, tree, serving)
+        q_norm, k_norm = (
+            RMSNorm(scale=tree[name]["scale"], eps=config.rms_norm_eps) if config.qk_norm else None
+            for name in ("q_norm", "k_norm")
+        )
+        return cls(qkv=linear("qkv"), q_norm=q_norm, k_norm=k_norm, out=linear("out"), group=group)
+
+    def __call__(self, x: Array, rotary: Rotary, kv: KVView, index: Any) -> tuple[Array, KVView]:
+        """x [..., E]; index: this layer's place among those of its group."""
+        with jax.named_scope("qkv"):
+            qkv = self.qkv(x)
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]  # [K, G, D], [K, D], [K, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        with jax.named_scope("rope"):
+            q, k = rotary(q, k)
+        dim = q.shape[-1]
+        q = q.reshape(*x.shape[:-1], -1, dim)
+        o, kv = kv.attend(self.group, index, q, k, v, scale=dim**-0.5)
+        with jax.named_scope("out"):
+            return self.out(o.reshape(*x.shape[:-1], -1)), kv

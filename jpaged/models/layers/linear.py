@@ -1,0 +1,106 @@
+"""Linear: a product with a weight, whatever its form, who multiplies and how it is split."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.params import ParamSpec
+
+
+class Products(Protocol):
+    """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
+
+    def supported(self, x: Array, weight: Array) -> bool:
+        """Whether it is the better one for x [T, E] and weight [N, E]."""
+        ...
+
+    def linear(self, x: Array, weight: Array, count: Any, dtype: DTypeLike) -> Array:
+        """x times weight transposed, [T, N] in dtype, accumulated in f32.
+
+        count: the rows of x that are real; the others are padding whose results may be anything.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What a step that serves says of its products; all at their defaults in training.
+
+    num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
+    products: who multiplies where it can; None is XLA alone, and can be differentiated.
+    tensor_axis: the mesh axis of axis_size devices that hold shares of the weights, inside
+    shard_map; None where each holds all.
+    """
+
+    num_rows: Array | None = None
+    products: Products | None = dataclasses.field(default=None, metadata={"static": True})
+    tensor_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    axis_size: int = dataclasses.field(default=1, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """x [..., inputs] to [..., *outputs]: weight [*outputs, *inputs], bias [*outputs] or None.
+
+    sum_over: the mesh axis whose devices each hold a share of the inputs, so that their partial
+    results are summed; None where this device has all of them.
+    """
+
+    weight: Array
+    bias: Array | None
+    serving: Serving
+    num_outputs: int = dataclasses.field(metadata={"static": True})
+    sum_over: str | None = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        specs: Mapping[str, ParamSpec],
+        tree: Mapping[str, Any],
+        serving: Serving,
+        name: str,
+    ) -> Self:
+        """The product with parameter `name` of a module's tree, and its `_bias` if there is one."""
+        spec = specs[name]
+        outputs, inputs = spec.sides
+        split = spec.split_letter(config, serving.axis_size)
+        return cls(
+            weight=tree[name],
+            bias=tree.get(f"{name}_bias"),
+            serving=serving,
+            num_outputs=len(outputs),
+            sum_over=serving.tensor_axis if split in inputs else None,
+        )
+
+    def __call__(self, x: Array, dtype: DTypeLike | None = None) -> Array:
+        """Accumulated in f32 and rounded once, at the end, to dtype (None is x's)."""
+        dtype = x.dtype if dtype is None else dtype
+        outputs = self.weight.shape[: self.num_outputs]
+        is_last = self.bias is None and self.sum_over is None
+        y = self._product(
+            x, self.weight.reshape(math.prod(outputs), -1), dtype if is_last else jnp.float32
+        )
+        if self.sum_over is not None:
+            y = jax.lax.psum(y, self.sum_over)
+        y = y.reshape(*x.shape[:-1], *outputs)
+        if self.bias is not None:
+            y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
+        return y.astype(dtype)
+
+    def _product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
+        products, count = self.serving.products, self.serving.num_rows
+        if products is not None and products.supported(x, weight_NE):
+            return products.linear(x, weight_NE, x.shape[0] if count is None else count, dtype)
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        y = jax.lax.dot_general(x, weight_NE, contract, preferred_element_type=jnp.float32)
+        return y.astype(dtype)

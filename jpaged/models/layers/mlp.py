@@ -1,0 +1,39 @@
+"""The feed-forward part of a layer."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers.linear import Linear, Serving
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLP:
+    """SwiGLU (arXiv:2002.05202), gate and up in one weight: [..., 2, F]."""
+
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        specs: Mapping[str, Any],
+        tree: Mapping[str, Any],
+        serving: Serving,
+    ) -> Self:
+        """From a layer's `mlp` of the canonical tree, and the specs of it."""
+        linear = functools.partial(Linear.of, config, specs, tree, serving)
+        return cls(gate_up=linear("gate_up"), down=linear("down"))
+
+    def __call__(self, x: Array) -> Array:
+        gate_up = self.gate_up(x, jnp.float32)
+        gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
