@@ -68,41 +68,39 @@ def pool_specs(
 ) -> tuple[PoolSpec, ...]:
     """The pools of a model for a resolved config, kernels chosen.
 
-    num_blocks: of the group that needs most, one that sees the whole context if there is one.
+    num_blocks: of the group that reaches furthest back; others need no more than can be in use.
     """
-    groups = kv_groups(model)
     return tuple(
         PoolSpec(
             group=group,
             kernel=choose_kernel(model, group, config, dtype, where.device, where.axis_size),
-            num_blocks=_group_blocks(group, groups, config, num_blocks),
+            num_blocks=num_blocks if most is None else min(num_blocks, most),
             block_size=config.block_size,
             dtype=jnp.dtype(dtype),
             shards=where.axis_size,
         )
-        for group in groups
+        for group, most in zip(kv_groups(model), most_blocks(model, config), strict=True)
     )
 
 
-def _group_blocks(
-    group: KVGroup, groups: tuple[KVGroup, ...], config: EngineConfig, num_blocks: int
-) -> int:
-    """Blocks of one group: of a window no more than can be in use at once."""
-    reach = [model_len(g.window, config) for g in groups]
-    if model_len(group.window, config) == max(reach):
-        return num_blocks
-    assert group.window is not None and config.decode_steps is not None
-    size = config.block_size
-    # What a row still sees and the block that it writes, one more while it draws ahead, and the
-    # chunks of one prefill.
-    a_row = -(-(group.window - 1) // size) + 2 + -(-config.decode_steps // size)
-    in_use = config.max_num_seqs * a_row + -(-config.max_num_batched_tokens // size)
-    return min(num_blocks, in_use)
+def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int | None]:
+    """Of each group, the blocks that can be in use at once; None where the pool decides: for the
+    window that reaches furthest back.
+    """
+    assert config.decode_steps is not None
+    size, chunks = config.block_size, -(-config.max_num_batched_tokens // config.block_size)
+    reaches = [reach(group, config) for group in kv_groups(model)]
+    # What a row still sees, the block that it writes, as many as it may draw ahead; and what one
+    # prefill writes.
+    ahead = 2 + -(-config.decode_steps // size)
+    most = [config.max_num_seqs * (-(-(r - 1) // size) + ahead) + chunks for r in reaches]
+    return [None if r == max(reaches) else n for r, n in zip(reaches, most, strict=True)]
 
 
-def model_len(window: int | None, config: EngineConfig) -> int:
-    """Tokens of a sequence that a window can reach (resolved configs only)."""
+def reach(group: KVGroup, config: EngineConfig) -> int:
+    """Tokens of a sequence that a group keeps (resolved configs only)."""
     assert config.max_model_len is not None
+    window = group.window
     return config.max_model_len if window is None else min(window, config.max_model_len)
 
 
