@@ -90,7 +90,7 @@ def cache_salt(prompt: Any) -> str | None:
     return salt
 
 
-def match_params(sampling_params: Any, count: int) -> list[SamplingParams]:
+def match_sampling_params(sampling_params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams a prompt, from None (the defaults), one for all, or a list as long as the
     prompts.
     """
