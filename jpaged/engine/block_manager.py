@@ -1,4 +1,4 @@
-"""BlockManager: which KV block holds which tokens, and who owns it. Every operation is O(1) a block.
+"""BlockManager: which KV block holds which tokens, and who owns it; O(1) a block in all it does.
 
 Layers that share head_dim, dtype and window are a group with a pool of blocks of its own, and a
 sequence has a block table in each. Entry i of every table holds tokens [i * P, (i + 1) * P):
@@ -263,7 +263,7 @@ class BlockManager:
                 self._extend(group, table, len(seq))
 
     def _first_tables(self, seq: Sequence, match: Match) -> tuple[list[int], ...]:
-        """Tables to begin with. Where KV comes back from the host, a window takes it all from there."""
+        """Tables to begin with. Where KV comes back from the host, a window takes all of it."""
         if seq.swapped is None or seq.swapped.num_tokens <= match.num_blocks * self.block_size:
             return match.tables
         firsts = self._first_seen(seq.swapped.num_tokens)

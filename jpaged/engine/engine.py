@@ -104,11 +104,6 @@ class Engine:
                 self._forget(request)
         return request
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether the whole pool can hold a sequence of so many tokens."""
-        blocks = self.scheduler.blocks
-        return blocks.blocks_for(num_tokens) <= blocks.num_blocks
-
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 

@@ -229,7 +229,7 @@ class Runner:
         """
         self.allocate()
         assert self._state is not None
-        kv = list(self._state.kv)
+        kv, rows = list(self._state.kv), self._state.rows
         for group, (blocks, ids) in enumerate(zip(data, block_ids, strict=True)):
             if blocks is not None:
                 count = padded_blocks(len(ids))
@@ -237,7 +237,7 @@ class Runner:
                 blocks = jax.device_put(blocks, self._pool_sharding())
                 move = self.steps.move("write_blocks", group, count)
                 kv[group] = move(kv[group], self.put(_padded(ids, count, -1)), blocks)
-                self._state = dataclasses.replace(self._state, kv=tuple(kv))
+                self._state = DeviceState(kv=tuple(kv), rows=rows)
 
     # Arrays
 

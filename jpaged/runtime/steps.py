@@ -133,6 +133,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
         decoder = step.bind(params, start_loc_S1[-1])
         x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), view)
+        assert isinstance(written, PagedKV)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
@@ -179,7 +180,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             starts_S1 = jnp.asarray(start_loc_S1)
             view, _, positions_S = step.view(state.kv, tables_GSM, context_lens_S, starts_S1)
             decoder = step.bind(params, _last_row(context_lens_S))
-            x_SE, view = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
+            x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
+            assert isinstance(written, PagedKV)
             open_after_S = fields["open_after"] - i
             logits_SV = decoder.logits(x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
@@ -188,7 +190,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             last_S = jnp.where(runs_S, drawn.last_S, last_S)
             steps_S = jnp.where(runs_S & drawn.stops_S, i + 1, steps_S)
             outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
-            return i + 1, last_S, steps_S, DeviceState(kv=view.pools, rows=rows), outputs
+            return i + 1, last_S, steps_S, DeviceState(kv=written.pools, rows=rows), outputs
 
         state = dataclasses.replace(state, kv=step.copy_blocks(state.kv, fields))
         # Of a token in flight the device alone knows what it is and how long the context then is.

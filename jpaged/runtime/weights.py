@@ -21,7 +21,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import to_tree
 from jpaged.models.params import TENSOR_AXES, Params, param_shapes, param_specs
-from jpaged.runtime.runner import Placement
+from jpaged.runtime.mesh import Placement
 
 log = logging.getLogger("jpaged")
 

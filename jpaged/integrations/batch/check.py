@@ -31,7 +31,7 @@ from jpaged.request.processor import Processor
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime import footprint
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan
-from jpaged.runtime.runner import Placement
+from jpaged.runtime.mesh import Placement
 
 GIB = 1 << 30
 
