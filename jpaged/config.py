@@ -7,8 +7,9 @@ from typing import Literal, Self
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from kernels_pallas.paged_attention import IMPLEMENTATIONS
 
-ATTENTION = ("auto", "xla", "native", "mosaic_gpu", "triton", "tpu")
+ATTENTION = ("auto", *IMPLEMENTATIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class EngineConfig:
         None  # serve in this dtype (one cast a weight version); None keeps the params' own
     )
     # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
-    attention: Literal["auto", "xla", "native", "mosaic_gpu", "triton", "tpu"] = "auto"
+    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = "auto"
     token_buckets: tuple[int, ...] | None = (
         None  # the padded sizes that steps are compiled for, ascending
     )

@@ -58,7 +58,7 @@ def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPl
     needs = bound(probe.model, config, probe.layout.dtype, block_bytes)
     most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
     most = min(most, most if limits.pool is None else limits.pool)
-    holds = probe.placement.device.platform == "cpu" and probe.kernel.name in ("xla", "native")
+    holds = probe.placement.device.platform == "cpu" and not probe.kernel.interpret
     if not holds or weights + needs.total + most > limits.total:
         needs = measured(probe)
     return plan(config, limits, block_bytes=block_bytes, weights=weights, needs=needs)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec, Sharding
 
 from jpaged.models.config import ModelConfig
+from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,15 @@ def layout(
     num_blocks: int,
     block_size: int,
     dtype: jnp.dtype,
-    attention: str = "xla",
+    token: PoolLayout | None = None,
     shards: int = 1,
 ) -> Layout:
-    """The pool's layout for a model; CPU and CUDA need no padding. shards: devices that the KV
-    heads are split over.
+    """The pool's layout for a model. token: of the kernel, on each of the `shards` devices that the
+    KV heads are split over; None pads nothing.
     """
     rows, width = 2 * model.num_kv_heads, model.head_dim
-    if attention == "tpu":
-        tpu = importlib.import_module("kernels_pallas.paged_attention.tpu")
-        rows, width = tpu.pool_shape(model.num_kv_heads // shards, model.head_dim)
-        rows *= shards
+    if token is not None:
+        rows, width = shards * token.rows, token.width
     return Layout(
         num_layers=model.num_layers,
         num_blocks=num_blocks,

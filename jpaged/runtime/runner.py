@@ -23,6 +23,7 @@ from jpaged.engine.packing import Batch, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import kv_groups
 from jpaged.models.layout import param_specs
 from jpaged.runtime import kv_cache
 from jpaged.runtime.attention import Kernel, choose_kernel
@@ -63,9 +64,11 @@ def pool_layout(
     model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, num_blocks: int
 ) -> tuple[Kernel, kv_cache.Layout]:
     """The attention kernel of a resolved config, and the pool's layout for it."""
-    kernel = choose_kernel(model, config, dtype, where.device, where.axis_size)
+    group = kv_groups(model)[0]  # they differ by their windows alone
+    kernel = choose_kernel(model, group, config, dtype, where.device, where.axis_size)
     size = {"num_blocks": num_blocks, "block_size": config.block_size, "dtype": jnp.dtype(dtype)}
-    return kernel, kv_cache.layout(model, attention=kernel.name, shards=where.axis_size, **size)
+    layout = kv_cache.layout(model, token=kernel.pool_layout, shards=where.axis_size, **size)
+    return kernel, layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_secti
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind
+from jpaged.models.kv_view import kv_groups
 from jpaged.runtime.attention import Kernel, PagedCache
 from jpaged.runtime.kv_cache import copy_blocks
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
@@ -82,23 +83,24 @@ class _Setting:
         starts_S1: Array,
         slots_T: Array,
     ):
-        tiles, bucket = None, self.bucket
-        if bucket.phase == "prefill":
-            tiles = self.kernel.prefill_tiles(
-                starts_S1, context_lens_S, bucket.tokens, self.model.group_size
+        prepared, bucket, groups = None, self.bucket, kv_groups(self.model)
+        if bucket.phase == "prefill" and len(groups) == 1:
+            window = groups[0].window
+            prepared = self.kernel.prepare(
+                starts_S1, context_lens_S, num_tokens=bucket.tokens, sliding_window=window
             )
         return PagedCache(
             pool=pool,
             block_table_SM=block_table_SM,
             context_lens_S=context_lens_S,
-            query_starts_S1=starts_S1,
+            query_start_loc_S1=starts_S1,
             num_tokens=starts_S1[-1] if bucket.phase == "prefill" else _last_row(context_lens_S),
             slot_mapping_T=slots_T,
             num_layers=self.model.num_layers,
             decode=bucket.phase == "decode",
             tensor_axis=self.tensor_axis,
             kernel=self.kernel,
-            tiles=tiles,
+            prepared=prepared,
         )
 
 

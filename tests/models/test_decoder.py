@@ -10,10 +10,12 @@ import optax
 import pytest
 from flax import nnx
 
+from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.decoder import Decoder, bind, linear, to_tree
+from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import Params
-from jpaged.runtime.attention import PagedCache
+from jpaged.runtime.attention import PagedCache, choose_kernel
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
 VARIANTS = {
@@ -63,6 +65,9 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
         model_config.head_dim,
     )
     pool = jnp.full(shape, 7.0, jnp.float32)
+    settings = EngineConfig(block_size=BLOCK, attention="xla").resolve(model_config)
+    group, device = kv_groups(model_config)[0], jax.devices()[0]
+    kernel = choose_kernel(model_config, group, settings, jnp.float32, device, 1)
 
     def run(spans: list[tuple[int, int]], decode: bool) -> list[np.ndarray]:
         """Compute tokens [start, end) of each row, padded to 24 packed tokens; hidden states of
@@ -83,7 +88,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
             pool=pool,
             block_table_SM=jnp.asarray(table),
             context_lens_S=jnp.asarray([end for _, end in spans], jnp.int32),
-            query_starts_S1=jnp.asarray(
+            query_start_loc_S1=jnp.asarray(
                 np.cumsum([0] + [end - start for start, end in spans]), jnp.int32
             ),
             num_tokens=jnp.int32(len(at)),
@@ -91,6 +96,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
             num_layers=model_config.num_layers,
             decode=decode,
             tensor_axis=None,
+            kernel=kernel,
         )
         hidden, cache = paged(
             model_config, tree, jnp.asarray(tokens), jnp.asarray(positions), cache

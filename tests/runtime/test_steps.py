@@ -15,7 +15,6 @@ import pytest
 from jpaged.engine.buckets import Bucket, input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack_result
 from jpaged.runtime import steps
-from jpaged.runtime.attention import Kernel
 from jpaged.runtime.runner import Placement, Runner
 from kernels_cpu.library import unavailable
 from tests.hlo import pool_copies
@@ -52,7 +51,8 @@ def in_place(compiled: Any, runner: Runner) -> tuple[list[str], bool]:
 
 
 def setting(bucket: Bucket) -> Any:
-    return steps._Setting(bucket, CONFIG, engine().resolve(CONFIG), None, Kernel())
+    runner = make_runner(16)
+    return steps._Setting(bucket, CONFIG, runner.config, None, runner.kernel)
 
 
 @functools.cache
