@@ -228,11 +228,11 @@ def test_the_context_is_a_limit(llm: LLM) -> None:
 
 def test_no_sampling_params_are_the_plain_ones(llm: LLM) -> None:
     """Not the file's defaults: with the same seed and key the same tokens as SamplingParams()."""
-    llm.num_calls = 0
+    llm.keys.count = 0
     none = generate(llm, "abc", None)
-    llm.num_calls = 0
+    llm.keys.count = 0
     assert tokens_of(none) == tokens_of(generate(llm, "abc", SamplingParams()))
-    llm.num_calls = 0
+    llm.keys.count = 0
     assert tokens_of(none) != tokens_of(generate(llm, "abc", SamplingParams(temperature=0.1)))
 
 
