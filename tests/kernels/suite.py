@@ -226,7 +226,7 @@ class PagedAttentionSuite:
 
     def test_layer_may_be_traced_and_the_table_wide(self, plain_case: Case) -> None:
         inputs = build(plain_case)
-        options = (
+        options: dict[str, Any] = (
             {"splits": self.plain_splits}
             if plain_case.queries is None and self.plain_splits
             else {}

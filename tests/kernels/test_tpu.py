@@ -120,7 +120,7 @@ MUTATIONS = {
     "window starts late": [("(sliding_window - 1), 0)", "(sliding_window - 2), 0)")],
     "sees another row": [("(r >= (start_S1[row] - tile * B) * G)", "(r >= 0)")],
     "zeros": [("o[h] = (acc[h] /", "o[h] = (0 * acc[h] /")],
-    "one buffer": [("lax.rem(turn[0], 2)", "0 * turn[0]"), ('1 - slot, "start"', 'slot, "start"')],
+    "one buffer": [("lax.rem(turn[0], 2)", "0 * turn[0]"), ("1 - slot,", "slot,")],
     "keys and values swapped": [("(2 * h, 2 * h + 1)", "(2 * h + 1, 2 * h)")],
     "a wait missing": [('copy(item, j, slot, "wait")', "pass")],
     "unseen slots kept": [
