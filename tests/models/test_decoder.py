@@ -19,7 +19,9 @@ from jpaged.runtime.attention import PagedCache
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
 VARIANTS = {
-    "qwen3_tied_window_mix": config(tie_word_embeddings=True, sliding_windows=(5, None)),
+    "qwen3_tied_window_mix": config(
+        tie_word_embeddings=True, num_layers=3, sliding_windows=(5, None, 5)
+    ),
     "biases_yarn": config(
         family="llama",
         qk_norm=False,
