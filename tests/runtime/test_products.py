@@ -43,6 +43,7 @@ def test_tracing_a_step_never_asks_for_the_library(
         assert lowered.as_text()
 
 
+@pytest.mark.train
 def test_training_never_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "unavailable", asked)
     params = make_params(0, CONFIG, jnp.bfloat16)
