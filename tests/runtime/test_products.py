@@ -37,7 +37,8 @@ def test_tracing_a_step_never_asks_for_the_library(
     runner.params = dict(make_params(0, CONFIG, jnp.bfloat16))
     for module in (library, paged_attention):
         monkeypatch.setattr(module, "unavailable", asked)
-    for products in (runner.products, linear):
+    forced: Any = linear
+    for products in (runner.products, forced):
         runner.products = products
         lowered: Any = runner.lower(BUCKETS[name])
         assert lowered.as_text()
