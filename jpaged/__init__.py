@@ -17,7 +17,7 @@ from jpaged.errors import (
     RequestError,
     UnsupportedError,
 )
-from jpaged.llm import LLM, Snapshot
+from jpaged.llm import LLM
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params
 from jpaged.request.outputs import (
@@ -29,6 +29,7 @@ from jpaged.request.outputs import (
 )
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.runner import BucketReport
+from jpaged.session import Snapshot
 
 __all__ = [
     "LLM",

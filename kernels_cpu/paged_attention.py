@@ -12,76 +12,79 @@ import numpy as np
 from jax import Array
 
 from kernels_cpu.library import unavailable
+from kernels_pallas.paged_attention.interface import (
+    Options,
+    Shapes,
+    prepare_nothing,
+)
+from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
+
+pool_layout, prepare = plain_pool_layout, prepare_nothing
 
 
-def unsupported(
-    *, dtype: Any, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int
-) -> str | None:
+def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Why these shapes cannot run here, or None. Any block size and group of heads can."""
-    del block_size, num_heads, num_kv_heads
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"dtype {jnp.dtype(dtype).name}: only bfloat16"
-    if head_dim % 32:
-        return f"head_dim {head_dim}: only multiples of 32"
+    del device
+    if jnp.dtype(shapes.dtype) != jnp.bfloat16:
+        return f"dtype {jnp.dtype(shapes.dtype).name}: only bfloat16"
+    if shapes.head_dim % 32:
+        return f"head_dim {shapes.head_dim}: only multiples of 32"
     return unavailable()
 
 
-def paged_attention_decode(
-    q_SHD: Array,
-    pool: Array,
-    layer: Array | int,
-    block_table_SM: Array,
-    context_lens_S: Array,
-    **options: Any,
-) -> Array:
-    """Attention of one query a row; see
-    `kernels_pallas.paged_attention.reference.paged_attention_decode`.
-    """
-    starts_S1 = np.arange(q_SHD.shape[0] + 1, dtype=np.int32)
-    return _call(
-        q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, decode=True, **options
-    )
-
-
-def paged_attention(
+def prefill(
     q_THD: Array,
     pool: Array,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
-    query_starts_S1: Any,
-    **options: Any,
+    query_start_loc_S1: Any,
+    prepared: None = None,
+    *,
+    options: Options,
 ) -> Array:
-    """Causal attention of packed queries; see
-    `kernels_pallas.paged_attention.reference.paged_attention`.
+    """Causal attention of packed queries; see `kernels_pallas.paged_attention.reference.prefill`.
+
+    It runs where `unsupported` gives no reason: that has compiled it.
     """
-    return _call(
-        q_THD, pool, layer, block_table_SM, context_lens_S, query_starts_S1, decode=False, **options
-    )
+    del prepared
+    rows = (block_table_SM, context_lens_S, query_start_loc_S1)
+    return _call(q_THD, pool, layer, rows, options, decode=False)
+
+
+def decode(
+    q_SHD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    *,
+    options: Options,
+) -> Array:
+    """Attention of one query a row; see `kernels_pallas.paged_attention.reference.decode`."""
+    query_start_loc_S1 = np.arange(q_SHD.shape[0] + 1, dtype=np.int32)
+    rows = (block_table_SM, context_lens_S, query_start_loc_S1)
+    return _call(q_SHD, pool, layer, rows, options, decode=True)
 
 
 def _call(
     q_THD: Array,
     pool: Array,
     layer: Array | int,
-    block_table_SM: Array,
-    context_lens_S: Array,
-    query_starts_S1: Any,
+    rows: tuple[Any, ...],
+    options: Options,
     *,
     decode: bool,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
 ) -> Array:
+    """rows: the block table, the context lengths and the query_start_loc."""
     call = jax.ffi.ffi_call(
         "jpaged_paged_attention", jax.ShapeDtypeStruct(q_THD.shape, q_THD.dtype)
     )
-    attributes = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap or 0.0)}
-    attributes |= {
-        "num_layers": np.int64(num_layers),
-        "window": np.int64(sliding_window or 0),
+    attributes = {
+        "scale": np.float32(options.scale),
+        "soft_cap": np.float32(options.soft_cap or 0.0),
+        "num_layers": np.int64(options.num_layers),
+        "window": np.int64(options.sliding_window or 0),
         "decode": decode,
     }
-    args = (jnp.asarray(layer, jnp.int32), block_table_SM, context_lens_S, query_starts_S1)
-    return call(q_THD, pool, *args, **attributes)
+    return call(q_THD, pool, jnp.asarray(layer, jnp.int32), *rows, **attributes)

@@ -26,6 +26,7 @@ from kernels_cpu import paged_attention as native
 from kernels_cpu.library import unavailable
 from kernels_cpu.linear import linear
 from kernels_pallas.paged_attention import xla
+from kernels_pallas.paged_attention.interface import Options
 
 WEIGHTS = [
     (6144, 1024),
@@ -123,11 +124,10 @@ def attention(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]
             decode: bool,
             args: tuple[jax.Array, ...],
         ):
-            attend = module.paged_attention_decode if decode else module.paged_attention
+            attend = module.decode if decode else module.prefill
+            options = Options(num_layers=L, scale=q.shape[-1] ** -0.5)
             for layer in range(L):
-                q = q + attend(
-                    q, pool, jnp.int32(layer), *args, num_layers=L, scale=q.shape[-1] ** -0.5
-                )
+                q = q + attend(q, pool, jnp.int32(layer), *args, options=options)
             return q
 
         run = jax.jit(layers, static_argnums=0, static_argnames=("L", "decode"))

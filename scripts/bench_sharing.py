@@ -96,7 +96,7 @@ def measured(llm: Any, work: Callable[[], list[jpaged.RequestOutput]]) -> dict[s
     empty cache.
     """
     llm.reset_prefix_cache()
-    llm._engine.stats.peak_blocks_in_use = 0  # else the highest of all runs so far
+    llm.session.engine.stats.peak_blocks_in_use = 0  # else the highest of all runs so far
     before, began = llm.stats(), time.perf_counter()
     outs = work()
     run = {
@@ -199,11 +199,7 @@ def preemption(params: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
     swap = jpaged.LLM(params, swap_space_gib=16.0, swap_min_tokens=0, **common)
     llms = {"recompute": jpaged.LLM(params, **common), "swap": swap}
-    spent = {
-        name: time_moves(llm._engine.runner)
-        for name, llm in llms.items()
-        if llm._engine is not None
-    }
+    spent = {name: time_moves(llm.session.runner) for name, llm in llms.items()}
 
     def run(name: str, length: int) -> dict[str, float]:
         prompt, llm, moves = length // 2, llms[name], spent[name]

@@ -16,6 +16,7 @@ measured, these make the fractions printed.
 """
 
 import argparse
+import dataclasses
 import importlib
 import json
 import math
@@ -253,12 +254,11 @@ def our_kernel(
         jnp.asarray(x, jnp.int32) for x in (table, case.contexts, np.cumsum([0, *case.query_lens]))
     ]
     decode = case.queries is None
-    function, rest = (
-        (kernel.paged_attention_decode, rest[:2]) if decode else (kernel.paged_attention, rest)
-    )
+    function, rest = (kernel.decode, rest[:2]) if decode else (kernel.prefill, rest)
+    options = dataclasses.replace(case.options, num_layers=layers)
 
     def call(q: Any, pool: Any, layer: Any) -> Any:
-        return function(q, pool, layer, *rest, num_layers=layers, scale=case.D**-0.5)
+        return function(q, pool, layer, *rest, options=options)
 
     return call, [(pool, jnp.int32(layer)) for layer in range(layers)]
 

@@ -137,7 +137,7 @@ def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> 
     from kernel_report import abstract_params
 
     from jpaged.runtime import footprint, memory
-    from jpaged.runtime.runner import Placement
+    from jpaged.runtime.mesh import Placement
 
     card = CARDS.get(args.card)
     with device_of(card) as (device, reason):

@@ -83,7 +83,7 @@ class Steps:
         self.llm = jpaged.LLM(
             model, max_model_len=1 << (args.context + 3 * args.steps + 64).bit_length(), **options
         )
-        self.llm._running_engine().depth = 1  # no dispatch under way when a trace begins or ends
+        self.llm.session.engine.depth = 1  # no dispatch under way when a trace begins or ends
         self.prompts = [
             [(7 * i + j) % config.vocab_size for j in range(args.context)] for i in range(args.rows)
         ]

@@ -31,9 +31,9 @@ def generate(
 
 
 def assert_nothing_left() -> None:
-    (llm,) = api._engines.values()
-    if llm._engine is not None:  # it is made when something can run
-        assert llm._engine.requests == {} and llm._engine.scheduler.blocks.num_used == 0
+    (session,) = api.kept_sessions()
+    if session.has_pool:  # it is made when something can run
+        assert session.engine.requests == {} and session.engine.scheduler.blocks.num_used == 0
 
 
 BAD = {  # scenario 13: (prompt, sampling params, what the error says)

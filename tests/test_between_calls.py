@@ -14,9 +14,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jpaged
-from jpaged import LLM, Params, SamplingParams, api
+from jpaged import Params, SamplingParams, api
+from jpaged.calls import Calls
 from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import Runner
+from jpaged.session import Session
 from tests.text_model import write_folder
 from tests.tiny import (
     ENGINE,
@@ -50,11 +52,10 @@ def generate(
     return jpaged.generate(params, prompts, sampling, **options)
 
 
-def kept() -> tuple[LLM, Engine, Runner]:
-    """The engine that the last call used."""
-    llm = next(reversed(api._engines.values()))
-    assert llm._engine is not None and llm._runner is not None
-    return llm, llm._engine, llm._runner
+def kept() -> tuple[Session, Engine, Runner]:
+    """The session that the last call used."""
+    session = api.kept_sessions()[-1]
+    return session, session.engine, session.runner
 
 
 @pytest.mark.train
@@ -100,7 +101,7 @@ def test_release(params: Params) -> None:
         0,
     ]
     jpaged.release(compiled=True)
-    assert not api._engines
+    assert not api.kept_sessions()
 
 
 def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,16 +128,18 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    setup = LLM._setup
+    setup = Session.__init__
     monkeypatch.setattr(
-        LLM, "_setup", lambda self, *args: (made.append(args), setup(self, *args))[1]
+        Session,
+        "__init__",
+        lambda self, *args, **how: (made.append(args), setup(self, *args, **how))[1],
     )
-    monkeypatch.setattr(LLM, "generate", lambda self, *args, **how: [])
+    monkeypatch.setattr(Calls, "generate", lambda self, *args, **how: [])
     jpaged.release(compiled=True)
     a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)
     for settings, count in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5)):
         generate(params, PROMPTS, engine_config=settings)
-        assert len(made) == count and len(api._engines) <= 2
+        assert len(made) == count and len(api.kept_sessions()) <= 2
     generate(make_params(1, ONE_LAYER), PROMPTS, engine_config=c)
     assert len(made) == 5, "other weights of the same form: the same engine"
     generate(make_params(0, ONE_LAYER, jnp.bfloat16), PROMPTS, engine_config=c)

@@ -12,7 +12,6 @@ import pytest
 
 import jpaged
 from jpaged import (
-    LLM,
     CapacityError,
     ConfigError,
     GenerationError,
@@ -22,6 +21,7 @@ from jpaged import (
 )
 from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import Runner
+from jpaged.session import Session
 from tests.tiny import (
     CONFIG,
     ENGINE,
@@ -59,26 +59,25 @@ def generate(
     return jpaged.generate(params, prompts, sampling, **options)
 
 
-def kept() -> tuple[LLM, Engine, Runner]:
-    """The engine that the last call used."""
-    llm = next(reversed(api._engines.values()))
-    assert llm._engine is not None and llm._runner is not None
-    return llm, llm._engine, llm._runner
+def kept() -> tuple[Session, Engine, Runner]:
+    """The session that the last call used."""
+    session = api.kept_sessions()[-1]
+    return session, session.engine, session.runner
 
 
 def assert_nothing_left() -> None:
-    llm, running, runner = kept()
-    assert running.requests == {} and not llm._ready
+    session, running, runner = kept()
+    assert running.requests == {}
     assert running.scheduler.blocks.num_used == 0
     running.scheduler.check_integrity()
-    assert runner.params is None and llm._params is None
+    assert runner.params is None and session.params is None
 
 
 def cold(
     params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any
 ) -> list[jpaged.RequestOutput]:
     """A run that finds nothing cached."""
-    if api._engines:
+    if api.kept_sessions():
         kept()[1].reset_prefix_cache()
     return generate(params, prompts, sampling, **options)
 
@@ -319,7 +318,7 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
     expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            "jpaged.llm.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt())
+            "jpaged.session.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt())
         )
         generate(params, PROMPTS, engine_config=settings)
     with compiles() as names:

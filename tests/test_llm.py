@@ -52,8 +52,7 @@ def llm(strict_llm: LLM) -> Iterator[LLM]:
     strict_llm.reset_prefix_cache()
     yield strict_llm
     assert not strict_llm.has_unfinished() and strict_llm.stats()["blocks_in_use"] == 0
-    assert strict_llm._engine is not None
-    strict_llm._engine.scheduler.check_integrity()
+    strict_llm.session.engine.scheduler.check_integrity()
 
 
 def generate(
@@ -229,11 +228,11 @@ def test_the_context_is_a_limit(llm: LLM) -> None:
 
 def test_no_sampling_params_are_the_plain_ones(llm: LLM) -> None:
     """Not the file's defaults: with the same seed and key the same tokens as SamplingParams()."""
-    llm._calls = 0
+    llm.keys.count = 0
     none = generate(llm, "abc", None)
-    llm._calls = 0
+    llm.keys.count = 0
     assert tokens_of(none) == tokens_of(generate(llm, "abc", SamplingParams()))
-    llm._calls = 0
+    llm.keys.count = 0
     assert tokens_of(none) != tokens_of(generate(llm, "abc", SamplingParams(temperature=0.1)))
 
 
@@ -493,7 +492,7 @@ def test_score(llm: LLM) -> None:
     lists = make_prompts(9, 30)
     found = llm.score(lists, temperature=0.5, return_greedy=True)
     expected = jpaged.score(
-        llm._params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
+        llm.session.params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
     )
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):

@@ -78,8 +78,8 @@ def check(
         np.testing.assert_allclose(
             output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4
         )
-    runner = next(reversed(api._engines.values()))._runner
-    assert runner is not None and runner._pool is not None
+    runner = api.kept_sessions()[-1].runner
+    assert runner._pool is not None
     spec = runner._pool.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
     assert tuple(spec)[2:3] == (axis,) or (axis is None and not any(spec))
     return runner
@@ -133,7 +133,7 @@ def test_one_row_of_devices(params: Params) -> None:
     runner = check(params, params, mesh(1, 2), "tp")
     split = shard(params, mesh(1, 2), "tp", None)
     llm = jpaged.LLM(split, **vars(SETTINGS))
-    assert all(ours is None for ours in llm._weights._derived), "nothing to copy"
+    assert all(ours is None for ours in llm.session.weights._derived), "nothing to copy"
     assert runner.placement.axis_size == 2
 
 

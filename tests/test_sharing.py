@@ -72,16 +72,16 @@ def generate(
 ) -> list[RequestOutput]:
     """jpaged.generate, with nothing cached."""
     options = {"engine_config": ROOMY, "tokenizer": TOKENIZER} | options
-    for llm in api._engines.values():
-        if llm._engine is not None:
-            llm._engine.reset_prefix_cache()
+    for session in api.kept_sessions():
+        if session.has_pool:
+            session.engine.reset_prefix_cache()
     return jpaged.generate(params, prompts, sampling, **options)
 
 
 def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
-    engine = next(reversed(api._engines.values()))._engine
-    assert engine is not None and not engine.requests and engine.scheduler.blocks.num_used == 0
+    engine = api.kept_sessions()[-1].engine
+    assert not engine.requests and engine.scheduler.blocks.num_used == 0
     assert engine.scheduler.free_host_blocks == engine.scheduler.host_blocks
     engine.scheduler.check_integrity()
     return engine
@@ -177,11 +177,11 @@ CONTROLS = {
 
 def alone(llm: LLM, prompt: list[int], sampling: SamplingParams, index: int) -> CompletionOutput:
     """One sample of a request, with no other row in any step."""
-    request = llm._processor.request(prompt, sampling, (0, 0))
+    request = llm.calls.processor.request(prompt, sampling, (0, 0))
     request.sequences = [request.sequences[index]]
     llm.reset_prefix_cache()
-    llm._run([request], use_tqdm=False)
-    return llm._processor.output(request).outputs[0]
+    llm.calls.run([request])
+    return llm.calls.output(request).outputs[0]
 
 
 def test_every_control_holds_for_each_sample(llm: LLM) -> None:
@@ -538,6 +538,6 @@ def test_on_a_mesh() -> None:
         and stats["preemptions_swapped"] > 0
         and stats["swap_in_bytes"] > 0
     )
-    assert llm._runner is not None and llm._runner.placement.axis_size == 2
+    assert llm.session.runner.placement.axis_size == 2
     assert_idle(llm)
     llm.close()

@@ -13,7 +13,7 @@ import pytest
 import jpaged
 from jpaged import LLM, EngineConfig, Params, RequestError, RequestOutput, SamplingParams
 from jpaged.engine.sequence import Status
-from jpaged.llm import Snapshot
+from jpaged.session import Snapshot
 from tests.text_model import make_tokenizer
 from tests.tiny import (
     CROWDED,
@@ -84,8 +84,7 @@ def finish(llm: LLM) -> dict[str, RequestOutput]:
     outputs: list[RequestOutput] = []
     while llm.has_unfinished():
         outputs += llm.step()
-        assert llm._engine is not None
-        llm._engine.scheduler.check_integrity()
+        llm.session.engine.scheduler.check_integrity()
     assert len({out.request_id for out in outputs}) == len(outputs)
     return {out.request_id: out for out in outputs}
 
@@ -101,9 +100,8 @@ def make_llm(params: Params, settings: EngineConfig) -> LLM:
 
 def states(llm: LLM) -> set[str]:
     """What the unfinished sequences are doing."""
-    assert llm._engine is not None
     found = set()
-    for request in llm._engine.requests.values():
+    for request in llm.session.engine.requests.values():
         for seq in request.sequences:
             if seq.status is Status.WAITING:
                 found.add("swapped" if seq.swapped else "preempted" if seq.num_generated else "new")
@@ -263,8 +261,8 @@ def test_beams(llm: LLM) -> None:
     """In the middle of a search, whose beams share blocks, beside an ordinary request."""
     (expected,) = llm.beam_search(PROMPTS[1], 4, 14, use_tqdm=False)
     beside = llm.add_request(PROMPTS[0], GREEDY)
-    search = llm._processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
-    llm._add(search)
+    search = llm.calls.processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
+    llm.calls.add(search)
     for _ in range(6):
         assert llm.step() == []
     snapshot = llm.snapshot()
@@ -285,8 +283,8 @@ def test_at_random(llm: LLM, llm_of: Callable[[EngineConfig], LLM], seed: int) -
     expected = llm_of(ROOMY).generate(PROMPTS, fixed, use_tqdm=False)
     expected += llm_of(ROOMY).beam_search(PROMPTS[1], 4, 14, use_tqdm=False)
     ids = [llm.add_request(prompt, p) for prompt, p in zip(PROMPTS, fixed, strict=True)]
-    search = llm._processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
-    llm._add(search)
+    search = llm.calls.processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
+    llm.calls.add(search)
     rng = random.Random(seed)
     found: dict[str, RequestOutput] = {}
     taken: list[tuple[Snapshot, dict[str, RequestOutput]]] = []

@@ -178,7 +178,7 @@ def test_generate_and_score_share_an_engine_whatever_the_tokenizer(tmp_path: Any
         params, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
     )
     jpaged.score(params, [outs[0].prompt_token_ids + outs[0].outputs[0].token_ids], **options)  # pyright: ignore
-    assert len(api._engines) == 1
+    assert len(api.kept_sessions()) == 1
     again = jpaged.generate(
         folder, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
     )
@@ -225,7 +225,7 @@ def test_sleep_and_wake() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     first = llm.generate(make_prompts(9, 4), greedy, use_tqdm=False)
     awake = live_bytes()
-    runner = llm._running_runner()
+    runner = llm.session.runner
     copies = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
     assert awake - before >= runner.pool_bytes + copies > 0
     llm.sleep()

@@ -160,10 +160,10 @@ def assert_same_completion(a: jpaged.CompletionOutput, b: jpaged.CompletionOutpu
 
 def assert_idle(llm: jpaged.LLM) -> None:
     """Nothing unfinished, no block or slot or host block held, and the maps are true."""
-    assert llm._engine is not None and not llm.has_unfinished() and llm._engine.requests == {}
+    assert not llm.has_unfinished() and llm.session.engine.requests == {}
     stats = llm.stats()
     assert stats["blocks_in_use"] == stats["host_blocks_in_use"] == 0
-    scheduler = llm._engine.scheduler
+    scheduler = llm.session.engine.scheduler
     scheduler.check_integrity()
     assert sorted(scheduler._slots) == list(range(scheduler.max_num_seqs))
 

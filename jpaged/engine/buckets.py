@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -43,14 +43,16 @@ class Bucket:
 
     prefill: tokens T, packed, of `rows` rows; features "prompt" scores the prompt's tokens too.
     sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
-    times, drawing included; tokens equal rows. With deterministic=True there is no decode: its rows
-    go through the one prefill shape that all tokens go through. blocks: M, width of the block
-    table. features "full" has penalties, biases, bans and top lists.
+    times, drawing included; tokens equal rows. With `mixed` rows that decode are rows of one token
+    in a prefill too; with deterministic=True there is no decode, and they all are. tables, blocks:
+    block tables of a row, one a group of layers, and their width M. features "full" has penalties,
+    biases, bans and top lists.
     """
 
     phase: Phase
     tokens: int
     rows: int
+    tables: int = 0
     blocks: int = 0
     steps: int = 1
     features: Features = "plain"
@@ -69,21 +71,28 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     """Where each input lies in the packed int32 buffer of a bucket, and the buffer's length.
 
     A prefill's buffer ends in that of the "sample" step after it, which is of one size, so that
-    neither shape multiplies the other's: the prefill hands it on.
+    neither shape multiplies the other's: the prefill hands it on. logits_indices: places among the
+    packed tokens after which a token is drawn. follows: 1 for a row whose last token is the one
+    that its device row drew last.
     """
     assert config.seq_buckets is not None
     rows, most = bucket.rows, config.seq_buckets[-1]
+    shapes: dict[str, tuple[int, ...]]
     if bucket.phase == "sample":
-        return _lay_out({"context_lens": (most,), **_row_shapes(most, config, full=True)})
-    shapes: dict[str, tuple[int, ...]] = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
-    shapes["block_table"] = (rows, bucket.blocks)
-    if bucket.phase == "decode" or config.deterministic:
-        shapes["copies"] = (rows, 2)  # a row writes one block, so it needs one copy at most
+        shapes = {"context_lens": (most,), **_row_shapes(most, config, full=True)}
+        return _lay_out(shapes | ({"follows": (most,)} if config.ragged_decode else {}))
+    shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
+    shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
+    if bucket.phase == "decode" or config.ragged_decode:
+        # A row writes one block of each group, so it needs one copy at most.
+        shapes["copies"] = (bucket.tables, rows, 2)
     if bucket.phase == "decode":
         return _lay_out(
             shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
         )
-    shapes |= {"query_starts": (rows + 1,), "drawn_at": (most,)}
+    shapes |= {"query_start_loc": (rows + 1,), "logits_indices": (most,)}
+    if config.ragged_decode:
+        shapes |= {"device_rows": (rows,)}
     if bucket.features == "prompt":
         shapes |= {"targets": (bucket.tokens,), "scoring": (rows, 2)}
     _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
@@ -94,7 +103,7 @@ def _row_shapes(rows: int, config: EngineConfig, *, full: bool) -> dict[str, tup
     """What drawing a token needs to know of its row. open_after: draws before which stop ids
     neither stop nor occur.
     """
-    shapes: dict[str, tuple[int, ...]] = {"slots": (rows,), "open_after": (rows,)}
+    shapes: dict[str, tuple[int, ...]] = {"device_rows": (rows,), "open_after": (rows,)}
     shapes["controls"] = (rows, len(CONTROLS) + config.max_stop_ids)  # then EOS and stop_token_ids
     biases = {"bias_ids": (rows, config.max_logit_bias), "bias": (rows, config.max_logit_bias)}
     return shapes | biases if full else shapes
@@ -128,62 +137,53 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     """The smallest shapes of the table that hold a plan: of its prefill and the draw after it, or
     of its decode.
     """
-    assert (
-        config.token_buckets is not None
-        and config.seq_buckets is not None
-        and config.decode_steps is not None
-    )
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    assert config.decode_steps is not None
     drawing = [e.seq.params for e in plan.entries if e.draws]
     features: Features = "plain" if all(p.is_plain for p in drawing) else "full"
-    rows, blocks = _ceil(config.seq_buckets, len(drawing)), config.max_blocks_per_seq
+    rows = _ceil(config.seq_buckets, len(drawing))
+    tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
+    kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
     if plan.phase == "decode" and not config.deterministic:
-        steps = config.decode_steps
-        return Bucket(
-            phase="decode", tokens=rows, rows=rows, blocks=blocks, steps=steps, features=features
-        ), None
+        kind |= {"steps": config.decode_steps, "features": features}
+        return Bucket(phase="decode", tokens=rows, rows=rows, **kind), None
     sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
-    scores = any(e.seq.params.prompt_logprobs is not None for e in plan.entries)
+    if any(e.seq.params.prompt_logprobs is not None and not e.decodes for e in plan.entries):
+        kind["features"] = "prompt"
     tokens = _ceil(config.token_buckets, plan.num_tokens)
     computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
     rows = next(rows for rows in _prefill_rows(tokens, config) if rows >= computed)
-    kind: Features = "prompt" if scores else "plain"
-    return Bucket(phase="prefill", tokens=tokens, rows=rows, blocks=blocks, features=kind), sample
+    return Bucket(phase="prefill", tokens=tokens, rows=rows, **kind), sample
 
 
 def bucket_table(
-    config: EngineConfig, *, tokens: int | None = None, rows: int | None = None
+    config: EngineConfig, *, tables: int = 1, tokens: int | None = None, rows: int | None = None
 ) -> Iterable[Bucket]:
     """Every bucket that choose_buckets can return for a resolved config, those of the smallest
     shapes first.
 
-    tokens, rows: of prompts, and of completions, that there are at most; None: as many as the
-    config allows.
+    tables: block tables of a row. tokens, rows: of prompts, and of completions, that there are at
+    most; None: as many as the config allows.
     """
-    assert (
-        config.token_buckets is not None
-        and config.seq_buckets is not None
-        and config.decode_steps is not None
-    )
-    blocks, steps = config.max_blocks_per_seq, config.decode_steps
-    rows = config.max_num_seqs if rows is None else min(rows, config.max_num_seqs)
-    tokens = (
-        config.max_num_batched_tokens
-        if tokens is None
-        else min(tokens, config.max_num_batched_tokens)
-    )
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    assert config.decode_steps is not None
+    most_rows, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    rows = most_rows if rows is None else min(rows, most_rows)
+    tokens = most_tokens if tokens is None else min(tokens, most_tokens)
+    shape = {"tables": tables, "blocks": config.max_blocks_per_seq}
     kinds: tuple[Features, ...] = ("plain", "full")
     for S in _up_to(config.seq_buckets, rows):
         for features in kinds:
-            yield Bucket(phase="sample", tokens=S, rows=S, features=features)
+            size = {"tokens": S, "rows": S}
+            yield Bucket(phase="sample", **size, features=features)
             if not config.deterministic:
-                yield Bucket(
-                    phase="decode", tokens=S, rows=S, blocks=blocks, steps=steps, features=features
-                )
+                size |= shape | {"steps": config.decode_steps}
+                yield Bucket(phase="decode", **size, features=features)
     kinds = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):
             for features in kinds:
-                yield Bucket(phase="prefill", tokens=T, rows=S, blocks=blocks, features=features)
+                yield Bucket(phase="prefill", tokens=T, rows=S, **shape, features=features)
 
 
 def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:

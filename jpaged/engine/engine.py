@@ -6,16 +6,17 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.block_manager import BlockManager, GroupSize
 from jpaged.engine.packing import Batch, pack
-from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.plan import Moves, Plan, StepResult
 from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.sequence import Request, Status, Swapped
+from jpaged.engine.sequence import Request, Status
+from jpaged.engine.stats import Stats
 from jpaged.errors import RequestError
 
 
@@ -23,8 +24,8 @@ class Runner(Protocol):
     """What the engine needs of the device."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of the pool in all layers."""
+    def kv_groups(self) -> tuple[GroupSize, ...]:
+        """The blocks of each group of layers."""
         ...
 
     def dispatch(self, batch: Batch) -> Any:
@@ -35,14 +36,12 @@ class Runner(Protocol):
         """Wait for a step and read its results."""
         ...
 
-    def read_blocks(self, block_ids: list[int]) -> Any:
-        """Copy blocks of the pool to the host, as they are after the steps dispatched so far."""
+    def read_blocks(self, block_ids: list[list[int]]) -> Any:
+        """Copy blocks of each group to the host, as they are after the steps dispatched so far."""
         ...
 
-    def write_blocks(self, data: Any, block_ids: list[int]) -> None:
-        """Put what read_blocks gave into these blocks, before the next step; -1 leaves a block
-        out.
-        """
+    def write_blocks(self, data: Any, block_ids: list[list[int]]) -> None:
+        """Put what read_blocks gave into these blocks, before the next step; -1 leaves one out."""
         ...
 
     def recover(self) -> None:
@@ -56,7 +55,7 @@ class EngineState:
 
     requests: dict[str, Request]
     scheduler: Scheduler
-    block_ids: list[int]
+    block_ids: list[list[int]]
     blocks: Any
 
 
@@ -98,13 +97,10 @@ class Engine:
         if request is not None:
             with self._consistent():
                 for seq in request.sequences:
-                    if (
-                        seq.status is not Status.FINISHED
-                    ):  # as one that ended in a step which then failed
+                    if seq.status is not Status.FINISHED:  # else it ended in a step that failed
                         self.scheduler.finish(seq, "abort")
-                self.scheduler.finished = [
-                    seq for seq in self.scheduler.finished if seq.request is not request
-                ]
+                others = [s for s in self.scheduler.finished if s.request is not request]
+                self.scheduler.finished = others
                 self._forget(request)
         return request
 
@@ -121,24 +117,18 @@ class Engine:
             started = time.perf_counter()
             plan = self.scheduler.schedule()
             if plan is not None:
-                batch = pack(plan, self.config)
-                self.stats.count(batch, len(plan.copies), self.scheduler.blocks.num_used)
-                self._move_out(plan.swap_outs)
-                for swapped, block_ids in plan.swap_ins:
-                    self.runner.write_blocks(swapped.data, block_ids)
-                    self.stats.swap_in_bytes += len(block_ids) * self.runner.block_bytes
-                handle = self.runner.dispatch(batch)
-                self._in_flight.append((plan, handle, started))
+                self._dispatch(plan, started)
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-            ended = {
-                seq.request: None
-                for seq in self.scheduler.take_finished()
-                if seq.request.is_finished
-            }
+            finished = self.scheduler.take_finished()
+            ended = dict.fromkeys(s.request for s in finished if s.request.is_finished)
             for request in ended:
                 self._forget(request)
         return list(ended)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the pool alone could hold a sequence of so many tokens."""
+        return self.scheduler.blocks.fits(num_tokens)
 
     def recover(self) -> None:
         """Start over from the unfinished sequences: a fresh block manager, nothing cached, nothing
@@ -173,7 +163,7 @@ class Engine:
             while self._in_flight:
                 self._commit_oldest(time.perf_counter())
             self._move_out(self.scheduler.take_swap_outs())
-            block_ids = self.scheduler.blocks.in_use()
+            block_ids = list(self.scheduler.blocks.in_use())
             blocks = self.runner.read_blocks(block_ids)
             requests, scheduler = copy.deepcopy((self.requests, self.scheduler))
         scheduler.blocks.forget_free()  # their content is not kept
@@ -202,53 +192,56 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
-        stats, blocks, preemptions = self.stats, self.scheduler.blocks, self.stats.preemptions
-        computed = stats.prefill_tokens + stats.decode_tokens
-        totals = {
-            name: value for name, value in vars(stats).items() if not isinstance(value, Counter)
-        }
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        host_bytes = scheduler.host_bytes - scheduler.free_host_bytes
+        block_bytes = sum(group.block_bytes for group in blocks.groups)
+        groups = [
+            {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_blocks - len(g.free)}
+            for g in blocks.groups
+        ]
         return {
-            **totals,
-            "step_sizes": {
-                "prefill": dict(stats.prefill_sizes),
-                "decode": dict(stats.decode_sizes),
-            },
-            "steps": stats.prefill_steps + stats.decode_steps,
-            "padding_waste": 1 - computed / stats.padded_tokens if stats.padded_tokens else 0.0,
-            "prefix_hit_rate": stats.cached_tokens / stats.prompt_tokens
-            if stats.prompt_tokens
-            else 0.0,
-            "preemptions": preemptions.total(),
-            "preemptions_swapped": preemptions["swapped"],
-            "preemptions_recomputed": preemptions["recomputed"],
+            **self.stats.report(),
             "blocks_in_use": blocks.num_used,
             "num_blocks": blocks.num_blocks,
-            "host_blocks_in_use": self.scheduler.host_blocks - self.scheduler.free_host_blocks,
-            "host_blocks": self.scheduler.host_blocks,
+            "kv_groups": groups,
+            "host_blocks": scheduler.host_bytes // block_bytes,
+            "host_blocks_in_use": -(-host_bytes // block_bytes),
         }
 
-    def _move_out(self, swap_outs: Iterable[tuple[Swapped, list[int]]]) -> None:
+    def _dispatch(self, plan: Plan, started: float) -> None:
+        batch = pack(plan, self.config)
+        self.stats.count(plan, batch, self.scheduler.blocks.num_used)
+        self._move_out(plan.swap_outs)
+        for swapped, block_ids in plan.swap_ins:
+            self.runner.write_blocks(swapped.data, block_ids)
+            self.stats.swap_in_bytes += self._bytes_of(block_ids)
+        self._in_flight.append((plan, self.runner.dispatch(batch), started))
+
+    def _move_out(self, swap_outs: Moves) -> None:
         for swapped, block_ids in swap_outs:
             swapped.data = self.runner.read_blocks(block_ids)
-            self.stats.swap_out_bytes += len(block_ids) * self.runner.block_bytes
+            self.stats.swap_out_bytes += self._bytes_of(block_ids)
+
+    def _bytes_of(self, block_ids: list[list[int]]) -> int:
+        groups = self.scheduler.blocks.groups
+        return sum(len(ids) * g.block_bytes for ids, g in zip(block_ids, groups, strict=True))
 
     def _commit_oldest(self, started: float) -> None:
         plan, handle, dispatched = self._in_flight.popleft()
         waiting = time.perf_counter()
         result = self.runner.fetch(handle)
         fetched = time.perf_counter()
-        self.scheduler.commit(plan, result)
+        for request in self.scheduler.commit(plan, result):
+            request.steer(self.scheduler)
         done = time.perf_counter()
         self.stats.device_time_s += fetched - waiting
         self.stats.host_time_s += (waiting - started) + (done - fetched)
-        dispatched, self._last_done = (
-            max(dispatched, self._last_done),
-            done,
-        )  # what overlaps counts once
+        # What overlaps counts once.
+        took, self._last_done = done - max(dispatched, self._last_done), done
         if plan.phase == "prefill":
-            self.stats.prefill_time_s += done - dispatched
+            self.stats.prefill_time_s += took
         else:
-            self.stats.decode_time_s += done - dispatched
+            self.stats.decode_time_s += took
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
@@ -258,54 +251,14 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         config = self.config
-        assert config.num_blocks is not None, "the engine's config is not resolved"
+        caching = config.enable_prefix_caching
         return Scheduler(
-            BlockManager(
-                config.num_blocks,
-                config.block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
-            ),
+            BlockManager(self.runner.kv_groups, config.block_size, enable_prefix_caching=caching),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_steps=config.decode_steps or 1,
-            host_blocks=int(config.swap_space_gib * 2**30) // self.runner.block_bytes,
+            mixed=config.mixed,
+            host_bytes=int(config.swap_space_gib * 2**30),
             swap_min_tokens=config.swap_min_tokens,
             preemptions=self.stats.preemptions,
         )
-
-
-class Stats:
-    """Running totals of one engine. Times in seconds; tokens, steps and preemptions are counts.
-
-    prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended. dispatches: a
-    prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
-    host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
-    results. padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
-    "swapped" or "recomputed".
-    """
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
-        self.prefill_steps = self.decode_steps = self.prefill_tokens = self.decode_tokens = (
-            self.padded_tokens
-        ) = 0
-        self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
-        self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
-        self.dispatches = 0
-        self.preemptions: Counter[str] = Counter()
-        self.prefill_sizes: Counter[int] = Counter()  # steps by their number of tokens
-        self.decode_sizes: Counter[int] = Counter()  # and of rows
-
-    def count(self, batch: Batch, copied_blocks: int, blocks_in_use: int) -> None:
-        self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
-        self.padded_tokens += batch.padded_tokens
-        self.copied_blocks += copied_blocks
-        self.dispatches += 1
-        if batch.bucket.phase == "prefill":
-            self.prefill_steps += 1
-            self.prefill_tokens += batch.num_tokens
-            self.prefill_sizes[batch.num_tokens] += 1
-        else:
-            self.decode_steps += batch.steps
-            self.decode_tokens += batch.num_tokens
-            self.decode_sizes[batch.num_rows] += batch.steps

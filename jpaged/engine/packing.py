@@ -16,18 +16,20 @@ from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
 
-ON_DEVICE = -1  # in a decode step's tokens: the last one that the row's slot drew
+ON_DEVICE = -1  # among the tokens of a step: the last one that the device's row drew
 PAD_TOKEN = np.int32(2**31 - 1)  # in id lists: past any vocabulary, so a scatter drops it
+
+Views = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one step uploads: `packed` (int32 [n], laid out by input_sections), and slots whose
-    counts must be set.
+    """What one step uploads: `packed` (int32 [n], laid out by input_sections), and device rows
+    whose counts must be set.
 
     bucket: of a prefill or decode. sample: of the draw after a prefill, None where no row draws.
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
-    most. count_rows: (slot, token ids, prompt length) of rows with penalties that were just
+    most. counts: (device row, token ids, prompt length) of rows with penalties that were just
     admitted.
     """
 
@@ -37,7 +39,7 @@ class Batch:
     num_tokens: int
     num_rows: int
     steps: int = 1
-    count_rows: tuple[tuple[int, list[int], int], ...] = ()
+    counts: tuple[tuple[int, list[int], int], ...] = ()
 
     @property
     def drawing(self) -> Bucket | None:
@@ -51,7 +53,7 @@ class Batch:
 
 def pack(plan: Plan, config: EngineConfig) -> Batch:
     """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and
-    no slot.
+    no device row.
 
     A pair of `copies` whose blocks are the same ends the list.
     """
@@ -59,35 +61,49 @@ def pack(plan: Plan, config: EngineConfig) -> Batch:
     packed, view = _views(bucket, config)
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
-    table = view["block_table"]
-    for row, entry in enumerate(computed):
-        blocks = np.frombuffer(entry.seq.block_table, np.int32)
-        table[row, : len(blocks)] = blocks
-    if "copies" in view:
-        view["copies"][: len(plan.copies)] = plan.copies or np.zeros((0, 2), np.int32)
+    _pack_tables(view, computed)
+    for at, copies in enumerate(plan.copies):
+        if copies:
+            view["copies"][at, : len(copies)] = copies
     if bucket.phase == "decode":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
         view["steps"][:rows] = [e.draws for e in drawing]
-        # A token that is still in flight is known to the device alone.
-        known = (
-            e.seq.token_ids[e.start] if e.start < len(e.seq.token_ids) else ON_DEVICE
-            for e in drawing
-        )
-        view["tokens"][:rows] = list(known)
+        view["tokens"][:rows] = [_input_token(e) for e in drawing]
         _pack_rows(view, drawing, config)
     else:
         view["context_lens"][: len(computed)] = [e.end for e in computed]
-        _pack_tokens(view, plan)
+        _pack_tokens(view, plan, config)
         if sample is not None:
             _, rows_view = _views(sample, config, view["sample"])
             rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
             _pack_rows(rows_view, drawing, config)
-    admitted = (e for e in plan.entries if e.first and e.seq.params.has_penalties)
-    counts = tuple((e.seq.slot, list(e.seq.token_ids), e.seq.prompt_len) for e in admitted)
-    steps = max((e.draws for e in drawing), default=1)
-    real = {"num_tokens": plan.num_tokens, "num_rows": len(drawing), "steps": steps}
-    return Batch(bucket=bucket, sample=sample, packed=packed, count_rows=counts, **real)
+    admitted = (e.seq for e in plan.entries if e.is_new and e.seq.params.has_penalties)
+    return Batch(
+        bucket=bucket,
+        sample=sample,
+        packed=packed,
+        num_tokens=plan.num_tokens,
+        num_rows=len(drawing),
+        steps=max((e.draws for e in drawing), default=1),
+        counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
+    )
+
+
+def _input_token(entry: PlanEntry) -> int:
+    """What a row decodes from: a token that is still in flight is known to the device alone."""
+    tokens = entry.seq.token_ids
+    return tokens[entry.start] if entry.start < len(tokens) else ON_DEVICE
+
+
+def _pack_tables(view: Views, computed: list[PlanEntry]) -> None:
+    for row, entry in enumerate(computed):
+        seq = entry.seq
+        for at, (table, first) in enumerate(zip(seq.block_tables, seq.first_held, strict=True)):
+            # What the window has left stays 0: a block that exists.
+            view["block_tables"][at, row, first : len(table)] = np.frombuffer(table, np.int32)[
+                first:
+            ]
 
 
 def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) -> StepResult:
@@ -97,7 +113,7 @@ def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarra
     buckets = [
         b for b in (batch.drawing, batch.bucket) if b is not None and output_sections(b, config)[1]
     ]
-    views: dict[str, np.ndarray] = {"num_drawn": np.zeros(0, np.int32)}
+    views: Views = {"num_drawn": np.zeros(0, np.int32)}
     views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
     for bucket, buffer in zip(dict.fromkeys(buckets), packed, strict=True):
         for name, (offset, shape) in output_sections(bucket, config)[0].items():
@@ -112,7 +128,7 @@ def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarra
 
 def _views(
     bucket: Bucket, config: EngineConfig, packed: np.ndarray | None = None
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+) -> tuple[np.ndarray, Views]:
     """A buffer of a bucket's inputs, of zeros unless it is given, and each input's place in it."""
     sections, size = input_sections(bucket, config)
     packed = np.zeros(size, np.int32) if packed is None else packed
@@ -122,46 +138,54 @@ def _views(
     }
 
 
-def _pack_tokens(view: dict[str, np.ndarray], plan: Plan) -> None:
+def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     """Tokens back to back, where each row begins, and the place of the last token of each row that
     draws.
     """
-    start, starts, drawn_at = 0, [], []
+    start, starts, indices, device_rows = 0, [], [], []
     for entry in plan.entries:
+        seq = entry.seq
         if entry.num_tokens:
             end = start + entry.num_tokens
-            view["tokens"][start:end] = entry.seq.token_ids[entry.start : entry.end]
-            if (
-                "targets" in view
-            ):  # what each position should predict; past the known tokens it is never read
-                following = entry.seq.token_ids[entry.start + 1 : entry.end + 1]
+            if entry.decodes:
+                view["tokens"][start] = _input_token(entry)
+            else:
+                view["tokens"][start:end] = seq.token_ids[entry.start : entry.end]
+            if "targets" in view:
+                # What each position should predict; past the known tokens it is never read.
+                following = seq.token_ids[entry.start + 1 : entry.end + 1]
                 view["targets"][start : start + len(following)] = following
-                view["scoring"].view(np.float32)[len(starts), 0] = entry.seq.params.temperature
-                view["scoring"][len(starts), 1] = LOGPROBS_MODES.index(
-                    entry.seq.params.logprobs_mode
-                )
+                mode = LOGPROBS_MODES.index(seq.params.logprobs_mode)
+                view["scoring"].view(np.float32)[len(starts), 0] = seq.params.temperature
+                view["scoring"][len(starts), 1] = mode
             starts.append(start)
+            device_rows.append(seq.device_row)
             start = end
         if entry.draws:
-            drawn_at.append(start - 1)
-    view["query_starts"][: len(starts)] = starts
-    view["query_starts"][len(starts) :] = start
-    view["drawn_at"][: len(drawn_at)] = drawn_at
+            indices.append(start - 1)
+    view["query_start_loc"][: len(starts)] = starts
+    view["query_start_loc"][len(starts) :] = start
+    view["logits_indices"][: len(indices)] = indices
+    if "device_rows" in view:
+        view["device_rows"][: len(starts)] = device_rows
+        view["device_rows"][len(starts) :] = config.max_num_seqs
 
 
-def _pack_rows(view: dict[str, np.ndarray], drawing: list[PlanEntry], config: EngineConfig) -> None:
+def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> None:
     """What drawing needs of each row."""
     rows = len(drawing)
-    view["slots"][:rows] = [e.seq.slot for e in drawing]
-    view["slots"][rows:] = config.max_num_seqs  # past the end: dropped
+    view["device_rows"][:rows] = [e.seq.device_row for e in drawing]
+    view["device_rows"][rows:] = config.max_num_seqs  # past the end: dropped
+    if "follows" in view:
+        view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
     full = "bias" in view
     if full:
         view["bias_ids"][:] = PAD_TOKEN
     for row, entry in enumerate(drawing):
         seq = entry.seq
-        view["controls"][row] = (
-            seq.controls if seq.controls is not None else _pack_controls(seq, config)
-        )
+        if seq.controls is None:
+            seq.controls = _pack_controls(seq, config)
+        view["controls"][row] = seq.controls
         if seq.params.min_tokens:  # so many tokens of output come before the first one drawn now
             drawn = entry.end - entry.draws + 1 - seq.prompt_len
             view["open_after"][row] = max(seq.params.min_tokens - drawn, 0)
@@ -171,7 +195,7 @@ def _pack_rows(view: dict[str, np.ndarray], drawing: list[PlanEntry], config: En
 
 
 def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
-    """A row of CONTROLS and the ids that stop it, kept in the sequence."""
+    """A row of CONTROLS and the ids that stop it."""
     p: SamplingParams = seq.params
     values = (
         p.temperature,
@@ -195,5 +219,4 @@ def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
     columns += [np.int32(token) for token in stops] + [PAD_TOKEN] * (
         config.max_stop_ids - len(stops)
     )
-    seq.controls = np.stack(columns)
-    return seq.controls
+    return np.stack(columns)

@@ -5,9 +5,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jpaged.engine.block_manager import Copies
 from jpaged.engine.sequence import Sequence, Swapped
 
 Phase = Literal["prefill", "decode"]
+# Blocks on their way between a pool and the host: ids by group, -1 for one that is not needed.
+Moves = tuple[tuple[Swapped, list[list[int]]], ...]
 
 
 class PlanEntry(NamedTuple):
@@ -15,15 +18,17 @@ class PlanEntry(NamedTuple):
 
     No tokens at all make a fork: it draws from what the row before it has computed. draws: tokens
     that the step draws: one after the last chunk of a prompt, and in decode one after each of its
-    tokens. first: the row's slot was just taken (its device state is another's). epoch: the
-    sequence's epoch when planned; a later one means that it was preempted meanwhile.
+    tokens. decodes: its tokens are drawn ones, the last of which may be known to the device alone.
+    is_new: the row was just taken (its state on the device is another's). epoch: the sequence's
+    when planned; a later one means that it was preempted meanwhile.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
     draws: int
-    first: bool
+    decodes: bool
+    is_new: bool
     epoch: int
 
     @property
@@ -33,19 +38,18 @@ class PlanEntry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One dispatch: chunks of prompts (prefill), or as many tokens of each row as it has steps left
-    (decode).
+    """One dispatch. prefill: chunks of prompts, and with `mixed` a token each of rows that decode;
+    decode: as many tokens of each row as it has steps left.
 
-    Before it, in this order: `swap_outs` are copied from the pool to the host, `swap_ins` come back
-    into other blocks (-1: not needed, the cache has it), and `copies` (source, target) are made
-    within the pool.
+    Before it, in this order: `swap_outs` are copied from the pools to the host, `swap_ins` come
+    back into other blocks, and `copies` (source, target) are made within each group's pool.
     """
 
     phase: Phase
     entries: tuple[PlanEntry, ...]
-    copies: tuple[tuple[int, int], ...] = ()
-    swap_outs: tuple[tuple[Swapped, list[int]], ...] = ()
-    swap_ins: tuple[tuple[Swapped, list[int]], ...] = ()
+    copies: Copies = ()
+    swap_outs: Moves = ()
+    swap_ins: Moves = ()
 
     @property
     def num_tokens(self) -> int:

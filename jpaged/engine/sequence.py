@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 
 class Status(enum.Enum):
-    WAITING = "waiting"  # holds no blocks and no slot
-    RUNNING = "running"  # holds a slot and the blocks of its table
+    WAITING = "waiting"  # holds no blocks and no device row
+    RUNNING = "running"  # holds a device row and the blocks of its tables
     FINISHED = "finished"
 
 
 @dataclasses.dataclass(eq=False)
 class Swapped:
-    """The KV of a preempted sequence's first `num_tokens` tokens, on the host. data: the runner's;
-    None until moved.
+    """The KV of a preempted sequence's first `num_tokens` tokens, on the host: what later ones see.
+
+    num_bytes: that it takes there. data: the runner's; None until moved.
     """
 
     num_tokens: int
-    num_blocks: int
+    num_bytes: int
     data: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Swapped":
@@ -43,51 +44,25 @@ class Sequence:
     `pending` samples are in flight. Between steps a decoding row has num_dispatched ==
     len(token_ids) + pending - 1.
 
-    request_id, token_ids[:prompt_len], params, key, index, salt, stop_ids, text: set by the caller,
-    once. request: by Request. token_ids beyond the prompt, logprobs, top_logprobs, prompt_logprobs,
-    candidates, num_committed, finish_reason, stop_reason, error: set by commit. status, slot,
-    block_table, hashes, num_closed, num_dispatched, num_cached, pending, in_flight, epoch, is_new,
-    swapped: the scheduler's and block manager's.
+    Who fills what. The caller, once: request_id, token_ids[:prompt_len], params, key, index, salt,
+    stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs, top_logprobs,
+    prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error. The block
+    manager: block_tables, first_held, contents, hashes, generation. The scheduler: all else.
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
     __slots__ = (
-        "block_table",
-        "candidates",
-        "controls",
-        "end",
-        "eos_ids",
-        "epoch",
-        "error",
-        "fill",
-        "finish_reason",
-        "hashes",
-        "in_flight",
-        "index",
-        "is_beam",
-        "is_new",
-        "key",
-        "logprobs",
-        "num_cached",
-        "num_closed",
-        "num_committed",
-        "num_dispatched",
-        "params",
-        "pending",
-        "prompt_len",
-        "prompt_logprobs",
-        "request",
-        "request_id",
-        "salt",
-        "score_only",
-        "slot",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "swapped",
-        "text",
-        "token_ids",
-        "top_logprobs",
+        # what the caller asked for
+        *("request", "request_id", "params", "key", "index", "salt", "eos_ids", "stop_ids"),
+        *("prompt_len", "score_only", "end", "text", "waits_for_host", "controls"),
+        # what came of it
+        *("token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "candidates"),
+        *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
+        # where it stands
+        *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
+        *("epoch", "swapped"),
+        # its blocks
+        *("block_tables", "first_held", "contents", "hashes", "generation"),
     )
     request: "Request"
 
@@ -111,52 +86,60 @@ class Sequence:
         self.params = params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
-        self.salt = (
-            b"" if salt is None else salt.encode()
-        )  # cached blocks are shared under one salt only
+        # Cached blocks are shared under one salt only.
+        self.salt = b"" if salt is None else salt.encode()
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
         self.stop_ids = frozenset(params.stop_token_ids or ())
         self.text = text
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
         limit = max_model_len if params.max_tokens is None else self.prompt_len + params.max_tokens
-        self.end = (
-            self.prompt_len if score_only else min(limit, max_model_len)
-        )  # length at which it stops
-        self.status = Status.WAITING
-        self.slot = -1  # row of the device state (last token, counts) while running
-        self.block_table = array("i")
-        self.hashes: list[int] = []  # chain hash of each full block of token_ids seen so far
-        self.num_closed = 0  # leading blocks of the table that are closed
-        self.num_dispatched = 0
-        self.num_cached = 0  # prompt tokens that the first admission found in the cache
-        self.fill = 0  # length up to which prefill runs (all tokens known at admission)
-        self.pending = 0  # samples dispatched and not committed
-        self.in_flight = 0  # dispatches that hold this sequence
-        self.epoch = (
-            0  # bumped at preemption: results of an older epoch say nothing of the current blocks
-        )
-        self.is_new = (
-            False  # took its slot after the last dispatch: the slot's device state is another's
-        )
-        self.swapped: Swapped | None = None  # KV kept on the host while it waits
-        self.is_beam = False
-        self.candidates: list[tuple[int, float, int]] | None = (
-            None  # of a beam: what it may go on with
-        )
+        # The length at which it stops.
+        self.end = self.prompt_len if score_only else min(limit, max_model_len)
+        # After each draw it runs on only when its request has taken up `candidates`.
+        self.waits_for_host = False
+        self.controls: Any = None  # engine.packing's row of what does not change
         self.logprobs: list[float] = []  # of each generated token
-        self.top_logprobs: list[
-            list[tuple[int, float, int]]
-        ] = []  # (token, logprob, rank), asked by params.logprobs
-        self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [
-            None
-        ]  # position 0 has none
-        self.num_committed = (
-            self.prompt_len
-        )  # tokens that commit was done with: it may be interrupted
+        # (token, logprob, rank) of the drawn and the likeliest tokens, asked by params.logprobs.
+        self.top_logprobs: list[list[tuple[int, float, int]]] = []
+        # Of each prompt token but the first.
+        self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]
+        # What the last draw offers a row that waits for the host, as in top_logprobs.
+        self.candidates: list[tuple[int, float, int]] | None = None
+        # Tokens that commit was done with: it may be interrupted.
+        self.num_committed = self.prompt_len
+        self.num_cached = 0  # prompt tokens that the first admission found in the cache
+        self.epoch = -1  # bumped at preemption: results of an older epoch are of other blocks
+        self.restart()
+
+    def restart(self) -> None:
+        """Waiting with nothing computed, also after a failed step; all that was committed stays."""
+        del self.token_ids[self.num_committed :]
+        del self.logprobs[self.num_generated :]
+        del self.top_logprobs[self.num_generated :]
+        if self.text is not None:
+            self.text.rewind(self.token_ids[self.prompt_len :], self.params.min_tokens)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
-        self.controls: Any = None  # engine.batch's packed row of static controls
+        self.status = Status.WAITING
+        self.device_row = -1  # of the device's state while running
+        self.is_new = False  # took its row after the last dispatch: the state there is another's
+        self.num_dispatched = 0
+        self.fill = 0  # length up to which prefill runs (all tokens known at admission)
+        self.pending = 0  # samples dispatched and not committed
+        self.in_flight = 0  # dispatches that hold this sequence
+        self.epoch += 1
+        self.swapped: Swapped | None = None  # KV kept on the host while it waits
+        self.candidates = None
+        self.hashes: list[int] = []  # chain hash of each full block of token_ids seen so far
+        self.drop_blocks()
+
+    def drop_blocks(self) -> None:
+        """Hold no blocks."""
+        self.block_tables: tuple[array[int], ...] = ()  # one a group of layers
+        self.first_held: list[int] = []  # in each table, before it the window has moved on
+        self.contents: list[Any] = []  # of the leading blocks that are closed
+        self.generation = 0  # of the cache that its KV is from
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -181,11 +164,14 @@ class Sequence:
         """Whether one more token may be dispatched: prefill is out, and those in flight do not
         reach the end.
         """
-        if self.is_beam and (
-            self.pending or self.candidates is not None
-        ):  # it waits for the others
+        if self.waits_for_host and (self.pending or self.candidates is not None):
             return False
         return not self.is_prefilling and len(self.token_ids) + self.pending < self.end
+
+    @property
+    def num_closed(self) -> int:
+        """Leading blocks that are full and findable (or would be, but for the cache being off)."""
+        return len(self.contents)
 
     def extend(self, token: int, logprob: float) -> "Sequence":
         """Append one token."""
@@ -202,26 +188,6 @@ class Sequence:
         twin.text = copy.deepcopy(self.text)
         twin.restart()
         return twin
-
-    def restart(self) -> None:
-        """Back to waiting with nothing computed, after a failed step; tokens that were fully
-        committed are kept.
-        """
-        del (
-            self.token_ids[self.num_committed :],
-            self.logprobs[self.num_generated :],
-            self.top_logprobs[self.num_generated :],
-        )
-        if self.text is not None:
-            self.text.rewind(self.token_ids[self.prompt_len :], self.params.min_tokens)
-        self.finish_reason = self.stop_reason = self.error = None
-        self.status = Status.WAITING
-        self.slot = -1
-        self.block_table = array("i")
-        self.hashes = []
-        self.num_closed = self.num_dispatched = self.fill = self.pending = self.in_flight = 0
-        self.swapped = self.candidates = None
-        self.epoch += 1
 
 
 class Request:
@@ -256,6 +222,9 @@ class Request:
     def error(self) -> Exception | None:
         """What went wrong first, None if nothing did."""
         return next((seq.error for seq in self.sequences if seq.error is not None), None)
+
+    def steer(self, scheduler: Any) -> None:
+        """Go on with rows that wait for the host (see Sequence.candidates), if it has any."""
 
     def doomed_with(self, seq: Sequence) -> list[Sequence]:
         """The sequences that cannot go on when this one fails."""

@@ -20,8 +20,8 @@ from jpaged.integrations.batch.fields import SAMPLING
 from jpaged.integrations.batch.lines import MAX_TOKENS
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
+from jpaged.request.chat import Chat
 from jpaged.request.outputs import Logprob, RequestOutput
-from jpaged.request.processor import Chat
 from jpaged.request.sampling_params import SamplingParams
 
 try:

@@ -22,8 +22,8 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, JpagedError, ReplicaError, RequestError
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
+from jpaged.request.collect import completion
 from jpaged.request.outputs import RequestOutput
-from jpaged.request.processor import completion
 from jpaged.request.sampling_params import SamplingParams
 
 try:

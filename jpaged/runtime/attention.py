@@ -1,13 +1,11 @@
-"""What a layer does with the pool: write its keys and values, then attend through the block
-table.
+"""Kernel: the implementation of paged attention that serves a group of layers, chosen when an
+engine starts.
 """
 
 import dataclasses
-import importlib
 import logging
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,155 +13,148 @@ from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup
-from kernels_pallas.paged_attention.kv_write import write_kv
+from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
 log = logging.getLogger("jpaged")
-
-# What attention="auto" tries before "xla", by platform. Those of Pallas run on CPU too when named,
-# interpreted.
-PREFERRED = {
-    "cpu": ("native",),
-    "gpu": ("mosaic_gpu", "triton"),
-    "cuda": ("mosaic_gpu", "triton"),
-    "tpu": ("tpu",),
-}
-COMPILED = ("xla", "native")  # never interpreted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One implementation of paged attention: a module of kernels_pallas.paged_attention.
-    num_kv_heads: a device's.
+    """An implementation of paged attention for one device's shapes; `choose_kernel` finds it.
+
+    name: in IMPLEMENTATIONS. interpret: it is a Pallas kernel, on a CPU.
     """
 
-    name: str = "xla"
+    name: str
+    shapes: Shapes
     interpret: bool = False
-    num_kv_heads: int | None = None
 
     @property
-    def module(self) -> Any:
-        if self.name == "native":
-            return importlib.import_module("kernels_cpu.paged_attention")
-        return importlib.import_module(f"kernels_pallas.paged_attention.{self.name}")
+    def pool_layout(self) -> PoolLayout:
+        """How a token's keys and values lie in the pool of one device."""
+        return self._module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)
 
-    def prefill_tiles(
-        self, query_starts_S1: Array, context_lens_S: Array, num_tokens: int, G: int
-    ) -> Array | None:
-        """Mosaic's table of query tiles, made once a step for all layers; the others make their
-        own.
+    def pack_kv(self, k_TKD: Array, v_TKD: Array) -> Array:
+        """New keys and values as the pool holds them, [T, rows, width]."""
+        kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
+        return self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
+
+    def prepare(
+        self,
+        query_start_loc_S1: Array,
+        context_lens_S: Array,
+        *,
+        num_tokens: int,
+        sliding_window: int | None,
+    ) -> Any:
+        """What `prefill` takes as `prepared` in every layer of this window. num_tokens: T."""
+        return self._module.prepare(
+            query_start_loc_S1,
+            context_lens_S,
+            num_tokens=num_tokens,
+            shapes=self.shapes,
+            sliding_window=sliding_window,
+        )
+
+    def prefill(
+        self,
+        q_THD: Array,
+        pool: Array,
+        layer: Array | int,
+        block_table_SM: Array,
+        context_lens_S: Array,
+        query_start_loc_S1: Array,
+        prepared: Any = None,
+        *,
+        num_layers: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Array:
+        """Causal attention of packed queries, [T, H, D] in q's dtype; see
+        `kernels_pallas.paged_attention.reference.prefill`.
         """
-        if self.name != "mosaic_gpu" or self.num_kv_heads is None:
-            return None
-        heads = {"num_heads": G * self.num_kv_heads, "num_kv_heads": self.num_kv_heads}
-        return self.module.prefill_tiles(
-            query_starts_S1, context_lens_S, num_tokens=num_tokens, **heads
+        options = self._options(num_layers, scale, sliding_window, soft_cap)
+        rows = (block_table_SM, context_lens_S, query_start_loc_S1, prepared)
+        return self._module.prefill(q_THD, pool, layer, *rows, options=options)
+
+    def decode(
+        self,
+        q_SHD: Array,
+        pool: Array,
+        layer: Array | int,
+        block_table_SM: Array,
+        context_lens_S: Array,
+        *,
+        num_layers: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Array:
+        """Attention of one query a row, [S, H, D] in q's dtype; see
+        `kernels_pallas.paged_attention.reference.decode`.
+        """
+        options = self._options(num_layers, scale, sliding_window, soft_cap)
+        rows = (block_table_SM, context_lens_S)
+        return self._module.decode(q_SHD, pool, layer, *rows, options=options)
+
+    @property
+    def _module(self) -> Any:
+        return IMPLEMENTATIONS[self.name].module()
+
+    def _options(
+        self, num_layers: int, scale: float, sliding_window: int | None, soft_cap: float | None
+    ) -> Options:
+        return Options(
+            scale=scale,
+            num_layers=num_layers,
+            num_kv_heads=self.shapes.num_kv_heads,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            interpret=self.interpret,
         )
 
 
 def choose_kernel(
-    model: ModelConfig, config: EngineConfig, dtype: Any, device: Any, shards: int
+    model: ModelConfig, group: KVGroup, config: EngineConfig, dtype: Any, device: Any, shards: int
 ) -> Kernel:
-    """The kernel that `attention` of a resolved config names, or the best that runs on a device
-    with these shapes.
+    """The kernel that `attention` of a resolved config names, or the best that runs a group of
+    layers on a device.
 
-    shards: devices that the heads are split over. UnsupportedError where the one that is named
-    cannot run.
+    dtype: the pool's. shards: devices that the heads are split over. UnsupportedError where the one
+    that is named cannot run. Asking may compile C++: it happens when an engine starts.
     """
-    heads, kv_heads = model.num_heads // shards, model.num_kv_heads // shards
-    shapes = {"dtype": dtype, "head_dim": model.head_dim, "block_size": config.block_size}
-    shapes |= {"num_heads": heads, "num_kv_heads": kv_heads}
-    preferred = PREFERRED.get(device.platform, ())
-    for name in (*preferred, "xla") if config.attention == "auto" else (config.attention,):
-        kernel = Kernel(
-            name=name,
-            interpret=device.platform == "cpu" and name not in COMPILED,
-            num_kv_heads=kv_heads,
-        )
-        reason = None if name == "xla" else _unsupported(kernel, shapes, config, device)
-        if reason is None:
-            return kernel
-        if config.attention == name:
+    shapes = Shapes(
+        dtype=jnp.dtype(dtype),
+        head_dim=group.head_dim,
+        block_size=config.block_size,
+        num_heads=model.num_heads // shards,
+        num_kv_heads=group.num_kv_heads // shards,
+        num_rows=config.max_num_seqs,
+        blocks_per_row=config.max_blocks_per_seq,
+    )
+    if config.attention != "auto":
+        if reason := _unsupported(config.attention, shapes, device):
             raise UnsupportedError(
-                f"attention={name!r} cannot run: {reason}; 'auto' takes what can"
+                f"attention={config.attention!r} cannot run: {reason}; 'auto' takes what can"
             )
-        log.info("attention='auto': not %s (%s)", name, reason)
-    raise AssertionError("xla runs everywhere")
+        is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
+        return Kernel(name=config.attention, shapes=shapes, interpret=not is_compiled)
+    for name, implementation in IMPLEMENTATIONS.items():
+        if implementation.is_compiled_for(device.platform):
+            reason = _unsupported(name, shapes, device)
+            if reason is None:
+                return Kernel(name=name, shapes=shapes)
+            log.info("attention='auto': not %s (%s)", name, reason)
+    raise AssertionError("one of them runs everywhere")
 
 
-def _unsupported(
-    kernel: Kernel, shapes: dict[str, Any], config: EngineConfig, device: Any
-) -> str | None:
-    if not kernel.interpret and kernel.name not in PREFERRED.get(device.platform, ()):
+def _unsupported(name: str, shapes: Shapes, device: Any) -> str | None:
+    """Why an implementation cannot run on a device, compiled or, on a CPU, interpreted."""
+    implementation = IMPLEMENTATIONS[name]
+    is_compiled = implementation.is_compiled_for(device.platform)
+    if not is_compiled and device.platform != "cpu":
         return f"not on {device.platform}"
-    shapes = dict(shapes)
-    if kernel.name == "mosaic_gpu" and not kernel.interpret:
-        shapes["compute_capability"] = str(getattr(device, "compute_capability", "unknown"))
-    if kernel.name == "tpu":
-        shapes |= {"num_rows": config.max_num_seqs, "blocks_per_row": config.max_blocks_per_seq}
-        shapes |= {} if kernel.interpret else {"device_kind": device.device_kind}
-    return kernel.module.unsupported(**shapes)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedCache:
-    """The pool and one step's view of it; threaded through the layers and returned with the pool
-    updated in place.
-
-    pool: [L*N, P, 2*K, D] (as kv_cache.layout pads it for TPUs). block_table_SM: int32, padded with
-    0. context_lens_S: tokens of each row once this step is written. query_starts_S1: int32 [S+1],
-    where each row's tokens begin in the packed T. slot_mapping_T: block * P + slot of each token,
-    past the pool's end for padding. groups: of the model (kv_groups). decode: one token a row.
-    tiles: of Kernel.prefill_tiles.
-    """
-
-    pool: Array
-    block_table_SM: Array
-    context_lens_S: Array
-    query_starts_S1: Array
-    slot_mapping_T: Array
-    groups: tuple[KVGroup, ...] = dataclasses.field(metadata={"static": True})
-    num_layers: int = dataclasses.field(metadata={"static": True})
-    decode: bool = dataclasses.field(metadata={"static": True})
-    kernel: Kernel = dataclasses.field(default=Kernel(), metadata={"static": True})
-    tiles: Array | None = None
-
-    def attend(
-        self, group: int, index: Any, q: Array, k: Array, v: Array, *, scale: float
-    ) -> tuple[Array, "PagedCache"]:
-        """See models.kv_view.KVView."""
-        layers = self.groups[group].layers
-        layer = index if len(layers) == self.num_layers else jnp.asarray(layers, jnp.int32)[index]
-        cache = self._write(layer, k, v)
-        window = self.groups[group].window
-        return cache._attend(layer, q, scale=scale, sliding_window=window), cache
-
-    def _write(self, layer: Array | int, k_TKD: Array, v_TKD: Array) -> "PagedCache":
-        """Put this step's keys and values into their slots of one layer."""
-        kv = (
-            jnp.stack([k_TKD, v_TKD], axis=2)
-            .reshape(k_TKD.shape[0], -1, k_TKD.shape[-1])
-            .astype(self.pool.dtype)
-        )
-        kv = self.kernel.module.to_pool(kv) if self.kernel.name == "tpu" else kv
-        with jax.named_scope("write_kv"):
-            pool = write_kv(self.pool, layer, kv, self.slot_mapping_T, num_layers=self.num_layers)
-        return dataclasses.replace(self, pool=pool)
-
-    def _attend(
-        self, layer: Array | int, q_THD: Array, *, scale: float, sliding_window: int | None
-    ) -> Array:
-        """Attention of this step's queries over each row's whole context, in q's dtype."""
-        args = (q_THD, self.pool, layer, self.block_table_SM, self.context_lens_S)
-        options: dict[str, Any] = {
-            "num_layers": self.num_layers,
-            "scale": scale,
-            "sliding_window": sliding_window,
-        }
-        options |= {} if self.kernel.name in COMPILED else {"interpret": self.kernel.interpret}
-        options |= {"num_kv_heads": self.kernel.num_kv_heads} if self.kernel.name == "tpu" else {}
-        with jax.named_scope("paged_attention"):
-            if self.decode:
-                return self.kernel.module.paged_attention_decode(*args, **options)
-            options |= {} if self.tiles is None else {"tiles": self.tiles}
-            return self.kernel.module.paged_attention(*args, self.query_starts_S1, **options)
+    return implementation.module().unsupported(shapes, device if is_compiled else None)

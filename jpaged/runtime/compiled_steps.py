@@ -1,15 +1,27 @@
-"""Compiling steps: options that make them faster and leave their results as they are, and where
-they are kept.
+"""CompiledSteps: the executables of an engine, one a Bucket; how they are compiled, and where they
+are kept between processes.
 """
 
+import functools
 import hashlib
 import logging
 import os
 import platform
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jpaged.engine.buckets import Bucket, input_sections
+from jpaged.errors import ConfigError
+from jpaged.models.params import param_specs
+from jpaged.runtime import kv_cache
+from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.steps import StepSetting, make_step
 
 log = logging.getLogger("jpaged")
 
@@ -18,6 +30,135 @@ LEAST_SECONDS = 0.1  # what compiles faster is not worth a file in the persisten
 # 0.97 of a step. Loops only get wider; no sum is reordered. A CPU without AVX-512 keeps its own
 # width.
 OPTIONS: dict[str, dict[str, int]] = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
+
+
+class CompiledSteps:
+    """Steps of one setting at one place, compiled when they are first asked for.
+
+    form: the serving tree as ShapeDtypeStructs with shardings; what they are compiled for.
+    seconds: that each took, by bucket or by the name of a move.
+    """
+
+    def __init__(self, setting: StepSetting, where: Placement, form: Any):
+        self.setting = setting
+        self.where = where
+        self.form = form
+        self.seconds: dict[Bucket | str, float] = {}
+        self._steps: dict[Bucket, Any] = {}
+        self._moves: dict[tuple[str, int, int], Any] = {}  # by group and number of blocks
+        self._set_counts: Any = None
+        self._is_sealed = False
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self._steps
+
+    def __getitem__(self, bucket: Bucket) -> Any:
+        """The executable of a bucket."""
+        if bucket not in self._steps:
+            started = time.perf_counter()
+            self.compile(bucket, started, self.lower(bucket))
+        return self._steps[bucket]
+
+    def memory(self, bucket: Bucket) -> Any:
+        """XLA's account of a bucket's memory; None where it is not compiled."""
+        step = self._steps.get(bucket)
+        return None if step is None else step.memory_analysis()
+
+    def seal(self) -> None:
+        """Let no shape in that is not compiled (strict mode)."""
+        self._is_sealed = True
+
+    def compile(self, bucket: Bucket, started: float, lowered: Any) -> None:
+        self._steps[bucket] = compile_step(lowered, self.where.device.platform)
+        self.seconds[bucket] = time.perf_counter() - started
+        log.info("compiled %s in %.1f s", bucket, self.seconds[bucket])
+
+    def lower(self, bucket: Bucket) -> Any:
+        """The lowered (not yet compiled) step of a bucket; an error once the table is sealed."""
+        if self._is_sealed:
+            raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
+        config, model = self.setting.config, self.setting.model
+        assert config.seq_buckets is not None
+        state, state_spec = self._state(full=bucket.is_full)
+        packed = self._struct((input_sections(bucket, config)[1],), jnp.int32)
+        hidden_shape = (config.seq_buckets[-1], model.hidden_size)
+        hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
+        kv, rows, whole = state_spec.kv, state_spec.rows, PartitionSpec()
+        # Of each phase: the arguments after the params, which of them is donated, their specs, and
+        # those of the results.
+        args, donated, in_specs, out_specs = {
+            "prefill": (
+                *((state.kv, state.rows, packed), 1),
+                *((kv, rows, whole), (kv, whole, whole, whole)),
+            ),
+            "sample": ((hidden, state.rows, packed), 2, (whole, rows, whole), (rows, whole)),
+            "decode": ((state, packed), 1, (state_spec, whole), (state_spec, whole)),
+        }[bucket.phase]
+        step = make_step(bucket, self.setting)
+        if self.where.tensor_axis is not None:
+            # XLA cannot partition a Pallas call, so the whole step runs a device at a time.
+            params = param_specs(model, self.where.axis, self.where.axis_size)
+            step = jax.shard_map(
+                step,
+                mesh=self.where.mesh,
+                in_specs=(params, *in_specs),
+                out_specs=out_specs,
+                check_vma=False,
+            )
+        outs = jax.tree.map(self.where.sharding, out_specs)
+        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(self.form, *args)
+
+    def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
+        """The device's state as ShapeDtypeStructs, and how it is split."""
+        config, axis = self.setting.config, self.where.tensor_axis
+        slots, vocab = config.max_num_seqs, self.setting.model.vocab_size
+        spec, whole = kv_cache.spec(axis), PartitionSpec()
+        pools = tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
+        row = self._struct((slots,), jnp.int32)
+        counts = self._struct((slots, vocab), jnp.int32) if full else None
+        rows = RowState(last_token_R=row, context_len_R=row, counts_RV=counts)
+        row_spec = RowState(
+            last_token_R=whole, context_len_R=whole, counts_RV=whole if full else None
+        )
+        return (
+            DeviceState(kv=pools, rows=rows),
+            DeviceState(kv=tuple(spec for _ in pools), rows=row_spec),
+        )
+
+    def _struct(
+        self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None
+    ) -> jax.ShapeDtypeStruct:
+        where = self.where.sharding(PartitionSpec() if spec is None else spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    def move(self, name: Literal["read_blocks", "write_blocks"], group: int, count: int) -> Any:
+        """A function of kv_cache for so many blocks of a group's pool."""
+        if (name, group, count) not in self._moves:
+            started, pool = time.perf_counter(), self.setting.pools[group]
+            spec = kv_cache.spec(self.where.tensor_axis)
+            args = [self._struct(pool.shape, pool.dtype, spec), self._struct((count,), jnp.int32)]
+            if name == "write_blocks":
+                blocks = (pool.num_layers * count, *pool.shape[1:])
+                args.append(self._struct(blocks, pool.dtype, spec))
+            function = functools.partial(getattr(kv_cache, name), num_layers=pool.num_layers)
+            donated = 0 if name == "write_blocks" else ()
+            where = self.where.sharding(spec)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=where)
+            self._moves[name, group, count] = jitted.lower(*args).compile()
+            self.seconds[f"{name} {count} of group {group}"] = time.perf_counter() - started
+        return self._moves[name, group, count]
+
+    def set_counts(self) -> Any:
+        """device_state.set_counts."""
+        if self._set_counts is None:
+            started, config = time.perf_counter(), self.setting.config
+            counts = self._struct((config.max_num_seqs, self.setting.model.vocab_size), jnp.int32)
+            scalar, chunk = (self._struct(shape, jnp.int32) for shape in ((), (COUNTS_CHUNK,)))
+            jitted = jax.jit(set_counts, donate_argnums=0, out_shardings=self.where.replicated)
+            lowered = jitted.lower(counts, scalar, chunk, scalar, scalar)
+            self._set_counts = lowered.compile()
+            self.seconds["set_counts"] = time.perf_counter() - started
+        return self._set_counts
 
 
 def compile_options(backend: str) -> dict[str, int]:

@@ -8,17 +8,21 @@ same.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
+from jpaged.engine.buckets import Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import param_shapes
-from jpaged.runtime.memory import Limits, MemoryPlan, Needs, plan
-from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.kv_cache import most_blocks
+from jpaged.runtime.memory import Limits, MemoryPlan, Needs, PoolCost, plan
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 
 FEATURES = ("plain", "full", "prompt")  # each does what the one before it does, and more
@@ -51,17 +55,17 @@ def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPl
     """The plan of one device; steps are compiled unless the bound holds (on CPU) and leaves the
     pool as it would be.
     """
-    block_bytes, weights = (
-        probe.block_bytes // probe.placement.axis_size,
-        bytes_on_device(probe.params),
-    )
-    needs = bound(probe.model, config, probe.layout.dtype, block_bytes)
-    most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
+    weights = bytes_on_device(probe.params)
+    sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
+    pool = PoolCost(tuple(zip(sizes, most_blocks(probe.model, config), strict=True)))
+    needs = bound(probe.model, config, probe.pools[0].dtype, pool.block_bytes)
+    most = pool.of(config.max_num_seqs * config.max_blocks_per_seq)
     most = min(most, most if limits.pool is None else limits.pool)
-    holds = probe.placement.device.platform == "cpu" and probe.kernel.name in ("xla", "native")
+    is_cpu = probe.placement.device.platform == "cpu"
+    holds = is_cpu and not any(pool.kernel.interpret for pool in probe.pools)
     if not holds or weights + needs.total + most > limits.total:
-        needs = measured(probe)
-    return plan(config, limits, block_bytes=block_bytes, weights=weights, needs=needs)
+        needs = measured(probe, pool.block_bytes)
+    return plan(config, limits, pool=pool, weights=weights, needs=needs)
 
 
 def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, params: Any) -> Runner:
@@ -70,53 +74,44 @@ def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, par
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
-    dtype = params["embed"]["weight"].dtype
-    blocks = dataclasses.replace(config, num_blocks=None).max_blocks_per_seq
-    probe = Runner(model, dataclasses.replace(config, num_blocks=blocks), where, dtype)
-    probe.params = params
-    return probe
+    config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq)
+    return Runner(model, config, where, params)
 
 
-def largest_buckets(config: EngineConfig) -> list[Bucket]:
+def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:
     """Of each phase the bucket with the most features, then tokens, then rows: no other of the
     phase needs more.
     """
-    ascending = sorted(
-        bucket_table(config), key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows)
-    )
+    ascending = sorted(table, key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows))
     return list({bucket.phase: bucket for bucket in ascending}.values())
 
 
-def measured(probe: Runner) -> Needs:
+def measured(probe: Runner, block_bytes: int) -> Needs:
     """What the compiled steps say; compiles the largest of each phase."""
-    found = [
-        probe.lower(bucket).compile().memory_analysis() for bucket in largest_buckets(probe.config)
-    ]
-    steps = len(list(bucket_table(probe.config)))
+    table = probe.bucket_table()
+    lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
+    found = [step.compile().memory_analysis() for step in lowered]
+    # With results of their own: those that do not take an argument's place.
+    temporaries = max(
+        m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found
+    )
+    # None on CPU and CUDA, megabytes a step on TPUs.
+    code = max(m.generated_code_size_in_bytes for m in found)
     return Needs(
-        # With results of their own: those that do not take an argument's place.
-        temporaries=max(
-            m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0)
-            for m in found
-        ),
-        # None on CPU and CUDA, megabytes a step on TPUs.
-        code=max(m.generated_code_size_in_bytes for m in found)
-        * (steps if probe.config.strict else min(steps, RESIDENT_STEPS)),
-        state=state_bytes(
-            probe.model, probe.config, probe.block_bytes // probe.placement.axis_size
-        ),
+        temporaries=temporaries,
+        code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),
+        state=state_bytes(probe.model, probe.config, block_bytes),
         source=f"compiled for {probe.placement.device.device_kind}",
     )
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
-    """Last tokens and token counts of every slot, and one sequence's blocks on their way to the
-    host or back.
+    """What a device keeps of every row, and one sequence's blocks on their way to the host or
+    back.
     """
-    slots = 4 * config.max_num_seqs * (1 + model.vocab_size)
-    return slots + (
-        padded_blocks(config.max_blocks_per_seq) * block_bytes if config.swap_space_gib else 0
-    )
+    rows = 4 * config.max_num_seqs * (2 + model.vocab_size)
+    moving = padded_blocks(config.max_blocks_per_seq) * block_bytes if config.swap_space_gib else 0
+    return rows + moving
 
 
 def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
@@ -132,22 +127,16 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     rows, vocab = config.seq_buckets[-1], model.vocab_size
     tokens = max(config.token_buckets[-1], rows)
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    token = (
-        4 * (heads + 2 * kv_heads)
-        + 12 * model.intermediate_size
-        + 4 * model.hidden_size
-        + 8 * config.max_logprobs
-    )
+    widths = 4 * (heads + 2 * kv_heads) + 12 * model.intermediate_size + 4 * model.hidden_size
+    token = widths + 8 * config.max_logprobs
     short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
     attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
     logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
-    indices = (
-        4
-        * rows
-        * (tokens + config.max_blocks_per_seq + 2 * config.max_logprobs + config.max_logit_bias)
-    )
+    ids = 2 * config.max_logprobs + config.max_logit_bias
+    tables = len(kv_groups(model)) * config.max_blocks_per_seq
+    indices = 4 * rows * (tokens + tables + ids)
     temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices + TILES
     return Needs(
         temporaries=temporaries,

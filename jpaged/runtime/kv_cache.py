@@ -1,8 +1,13 @@
-"""The KV pool: its shape, its bytes, and how it lies on a mesh."""
+"""The KV cache: a pool a group of layers, its shape and bytes, and moving blocks.
+
+    pool [Lg * N, P, rows, width]      row l * N + b is block b of the group's l-th layer,
+                                       each of its P slots the keys and values of one token
+
+so one block table serves all layers of a group, and no slice of a pool is ever taken.
+"""
 
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -10,59 +15,93 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec, Sharding
 
+from jpaged.config import EngineConfig
+from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import KVGroup, kv_groups
+from jpaged.runtime.attention import Kernel, choose_kernel
+from jpaged.runtime.mesh import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Shape [L*N, P, rows, width] of the pool: row l*N + b is block b of layer l.
+class PoolSpec:
+    """The pool of one group of layers, and the kernel that reads it.
 
-    rows, width: 2*K and D, K0, V0, K1, V1, ... on axis 2; padded where a TPU would otherwise copy
-    the pool.
+    shards: devices that the KV heads are split over.
     """
 
-    num_layers: int
+    group: KVGroup
+    kernel: Kernel
     num_blocks: int
     block_size: int
-    rows: int
-    width: int
     dtype: jnp.dtype
+    shards: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.group.layers)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return (self.num_layers * self.num_blocks, self.block_size, self.rows, self.width)
+        """K0, V0, K1, V1, ... on axis 2, as the kernel pads them."""
+        token = self.kernel.pool_layout
+        rows = self.num_layers * self.num_blocks
+        return (rows, self.block_size, self.shards * token.rows, token.width)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers, on all devices together."""
-        return self.num_layers * self.block_size * self.rows * self.width * self.dtype.itemsize
+        """Bytes of one block in all layers of the group, on all devices together."""
+        _, slots, rows, width = self.shape
+        return self.num_layers * slots * rows * width * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def size(self) -> GroupSize:
+        return GroupSize(self.num_blocks, self.group.window, self.block_bytes)
 
 
-def layout(
-    model: ModelConfig,
-    *,
-    num_blocks: int,
-    block_size: int,
-    dtype: jnp.dtype,
-    attention: str = "xla",
-    shards: int = 1,
-) -> Layout:
-    """The pool's layout for a model; CPU and CUDA need no padding. shards: devices that the KV
-    heads are split over.
+def pool_specs(
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, num_blocks: int
+) -> tuple[PoolSpec, ...]:
+    """The pools of a model for a resolved config, kernels chosen.
+
+    num_blocks: of the group that reaches furthest back; others need no more than can be in use.
     """
-    rows, width = 2 * model.num_kv_heads, model.head_dim
-    if attention == "tpu":
-        tpu = importlib.import_module("kernels_pallas.paged_attention.tpu")
-        rows, width = tpu.pool_shape(model.num_kv_heads // shards, model.head_dim)
-        rows *= shards
-    return Layout(
-        num_layers=model.num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        rows=rows,
-        width=width,
-        dtype=dtype,
+    return tuple(
+        PoolSpec(
+            group=group,
+            kernel=choose_kernel(model, group, config, dtype, where.device, where.axis_size),
+            num_blocks=num_blocks if most is None else min(num_blocks, most),
+            block_size=config.block_size,
+            dtype=jnp.dtype(dtype),
+            shards=where.axis_size,
+        )
+        for group, most in zip(kv_groups(model), most_blocks(model, config), strict=True)
     )
+
+
+def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int | None]:
+    """Of each group, the blocks that can be in use at once; None where the pool decides: for the
+    window that reaches furthest back.
+    """
+    assert config.decode_steps is not None
+    size, chunks = config.block_size, -(-config.max_num_batched_tokens // config.block_size)
+    reaches = [reach(group, config) for group in kv_groups(model)]
+    # What a row still sees, the block that it writes, as many as it may draw ahead; and what one
+    # prefill writes.
+    ahead = 2 + -(-config.decode_steps // size)
+    most = [config.max_num_seqs * (-(-(r - 1) // size) + ahead) + chunks for r in reaches]
+    return [None if r == max(reaches) else n for r, n in zip(reaches, most, strict=True)]
+
+
+def reach(group: KVGroup, config: EngineConfig) -> int:
+    """Tokens of a sequence that a group keeps (resolved configs only)."""
+    assert config.max_model_len is not None
+    window = group.window
+    return config.max_model_len if window is None else min(window, config.max_model_len)
 
 
 def spec(axis: str | None) -> PartitionSpec:
@@ -79,9 +118,9 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding) -> Any:
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, where: Sharding) -> Array:
-    """A fresh pool, made on the device: nothing is sent up, no share is copied from another's.
+    """A fresh array, made on the device: nothing is sent up, no share is copied from another's.
 
-    Zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
+    A pool begins as zeros, not garbage: whole pages are read and 0 * NaN would poison a row.
     """
     return _zeros(shape, jnp.dtype(dtype), where)()
 

@@ -6,6 +6,7 @@ pool is small by default and half of what is free stays free, which the steps' t
 Running out of it is told in terms of settings.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import os
@@ -70,34 +71,62 @@ class Limits:
         return cls(total=int(stats["bytes_limit"] * utilization), in_use=stats["bytes_in_use"])
 
 
+@dataclasses.dataclass(frozen=True)
+class PoolCost:
+    """What pools take of a device. groups: bytes of a block of each group of layers, and the blocks
+    that it needs at most (None: as many as there are).
+    """
+
+    groups: tuple[tuple[int, int | None], ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block in every group."""
+        return sum(size for size, _ in self.groups)
+
+    def of(self, num_blocks: int) -> int:
+        """Bytes of so many blocks."""
+        return sum(
+            size * (num_blocks if most is None else min(num_blocks, most))
+            for size, most in self.groups
+        )
+
+    def within(self, nbytes: int) -> int:
+        """The most blocks that fit so many bytes."""
+        unbounded = sum(size for size, most in self.groups if most is None)
+        return bisect.bisect_right(range(nbytes // unbounded + 1), nbytes, key=self.of) - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The bytes of one device. other: arrays that are not the engine's. decided_by: what set
-    num_blocks.
+    """The bytes of one device. other: arrays that are not the engine's. num_blocks: of the group of
+    layers that reaches furthest back. decided_by: what set it.
     """
 
     limit: int
     weights: int
     other: int
     needs: Needs
-    block_bytes: int
+    pool: PoolCost
     block_size: int
     num_blocks: int
     decided_by: str
 
     @property
+    def block_bytes(self) -> int:
+        """Of a block in every group of layers."""
+        return self.pool.block_bytes
+
+    @property
     def account(self) -> dict[str, int]:
         """Bytes by what takes them."""
-        steps = {
-            "temporaries": self.needs.temporaries,
-            "code": self.needs.code,
-            "state": self.needs.state,
-        }
         return {
             "weights": self.weights,
             "other": self.other,
-            **steps,
-            "pool": self.num_blocks * self.block_bytes,
+            "temporaries": self.needs.temporaries,
+            "code": self.needs.code,
+            "state": self.needs.state,
+            "pool": self.pool.of(self.num_blocks),
         }
 
     @property
@@ -107,7 +136,7 @@ class MemoryPlan:
 
 
 def plan(
-    config: EngineConfig, limits: Limits, *, block_bytes: int, weights: int = 0, needs: Needs
+    config: EngineConfig, limits: Limits, *, pool: PoolCost, weights: int = 0, needs: Needs
 ) -> MemoryPlan:
     """The account of a device for a resolved config; num_blocks is the config's own, or what fits.
 
@@ -116,10 +145,10 @@ def plan(
     """
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
-    sizes = {"memory": free // block_bytes}
+    sizes = {"memory": pool.within(free)}
     sizes["max_num_seqs * max_model_len"] = config.max_num_seqs * config.max_blocks_per_seq
     if limits.pool is not None:
-        sizes["the default pool of a CPU"] = limits.pool // block_bytes
+        sizes["the default pool of a CPU"] = pool.within(limits.pool)
     if config.num_blocks is not None:
         sizes = {"num_blocks": config.num_blocks}
     decided_by = min(sizes, key=lambda name: sizes[name])
@@ -127,9 +156,8 @@ def plan(
         left = max(free if limits.pool is None else min(free, limits.pool), 0)
         lower = _settings(config, "block_size", "max_num_batched_tokens", "max_num_seqs")
         raise ConfigError(
-            f"no KV block of {block_bytes} bytes fits the {left} bytes left for the pool "
-            f"(weights take {weights}, "
-            f"other arrays {other}, steps {needs.total}): lower {lower}, "
+            f"no KV block of {pool.block_bytes} bytes fits the {left} bytes left for the pool "
+            f"(weights take {weights}, other arrays {other}, steps {needs.total}): lower {lower}, "
             f"or raise memory_utilization={config.memory_utilization}"
         )
     return MemoryPlan(
@@ -137,7 +165,7 @@ def plan(
         weights=weights,
         other=other,
         needs=needs,
-        block_bytes=block_bytes,
+        pool=pool,
         block_size=config.block_size,
         num_blocks=sizes[decided_by],
         decided_by=decided_by,

@@ -1,8 +1,12 @@
-"""The compiled steps, prefill with the draw after it, and decode: packed inputs -> model -> draw ->
-packed outputs.
+"""The compiled steps: packed inputs -> model -> draw -> packed outputs.
+
+A prefill computes packed rows of 1..n tokens and hands the hidden states at chosen positions to a
+"sample" step, which draws; a decode is the same with one token a row, its draw included, several
+times over in a loop on the device.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,205 +20,195 @@ from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_secti
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind
-from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import Products, Serving
-from jpaged.runtime.attention import Kernel, PagedCache
-from jpaged.runtime.kv_cache import copy_blocks
+from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
+from jpaged.runtime.kv_cache import PoolSpec, copy_blocks
+from jpaged.runtime.paged_kv import PagedKV, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
 
-STOPPED = -1  # in place of a slot's last token
-COUNTS_CHUNK = 2048  # tokens a call of set_counts: one shape, so one compile
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSetting:
+    """What all steps of an engine are made for. products: who multiplies beside XLA.
 
-def make_step(
-    bucket: Bucket,
-    model: ModelConfig,
-    config: EngineConfig,
-    tensor_axis: str | None,
-    kernel: Kernel,
-    products: Products | None = None,
-    axis_size: int = 1,
-) -> Callable[..., Any]:
-    """The step of one bucket; packed and out are int32, laid out by engine/batch.py.
-
-    prefill(params, pool, packed) -> (pool, hidden_RE, packed of the sample step, out or None)
-    sample(params, hidden_RE, last_R, counts_RV, packed) -> (last_R, counts_RV, out)
-    decode(params, pool, last_R, counts_RV, packed) -> (pool, last_R, counts_RV, out)
-
-    pool [L*N, P, 2K, D]; hidden_RE: final hidden states of the rows that draw; last_R int32: the
-    last token of each device slot, STOPPED where a stop id was drawn; counts_RV int32 (see
-    FullControls) or None for plain buckets. Pool, last_R and counts_RV are donated and updated in
-    place.
+    tensor_axis: the mesh axis of axis_size devices that hold shares of the heads, or None.
     """
-    steps = {"prefill": _make_prefill, "sample": _make_sample, "decode": _make_decode}
-    setting = _Setting(bucket, model, config, tensor_axis, kernel, products, axis_size)
-    return steps[bucket.phase](setting)
+
+    model: ModelConfig
+    config: EngineConfig
+    pools: tuple[PoolSpec, ...]
+    products: Products | None = None
+    tensor_axis: str | None = None
+    axis_size: int = 1
+
+
+def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
+    """The step of one bucket; packed and out are int32, laid out by engine/buckets.py.
+
+    prefill(params, kv, rows, packed) -> (kv, hidden_RE, packed of the sample step, out or None)
+    sample(params, hidden_RE, rows, packed) -> (rows, out)
+    decode(params, state, packed) -> (state, out)
+
+    hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
+    rows without counts for plain buckets. What a step returns of them was donated to it.
+    """
+    makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": _make_decode}
+    return makers[bucket.phase](_Step(bucket, setting))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Setting:
-    """What a step is made for."""
+class _Step:
+    """A bucket of a setting, and what its step does in any phase."""
 
     bucket: Bucket
-    model: ModelConfig
-    config: EngineConfig
-    tensor_axis: str | None
-    kernel: Kernel
-    products: Products | None = None
-    axis_size: int = 1
-
-    def bind(self, params: Any, num_rows: Array | None) -> Decoder:
-        """The model; num_rows: rows of its products that are real, None where all are."""
-        serving = Serving(
-            num_rows=num_rows,
-            products=self.products,
-            tensor_axis=self.tensor_axis,
-            axis_size=self.axis_size,
-        )
-        return bind(self.model, params, serving)
+    to: StepSetting
 
     def unpack(self, packed: Array) -> dict[str, Array]:
-        """The inputs by name, sliced as batch.pack laid them out."""
-        sections, _ = input_sections(self.bucket, self.config)
+        """The inputs by name, sliced as packing.pack laid them out."""
+        sections, _ = input_sections(self.bucket, self.to.config)
         return {
             name: packed[s.offset : s.offset + int(np.prod(s.shape))].reshape(s.shape)
             for name, s in sections.items()
         }
 
     def pack(self, outputs: dict[str, Array]) -> Array:
-        sections, _ = output_sections(self.bucket, self.config)
+        sections, _ = output_sections(self.bucket, self.to.config)
         return jnp.concatenate([_cast(outputs[name], np.int32).reshape(-1) for name in sections])
 
-    def drawn(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of what every step draws."""
-        sections, _ = output_sections(self.bucket, self.config)
-        kinds = {name: jnp.float32 if name.endswith("logprobs") else jnp.int32 for name in sections}
-        return {name: (s.shape, kinds[name]) for name, s in sections.items() if name != "num_drawn"}
+    def drawn(self) -> dict[str, Array]:
+        """Zeros in the place of what every step draws."""
+        sections, _ = output_sections(self.bucket, self.to.config)
+        kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
+        return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def cache(
-        self,
-        pool: Array,
-        block_table_SM: Array,
-        context_lens_S: Array,
-        starts_S1: Array,
-        slots_T: Array,
-    ):
-        tiles, bucket = None, self.bucket
-        if bucket.phase == "prefill":
-            tiles = self.kernel.prefill_tiles(
-                starts_S1, context_lens_S, bucket.tokens, self.model.group_size
-            )
-        return PagedCache(
-            pool=pool,
-            block_table_SM=block_table_SM,
+    def bind(self, params: Any, num_rows: Array | None) -> Decoder:
+        """The model; num_rows: rows of its products that are real, None where all are."""
+        serving = Serving(
+            num_rows=num_rows,
+            products=self.to.products,
+            tensor_axis=self.to.tensor_axis,
+            axis_size=self.to.axis_size,
+        )
+        return bind(self.to.model, params, serving)
+
+    def view(
+        self, kv: tuple[Array, ...], tables_GSM: Array, context_lens_S: Array, start_loc_S1: Array
+    ) -> tuple[PagedKV, Array, Array]:
+        """The step's view of the cache, and the row and position (-1: padding) of each token."""
+        is_decode = self.bucket.phase == "decode"
+        if is_decode:
+            row_T, positions_T = jnp.arange(self.bucket.rows, dtype=jnp.int32), context_lens_S - 1
+        else:
+            row_T, positions_T = _locate(start_loc_S1, context_lens_S, self.bucket.tokens)
+        view = view_of(
+            self.to.pools,
+            kv,
+            block_tables_GSM=tables_GSM,
             context_lens_S=context_lens_S,
-            query_starts_S1=starts_S1,
-            slot_mapping_T=slots_T,
-            groups=kv_groups(self.model),
-            num_layers=self.model.num_layers,
-            decode=bucket.phase == "decode",
-            kernel=self.kernel,
-            tiles=tiles,
+            query_start_loc_S1=start_loc_S1,
+            row_T=row_T,
+            positions_T=positions_T,
+            is_decode=is_decode,
         )
+        return view, row_T, positions_T
+
+    def copy_blocks(self, kv: tuple[Array, ...], fields: dict[str, Array]) -> tuple[Array, ...]:
+        if "copies" not in fields:
+            return kv
+        pairs = zip(self.to.pools, kv, fields["copies"], strict=True)
+        return tuple(copy_blocks(x, copies, num_layers=p.num_layers) for p, x, copies in pairs)
 
 
-def _make_prefill(to: _Setting) -> Callable[..., Any]:
-    def step(params: Any, pool: Array, packed: Array):
-        fields = to.unpack(packed)
-        if "copies" in fields:
-            pool = copy_blocks(pool, fields["copies"], num_layers=to.model.num_layers)
-        starts_S1, context_lens_S, table_SM = (
-            fields["query_starts"],
-            fields["context_lens"],
-            fields["block_table"],
-        )
-        row_T, positions_T = _locate(starts_S1, context_lens_S, to.bucket.tokens)
-        slots_T = _slots(row_T, positions_T, table_SM, to.config.block_size, pool)
-        decoder = to.bind(params, starts_S1[-1])
-        cache = to.cache(pool, table_SM, context_lens_S, starts_S1, slots_T)
-        x_TE, written = decoder(fields["tokens"], jnp.maximum(positions_T, 0), cache)
-        assert isinstance(written, PagedCache)
+def _make_prefill(step: _Step) -> Callable[..., Any]:
+    def prefill(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+        fields = step.unpack(packed)
+        start_loc_S1, context_lens_S = fields["query_start_loc"], fields["context_lens"]
+        kv = step.copy_blocks(kv, fields)
+        tables_GSM = fields["block_tables"]
+        view, row_T, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
+        tokens_T = fields["tokens"]
+        if "device_rows" in fields:  # a token that is still in flight is known to the device alone
+            device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
+            last_T = jnp.maximum(jnp.take(rows.last_token_R, device_row_T, mode="clip"), 0)
+            tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
+        decoder = step.bind(params, start_loc_S1[-1])
+        x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), view)
+        assert isinstance(written, PagedKV)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
-        if to.bucket.features == "prompt":
-            whole = to.bind(params, None)
-            out = to.pack(_score_prompt(whole, x_TE, fields, row_T, to.config))
-        hidden_RE = jnp.take(x_TE, fields["drawn_at"], axis=0, mode="clip")
-        return written.pool, hidden_RE, fields["sample"], out
+        if step.bucket.features == "prompt":
+            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T))
+        hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
+        return written.pools, hidden_RE, fields["sample"], out
 
-    return step
+    return prefill
 
 
-def _make_sample(to: _Setting) -> Callable[..., Any]:
-    rows = to.bucket.rows
+def _make_sample(step: _Step) -> Callable[..., Any]:
+    num_rows = step.bucket.rows
 
-    def step(params: Any, hidden_RE: Array, last_R: Array, counts_RV: Array | None, packed: Array):
-        fields = {name: field[:rows] for name, field in to.unpack(packed).items()}
-        decoder = to.bind(params, _last_row(fields["context_lens"]))
-        logits_SV = decoder.logits(hidden_RE[:rows])
-        drawn = _draw(
-            to, logits_SV, fields, fields["context_lens"], counts_RV, fields["open_after"]
-        )
-        slots_S = fields["slots"]
-        last_R = last_R.at[slots_S].set(_last(drawn), mode="drop")
-        counts_RV = _count(counts_RV, slots_S, drawn.token_S)
+    def sample(params: Any, hidden_RE: Array, rows: RowState, packed: Array):
+        fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
+        context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
+        logits_SV = step.bind(params, _last_row(context_lens_S)).logits(hidden_RE[:num_rows])
+        drawn = _draw(step, logits_SV, fields, context_lens_S, rows, fields["open_after"])
+        draws_S = jnp.ones(num_rows, bool)
+        if "follows" in fields:  # a row that stopped meanwhile draws no more
+            last_S = jnp.take(rows.last_token_R, at_S, mode="clip")
+            draws_S = (fields["follows"] == 0) | (last_S != STOPPED)
+        rows = _keep(step, rows, jnp.where(draws_S, at_S, _none(step)), drawn, context_lens_S)
         outputs = {name: field[None] for name, field in drawn.outputs.items()}
-        return last_R, counts_RV, to.pack(outputs | {"num_drawn": jnp.ones(rows, jnp.int32)})
+        return rows, step.pack(outputs | {"num_drawn": draws_S.astype(jnp.int32)})
 
-    return step
+    return sample
 
 
-def _make_decode(to: _Setting) -> Callable[..., Any]:
-    rows, most, block_size = to.bucket.rows, to.bucket.steps, to.config.block_size
-    row_S, starts_S1 = np.arange(rows, dtype=np.int32), np.arange(rows + 1, dtype=np.int32)
+def _make_decode(step: _Step) -> Callable[..., Any]:
+    start_loc_S1 = np.arange(step.bucket.rows + 1, dtype=np.int32)
 
-    def step(params: Any, pool: Array, last_R: Array, counts_RV: Array | None, packed: Array):
-        fields = to.unpack(packed)
-        table_SM, slots_S = fields["block_table"], fields["slots"]
+    def decode(params: Any, state: DeviceState, packed: Array):
+        fields = step.unpack(packed)
+        at_S = fields["device_rows"]
 
-        def body(state: Any) -> Any:
-            """Step i of the rows that have more than i steps; the others are as if they were
-            padding.
-            """
-            i, last_S, steps_S, pool, counts_RV, outputs = state
+        def body(carry: Any) -> Any:
+            """Step i of the rows that have more than i steps; others are as if padding."""
+            i, last_S, steps_S, state, outputs = carry
             runs_S = i < steps_S
-            context_lens_S = jnp.where(runs_S, fields["context_lens"] + i, 0)
-            positions_S = context_lens_S - 1
-            written_S = _slots(jnp.asarray(row_S), positions_S, table_SM, block_size, pool)
-            cache = to.cache(pool, table_SM, context_lens_S, jnp.asarray(starts_S1), written_S)
-            decoder = to.bind(params, _last_row(context_lens_S))
-            x_SE, cache = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), cache)
-            assert isinstance(cache, PagedCache)
-            logits_SV, open_after_S = decoder.logits(x_SE), fields["open_after"] - i
-            drawn = _draw(to, logits_SV, fields, context_lens_S, counts_RV, open_after_S)
-            counts_RV = _count(
-                counts_RV, jnp.where(runs_S, slots_S, to.config.max_num_seqs), drawn.token_S
-            )
-            last_S = jnp.where(runs_S, _last(drawn), last_S)
+            context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
+            tables_GSM = fields["block_tables"]
+            starts_S1 = jnp.asarray(start_loc_S1)
+            view, _, positions_S = step.view(state.kv, tables_GSM, context_lens_S, starts_S1)
+            decoder = step.bind(params, _last_row(context_lens_S))
+            x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
+            assert isinstance(written, PagedKV)
+            open_after_S = fields["open_after"] - i
+            logits_SV = decoder.logits(x_SE)
+            drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
+            kept_S = jnp.where(runs_S, at_S, _none(step))
+            rows = _keep(step, state.rows, kept_S, drawn, context_lens_S)
+            last_S = jnp.where(runs_S, drawn.last_S, last_S)
             steps_S = jnp.where(runs_S & drawn.stops_S, i + 1, steps_S)
             outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
-            return i + 1, last_S, steps_S, cache.pool, counts_RV, outputs
+            return i + 1, last_S, steps_S, DeviceState(kv=written.pools, rows=rows), outputs
 
-        pool = copy_blocks(pool, fields["copies"], num_layers=to.model.num_layers)
-        last_S = jnp.where(
-            fields["tokens"] < 0, jnp.take(last_R, slots_S, mode="clip"), fields["tokens"]
-        )
-        steps_S = jnp.where(
-            last_S < 0, 0, fields["steps"]
-        )  # none for those that stopped in the dispatch before
-        outputs = {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in to.drawn().items()}
-        state = (jnp.int32(0), last_S, steps_S, pool, counts_RV, outputs)
-        if most == 1:
-            state = body(state)
+        state = dataclasses.replace(state, kv=step.copy_blocks(state.kv, fields))
+        # Of a token in flight the device alone knows what it is and how long the context then is.
+        is_here_S, rows = fields["tokens"] < 0, state.rows
+        take = functools.partial(jnp.take, indices=at_S, mode="clip")
+        last_S = jnp.where(is_here_S, take(rows.last_token_R), fields["tokens"])
+        first_lens_S = jnp.where(is_here_S, take(rows.context_len_R), fields["context_lens"])
+        # None for those that stopped in the dispatch before.
+        steps_S = jnp.where(last_S < 0, 0, fields["steps"])
+        carry = (jnp.int32(0), last_S, steps_S, state, step.drawn())
+        if step.bucket.steps == 1:
+            carry = body(carry)
         else:
-            state = jax.lax.while_loop(lambda state: jnp.any(state[0] < state[2]), body, state)
-        _, last_S, steps_S, pool, counts_RV, outputs = state
-        ran_S = jnp.where(steps_S > 0, slots_S, to.config.max_num_seqs)  # others are dropped
-        last_R = last_R.at[ran_S].set(last_S, mode="drop")
-        return pool, last_R, counts_RV, to.pack(outputs | {"num_drawn": steps_S})
+            carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < carry[2]), body, carry)
+        _, _, steps_S, state, outputs = carry
+        return state, step.pack(outputs | {"num_drawn": steps_S})
 
-    return step
+    return decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,13 +219,20 @@ class _Drawn:
     stops_S: Array
     outputs: dict[str, Array]
 
+    @property
+    def last_S(self) -> Array:
+        """What a row keeps: its token, or that it stopped, so that a dispatch that is already under
+        way leaves it out.
+        """
+        return jnp.where(self.stops_S, STOPPED, self.token_S)
+
 
 def _draw(
-    to: _Setting,
+    step: _Step,
     logits_SV: Array,
     fields: dict[str, Array],
     context_lens_S: Array,
-    counts_RV: Array | None,
+    rows: RowState,
     open_after_S: Array,
 ) -> _Drawn:
     """Draw the token that comes right after each row's context. open_after_S > 0: stop ids neither
@@ -252,8 +253,7 @@ def _draw(
         logprobs_mode_S=columns["mode"],
     )
     full = None
-    if to.bucket.is_full:
-        assert counts_RV is not None
+    if step.bucket.is_full:
         full = FullControls(
             presence_S=columns["presence"],
             frequency_S=columns["frequency"],
@@ -261,58 +261,43 @@ def _draw(
             bias_ids_SB=fields["bias_ids"],
             bias_SB=_cast(fields["bias"], np.float32),
             ban_ids_SX=jnp.where(open_after_S[:, None] > 0, stop_ids_SX, PAD_TOKEN),
-            counts_SV=jnp.take(counts_RV, fields["slots"], axis=0, mode="clip"),
+            counts_SV=jnp.take(rows.counts_RV, fields["device_rows"], axis=0, mode="clip"),
         )
+    most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
-        sampled = sample(
-            logits_SV,
-            controls,
-            full,
-            max_logprobs=to.config.max_logprobs if full is not None else 0,
-        )
-    stops_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1) & (open_after_S <= 0)
-    return _Drawn(sampled.token_S, stops_S, _outputs(sampled))
+        sampled = sample(logits_SV, controls, full, max_logprobs=most)
+    is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
+    return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
+
+
+def _keep(
+    step: _Step, rows: RowState, at_S: Array, drawn: _Drawn, context_lens_S: Array
+) -> RowState:
+    """The rows after their draws; at_S past the end: nothing changes."""
+    counts_RV = rows.counts_RV
+    if counts_RV is not None:
+        counts_RV = counts_RV.at[at_S, drawn.token_S].add(jnp.int32(2), mode="drop")
+    return RowState(
+        last_token_R=rows.last_token_R.at[at_S].set(drawn.last_S, mode="drop"),
+        context_len_R=rows.context_len_R.at[at_S].set(context_lens_S + 1, mode="drop"),
+        counts_RV=counts_RV,
+    )
+
+
+def _none(step: _Step) -> int:
+    """A row of the device that there is not: what is written there is dropped."""
+    return step.to.config.max_num_seqs
 
 
 def _last_row(context_lens_S: Array) -> Array:
     """How many rows there are up to the last that is not padding."""
-    return jnp.max(
-        jnp.where(context_lens_S > 0, jnp.arange(1, 1 + context_lens_S.shape[0]), 0)
-    ).astype(jnp.int32)
+    rows_S = jnp.arange(1, 1 + context_lens_S.shape[0])
+    return jnp.max(jnp.where(context_lens_S > 0, rows_S, 0)).astype(jnp.int32)
 
 
-def _last(drawn: _Drawn) -> Array:
-    """What a row's slot keeps: its token, or that it stopped, so that a dispatch already under way
-    leaves it out.
-    """
-    return jnp.where(drawn.stops_S, STOPPED, drawn.token_S)
-
-
-def _count(counts_RV: Array | None, slots_S: Array, token_S: Array) -> Array | None:
-    return (
-        None if counts_RV is None else counts_RV.at[slots_S, token_S].add(jnp.int32(2), mode="drop")
-    )
-
-
-def set_counts(
-    counts_RV: Array, slot: Array, tokens_C: Array, num_prompt: Array, clear: Array
-) -> Array:
-    """Enter a chunk of tokens into one slot's counts: the first `num_prompt` as prompt, the rest as
-    output.
-
-    tokens_C is padded with V or more; clear > 0 forgets what the slot held.
-    """
-    vocab = counts_RV.shape[1]
-    is_prompt_C = jnp.arange(tokens_C.shape[0], dtype=jnp.int32) < num_prompt
-    row_V = jnp.where(clear > 0, jnp.int32(0), counts_RV[slot])
-    seen_V = (row_V & 1).at[jnp.where(is_prompt_C, tokens_C, vocab)].set(1, mode="drop")
-    drawn_V = (row_V >> 1).at[jnp.where(is_prompt_C, vocab, tokens_C)].add(1, mode="drop")
-    return counts_RV.at[slot].set(2 * drawn_V + seen_V)
-
-
-def _locate(query_starts_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple[Array, Array]:
+def _locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple[Array, Array]:
     """Row and position of each packed token; row S and position -1 for padding."""
-    ends_S = query_starts_S1[1:]
+    ends_S = start_loc_S1[1:]
     tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)
     row_T = jnp.sum(ends_S[None, :] <= tokens_T[:, None], axis=1, dtype=jnp.int32)
     offset_S = context_lens_S - ends_S  # the row's last token ends both its chunk and its context
@@ -320,47 +305,26 @@ def _locate(query_starts_S1: Array, context_lens_S: Array, num_tokens: int) -> t
     return row_T, jnp.where(row_T < ends_S.shape[0], positions_T, -1)
 
 
-def _slots(
-    row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, pool: Array
-) -> Array:
-    """Where each token's KV goes, as block * P + slot; padding (position -1) goes past the end of
-    the pool.
-    """
-    flat = row_T * block_table_SM.shape[1] + positions_T // block_size
-    block_T = jnp.take(block_table_SM.reshape(-1), flat, mode="clip")
-    return jnp.where(
-        positions_T >= 0,
-        block_T * block_size + positions_T % block_size,
-        pool.shape[0] * block_size,
-    )
-
-
 def _outputs(sampled: Sampled) -> dict[str, Array]:
     outputs = {"tokens": sampled.token_S, "logprobs": sampled.logprob_S}
-    if (
-        sampled.rank_S is not None
-        and sampled.top_ids_SK is not None
-        and sampled.top_logprobs_SK is not None
-    ):
-        outputs |= {
-            "ranks": sampled.rank_S,
-            "top_ids": sampled.top_ids_SK,
-            "top_logprobs": sampled.top_logprobs_SK,
-        }
-    return outputs
+    if sampled.rank_S is None:
+        return outputs
+    assert sampled.top_ids_SK is not None and sampled.top_logprobs_SK is not None
+    tops = {"top_ids": sampled.top_ids_SK, "top_logprobs": sampled.top_logprobs_SK}
+    return outputs | tops | {"ranks": sampled.rank_S}
 
 
 def _score_prompt(
-    decoder: Decoder, x_TE: Array, fields: dict[str, Array], row_T: Array, config: EngineConfig
+    step: _Step, params: Any, x_TE: Array, fields: dict[str, Array], row_T: Array
 ) -> dict[str, Array]:
     temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
     scored = token_logprobs(
-        decoder.logits,
+        step.bind(params, None).logits,
         x_TE,
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),
         jnp.take(mode_S, row_T, mode="clip"),
-        max_logprobs=config.max_logprobs,
+        max_logprobs=step.to.config.max_logprobs,
     )
     return {
         "prompt_logprobs": scored.logprob_T,

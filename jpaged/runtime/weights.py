@@ -18,17 +18,8 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import to_tree
-from jpaged.models.params import (
-    DONATED as DONATED,  # for whoever speaks of is_deleted
-)
-from jpaged.models.params import (
-    TENSOR_AXES,
-    Params,
-    check_leaf,
-    param_shapes,
-    param_specs,
-)
-from jpaged.runtime.runner import Placement
+from jpaged.models.params import TENSOR_AXES, Params, check_leaf, param_shapes, param_specs
+from jpaged.runtime.mesh import Placement
 
 log = logging.getLogger("jpaged")
 

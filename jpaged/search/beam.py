@@ -5,6 +5,7 @@ transformers'.
 import dataclasses
 from typing import Literal, NamedTuple
 
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 
 EarlyStopping = bool | Literal["never"]
@@ -56,7 +57,7 @@ class BeamSearch(Request):
         self.early_stopping: EarlyStopping = early_stopping
         self.num_candidates = num_candidates(width, len(root.eos_ids))
         self.prompt_len, self.end = root.prompt_len, root.end
-        root.is_beam = True
+        root.waits_for_host = True
         # The beams, their length and the hypotheses, replaced together: an interrupted step leaves
         # the last ones whole.
         self._state: tuple[list[Sequence], int, list[Hypothesis], bool] = (
@@ -74,6 +75,30 @@ class BeamSearch(Request):
     def max_sequences(self) -> int:
         return self.width
 
+    def steer(self, scheduler: Scheduler) -> None:
+        """Once every beam has drawn, one token further: beams that are left behind go, those that
+        go on in several ways are forked.
+        """
+        if any(seq.candidates is None for seq in self.sequences):
+            return
+        step = self.choose()
+        parents = {parent for parent, *_ in step.continued}
+        for seq in self.sequences:
+            if seq not in parents and not step.is_last:
+                scheduler.retire(seq)
+        beams: list[Sequence] = []  # all forks before any of them gets its token
+        for parent, *_ in step.continued:
+            beams.append(scheduler.fork(parent) if parent in beams else parent)
+        for beam, (_, token, logprob) in zip(beams, step.continued, strict=True):
+            beam.extend(token, logprob)
+            beam.candidates = None
+        self.settle(step, beams)  # from here on a failed step goes back to this
+        for seq in self.sequences:
+            if step.is_last:
+                scheduler.finish(seq, "length")
+            else:
+                scheduler.resume(seq)
+
     def choose(self) -> BeamStep:
         """What the beams' candidates come to: the next beams and hypotheses."""
         _, length, hypotheses, _ = self._state
@@ -84,7 +109,7 @@ class BeamSearch(Request):
             (total + logprob, beam, token, logprob)
             for beam in self.sequences
             for total in (sum(beam.logprobs),)
-            for token, logprob, _ in beam.candidates or ()
+            for token, logprob, _ in (beam.candidates or ())[1:]
         ]
         options.sort(key=lambda option: -option[0])
         continued, ended = [], []

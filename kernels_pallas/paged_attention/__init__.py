@@ -1,11 +1,51 @@
-"""Paged attention: `reference` defines the operation, `xla` and later modules implement it under
-the same signatures.
+"""Paged attention: `reference` defines the operation, IMPLEMENTATIONS lists those that serve.
 
-    paged_attention(q_THD, pool, layer, block_table_SM, context_lens_S, query_starts_S1, *,
-                    num_layers=1, scale, sliding_window=None, soft_cap=None) -> o_THD
-    paged_attention_decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, (the same
-    options)) -> o_SHD write_kv(pool, layer, kv_T2KD, slot_mapping_T, *, num_layers=1) -> pool
-    (kv_write; one for all implementations)
+Each is a module of the same functions, whose arguments `interface` describes:
 
-`cases` lists the shapes that tests and benches share.
+    unsupported(shapes, device) -> why it cannot run there, or None. device None: the shapes alone
+    pool_layout(num_kv_heads, head_dim) -> PoolLayout of one device's pool
+    prepare(query_start_loc_S1, context_lens_S, *, num_tokens, shapes, sliding_window) -> what
+        `prefill` needs of a step and would otherwise make anew in each layer (any pytree, or None)
+    prefill(q_THD, pool, layer, block_table_SM, context_lens_S, query_start_loc_S1, prepared=None,
+        *, options) -> o_THD
+    decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, options) -> o_SHD
+
+`kv_write` writes new keys and values for all of them. `cases` lists the shapes that tests and
+benches share.
 """
+
+import dataclasses
+import importlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """Where an implementation is, and the platforms of devices that it is compiled for; None is
+    all.
+
+    One that is not compiled for CPUs is a Pallas kernel, which can be interpreted there.
+    """
+
+    path: str
+    platforms: tuple[str, ...] | None = None
+
+    def is_compiled_for(self, platform: str) -> bool:
+        """platform: of a jax.Device."""
+        return self.platforms is None or platform in self.platforms
+
+    def module(self) -> Any:
+        """The module, imported when it is first asked for: Pallas takes its time."""
+        return importlib.import_module(self.path)
+
+
+_CUDA = ("gpu", "cuda")
+
+# By name; on a device where several can run, the first of them is the fastest.
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation("kernels_pallas.paged_attention.mosaic_gpu", _CUDA),
+    "triton": Implementation("kernels_pallas.paged_attention.triton", _CUDA),
+    "tpu": Implementation("kernels_pallas.paged_attention.tpu", ("tpu",)),
+    "native": Implementation("kernels_cpu.paged_attention", ("cpu",)),
+    "xla": Implementation("kernels_pallas.paged_attention.xla"),
+}

@@ -5,7 +5,8 @@ heads, K KV heads, D head dim.
 """
 
 import dataclasses
-from typing import Any
+
+from kernels_pallas.paged_attention.interface import Options, Shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,27 @@ class Case:
         return tuple(min(n, 1) for n in self.contexts) if self.queries is None else self.queries
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of the call."""
-        names = ("num_layers", "sliding_window", "soft_cap")
-        return {"scale": self.D**-0.5} | {name: getattr(self, name) for name in names}
+    def options(self) -> Options:
+        """What the call is compiled for."""
+        return Options(
+            scale=self.D**-0.5,
+            num_layers=self.num_layers,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+        )
+
+    @property
+    def shapes(self) -> Shapes:
+        """What an implementation is asked to run."""
+        return Shapes(
+            dtype=self.dtype,
+            head_dim=self.D,
+            block_size=self.P,
+            num_heads=self.H,
+            num_kv_heads=self.K,
+            num_rows=len(self.contexts),
+            blocks_per_row=max(1, *(-(-n // self.P) for n in self.contexts)) + self.extra_blocks,
+        )
 
 
 # Lengths at which paging goes wrong for P = 8, a padding row among them.

@@ -4,8 +4,14 @@ Shapes: S rows, A items of work, X splits of a context, K KV heads, G query head
 dim.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
+
+from kernels_pallas.paged_attention.interface import Options, Shapes
 
 # A masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes
 # it out).
@@ -28,3 +34,20 @@ def combine(o_SXKGD: Array, lse_SXKG: Array) -> Array:
     """
     weight = jnp.exp2(lse_SXKG - jnp.max(lse_SXKG, axis=1, keepdims=True))
     return jnp.sum(o_SXKGD * weight[..., None], axis=1) / jnp.sum(weight, axis=1)[..., None]
+
+
+def interpretation(
+    name: str, unsupported: Callable[[Shapes, Any], str | None], shapes: Shapes, options: Options
+) -> Any:
+    """How to interpret a call of a Pallas kernel, or False; NotImplementedError where it cannot
+    run.
+
+    A device is asked where one is there: on a CPU, kernels are interpreted, or lowered for another
+    machine.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    interpret = on_cpu if options.interpret is None else options.interpret
+    device = None if interpret or on_cpu else jax.devices()[0]
+    if reason := unsupported(shapes, device):
+        raise NotImplementedError(f"{name}: {reason}")
+    return interpret

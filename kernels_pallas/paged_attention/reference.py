@@ -5,48 +5,46 @@ Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P bloc
 heads, K KV heads, G = H/K, D head dim; C visible tokens of context.
 """
 
-from typing import Any
-
 import numpy as np
 from jax.typing import ArrayLike
 
+from kernels_pallas.paged_attention.interface import Options
 
-def paged_attention(
+
+def prefill(
     q_THD: ArrayLike,
     pool: ArrayLike,
     layer: int,
     block_table_SM: ArrayLike,
     context_lens_S: ArrayLike,
-    query_starts_S1: ArrayLike,
+    query_start_loc_S1: ArrayLike,
     *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
+    options: Options,
     exact: bool = False,
 ) -> np.ndarray:
     """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
 
     pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...;
     query head h reads KV head h // G. block_table_SM int32, padded with 0. context_lens_S counts a
-    row's tokens, its queries included: their own keys and values are in the pool. query_starts_S1
-    is cumulative: row r owns the packed tokens query_starts[r] up to query_starts[r+1] - 1, the
-    last of which sits at position context_lens[r] - 1. Padding gives zeros: tokens past
-    query_starts[S]; a row without queries is skipped. A query sees itself and all before it, or,
-    with sliding_window w, itself and the w - 1 before it. soft_cap c turns a score s into c *
-    tanh(s / c). Slots that no query sees may hold anything, NaN too.
+    row's tokens, its queries included: their own keys and values are in the pool.
+    query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
+    query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
+    zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
+    all before it, or, with sliding_window w, itself and the w - 1 before it. soft_cap c turns a
+    score s into c * tanh(s / c). Slots that no query sees may hold anything, NaN too.
 
     exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and
     softmax, probabilities rounded to the pool's dtype, the result to q's.
     """
     q, kv_pool = np.asarray(q_THD), np.asarray(pool)
     tables, contexts, starts = (
-        np.asarray(x) for x in (block_table_SM, context_lens_S, query_starts_S1)
+        np.asarray(x) for x in (block_table_SM, context_lens_S, query_start_loc_S1)
     )
+    scale, sliding_window, soft_cap = options.scale, options.sliding_window, options.soft_cap
     dtype = np.dtype(np.float64 if exact else np.float32)
     P, K = kv_pool.shape[1], kv_pool.shape[2] // 2
     H = q.shape[1]
-    first_block = layer * (kv_pool.shape[0] // num_layers)
+    first_block = layer * (kv_pool.shape[0] // options.num_layers)
     out = np.zeros(q.shape, dtype)
     for row in range(len(contexts)):
         for token in range(starts[row], starts[row + 1]):
@@ -67,22 +65,24 @@ def paged_attention(
     return out if exact else out.astype(q.dtype)
 
 
-def paged_attention_decode(
+def decode(
     q_SHD: ArrayLike,
     pool: ArrayLike,
     layer: int,
     block_table_SM: ArrayLike,
     context_lens_S: ArrayLike,
-    **options: Any,
+    *,
+    options: Options,
+    exact: bool = False,
 ) -> np.ndarray:
-    """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros.
-    Options as above.
-    """
+    """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
     q, contexts = np.asarray(q_SHD), np.asarray(context_lens_S)
     live = np.flatnonzero(contexts > 0)
     starts = np.arange(len(live) + 1)
     table = np.asarray(block_table_SM)[live]
-    result = paged_attention(q[live], pool, layer, table, contexts[live], starts, **options)
+    result = prefill(
+        q[live], pool, layer, table, contexts[live], starts, options=options, exact=exact
+    )
     out = np.zeros(q.shape, result.dtype)
     out[live] = result
     return out

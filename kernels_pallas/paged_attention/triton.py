@@ -14,7 +14,7 @@ heads, K KV heads, G = H/K, D head dim; A query tiles, B tokens of a tile, C slo
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels_pallas.paged_attention.common import NEG, combine, rows_of
+from kernels_pallas.paged_attention.common import NEG, combine, interpretation, rows_of
+from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
+from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
 
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of a Triton matmul
@@ -32,109 +34,123 @@ SLOTS = 64  # C
 PROGRAMS = 264  # that fill a card twice over: what decode splits its contexts for
 MAX_SPLITS = 16
 
+pool_layout = plain_pool_layout
 
-def unsupported(*, dtype: Any, head_dim: int, **_: Any) -> str | None:
+
+def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Why these shapes cannot run here, or None."""
-    reasons = {
-        f"dtype {jnp.dtype(dtype)}: only bfloat16 and float16": jnp.dtype(dtype)
-        not in (jnp.bfloat16, jnp.float16),
-        f"head_dim {head_dim}: only 32, 64, 128 and 256": head_dim not in (32, 64, 128, 256),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    del device
+    dtype, head_dim = jnp.dtype(shapes.dtype), shapes.head_dim
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype}: only bfloat16 and float16"
+    if head_dim not in (32, 64, 128, 256):
+        return f"head_dim {head_dim}: only 32, 64, 128 and 256"
+    return None
 
 
-def paged_attention_decode(
+class Tiles(NamedTuple):
+    """Query tiles of a step, int32 [A] each: the row of a tile, -1 for no tile, and its first query
+    in the row.
+    """
+
+    row: Array
+    first: Array
+
+
+def prepare(
+    query_start_loc_S1: Array,
+    context_lens_S: Array,
+    *,
+    num_tokens: int,
+    shapes: Shapes,
+    sliding_window: int | None,
+) -> Tiles:
+    """The query tiles of a step, the same for all layers. num_tokens is T."""
+    del context_lens_S, sliding_window
+    tokens = _tile_tokens(shapes)
+    tiles_S = (query_start_loc_S1[1:] - query_start_loc_S1[:-1] + tokens - 1) // tokens
+    A = -(-num_tokens // tokens) + shapes.num_rows
+    row_A, nth_A = rows_of(tiles_S, jnp.arange(A, dtype=jnp.int32))
+    return Tiles(jnp.where(nth_A < tiles_S[row_A], row_A, -1), nth_A * tokens)
+
+
+def prefill(
+    q_THD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    query_start_loc_S1: Array,
+    prepared: Tiles | None = None,
+    *,
+    options: Options,
+) -> Array:
+    """Causal attention of packed queries, any number a row; see `reference.prefill`.
+
+    Raises NotImplementedError with the reason that `unsupported` gives.
+    """
+    T, shapes = q_THD.shape[0], shapes_of(q_THD, pool, block_table_SM, options)
+    query_start_loc_S1 = jnp.asarray(query_start_loc_S1)
+    if prepared is None:
+        how = {"shapes": shapes, "sliding_window": options.sliding_window}
+        prepared = prepare(query_start_loc_S1, context_lens_S, num_tokens=T, **how)
+    args = (q_THD, pool, layer, block_table_SM, context_lens_S, query_start_loc_S1, prepared)
+    o_THD = _attend(*args, tokens=_tile_tokens(shapes), splits=1, options=options)
+    live_T = jnp.arange(T) < query_start_loc_S1[-1]
+    return jnp.where(live_T[:, None, None], o_THD, 0)
+
+
+def decode(
     q_SHD: Array,
     pool: Array,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
     *,
+    options: Options,
     splits: int | None = None,
-    **options: Any,
 ) -> Array:
-    """Attention of one query a row, the last token of its context; see
-    `reference.paged_attention_decode`.
+    """Attention of one query a row, the last token of its context; see `reference.decode`.
 
-    splits: programs a context, None chooses. The options are those of the reference, and interpret:
-    None interprets where the default backend is the CPU. Raises NotImplementedError with the reason
-    that `unsupported` gives.
+    splits: programs a context, None chooses. Raises NotImplementedError with the reason that
+    `unsupported` gives.
     """
     (S, M), (_, P, K2, _) = block_table_SM.shape, pool.shape
     context_lens_S = jnp.asarray(context_lens_S)
     rows_S = jnp.where(context_lens_S > 0, jnp.arange(S, dtype=jnp.int32), -1)
-    tiles, starts_S1 = (rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
+    tiles, starts_S1 = Tiles(rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
     splits = splits or min(max(-(-PROGRAMS // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
     args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles)
-    return jnp.where(
-        (context_lens_S > 0)[:, None, None], _attend(*args, tokens=1, splits=splits, **options), 0
-    )
+    o_SHD = _attend(*args, tokens=1, splits=splits, options=options)
+    return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)
 
 
-def paged_attention(
-    q_THD: Array,
-    pool: Array,
-    layer: Array | int,
-    block_table_SM: Array,
-    context_lens_S: Array,
-    query_starts_S1: Array,
-    **options: Any,
-) -> Array:
-    """Causal attention of packed queries, any number a row; see `reference.paged_attention`.
-    Options as for decode.
-    """
-    (T, H, D), S, query_starts_S1 = (
-        q_THD.shape,
-        block_table_SM.shape[0],
-        jnp.asarray(query_starts_S1),
-    )
-    rows = PREFILL_ROWS if D <= 128 else PREFILL_ROWS // 2
-    tokens = max(1, rows // pl.next_power_of_2(2 * H // pool.shape[2]))  # of a tile
-    tiles_S = (query_starts_S1[1:] - query_starts_S1[:-1] + tokens - 1) // tokens
-    row_A, nth_A = rows_of(tiles_S, jnp.arange(-(-T // tokens) + S, dtype=jnp.int32))
-    tiles = (jnp.where(nth_A < tiles_S[row_A], row_A, -1), nth_A * tokens)
-    args = (q_THD, pool, layer, block_table_SM, context_lens_S, query_starts_S1, tiles)
-    live_T = jnp.arange(T) < query_starts_S1[-1]
-    return jnp.where(live_T[:, None, None], _attend(*args, tokens=tokens, splits=1, **options), 0)
+def _tile_tokens(shapes: Shapes) -> int:
+    """B of prefill."""
+    rows = PREFILL_ROWS if shapes.head_dim <= 128 else PREFILL_ROWS // 2
+    return max(1, rows // pl.next_power_of_2(shapes.num_heads // shapes.num_kv_heads))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "num_layers",
-        "scale",
-        "sliding_window",
-        "soft_cap",
-        "interpret",
-        "tokens",
-        "splits",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("options", "tokens", "splits"))
 def _attend(
     q_THD: Array,
     pool: Array,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
-    query_starts_S1: Array,
-    tiles: tuple[Array, Array],
+    query_start_loc_S1: Array,
+    tiles: Tiles,
     *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    interpret: bool | None = None,
+    options: Options,
     tokens: int,
     splits: int,
 ) -> Array:
-    """Results of every query of a tile; whatever was there before for all others.
-
-    tiles, int32 [A] each: the row of a tile of so many `tokens`, -1 for no tile, and its first
-    query in the row.
+    """Results of every query of a tile of so many `tokens`; whatever was there before for all
+    others.
     """
     (T, H, D), (blocks, P, K2, _) = q_THD.shape, pool.shape
-    if reason := unsupported(dtype=pool.dtype, head_dim=D):
-        raise NotImplementedError(f"triton: {reason}")
+    shapes = shapes_of(q_THD, pool, block_table_SM, options)
+    interpret = interpretation("triton", unsupported, shapes, options)
     K, G = K2 // 2, 2 * H // K2
     heads = max(
         pl.next_power_of_2(G), MIN_ROWS // tokens
@@ -147,9 +163,9 @@ def _attend(
         tokens=tokens,
         P=P,
         C=C,
-        scale=scale,
-        window=sliding_window,
-        soft_cap=soft_cap,
+        scale=options.scale,
+        window=options.sliding_window,
+        soft_cap=options.soft_cap,
     )
     outputs = (
         ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype),
@@ -157,9 +173,9 @@ def _attend(
     )
     o, lse = pl.pallas_call(
         kernel,
-        grid=(tiles[0].shape[0], K, splits),
+        grid=(tiles.row.shape[0], K, splits),
         out_shape=[jax.ShapeDtypeStruct(*output) for output in outputs],
-        interpret=jax.default_backend() == "cpu" if interpret is None else interpret,
+        interpret=interpret,
         compiler_params=plgpu.CompilerParams(
             num_warps=4 if splits > 1 or tokens == 1 else 8, num_stages=stages
         ),
@@ -169,9 +185,9 @@ def _attend(
         pool.reshape(blocks * P, K2, D),
         jnp.asarray(block_table_SM),
         jnp.asarray(context_lens_S),
-        query_starts_S1,
+        query_start_loc_S1,
         *tiles,
-        jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // num_layers), (1,)),
+        jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // options.num_layers), (1,)),
     )
     return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, D)
 

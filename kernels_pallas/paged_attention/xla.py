@@ -21,11 +21,15 @@ of a query tile, Q = B*G, C tokens of a KV tile, U pool rows that make up a KV t
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from kernels_pallas.paged_attention.common import NEG
+from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
+from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
 
 KV_TILE = 64  # tokens of context a work item
 QUERY_TILE = 64  # tokens of a prefill query tile, at most
@@ -33,16 +37,17 @@ DECODE_BYTES = (
     1 << 21
 )  # context read by an iteration of decode: it should be in L2 or L3 still when it is used
 PREFILL_BYTES = 1 << 20  # f32 scores of an iteration of prefill
-# masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes
-# it out)
-NEG = -1e30
 
 _barrier = lax.optimization_barrier
 # Inside another jit this makes an unrolled model trace and lower the operation once, not once a
 # layer.
-_jit = functools.partial(
-    jax.jit, static_argnames=("num_layers", "scale", "sliding_window", "soft_cap")
-)
+_jit = functools.partial(jax.jit, static_argnames="options")
+
+pool_layout = plain_pool_layout
+
+
+def unsupported(shapes: Shapes, device: Any) -> None:
+    """Nothing is: why these shapes cannot run."""
 
 
 class _Tiles(NamedTuple):
@@ -56,30 +61,25 @@ class _Tiles(NamedTuple):
 
 
 @_jit
-def paged_attention_decode(
+def decode(
     q_SHD: Array,
     pool: Array,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
     *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
+    options: Options,
 ) -> Array:
-    """Attention of one query a row, the last token of its context; see
-    `reference.paged_attention_decode`.
-    """
+    """Attention of one query a row, the last token of its context; see `reference.decode`."""
     S, H, D = q_SHD.shape
     K = pool.shape[2] // 2
-    tiles = _tiles(pool, layer, num_layers)
+    tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
     W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * pool.dtype.itemsize), 4, 32)
     begin_S = (
         jnp.zeros_like(context_lens_S)
-        if sliding_window is None
-        else jnp.maximum(context_lens_S - sliding_window, 0)
+        if options.sliding_window is None
+        else jnp.maximum(context_lens_S - options.sliding_window, 0)
     )
     first_tile_S = begin_S // C
     tiles_S = (context_lens_S + C - 1) // C - first_tile_S
@@ -90,7 +90,7 @@ def paged_attention_decode(
     lane_W = jnp.arange(W)
     dtype, q_SHD = (
         q_SHD.dtype,
-        _barrier(q_SHD.astype(jnp.float32) * jnp.float32(scale)),
+        _barrier(q_SHD.astype(jnp.float32) * jnp.float32(options.scale)),
     )  # else once a context token
 
     def body(i, state):
@@ -110,7 +110,7 @@ def paged_attention_decode(
         slot_C = jnp.arange(C)
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
         kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
-        s_WCH = _capped(_decode_scores(q_WHD, kv), soft_cap)
+        s_WCH = _capped(_decode_scores(q_WHD, kv), options.soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
         # Ranks of consecutive items differ by at most one, so the items of an iteration meet W
@@ -183,27 +183,91 @@ def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCK2D: Array) -> Array:
     return lax.fori_loop(0, C // unroll, body, jnp.zeros((W, K, G, D), jnp.float32))
 
 
+class _QueryTiles(NamedTuple):
+    """B packed queries of one row each, [A]; most KV tiles first."""
+
+    row: Array
+    size: Array  # queries; 0 for none
+    token: Array  # the first one's place among the packed tokens
+    position: Array  # and its position in the row
+    begin: Array  # first position that any query sees
+    need: Array  # KV tiles
+
+
+class Prepared(NamedTuple):
+    """All query tiles of a step, and each packed token's place [T] among the tiles' tokens (A*B, a
+    row of zeros, for padding).
+    """
+
+    tiles: _QueryTiles
+    at_T: Array
+
+
+def prepare(
+    query_start_loc_S1: Array,
+    context_lens_S: Array,
+    *,
+    num_tokens: int,
+    shapes: Shapes,
+    sliding_window: int | None,
+) -> Prepared:
+    """The query tiles of a step: the same for all layers of a window. num_tokens is T."""
+    S, T = context_lens_S.shape[0], num_tokens
+    *_, C = _kv_tile(shapes.block_size)
+    B, W = _query_tile_sizes(T, S, shapes.num_heads, C)
+    A = -(-(T // B + S) // W) * W
+    starts_S, lens_S = query_start_loc_S1[:-1], query_start_loc_S1[1:] - query_start_loc_S1[:-1]
+    tiles_S = (lens_S + B - 1) // B
+    end_S = jnp.cumsum(tiles_S)
+    tile_A, token_T = jnp.arange(A), jnp.arange(T)
+    row_A = jnp.minimum(jnp.sum(end_S[None, :] <= tile_A[:, None], axis=1, dtype=jnp.int32), S - 1)
+    skip_A = (tile_A - (end_S - tiles_S)[row_A]) * B  # queries of the row before the tile
+    count_A = jnp.where(tile_A < end_S[-1], jnp.clip(lens_S[row_A] - skip_A, 0, B), 0)
+    position_A = (context_lens_S - lens_S)[row_A] + skip_A
+    begin_A = jnp.zeros_like(position_A)
+    if sliding_window is not None:
+        begin_A = jnp.maximum(position_A - (sliding_window - 1), 0)
+    need_A = jnp.where(count_A > 0, (position_A + count_A + C - 1) // C - begin_A // C, 0)
+    order_A = jnp.argsort(need_A, descending=True)
+    tiles = _QueryTiles(row_A, count_A, starts_S[row_A] + skip_A, position_A, begin_A, need_A)
+
+    row_T = jnp.minimum(
+        jnp.sum(query_start_loc_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1
+    )
+    skip_T = token_T - starts_S[row_T]
+    tile_T = jnp.minimum((end_S - tiles_S)[row_T] + skip_T // B, A - 1)
+    at_T = jnp.argsort(order_A)[tile_T] * B + skip_T % B
+    at_T = jnp.where(token_T < query_start_loc_S1[-1], at_T, A * B)
+    return Prepared(_QueryTiles(*(x[order_A] for x in tiles)), at_T)
+
+
 @_jit
-def paged_attention(
+def prefill(
     q_THD: Array,
     pool: Array,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
-    query_starts_S1: Array,
+    query_start_loc_S1: Array,
+    prepared: Prepared | None = None,
     *,
-    num_layers: int = 1,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
+    options: Options,
 ) -> Array:
-    """Causal attention of packed queries, any number a row; see `reference.paged_attention`."""
+    """Causal attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
-    K, dtype = pool.shape[2] // 2, pool.dtype
-    tiles = _tiles(pool, layer, num_layers)
-    B, C = _clamp_pow2(T // context_lens_S.shape[0], 8, QUERY_TILE), tiles.size
-    W = _clamp_pow2(PREFILL_BYTES // (H * B * C * 4), 1, 16)
-    queries, at_T = _query_tiles(query_starts_S1, context_lens_S, T, B, C, W, sliding_window)
+    K, dtype, window = pool.shape[2] // 2, pool.dtype, options.sliding_window
+    tiles = _tiles(pool, layer, options.num_layers)
+    C = tiles.size
+    B, W = _query_tile_sizes(T, context_lens_S.shape[0], H, C)
+    if prepared is None:
+        prepared = prepare(
+            query_start_loc_S1,
+            context_lens_S,
+            num_tokens=T,
+            shapes=shapes_of(q_THD, pool, block_table_SM, options),
+            sliding_window=window,
+        )
+    queries, at_T = prepared.tiles, prepared.at_T
     q_TE, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, 2, D)
 
     def group(g, out):
@@ -233,9 +297,9 @@ def paged_attention(
             k, v = _barrier(kv[0].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, D))
             s = _einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C)
             mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
-            if sliding_window is not None:
-                mask &= pos_WC[:, None, :] > pos_WQ[:, :, None] - sliding_window
-            s = jnp.where(mask[:, None], _capped(s * scale, soft_cap), NEG)
+            if window is not None:
+                mask &= pos_WC[:, None, :] > pos_WQ[:, :, None] - window
+            s = jnp.where(mask[:, None], _capped(s * options.scale, options.soft_cap), NEG)
             m, s = _barrier((jnp.maximum(m0, jnp.max(s, axis=-1)), s))
             p = jnp.exp(s - m[..., None]).astype(dtype)
             alpha = jnp.exp(m0 - m)
@@ -263,61 +327,28 @@ def paged_attention(
     return _take(out, _barrier(at_T)).reshape(T, H, D)
 
 
-class _QueryTiles(NamedTuple):
-    """B packed queries of one row each, [A]; most KV tiles first."""
-
-    row: Array
-    size: Array  # queries; 0 for none
-    token: Array  # the first one's place among the packed tokens
-    position: Array  # and its position in the row
-    begin: Array  # first position that any query sees
-    need: Array  # KV tiles
-
-
-def _query_tiles(
-    query_starts_S1, context_lens_S, T, B, C, W, sliding_window
-) -> tuple[_QueryTiles, Array]:
-    """All query tiles, and each packed token's place [T] among the tiles' tokens (A*B, a row of
-    zeros, for padding).
-    """
-    S = context_lens_S.shape[0]
-    A = -(-(T // B + S) // W) * W
-    starts_S, lens_S = query_starts_S1[:-1], query_starts_S1[1:] - query_starts_S1[:-1]
-    tiles_S = (lens_S + B - 1) // B
-    end_S = jnp.cumsum(tiles_S)
-    tile_A, token_T = jnp.arange(A), jnp.arange(T)
-    row_A = jnp.minimum(jnp.sum(end_S[None, :] <= tile_A[:, None], axis=1, dtype=jnp.int32), S - 1)
-    skip_A = (tile_A - (end_S - tiles_S)[row_A]) * B  # queries of the row before the tile
-    count_A = jnp.where(tile_A < end_S[-1], jnp.clip(lens_S[row_A] - skip_A, 0, B), 0)
-    position_A = (context_lens_S - lens_S)[row_A] + skip_A
-    begin_A = jnp.zeros_like(position_A)
-    if sliding_window is not None:
-        begin_A = jnp.maximum(position_A - (sliding_window - 1), 0)
-    need_A = jnp.where(count_A > 0, (position_A + count_A + C - 1) // C - begin_A // C, 0)
-    order_A = jnp.argsort(need_A, descending=True)
-    tiles = _QueryTiles(row_A, count_A, starts_S[row_A] + skip_A, position_A, begin_A, need_A)
-
-    row_T = jnp.minimum(
-        jnp.sum(query_starts_S1[None, 1:] <= token_T[:, None], axis=1, dtype=jnp.int32), S - 1
-    )
-    skip_T = token_T - starts_S[row_T]
-    tile_T = jnp.minimum((end_S - tiles_S)[row_T] + skip_T // B, A - 1)
-    at_T = jnp.argsort(order_A)[tile_T] * B + skip_T % B
-    return _QueryTiles(*(x[order_A] for x in tiles)), jnp.where(
-        token_T < query_starts_S1[-1], at_T, A * B
-    )
-
-
 def _einsum(form: str, x: Array, y: Array) -> Array:
     return jnp.einsum(form, x, y, preferred_element_type=jnp.float32, precision="highest")
 
 
 def _tiles(pool: Array, layer: Array | int, num_layers: int) -> _Tiles:
     rows, P = pool.shape[:2]
+    units, parts, size = _kv_tile(P)
+    first_block = layer * (rows // num_layers)
+    return _Tiles(pool.reshape(rows * parts, -1), size, units, parts, first_block)
+
+
+def _kv_tile(P: int) -> tuple[int, int, int]:
+    """U, the parts that a block is cut into, and C."""
     parts = P // KV_TILE if P % KV_TILE == 0 else 1
     units = max(1, KV_TILE // P)
-    first_block = layer * (rows // num_layers)
-    return _Tiles(pool.reshape(rows * parts, -1), units * P // parts, units, parts, first_block)
+    return units, parts, units * P // parts
+
+
+def _query_tile_sizes(T: int, S: int, H: int, C: int) -> tuple[int, int]:
+    """B and W of prefill."""
+    B = _clamp_pow2(T // S, 8, QUERY_TILE)
+    return B, _clamp_pow2(PREFILL_BYTES // (H * B * C * 4), 1, 16)
 
 
 def _pool_rows(tiles: _Tiles, block_table_SM: Array, row_W: Array, tile_W: Array) -> Array:

@@ -5,6 +5,7 @@ does, and the next token follows from all KV read back through the block table: 
 missing or foreign block shows as a wrong token, and a slot that nothing has written raises.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.engine.block_manager import GroupSize
 from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
 from jpaged.engine.engine import Engine
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_result
@@ -27,7 +29,7 @@ from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
 from jpaged.models.config import ModelConfig
 from jpaged.request.sampling_params import SamplingParams
-from jpaged.search.beam import BeamSearch, EarlyStopping
+from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 
 SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
 VOCAB = 101
@@ -80,17 +82,20 @@ class MockRunner:
     """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to
     raise.
 
-    born: for each slot of the pool the era in which it was written, or the oldest one in what that
-    was computed from.
+    windows: of the groups of layers. pools: of each group, the KV in every slot. born: the era in
+    which each slot was written, or the oldest one in what that was computed from.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, windows: tuple[int | None, ...] = (None,)):
         self.config = config
+        assert config.num_blocks is not None
+        self.kv_groups = tuple(
+            GroupSize(config.num_blocks, window, 2**20 // len(windows)) for window in windows
+        )
         self.fail: set[tuple[str, int]] = set()
         self.calls: dict[str, int] = dict.fromkeys(
             ("dispatch", "fetch", "read_blocks", "write_blocks"), 0
         )
-        self.block_bytes = 2**20
         self.dispatched: list[
             tuple[str, list[tuple[int, int]]]
         ] = []  # (phase, [(start, end) of each row])
@@ -98,9 +103,9 @@ class MockRunner:
         self.recover()
 
     def recover(self) -> None:
-        assert self.config.num_blocks is not None
-        self.pool = [POISON] * (self.config.num_blocks * self.config.block_size)
-        self.born = [self.era] * len(self.pool)
+        sizes = [group.num_blocks * self.config.block_size for group in self.kv_groups]
+        self.pools = [[POISON] * size for size in sizes]
+        self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
 
     def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
@@ -123,12 +128,16 @@ class MockRunner:
                 rows = self._inputs(batch.sample, view["sample"])
                 drawn = _views(outs[1], output_sections(batch.sample, self.config)[0])
                 assert not rows["context_lens"][batch.num_rows :].any()
-                for row, at in enumerate(view["drawn_at"][: batch.num_rows]):
-                    assert len(contexts[at]) == rows["context_lens"][row], (
-                        "a row draws after another's context"
-                    )
-                    self._draw(rows, drawn, row, 0, contexts[at])
-                    drawn["num_drawn"][row] = 1
+                for row, at in enumerate(view["logits_indices"][: batch.num_rows]):
+                    length, kv = contexts[at]
+                    assert length == rows["context_lens"][row], "drawn after another's context"
+                    device_row = rows["device_rows"][row]
+                    if "follows" in rows and rows["follows"][row]:
+                        drawn["num_drawn"][row] = self.last[device_row] != STOPPED
+                    else:
+                        drawn["num_drawn"][row] = 1
+                    if drawn["num_drawn"][row]:
+                        self._draw(rows, drawn, row, 0, kv)
                     forks[at] += 1
             spans = []
             for at, (start, end) in chunks.items():
@@ -143,20 +152,24 @@ class MockRunner:
 
     def _prefill(
         self, view: Views, out: Views
-    ) -> tuple[dict[int, list[int]], dict[int, tuple[int, int]]]:
-        """The KV of each row's context, and (start, end) of each row's chunk, by the place of its
-        last token.
+    ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, int]]]:
+        """The length and visible KV of each row's context, and (start, end) of each row's chunk, by
+        the place of its last token.
         """
         contexts, chunks = {}, {}
+        self._copy(view)
         for row, end in enumerate(view["context_lens"]):
-            first, past = view["query_starts"][row : row + 2]
+            first, past = view["query_start_loc"][row : row + 2]
             tokens = view["tokens"][first:past].tolist()
             if not tokens:
                 assert end == 0, "a row without tokens has no context"
                 continue
-            kv = contexts[past - 1] = self._attend(view["block_table"][row], int(end), tokens)
+            if tokens[0] == ON_DEVICE:
+                tokens = [max(self.last[view["device_rows"][row]], 0)]
+            own, seen = self._attend(view["block_tables"][:, row], int(end), tokens)
+            contexts[past - 1] = int(end), seen
             if "prompt_logprobs" in out:
-                scores = map(prompt_score, kv[-len(tokens) :], view["targets"][first:past].tolist())
+                scores = map(prompt_score, own, view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
                 out["prompt_ranks"][first:past] = 1
                 out["prompt_top_ids"][first:past] = np.arange(self.config.max_logprobs)
@@ -164,20 +177,24 @@ class MockRunner:
             chunks[past - 1] = (int(end) - len(tokens), int(end))
         return contexts, chunks
 
+    def _copy(self, view: Views) -> None:
+        for at, pairs in enumerate(view.get("copies", ())):
+            for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], pairs):
+                self._put(at, target, self._get(at, source))
+
     def _decode(self, batch: Batch, view: Views, out: Views) -> list[tuple[int, int]]:
         """Up to `steps` tokens of each row; (start, end) of what each has written."""
         assert not view["context_lens"][batch.num_rows :].any()
-        assert (view["slots"][batch.num_rows :] == self.config.max_num_seqs).all()
+        assert (view["device_rows"][batch.num_rows :] == self.config.max_num_seqs).all()
         assert batch.steps == view["steps"].max() <= batch.bucket.steps
-        for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], view["copies"]):
-            self._put(target, self._get(source))
+        self._copy(view)
         known, spans = view["tokens"][: batch.num_rows].tolist(), []
-        for row, slot in enumerate(view["slots"][: batch.num_rows]):
+        for row, device_row in enumerate(view["device_rows"][: batch.num_rows]):
             start, count = int(view["context_lens"][row]) - 1, 0
-            token = self.last[slot] if known[row] == ON_DEVICE else known[row]
-            assert token != POISON, f"row {row} decodes from a slot without a token"
+            token = self.last[device_row] if known[row] == ON_DEVICE else known[row]
+            assert token != POISON, f"row {row} decodes from a row of the device without a token"
             while token != STOPPED and count < view["steps"][row]:
-                kv = self._attend(view["block_table"][row], start + count + 1, [token])
+                _, kv = self._attend(view["block_tables"][:, row], start + count + 1, [token])
                 token = self._draw(view, out, row, count, kv)
                 count += 1
             out["num_drawn"][row] = count
@@ -185,7 +202,7 @@ class MockRunner:
         return spans
 
     def _draw(self, view: Views, out: Views, row: int, step: int, kv: list[int]) -> int:
-        """Draw after a context; returns what the slot keeps."""
+        """Draw after a context; returns what the device's row keeps."""
         columns, is_open = view["controls"][row], step >= view["open_after"][row]
         stop_ids = [token for token in columns[len(CONTROLS) :].tolist() if token != PAD_TOKEN]
         token = next_token(kv, () if is_open else stop_ids, int(columns[SAMPLE_INDEX]))
@@ -198,41 +215,52 @@ class MockRunner:
                 ids,
                 logprobs,
             )
-        self.last[view["slots"][row]] = STOPPED if is_open and token in stop_ids else token
-        return self.last[view["slots"][row]]
+        kept = STOPPED if is_open and token in stop_ids else token
+        self.last[view["device_rows"][row]] = kept
+        return kept
 
-    def _attend(self, table: np.ndarray, end: int, tokens: list[int]) -> list[int]:
-        """Write the KV of a row's tokens, the last of its context of `end`; returns the KV of the
-        whole context.
+    def _attend(
+        self, tables: np.ndarray, end: int, tokens: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Write the KV of a row's tokens, the last of its context of `end`. Returns it, and the KV
+        that the last token sees, of one group after the other.
         """
-        size = self.config.block_size
-        places = [int(table[p // size]) * size + p % size for p in range(end)]
-        kv = [self.pool[place] for place in places[: end - len(tokens)]]
-        assert POISON not in kv, "a row reads a slot that nothing has written"
-        for place, token in zip(places[len(kv) :], tokens, strict=True):
-            before = places[len(kv) - 1] if kv else None
-            kv.append(next_kv(kv[-1] if kv else 0, token))
-            self.pool[place] = kv[-1]
-            self.born[place] = self.era if before is None else self.born[before]
-        return kv
+        start = end - len(tokens)
+        own, seen = [], []
+        for at, (group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
+            pool, born, size = self.pools[at], self.born[at], self.config.block_size
+            first = 0 if group.window is None else max(start - group.window + 1, 0)
+            places = {p: int(table[p // size]) * size + p % size for p in range(first, end)}
+            kv = [pool[places[p]] for p in range(first, start)]
+            assert POISON not in kv, "a row reads a slot that nothing has written"
+            for p, token in zip(range(start, end), tokens, strict=True):
+                kv.append(next_kv(kv[-1] if kv else 0, token))
+                pool[places[p]] = kv[-1]
+                born[places[p]] = born[places[p - 1]] if p > first else self.era
+            own = kv[-len(tokens) :]
+            seen += kv if group.window is None else kv[-group.window :]
+        return own, seen
 
-    def read_blocks(self, block_ids: list[int]) -> list[tuple[list[int], list[int]]]:
+    def read_blocks(self, block_ids: list[list[int]]) -> list[list[tuple[list[int], list[int]]]]:
         self._may_fail("read_blocks")
-        return [self._get(block_id) for block_id in block_ids]
+        return [[self._get(at, b) for b in ids] for at, ids in enumerate(block_ids)]
 
-    def write_blocks(self, data: list[tuple[list[int], list[int]]], block_ids: list[int]) -> None:
+    def write_blocks(
+        self, data: list[list[tuple[list[int], list[int]]]], block_ids: list[list[int]]
+    ) -> None:
         self._may_fail("write_blocks")
-        for block, block_id in zip(data, block_ids, strict=True):
-            if block_id >= 0:
-                self._put(block_id, block)
+        for at, (blocks, ids) in enumerate(zip(data, block_ids, strict=True)):
+            for block, block_id in zip(blocks, ids, strict=True):
+                if block_id >= 0:
+                    self._put(at, block_id, block)
 
-    def _get(self, block_id: int) -> tuple[list[int], list[int]]:
+    def _get(self, at: int, block_id: int) -> tuple[list[int], list[int]]:
         place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
-        return self.pool[place], self.born[place]
+        return self.pools[at][place], self.born[at][place]
 
-    def _put(self, block_id: int, block: tuple[list[int], list[int]]) -> None:
+    def _put(self, at: int, block_id: int, block: tuple[list[int], list[int]]) -> None:
         place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
-        self.pool[place], self.born[place] = block
+        self.pools[at][place], self.born[at][place] = block
 
     def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> StepResult:
         self._may_fail("fetch")
@@ -261,23 +289,35 @@ def _views(packed: np.ndarray, sections: dict[str, Section]) -> dict[str, np.nda
 
 @functools.lru_cache(maxsize=4096)
 def _stream(
-    prompt: tuple[int, ...], count: int, eos: frozenset[int], min_tokens: int, index: int
+    prompt: tuple[int, ...],
+    count: int,
+    eos: frozenset[int],
+    min_tokens: int,
+    index: int,
+    windows: tuple[int | None, ...],
 ) -> list[int]:
     kv = list(itertools.accumulate(prompt, next_kv, initial=0))[1:]
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens.append(next_token(kv, eos if len(tokens) < min_tokens else (), index))
+        banned = eos if len(tokens) < min_tokens else ()
+        tokens.append(next_token(visible(kv, windows), banned, index))
         if tokens[-1] in eos:
             break
         kv.append(next_kv(kv[-1], tokens[-1]))
     return tokens
 
 
-def expected(seq: Sequence) -> list[int]:
+def visible(kv: list[int], windows: tuple[int | None, ...]) -> list[int]:
+    """What the last token of a context sees, of one group of layers after the other."""
+    return [x for window in windows for x in (kv if window is None else kv[-window:])]
+
+
+def expected(seq: Sequence, windows: tuple[int | None, ...] = (None,)) -> list[int]:
     """The tokens that a sequence gets when it is alone with an endless pool."""
     prompt = tuple(seq.token_ids[: seq.prompt_len])
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
-    return _stream(prompt, count, seq.eos_ids | seq.stop_ids, seq.params.min_tokens, seq.index)
+    stops = seq.eos_ids | seq.stop_ids
+    return _stream(prompt, count, stops, seq.params.min_tokens, seq.index, windows)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,6 +329,7 @@ def _beams(
     num_candidates: int,
     penalty: float,
     early_stopping: EarlyStopping,
+    windows: tuple[int | None, ...],
 ) -> tuple[list[tuple[list[int], float]], int]:
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     done: list[tuple[list[int], float]] = []
@@ -297,9 +338,8 @@ def _beams(
         options = []
         for total, tokens in beams:
             kv = list(itertools.accumulate([*prompt, *tokens], next_kv, initial=0))[1:]
-            options += [
-                (total + np.float32(p).item(), [*tokens, t]) for t, p in top(kv, num_candidates)
-            ]
+            likely = top(visible(kv, windows), num_candidates)
+            options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in likely]
         options = sorted(options, key=lambda option: -option[0])[:num_candidates]
         ended = [
             (t, p / length**penalty) for p, t in options[:width] if length == count or t[-1] in eos
@@ -313,7 +353,9 @@ def _beams(
     return done, length
 
 
-def expected_beams(search: BeamSearch) -> tuple[list[tuple[list[int], float]], int]:
+def expected_beams(
+    search: BeamSearch, windows: tuple[int | None, ...] = (None,)
+) -> tuple[list[tuple[list[int], float]], int]:
     """The token ids and scores of a search whose beams are lists, each copied in full at every
     step; and its length.
     """
@@ -328,6 +370,7 @@ def expected_beams(search: BeamSearch) -> tuple[list[tuple[list[int], float]], i
         search.num_candidates,
         search.length_penalty,
         search.early_stopping,
+        windows,
     )
 
 
@@ -339,7 +382,7 @@ def check_ended(host: "Host", seq: Sequence) -> None:
     """An ended sequence has exactly what it would have alone, or failed for want of blocks and of
     nothing else.
     """
-    want = expected(seq)
+    want = expected(seq, host.windows)
     if seq.finish_reason == "abort":
         assert generated(seq) == want[: seq.num_generated]
         return
@@ -371,7 +414,7 @@ def check_search(host: "Host", search: BeamSearch) -> None:
     """An ended search has the naive one's hypotheses, or failed because one beam alone does not
     fit.
     """
-    want, length = expected_beams(search)
+    want, length = expected_beams(search, host.windows)
     if search.sequences[0].finish_reason != "abort":
         assert (search.error is None) == host.fits(search.prompt_len, length), (
             f"{length} steps: {search.error}"
@@ -425,7 +468,8 @@ class Host:
     test needs.
     """
 
-    def __init__(self, depth: int = 1, **settings: Any):
+    def __init__(self, depth: int = 1, windows: tuple[int | None, ...] = (None,), **settings: Any):
+        self.windows = windows
         sizes: dict[str, Any] = {
             "block_size": 4,
             "num_blocks": 32,
@@ -434,7 +478,7 @@ class Host:
         }
         config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
         self.config = config.resolve(MODEL)
-        self.runner = MockRunner(self.config)
+        self.runner = MockRunner(self.config, windows)
         self.engine = CheckedEngine(self.config, self.runner, depth=depth)
         self.era = 0  # of the last reset: what was written before it must not be found
         self._ids = itertools.count()
@@ -487,7 +531,9 @@ class Host:
         early_stopping: EarlyStopping = False,
         **options: Any,
     ) -> BeamSearch:
-        root = self.sequence(prompt, max_tokens, temperature=0.0, logprobs=1, **options)
+        root = self.sequence(prompt, max_tokens, temperature=0.0, **options)
+        wanted = num_candidates(width, len(root.eos_ids))
+        root.params = dataclasses.replace(root.params, logprobs=wanted)
         search = BeamSearch(
             root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None
         )
@@ -509,7 +555,7 @@ class Host:
         ]
         for seq in ended:
             if seq.error is None and seq.finish_reason != "abort":
-                want = expected(seq)
+                want = expected(seq, self.windows)
                 want = want[: seq.num_generated] if isinstance(seq.stop_reason, str) else want
                 assert generated(seq) == want, f"{seq!r} has another request's tokens"
         return ended
@@ -521,13 +567,12 @@ class Host:
         scheduler, size = self.engine.scheduler, self.config.block_size
         scheduler.check_integrity()
         seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
-        swapped = sum(seq.swapped.num_blocks for seq in seqs if seq.swapped is not None)
-        assert swapped == scheduler.host_blocks - scheduler.free_host_blocks, "host blocks leaked"
-        for block_id in self.blocks._by_hash.values():
-            born = self.runner.born[block_id * size : (block_id + 1) * size]
-            assert min(born) >= self.era, (
-                f"block {block_id} can be found and is from before the reset"
-            )
+        swapped = sum(seq.swapped.num_bytes for seq in seqs if seq.swapped is not None)
+        assert swapped == scheduler.host_bytes - scheduler.free_host_bytes, "host bytes leaked"
+        for group, eras in zip(self.blocks.groups, self.runner.born, strict=True):
+            for block_id in group.cached.values():
+                born = min(eras[block_id * size : (block_id + 1) * size])
+                assert born >= self.era, f"block {block_id} is found and is from before the reset"
 
     def reset(self) -> None:
         self.engine.reset_prefix_cache()
@@ -538,10 +583,7 @@ class Host:
         """Whether so many tokens more fit the pool alone; the KV of the last one is never
         written.
         """
-        return (
-            self.blocks.blocks_for(max(prompt_len, prompt_len + count - 1))
-            <= self.blocks.num_blocks
-        )
+        return self.blocks.fits(max(prompt_len, prompt_len + count - 1))
 
     def run(self) -> list[Sequence]:
         """Step until nothing is unfinished."""

@@ -91,7 +91,10 @@ def test_the_device_side_knows_nothing_of_the_api(file: Path):
     above = {
         "jpaged.api",
         "jpaged.llm",
+        "jpaged.calls",
+        "jpaged.session",
         "jpaged.request.processor",
+        "jpaged.request.collect",
         "jpaged.engine.engine",
         "jpaged.engine.scheduler",
     }

@@ -24,6 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.paged_attention import mosaic_gpu
+from kernels_pallas.paged_attention.interface import Options
 
 # An H200 as XLA describes it (GpuTargetConfigProto): what a compiler may know of a device that is
 # not there.
@@ -89,7 +90,7 @@ def kernel(name: str) -> tuple[Any, ...]:
     """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000
     blocks.
     """
-    D, P, H, K, options = KERNELS[name]
+    D, P, H, K, more = KERNELS[name]
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
     tables = (
         shape((4 * 1000, P, 2 * K, D), jnp.bfloat16),
@@ -97,11 +98,13 @@ def kernel(name: str) -> tuple[Any, ...]:
         shape((32, 32), i32),
         shape((32,), i32),
     )
-    options = options | {"num_layers": 4, "scale": D**-0.5, "interpret": False}
+    splits = {"splits": more["splits"]} if "splits" in more else {}
+    masks = {key: value for key, value in more.items() if key != "splits"}
+    options = Options(num_layers=4, scale=D**-0.5, interpret=False, **masks)
     if name.startswith("decode"):
-        function = functools.partial(mosaic_gpu.paged_attention_decode, **options)
+        function = functools.partial(mosaic_gpu.decode, options=options, **splits)
         return function, shape((32, H, D), jnp.bfloat16), *tables
-    function = functools.partial(mosaic_gpu.paged_attention, **options)
+    function = functools.partial(mosaic_gpu.prefill, options=options)
     return function, shape((2048, H, D), jnp.bfloat16), *tables, shape((33,), i32)
 
 

@@ -25,6 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.paged_attention import tpu
+from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
 from tests.hlo import pool_copies
 
@@ -57,7 +58,8 @@ class Program:
 
     @property
     def pool(self) -> tuple[int, ...]:
-        return (LAYERS * self.N, self.P, *tpu.pool_shape(self.K, self.D))
+        layout = tpu.pool_layout(self.K, self.D)
+        return (LAYERS * self.N, self.P, layout.rows, layout.width)
 
 
 PROGRAMS = (
@@ -85,20 +87,20 @@ def step(program: Program) -> Callable[..., Any]:
     """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts,
     starts.
     """
-    options = {"num_layers": LAYERS, "scale": 0.1, "num_kv_heads": program.K, "interpret": False}
+    options = Options(num_layers=LAYERS, scale=0.1, num_kv_heads=program.K, interpret=False)
+    how: Any = {"options": options, "kernel": program.kernel}
+    layout = tpu.pool_layout(program.K, program.D)
 
     def run(
         pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array
     ) -> tuple[Array, Array]:
         def run_layer(layer: Array | int, state: tuple[Array, Array]) -> tuple[Array, Array]:
             pool, x = state
-            pool = write_kv(pool, layer, tpu.to_pool(kv_T2KD), slots_T, num_layers=LAYERS)
+            pool = write_kv(pool, layer, layout.pack(kv_T2KD), slots_T, num_layers=LAYERS)
             if program.T == program.S:
-                o = tpu.paged_attention_decode(
-                    x, pool, layer, *rows[:2], kernel=program.kernel, **options
-                )
+                o = tpu.decode(x, pool, layer, *rows[:2], **how)
             else:
-                o = tpu.paged_attention(x, pool, layer, *rows, kernel=program.kernel, **options)
+                o = tpu.prefill(x, pool, layer, *rows, **how)
             return pool, x + o
 
         if program.loop:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
-from jpaged.request.prompts import as_list, match_params, tokenize
+from jpaged.request.prompts import as_list, match_sampling_params, tokenize
 from jpaged.request.sampling_params import SamplingParams
 
 VOCAB = 30
@@ -150,23 +150,23 @@ def test_only_text_needs_a_tokenizer():
             tokenize(prompt, none, VOCAB)
 
 
-def test_match_params():
-    assert match_params(None, 2) == [SamplingParams(), SamplingParams()]
+def test_match_sampling_params():
+    assert match_sampling_params(None, 2) == [SamplingParams(), SamplingParams()]
     assert (
-        match_params(A, 2) == [A, A]
-        and match_params([A, B], 2) == [A, B]
-        and match_params((A,), 1) == [A]
+        match_sampling_params(A, 2) == [A, A]
+        and match_sampling_params([A, B], 2) == [A, B]
+        and match_sampling_params((A,), 1) == [A]
     )
-    assert match_params([], 0) == match_params(A, 0) == []
+    assert match_sampling_params([], 0) == match_sampling_params(A, 0) == []
 
 
 @pytest.mark.parametrize("given", [[A], [A, B, A], []], ids=len)
-def test_match_params_refuses_another_length(given: list[SamplingParams]):
+def test_match_sampling_params_refuses_another_length(given: list[SamplingParams]):
     with pytest.raises(RequestError, match=f"{len(given)} sampling_params for 2 prompts"):
-        match_params(given, 2)
+        match_sampling_params(given, 2)
 
 
 @pytest.mark.parametrize("given", [{"temperature": 1}, "x", 3, [A, None], [{}, {}]], ids=str)
-def test_match_params_refuses_other_types(given: Any):
+def test_match_sampling_params_refuses_other_types(given: Any):
     with pytest.raises(RequestError, match="sampling_params of type"):
-        match_params(given, 2)
+        match_sampling_params(given, 2)

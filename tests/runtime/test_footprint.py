@@ -16,7 +16,8 @@ from jpaged import EngineConfig, ModelConfig, SamplingParams
 from jpaged.models.params import param_shapes
 from jpaged.runtime import footprint, memory
 from jpaged.runtime.memory import Needs
-from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
 from jpaged.runtime.weights import ServingWeights, placement
 from tests.tiny import CONFIG, config, make_params, make_prompts
 

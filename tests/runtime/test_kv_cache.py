@@ -13,7 +13,8 @@ import pytest
 
 from jpaged.engine.buckets import Bucket
 from jpaged.runtime import kv_cache
-from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
 from tests.hlo import pool_copies
 from tests.tiny import CONFIG, engine, make_params
 

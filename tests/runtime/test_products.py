@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.engine.buckets import bucket_table
 from jpaged.models.decoder import bind
+from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import choose_products
-from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.runner import Runner
 from kernels_cpu import library, linear, paged_attention
-from tests.runtime.test_steps import BUCKETS
 from tests.tiny import CONFIG, engine, make_params, make_prompts
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -29,19 +30,23 @@ def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPa
     assert choose_products(ONE_DEVICE.device, jnp.float32) is None
 
 
-@pytest.mark.parametrize("name", ["prefill prompt", "sample", "decode"])
+@pytest.mark.parametrize("chosen", ["chosen", "native"])
 def test_tracing_a_step_never_asks_for_the_library(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(CONFIG, engine().resolve(CONFIG), ONE_DEVICE, jnp.bfloat16)
-    runner.params = dict(make_params(0, CONFIG, jnp.bfloat16))
+    """A step of every phase; with whatever this processor has, and as if it had the C++ one."""
+    if chosen == "native":
+        monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_: linear)
+    settings = engine().resolve(CONFIG)
+    params = jax.device_put(dict(make_params(0, CONFIG, jnp.bfloat16)), ONE_DEVICE.replicated)
+    runner = Runner(CONFIG, settings, ONE_DEVICE, params)
     for module in (library, paged_attention):
         monkeypatch.setattr(module, "unavailable", asked)
-    forced: Any = linear
-    for products in (runner.products, forced):
-        runner.products = products
-        lowered: Any = runner.lower(BUCKETS[name])
-        assert lowered.as_text()
+    table = {bucket.phase: bucket for bucket in sorted(bucket_table(settings))}
+    assert set(table) == {"prefill", "sample", "decode"}
+    for bucket in table.values():
+        lowered = runner.steps.lower(bucket).as_text()
+        assert ("jpaged_linear" in lowered) == (runner.steps.setting.products is linear)
 
 
 @pytest.mark.train

@@ -32,8 +32,7 @@ def llm() -> Iterator[LLM]:
 
 
 def runner_of(llm: LLM) -> Runner:
-    assert llm._runner is not None
-    return llm._runner
+    return llm.session.runner
 
 
 def run(llm: LLM, sampling: SamplingParams, prompts: Any = PROMPTS) -> list[list[int]]:

@@ -16,7 +16,8 @@ from jpaged.engine.buckets import Bucket, input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack_result
 from jpaged.runtime import steps
 from jpaged.runtime.attention import Kernel
-from jpaged.runtime.runner import Placement, Runner
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
 from tests.hlo import pool_copies
 from tests.tiny import CONFIG, config, engine, make_params

@@ -21,7 +21,7 @@ def test_warmup_compiles_the_table_once_and_nothing_is_met_later() -> None:
     )
     assert llm.warmup(use_tqdm=False) > 0
     reports = llm.buckets()
-    table = list(bucket_table(llm._running_runner().config))
+    table = list(bucket_table(llm.session.runner.config))
     shapes = [(r.phase, r.tokens, r.rows, r.blocks, r.steps, r.features) for r in reports]
     assert shapes == sorted(
         (b.phase, b.tokens, b.rows, b.blocks, b.steps, b.features) for b in table

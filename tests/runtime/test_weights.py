@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams
 from jpaged.models.decoder import bind
-from jpaged.runtime.runner import Placement
+from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
 

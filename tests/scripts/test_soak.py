@@ -55,10 +55,10 @@ def tiny(folder: Path, llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) ->
         if name not in llms:
             llms[name] = LLM(params, **how)
         llm = llms[name]
-        engine = llm._running_engine()
+        engine = llm.session.engine
         for request_id in list(engine.requests):
             llm.abort(request_id)
-        llm._ready.clear()
+        llm.calls.ready.clear()
         engine.recover()
         return llm
 

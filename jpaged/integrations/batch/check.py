@@ -26,11 +26,12 @@ from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats, errors_by_kind
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_shapes
-from jpaged.request.processor import Chat, Processor
+from jpaged.request.chat import Chat
+from jpaged.request.processor import Processor
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime import footprint
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan
-from jpaged.runtime.runner import Placement
+from jpaged.runtime.mesh import Placement
 
 GIB = 1 << 30
 

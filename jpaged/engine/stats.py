@@ -1,0 +1,60 @@
+"""Stats: what an engine has done so far."""
+
+from collections import Counter
+from typing import Any
+
+from jpaged.engine.packing import Batch
+from jpaged.engine.plan import Plan
+
+
+class Stats:
+    """Running totals of one engine. Times in seconds; tokens, steps and preemptions are counts.
+
+    prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended. dispatches: a
+    prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
+    host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
+    results. padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
+    "swapped" or "recomputed".
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
+        self.prefill_steps = self.decode_steps = self.dispatches = 0
+        self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
+        self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
+        self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
+        self.preemptions: Counter[str] = Counter()
+        self.prefill_sizes: Counter[int] = Counter()  # steps by their number of tokens
+        self.decode_sizes: Counter[int] = Counter()  # and of rows
+
+    def count(self, plan: Plan, batch: Batch, blocks_in_use: int) -> None:
+        """Take in a dispatch."""
+        self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
+        self.padded_tokens += batch.padded_tokens
+        self.copied_blocks += sum(map(len, plan.copies))
+        self.dispatches += 1
+        decoded = sum(entry.num_tokens for entry in plan.entries if entry.decodes)
+        self.decode_tokens += decoded
+        self.prefill_tokens += batch.num_tokens - decoded
+        if batch.bucket.phase == "prefill":
+            self.prefill_steps += 1
+            self.prefill_sizes[batch.num_tokens] += 1
+        else:
+            self.decode_steps += batch.steps
+            self.decode_sizes[batch.num_rows] += batch.steps
+
+    def report(self) -> dict[str, Any]:
+        """The totals and what follows from them."""
+        totals = {name: x for name, x in vars(self).items() if not isinstance(x, Counter)}
+        sizes = {"prefill": dict(self.prefill_sizes), "decode": dict(self.decode_sizes)}
+        computed, prompts = self.prefill_tokens + self.decode_tokens, self.prompt_tokens
+        return {
+            **totals,
+            "step_sizes": sizes,
+            "steps": self.prefill_steps + self.decode_steps,
+            "padding_waste": 1 - computed / self.padded_tokens if self.padded_tokens else 0.0,
+            "prefix_hit_rate": self.cached_tokens / prompts if prompts else 0.0,
+            "preemptions": self.preemptions.total(),
+            "preemptions_swapped": self.preemptions["swapped"],
+            "preemptions_recomputed": self.preemptions["recomputed"],
+        }

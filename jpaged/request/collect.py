@@ -1,0 +1,143 @@
+"""What became of Requests, for their caller: outputs, the chunks of a stream, or scores."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jpaged.engine.sequence import Request, Sequence
+from jpaged.errors import RequestError
+from jpaged.request.detokenizer import decode
+from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
+from jpaged.search.beam import BeamSearch, Hypothesis
+
+Top = list[tuple[int, float, int]]  # (token, logprob, rank) each
+
+
+def collect(request: Request, tokenizer: Any) -> RequestOutput:
+    """The output of a request that has ended, whose sequences are let go of. tokenizer: or None."""
+    first = request.sequences[0]
+    if isinstance(request, BeamSearch):
+        found = enumerate(request.results())
+        completions = [_hypothesis(i, hypothesis, tokenizer) for i, hypothesis in found]
+    else:
+        completions = [_sample(seq, tokenizer) for seq in request.sequences]
+    scored = first.params.prompt_logprobs is not None
+    output = RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=first.token_ids[: first.prompt_len],
+        prompt_logprobs=_logprobs(first.prompt_logprobs, tokenizer) if scored else None,
+        outputs=completions,
+        num_cached_tokens=first.num_cached,
+        error=request.error,
+        weight_version=request.weight_version,
+    )
+    # Each sequence knows its request: without the cycle they are freed now, not by a collection.
+    request.sequences = []
+    return output
+
+
+def failed(
+    request_id: str, error: RequestError, prompt: Any, token_ids: list[int]
+) -> RequestOutput:
+    """The output of a request that never ran."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=token_ids,
+        outputs=[completion(0, [], [], "error", text=None)],
+        error=error,
+    )
+
+
+def scores(requests: list[Request]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of each scored prompt: its logprobs, float32 [T-1], and whether each is the highest, bool."""
+    rows = [
+        [top[0] for top in request.sequences[0].prompt_logprobs[1:] if top is not None]
+        for request in requests
+    ]
+    logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
+    return logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]
+
+
+class LiveCompletions:
+    """The completions of some requests as they grow, until each has ended."""
+
+    def __init__(self, requests: list[Request]):
+        self._live = [(i, seq) for i, request in enumerate(requests) for seq in request.sequences]
+        self._sent = {seq: seq.prompt_len for _, seq in self._live}
+
+    @property
+    def requests(self) -> set[Request]:
+        """Those that have completions which have not ended."""
+        return {seq.request for _, seq in self._live}
+
+    def take(self) -> Iterator[CompletionChunk]:
+        """What is new since the last time; raises the error of a completion that failed."""
+        for i, seq in list(self._live):
+            if seq.finish_reason is not None:
+                self._live.remove((i, seq))
+                if seq.text is not None:
+                    seq.text.finish()
+            if seq.error is not None:
+                raise seq.error
+            if len(seq) > self._sent[seq] or seq.finish_reason is not None:
+                yield CompletionChunk(
+                    request_index=i,
+                    index=seq.index,
+                    token_ids_delta=seq.token_ids[self._sent[seq] :],
+                    text_delta=None if seq.text is None else seq.text.take_delta(),
+                    finish_reason=seq.finish_reason,
+                )
+                self._sent[seq] = len(seq)
+
+
+def completion(
+    index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any
+) -> CompletionOutput:
+    """A CompletionOutput; more: its other fields."""
+    found, total = np.array(logprobs, np.float32), float(np.sum(logprobs))
+    more |= {"token_logprobs": found, "cumulative_logprob": total, "finish_reason": reason}
+    return CompletionOutput(index=index, token_ids=tokens, **more)
+
+
+def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
+    tokens, asked = seq.token_ids[seq.prompt_len :], seq.params
+    if seq.text is not None:
+        text = seq.text.finish()
+    else:  # "stop" is by an id then: a stop string would have had a TextStream
+        text = _text(tokenizer, tokens, seq.finish_reason, asked.skip_special_tokens)
+    tops = None if asked.logprobs is None else _logprobs(seq.top_logprobs, tokenizer)
+    more = {"text": text, "stop_reason": seq.stop_reason, "logprobs": tops}
+    return completion(seq.index, tokens, seq.logprobs, seq.finish_reason, **more)
+
+
+def _hypothesis(index: int, found: Hypothesis, tokenizer: Any) -> CompletionOutput:
+    text = _text(tokenizer, found.token_ids, found.finish_reason)
+    more = {"text": text, "score": found.score}
+    return completion(index, found.token_ids, found.logprobs, found.finish_reason, **more)
+
+
+def _text(
+    tokenizer: Any, tokens: list[int], finish_reason: str | None, skip_special_tokens: bool = True
+) -> str | None:
+    """The text without the token that stopped it; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    tokens = tokens[:-1] if finish_reason == "stop" else tokens
+    return decode(tokenizer, tokens, skip_special_tokens)
+
+
+def _logprobs(tops: Any, tokenizer: Any) -> list[Any]:
+    """{token: Logprob} of each Top, in its order; None stays None."""
+
+    def named(top: Top) -> dict[int, Logprob]:
+        return {
+            token: Logprob(
+                logprob, rank, None if tokenizer is None else decode(tokenizer, [token], False)
+            )
+            for token, logprob, rank in top
+        }
+
+    return [None if top is None else named(top) for top in tops]

@@ -1,0 +1,112 @@
+"""PagedKV: one step's view of the KV cache, which the layers write to and attend through."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jpaged.runtime.kv_cache import PoolSpec
+from kernels_pallas.paged_attention.kv_write import write_kv
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupView:
+    """What all layers of one group share in a step.
+
+    block_table_SM int32, padded with 0. slot_mapping_T: block * P + slot of each token, past the
+    pool's end for padding. prepared: of Kernel.prepare.
+    """
+
+    block_table_SM: Array
+    slot_mapping_T: Array
+    prepared: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedKV:
+    """A KVView over block tables; threaded through the layers and returned with the pools updated
+    in place.
+
+    context_lens_S: tokens of each row once this step is written. query_start_loc_S1: int32 [S+1],
+    where each row's tokens begin in the packed T. is_decode: one token a row.
+    """
+
+    pools: tuple[Array, ...]
+    groups: tuple[GroupView, ...]
+    context_lens_S: Array
+    query_start_loc_S1: Array
+    specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
+    is_decode: bool = dataclasses.field(metadata={"static": True})
+
+    def attend(
+        self, group: int, index: Any, q: Array, k: Array, v: Array, *, scale: float
+    ) -> tuple[Array, "PagedKV"]:
+        """See models.kv_view.KVView; index: of the layer in its group."""
+        spec, of = self.specs[group], self.groups[group]
+        with jax.named_scope("write_kv"):
+            pool = write_kv(
+                self.pools[group],
+                index,
+                spec.kernel.pack_kv(k, v).astype(spec.dtype),
+                of.slot_mapping_T,
+                num_layers=spec.num_layers,
+            )
+        args = (q, pool, index, of.block_table_SM, self.context_lens_S)
+        options = {"num_layers": spec.num_layers, "sliding_window": spec.group.window}
+        with jax.named_scope("paged_attention"):
+            if self.is_decode:
+                o = spec.kernel.decode(*args, scale=scale, **options)
+            else:
+                starts = (self.query_start_loc_S1, of.prepared)
+                o = spec.kernel.prefill(*args, *starts, scale=scale, **options)
+        pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
+        return o, dataclasses.replace(self, pools=pools)
+
+
+def view_of(
+    specs: tuple[PoolSpec, ...],
+    pools: tuple[Array, ...],
+    *,
+    block_tables_GSM: Array,
+    context_lens_S: Array,
+    query_start_loc_S1: Array,
+    row_T: Array,
+    positions_T: Array,
+    is_decode: bool,
+) -> PagedKV:
+    """The view of a step over packed tokens at these rows and positions (-1: padding)."""
+    groups = []
+    for spec, pool, table_SM in zip(specs, pools, block_tables_GSM, strict=True):
+        prepared = None
+        if not is_decode:
+            prepared = spec.kernel.prepare(
+                query_start_loc_S1,
+                context_lens_S,
+                num_tokens=row_T.shape[0],
+                sliding_window=spec.group.window,
+            )
+        slots_T = _slot_mapping(row_T, positions_T, table_SM, spec.block_size, pool)
+        group = GroupView(block_table_SM=table_SM, slot_mapping_T=slots_T, prepared=prepared)
+        groups.append(group)
+    return PagedKV(
+        pools=pools,
+        groups=tuple(groups),
+        context_lens_S=context_lens_S,
+        query_start_loc_S1=query_start_loc_S1,
+        specs=specs,
+        is_decode=is_decode,
+    )
+
+
+def _slot_mapping(
+    row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, pool: Array
+) -> Array:
+    """Where each token's KV goes, as block * P + slot; padding goes past the end of the pool."""
+    flat = row_T * block_table_SM.shape[1] + positions_T // block_size
+    block_T = jnp.take(block_table_SM.reshape(-1), flat, mode="clip")
+    slots_T = block_T * block_size + positions_T % block_size
+    return jnp.where(positions_T >= 0, slots_T, pool.shape[0] * block_size)

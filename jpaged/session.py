@@ -1,0 +1,239 @@
+"""Session: the weights, KV pool and engine of one model, which a face (LLM, generate) holds."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine, EngineState
+from jpaged.engine.sequence import Request
+from jpaged.errors import ConfigError, RequestError
+from jpaged.models.params import DONATED, Params
+from jpaged.request.outputs import RequestOutput
+from jpaged.runtime.compiled_steps import use_compilation_cache
+from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.runner import Runner
+from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
+
+log = logging.getLogger("jpaged")
+
+# The host plans and packs the next dispatch while the device works on the last one.
+DISPATCHES_IN_FLIGHT = 2
+LEAST_BLOCKS = 8  # of a pool that grows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The requests of an LLM at one moment, for `restore`. Opaque.
+
+    owner: the identity of the engine. ready, num_calls: what a face adds.
+    """
+
+    owner: object
+    weight_version: int
+    engine: EngineState
+    ready: tuple[RequestOutput, ...]
+    num_calls: int
+
+
+class Session:
+    """One model, which runs requests once `bind` has given it weights and `start` a pool.
+
+    params: tell form and place of the weights; their arrays are left alone. config: as the caller
+    wrote it; engine_config is the resolved one, whose num_blocks stays None where the pool is sized
+    when it is made. grows: `reserve` starts and enlarges the pool. Raises ConfigError.
+    """
+
+    def __init__(self, params: Params, config: EngineConfig, mesh: Mesh | None, *, grows: bool):
+        self.model_config = params.config
+        self.engine_config = config.resolve(params.config)
+        use_compilation_cache(config.compilation_cache_dir)
+        self.placement = placement(params, config, mesh)
+        self.weights = ServingWeights(self.placement, config.dtype)
+        self.params: Params | None = None  # those bound now
+        self._grows, self._is_asleep = grows, False
+        self._cached_version = 0  # weight version that the prefix cache is of
+        self._engine: Engine | None = None
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether there is an engine: from `start` until `close`."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests; ConfigError where there is none."""
+        if self._engine is None:
+            raise ConfigError("this LLM is closed")
+        return self._engine
+
+    @property
+    def runner(self) -> Runner:
+        """What holds the pool; ConfigError where there is none."""
+        runner = self.engine.runner
+        assert isinstance(runner, Runner)
+        return runner
+
+    def check_awake(self) -> None:
+        """ConfigError from `sleep` to `wake`."""
+        if self._is_asleep:
+            raise ConfigError("this LLM sleeps: call wake() first")
+
+    # Weights
+
+    def accept(self, params: Any) -> Params:
+        """Weights of any form as Params that can be bound; ConfigError where they cannot be."""
+        fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
+        if fresh.config != self.model_config:
+            own = self.model_config
+            raise ConfigError(f"params of another architecture: {fresh.config} is not {own}")
+        self.weights.check_dtypes(fresh)
+        return fresh
+
+    def bind(self, params: Params, *, donate: bool = False) -> None:
+        """Serve these weights from the next step on, or once awake; new ones drop the prefixes.
+        donate: delete the old ones' arrays, whoever holds them, but those that the new ones share.
+        """
+        if donate:
+            _delete(self.params, kept=params)
+        if not self._is_asleep:
+            self.weights.update(params)
+        self.params = params
+        if self._is_asleep or not self.has_pool:
+            return
+        self.runner.params = self.weights.tree(params)
+        if self._cached_version != self.weights.version:
+            self.engine.reset_prefix_cache()
+            self._cached_version = self.weights.version
+
+    def unbind(self) -> None:
+        """Let go of the caller's weights; copies that were made of them for serving stay."""
+        self.params = None
+        if self.has_pool:
+            self.runner.params = None
+
+    # The pool
+
+    def start(self, num_blocks: int | None = None) -> None:
+        """Make the engine over a pool of so many blocks; None: of num_blocks, or what memory holds.
+        Weights must be bound. The last engine goes once the new one is made.
+        """
+        assert self.params is not None, "bind weights first"
+        tree = self.weights.tree(self.params)
+        num_blocks = num_blocks or self._most_blocks()
+        config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
+        runner = Runner(self.model_config, config, self.placement, tree)
+        if config.strict:
+            runner.warmup()
+            runner.seal()
+        self._engine = Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
+        self._cached_version = self.weights.version
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """If it grows, have a pool that holds sequences of so many blocks each, as far as they
+        run at once. It has a power of two of blocks, or num_blocks. No request may be unfinished.
+        """
+        if not self._grows:
+            return
+        pinned = self.engine_config.num_blocks
+        held = (self.engine.config.num_blocks or 0) if self.has_pool else 0
+        longest = sorted(sizes, reverse=True)[: self.engine_config.max_num_seqs]
+        needed = max(sum(longest), LEAST_BLOCKS)
+        if held and (needed <= held or pinned is not None):
+            return
+        power_of_two = 1 << (needed - 1).bit_length()
+        blocks = pinned or min(power_of_two, self._most_blocks())
+        if blocks > held:
+            if held:
+                log.info(
+                    "the KV pool grows from %d to %d blocks: steps compile again", held, blocks
+                )
+            self.start(blocks)
+
+    def release(self) -> None:
+        """Free the pool, its prefixes and the weights' copies, which the next `bind` and dispatch
+        make again; compiled steps stay.
+        """
+        self.weights.release()
+        if self.has_pool:
+            self.engine.reset_prefix_cache()
+            self.runner.release()
+            self.runner.params = None
+
+    def sleep(self) -> None:
+        """Release until `wake`; no request may be unfinished."""
+        self.release()
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Allocate the pool again; CapacityError where the memory is not there: it sleeps on."""
+        runner = self.runner
+        if not self._is_asleep or self.params is None:
+            return
+        self._is_asleep = False
+        try:
+            self.bind(self.params)
+            runner.allocate()
+        except BaseException:
+            self.sleep()
+            raise
+
+    def close(self) -> None:
+        """Let go of everything on the device, requests too; of no use afterwards."""
+        self._engine = self.params = None
+        self._is_asleep = False
+        self.weights.release()
+
+    def step(self) -> list[Request]:
+        """One step of the engine; the requests that ended."""
+        try:
+            return self.engine.step()
+        except RuntimeError as e:
+            if any(is_deleted(leaf) for leaf in jax.tree.leaves(self.params)):
+                raise ConfigError(
+                    f"params hold a deleted array: {DONATED} Pass new ones to update_params"
+                ) from e
+            raise
+
+    def report(self) -> dict[str, Any]:
+        """Totals of engine and device since the start, and the version of the weights."""
+        totals = self.engine.report() | self.runner.report()
+        return totals | {"weight_version": self.weights.version}
+
+    def snapshot(self, **face: Any) -> Snapshot:
+        """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""
+        engine, version = self.engine, self.weights.version
+        state = engine.snapshot()
+        return Snapshot(owner=engine.identity, weight_version=version, engine=state, **face)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this session and these weights; RequestError for any other."""
+        self.check_awake()
+        engine = self.engine
+        if snapshot.owner is not engine.identity:
+            raise RequestError("snapshot of another LLM, or of a pool that has since been replaced")
+        if (taken := snapshot.weight_version) != (version := self.weights.version):
+            said = f"snapshot of weight version {taken}: its KV is not that of {version}"
+            raise RequestError(said)
+        engine.restore(snapshot.engine)
+
+    def _most_blocks(self) -> int:
+        """Blocks of the default pool, which is also as far as a pool grows."""
+        if self.engine_config.num_blocks is not None:
+            return self.engine_config.num_blocks
+        assert self.params is not None, "bind weights first"
+        tree = self.weights.tree(self.params)
+        held = self.runner.pool_bytes if self.has_pool else 0
+        where = self.placement
+        return plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
+
+
+def _delete(params: Params | None, *, kept: Params) -> None:
+    shared = {id(leaf) for leaf in jax.tree.leaves(kept)}
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and id(leaf) not in shared and not leaf.is_deleted():
+            leaf.delete()

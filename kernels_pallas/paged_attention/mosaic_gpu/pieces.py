@@ -1,0 +1,210 @@
+"""What decode and prefill are made of: the ring of KV tiles, the products, the online softmax.
+
+Shapes: P block size, K KV heads, D head dim; C slots of a KV tile, Q rows of a product.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from kernels_pallas.paged_attention.common import NEG
+from kernels_pallas.paged_attention.interface import Options, Shapes
+
+Q = 64  # rows of a wgmma
+DECODE_C = 64
+PREFILL_C = 128
+SMEM_BYTES = 227 << 10  # that a thread block may have
+LOG2E = math.log2(math.e)
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+def unsupported(shapes: Shapes, device: Any) -> str | None:
+    """Why these kernels cannot run, or None."""
+    capability = None if device is None else str(getattr(device, "compute_capability", "unknown"))
+    dtype, head_dim, block_size = jnp.dtype(shapes.dtype), shapes.head_dim, shapes.block_size
+    num_heads, num_kv_heads = shapes.num_heads, shapes.num_kv_heads
+    if capability is not None and capability.partition(".")[0] != "9":
+        return f"compute capability {capability}: wgmma is Hopper's alone (9.0)"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {dtype}: only bfloat16 and float16"
+    if head_dim not in (64, 128, 256):
+        return f"head_dim {head_dim}: only 64, 128 and 256"
+    if block_size % 8 > 0 or (block_size % PREFILL_C > 0 and PREFILL_C % block_size > 0):
+        return f"block_size {block_size}: only 8, 16, 32, 64 and multiples of {PREFILL_C}"
+    if num_heads % num_kv_heads > 0 or num_heads > Q * num_kv_heads:
+        heads = f"{num_heads} query heads over {num_kv_heads} KV heads"
+        return f"{heads}: only 1 to {Q} whole heads each"
+    return None
+
+
+def launch(
+    kernel: Callable[..., None],
+    q: Array,
+    pool: Array,
+    block_table_SM: Array,
+    work: Array,
+    layer: Array | int,
+    *,
+    interpret: bool | plgpu.InterpretGPUParams,
+    grid: dict[str, int],
+    warpgroups: int,
+    **types: Any,
+) -> Any:
+    """Runs a kernel over q, the pool as [L*N, P, K, 2D], the table, what each row or tile has to
+    do, and the layer.
+    """
+    if interpret:
+        types["interpret"] = plgpu.InterpretGPUParams() if interpret is True else interpret
+    call = plgpu.kernel(
+        kernel,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **types,
+    )
+    layer_1 = jnp.asarray(layer, jnp.int32).reshape(1)
+    _, P, K2, D = pool.shape
+    return call(q, pool.reshape(-1, P, K2 // 2, 2 * D), block_table_SM, work, layer_1)
+
+
+def ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
+    """Of each stage: that its copies (at least one) have all arrived, and that its readers are all
+    done with it.
+    """
+    full = plgpu.Barrier(num_arrivals=max(1, copies), num_barriers=stages)
+    return full, plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+
+
+def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory in the layout that wgmma reads and TMA writes without bank conflicts."""
+    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def stream_tiles(
+    pool_ref, base, table_ref, context, head, first, count, kv_sm, full, empty
+) -> None:
+    """Copies KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon
+    as a stage is free.
+
+    base: of the layer's pool rows. Past the context's end comes its last block again: the table may
+    end there.
+    """
+    (stages, C, _), P = kv_sm.shape, pool_ref.shape[1]
+    last = lax.div(context - 1, jnp.int32(P))
+
+    @pl.loop(0, count)
+    def _(i):
+        slot, stage = (first + i) * C, lax.rem(i, jnp.int32(stages))
+        blocks = (
+            base + table_ref[jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)]
+            for j in range(0, C, P)
+        )
+        if P > 8:  # read before the wait, if registers can hold them
+            blocks = [*blocks]
+        pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        for j, block in enumerate(blocks):
+            # A whole block or, where that is larger, the tile's part of it.
+            src = pool_ref.at[block, :, head]
+            if P > C:
+                src = pool_ref.at[
+                    block, pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C), head
+                ]
+            plgpu.copy_gmem_to_smem(src, kv_sm.at[stage, pl.ds(j * P, min(C, P))], full.at[stage])
+
+    # Every arrival has to be seen: the interpreter insists.
+    @pl.loop(jnp.maximum(count - stages, 0), count)
+    def _(i):
+        plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
+
+
+def softmax_start(D: int) -> tuple[Array, Array, Array]:
+    """Accumulator [Q, D], running maximum [Q] and sum [Q] of an online softmax."""
+    acc = plgpu.layout_cast(jnp.zeros((Q, D), jnp.float32), WGMMA)
+    m, total = (
+        plgpu.layout_cast(jnp.full((Q,), x, jnp.float32), WGMMA.reduce(1)) for x in (NEG, 0.0)
+    )
+    return acc, m, total
+
+
+def iota(shape: tuple[int, int], axis: int) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
+
+
+def scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> Array:
+    """q . k, [Q, C] in f32; `meanwhile` runs while the product does."""
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, q_sm, kv_sm.at[:, pl.ds(0, q_sm.shape[1])].transpose((1, 0)))
+        meanwhile()
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((Q, kv_sm.shape[0]), jnp.float32))
+
+
+def scaled(s: Array, options: Options) -> Array:
+    """Scores in base 2, capped. The hardware's own tanh is good to 11 bits only, which a cap of 50
+    would show.
+    """
+    scale, soft_cap = options.scale, options.soft_cap
+    if soft_cap is None:
+        return s * (scale * LOG2E)
+    tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2 * LOG2E * scale / soft_cap)))
+    return tanh * (soft_cap * LOG2E)
+
+
+def fold(s, acc, m, total, dtype) -> tuple[Array, Array, Array, Array]:
+    """Weights of a tile's scores, and the state of the softmax brought to the new maximum."""
+    m_new = jnp.maximum(m, jnp.max(s, axis=1))
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+    total = total * alpha + jnp.sum(p, axis=1)
+    return p.astype(dtype), acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m_new, total
+
+
+def add_values(
+    acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None
+) -> Array:
+    """acc + p . v, [Q, D]; `meanwhile` runs while the product does."""
+    D = acc.shape[1]
+    v_sm = kv_sm.at[:, pl.ds(D, D)]
+    if interpret:  # the interpreter knows wgmma neither on registers nor into a given accumulator
+        acc = acc + jnp.dot(p, v_sm[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # orders this plain read before the copy that refills the stage
+        meanwhile()
+        return acc
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, p, v_sm)
+        meanwhile()
+
+    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))  # pyright: ignore[reportReturnType]
+
+
+def normalized(acc, total) -> Array:
+    """What the softmax weighs to; zeros where nothing was seen."""
+    return acc * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), acc.shape, [0])
+
+
+def zero_unseen(kv_sm, low, high) -> None:
+    """Zeroes a tile's values outside of the slots low, ..., high - 1."""
+    C, D = kv_sm.shape[0], kv_sm.shape[1] // 2
+    for c, d in itertools.product(
+        range(0, C, 64), range(D, 2 * D, 64)
+    ):  # in pieces, to spare registers
+        v_sm = kv_sm.at[pl.ds(c, 64), pl.ds(d, 64)]
+        slot = iota((64, 64), 0) + c
+        v = plgpu.load(v_sm, layout=WGMMA)
+        v_sm[...] = jnp.where((slot >= low) & (slot < high), v, jnp.zeros_like(v))
+    plgpu.commit_smem()

@@ -1,0 +1,246 @@
+"""What surrounds the kernel: the pool that it takes, its sizes, its items and its call.
+
+Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
+heads, K KV heads, G = H/K, D head dim; Y, X the last two dimensions of the pool; A items, B tokens
+of a query tile, Q = B*G, U blocks of a KV tile, C = U*P tokens, W 32-bit words of a token in each
+lane.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+from kernels_pallas.paged_attention.common import interpretation, rows_of
+from kernels_pallas.paged_attention.interface import (
+    Options,
+    Shapes,
+    prepare_nothing,
+    shapes_of,
+)
+from kernels_pallas.paged_attention.pool_layout import PoolLayout, pad
+from kernels_pallas.paged_attention.tpu.kernel import kernel as own_kernel
+
+KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
+QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
+VMEM, SMEM = (
+    48 << 20,
+    960 << 10,
+)  # of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too
+
+_i32 = jnp.int32
+_jit = functools.partial(jax.jit, static_argnames=("options", "tiles", "kernel"))
+
+prepare = prepare_nothing
+
+
+def pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
+    """(Y, X), the last two dimensions of a pool that XLA updates in place on TPU.
+
+    Heads of up to 64 are packed: K in the first 64 lanes of a row, V in the others. Longer ones
+    have a row for each.
+    """
+    if head_dim <= 64:
+        rows, width, head_width = num_kv_heads, 128, 64
+    else:
+        rows, width = 2 * num_kv_heads, -(-head_dim // 128) * 128
+        head_width = width
+    rows = next((n for n in (2, 4) if rows <= n), -(-rows // 8) * 8)
+    return PoolLayout(rows=rows, width=width, head_width=head_width)
+
+
+def unsupported(shapes: Shapes, device: Any) -> str | None:
+    """Why the kernel cannot run with these, or None if it can."""
+    layout = pool_layout(shapes.num_kv_heads, shapes.head_dim)
+    dtype, num_rows, blocks_per_row = (
+        jnp.dtype(shapes.dtype),
+        shapes.num_rows,
+        shapes.blocks_per_row,
+    )
+    token_bytes = layout.rows * layout.width * dtype.itemsize
+    vmem = 3 * max(shapes.block_size, 128) * token_bytes
+    vmem += 16 * _query_bytes(shapes.num_heads, layout.width, dtype.itemsize)
+    smem = 4 * num_rows * (blocks_per_row + 4)
+    heads = f"{shapes.num_heads} query heads over {shapes.num_kv_heads} KV heads"
+    kind, old = "TPU" if device is None else device.device_kind, ("TPU v2", "TPU v3", "TPU v4")
+    if not kind.startswith("TPU") or kind.startswith(old):
+        return f"{kind}: only TPU v5 and newer"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"dtype {dtype}: only bfloat16 and float32"
+    if shapes.num_heads % shapes.num_kv_heads > 0:
+        return f"{heads}: only whole numbers of them"
+    if vmem > VMEM * 3 // 4:
+        sizes = f"{heads} of {shapes.head_dim}, blocks of {shapes.block_size}"
+        return f"{sizes}: {vmem >> 20} MiB of vector memory"
+    if smem > SMEM:
+        table = f"a block table of {num_rows} x {blocks_per_row}"
+        return f"{table}: {smem >> 10} KiB of scalar memory"
+    return None
+
+
+def _query_bytes(H: int, X: int, itemsize: int) -> int:
+    """A token of a query tile in VMEM: two each of q and o, the accumulator; the maximum and the
+    sum in 128 lanes.
+    """
+    return H * (X * (4 * itemsize + 4) + 2 * 128 * 4)
+
+
+@_jit
+def prefill(
+    q_THD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    query_start_loc_S1: Array,
+    prepared: None = None,
+    *,
+    options: Options,
+    tiles: tuple[int, int] | None = None,
+    kernel: Literal["own", "jax"] = "own",
+) -> Array:
+    """Causal attention of packed queries, any number a row; see `reference.prefill`.
+
+    pool [L*N, P, Y, X], or [L*N, P, 2K, D], which the interpreter pads first. tiles: (B, U), by
+    default made to fit. kernel: "jax" is the one that comes with jax, which knows no packed or
+    padded heads and no interpreter. NotImplementedError, with the reason, for what cannot run.
+    """
+    del prepared
+    T, H, D = q_THD.shape
+    S, M = block_table_SM.shape
+    K = options.num_kv_heads or pool.shape[2] // (1 if D <= 64 and pool.shape[3] == 128 else 2)
+    shapes = shapes_of(q_THD, pool, block_table_SM, dataclasses.replace(options, num_kv_heads=K))
+    interpret = interpretation("TPU attention", unsupported, shapes, options)
+    needed = pool_layout(K, D)
+    if interpret and pool.shape[2:] != (needed.rows, needed.width):
+        pool = needed.pack(pool)
+    _, P, Y, X = pool.shape
+    reason = None
+    if (needed.rows, needed.width) != (Y, X):
+        reason = (
+            f"a pool of [..., {Y}, {X}] would be copied; {K} KV heads of {D} need [..., "
+            f"{needed.rows}, {needed.width}]"
+        )
+    if kernel == "jax" and (interpret or (2 * K, D) != (Y, X)):
+        reason = (
+            f"jax's kernel, {K} KV heads of {D} in a pool of [..., {Y}, {X}]: only "
+            "unpadded and compiled"
+        )
+    if reason:
+        raise NotImplementedError(f"TPU attention: {reason}")
+    G, itemsize = H // K, pool.dtype.itemsize
+    # Q is a multiple of 16: whole tiles of bf16.
+    B = max(8, min(T // S, QUERY_TILE // _query_bytes(H, X, itemsize), 512 // G))
+    U = max(1, min(max(KV_TILE // (Y * X * itemsize), 128), 512) // P)
+    B, U = tiles or (max(1 << B.bit_length() - 1, 16 if G % 2 else 8), U)
+    live_T = jnp.arange(T, dtype=_i32) < query_start_loc_S1[-1]
+    first_block = jnp.asarray(layer * (pool.shape[0] // options.num_layers), _i32)
+    starts_S, ends_S = query_start_loc_S1[:-1], query_start_loc_S1[1:]
+    if kernel == "jax":
+        # Its rows are a prefix, up to the last one with queries, and all have a context: the next
+        # one's is prefetched.
+        rows_1 = jnp.sum(starts_S < query_start_loc_S1[-1], dtype=_i32)[None]
+        args = (
+            jnp.maximum(context_lens_S, 1),
+            block_table_SM + first_block,
+            query_start_loc_S1,
+            rows_1,
+        )
+        o_THD = ragged_paged_attention(
+            q_THD.astype(pool.dtype),
+            pool,
+            *args,
+            sm_scale=options.scale,
+            sliding_window=options.sliding_window,
+            soft_cap=options.soft_cap,
+            num_kv_pages_per_block=min(U, M),
+            num_queries_per_block=B,
+            vmem_limit_bytes=VMEM,
+        )
+        return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)
+
+    Q, C, W, count = B * G, U * P, Y * itemsize // 4, -(-T // B)
+    items_S = jnp.where(
+        (ends_S > starts_S) & (context_lens_S > 0), (ends_S - 1) // B - starts_S // B + 1, 0
+    )
+    items = jnp.sum(items_S, dtype=_i32)
+    item_A = jnp.minimum(
+        jnp.arange(min(T, count + S), dtype=_i32), jnp.maximum(items - 1, 0)
+    )  # the last repeats
+    row_A, nth_A = rows_of(items_S, item_A)
+    tile_A, base = (
+        jnp.minimum(starts_S[row_A] // B + nth_A, count - 1),
+        jnp.stack([first_block, items]),
+    )
+    scalars = (base, row_A, tile_A, block_table_SM.reshape(-1), context_lens_S, query_start_loc_S1)
+
+    q = (
+        pad(q_THD.astype(pool.dtype), (count * B, H, X))
+        .reshape(-1, K, G, X)
+        .swapaxes(0, 1)
+        .reshape(K, -1, X)
+    )
+    query_tile = pl.BlockSpec((K, Q, X), lambda item, base, row_A, tile_A, *_: (0, tile_A[item], 0))
+    if (
+        Y % 8 == 0 or X == 128
+    ):  # the same bytes; otherwise XLA would copy the pool, and the kernel makes it flat
+        pool = pool.reshape(-1, P * Y, X)
+    buffers = pltpu.VMEM((2, U, *pool.shape[1:]), pool.dtype)
+    words = pltpu.VMEM((X // 128, C * W, 128), jnp.float32 if W == Y else jnp.uint32)
+    state = [pltpu.VMEM((K, Q, lanes), jnp.float32) for lanes in (128, 128, X)]
+    how = {
+        "scale": options.scale,
+        "sliding_window": options.sliding_window,
+        "soft_cap": options.soft_cap,
+        "packed": D <= 64,
+    }
+    o = pl.pallas_call(
+        functools.partial(own_kernel, B=B, W=W, **how),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=item_A.shape,
+            in_specs=[query_tile, pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=query_tile,
+            scratch_shapes=[
+                buffers,
+                words,
+                *state,
+                pltpu.SMEM((1,), _i32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q_THD.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM
+        ),
+        interpret=pltpu.InterpretParams() if interpret is True else interpret,
+        name="paged_attention",
+    )(*scalars, q, pool)
+    lead = 64 if D <= 64 else 0  # packed: what the probabilities make of V's lanes
+    o_THD = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + D]
+    return jnp.where(live_T[:, None, None], o_THD, 0)
+
+
+@_jit
+def decode(
+    q_SHD: Array,
+    pool: Array,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    *,
+    options: Options,
+    tiles: tuple[int, int] | None = None,
+    kernel: Literal["own", "jax"] = "own",
+) -> Array:
+    """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
+    starts_S1 = jnp.arange(q_SHD.shape[0] + 1, dtype=_i32)
+    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1)
+    o_SHD = prefill(*args, options=options, tiles=tiles, kernel=kernel)
+    return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)

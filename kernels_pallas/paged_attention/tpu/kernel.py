@@ -1,0 +1,183 @@
+"""The kernel: online softmax of an item's queries over the KV tiles that they see.
+
+Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, K KV heads, G query heads of
+each; Y, X the last two dimensions of the pool; A items, B tokens of a query tile, Q = B*G, U blocks
+of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane.
+"""
+
+import itertools
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.paged_attention.common import NEG
+
+SCORES = 1 << 17  # of the heads that are computed together: one's matmuls hide another's reductions
+
+_i32 = jnp.int32
+
+
+def kernel(
+    base,
+    row_A,
+    tile_A,
+    table,
+    context_S,
+    start_S1,
+    q,
+    pool,
+    o,
+    blocks,
+    words,
+    top,
+    total,
+    acc,
+    turn,
+    arrived,
+    *,
+    B: int,
+    W: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    packed: bool,
+) -> None:
+    """base [2]: the layer's first block, number of items. table [S*M]. q, o [K, Q, X]. pool [L*N,
+    ...], in HBM.
+
+    Scratch: blocks [2, U, ...], the two buffers. words [X/128, C*W, 128], a KV tile as 32-bit
+    words, zero where unseen. top and total [K, Q, 128], each value in all lanes. acc [K, Q, X].
+    turn [1], KV tiles met so far, whose parity says which buffer is whose. arrived, a semaphore a
+    buffer.
+    """
+    K, Q, X = q.shape
+    U, C, G, M = blocks.shape[1], words.shape[1] // W, Q // B, table.shape[0] // context_S.shape[0]
+    P, narrow = C // U, blocks.dtype == jnp.bfloat16
+    item, items = pl.program_id(0), base[1]
+
+    def span(item):
+        """The row; what to add to a packed token's index to get its position; positions seen:
+        first, last + 1.
+        """
+        row, first = row_A[item], tile_A[item] * B
+        shift, begin = context_S[row] - start_S1[row + 1], 0
+        if sliding_window is not None:
+            begin = jnp.maximum(jnp.maximum(first, start_S1[row]) + shift - (sliding_window - 1), 0)
+        return row, shift, begin, jnp.minimum(first + B, start_S1[row + 1]) + shift
+
+    def copy(item, j, slot, act: str) -> None:
+        """Start, or await, the blocks of KV tile j that an item sees."""
+        row, _, begin, end = span(item)
+
+        def block(u, _):
+            source = pool.at[base[0] + table[row * M + u]]
+            getattr(
+                pltpu.make_async_copy(source, blocks.at[slot, u - j * U], arrived.at[slot]), act
+            )()
+
+        first, stop = (
+            jnp.maximum(lax.div(begin, P), j * U),
+            jnp.minimum(lax.div(end + P - 1, P), (j + 1) * U),
+        )
+        lax.fori_loop(first, stop, block, None)
+
+    def pool_row(y: int) -> Array:
+        """Row y of each token, [C, X]. Two rows of bf16 share a word, and a bf16 is the upper half
+        of an f32.
+        """
+        strided = pl.ds(y // 2 if narrow else y, C, stride=W)
+        w = jnp.concatenate([words[i, strided, :] for i in range(X // 128)], axis=1)
+        w = (w & jnp.uint32(0xFFFF0000) if y % 2 else w << 16) if narrow else w
+        return pltpu.bitcast(w, jnp.float32).astype(blocks.dtype)
+
+    def dot(x, y, axis_of_y: int) -> Array:
+        precision = None if narrow else lax.Precision.HIGHEST
+        form = (((1,), (axis_of_y,)), ((), ()))
+        return lax.dot_general(x, y, form, precision=precision, preferred_element_type=jnp.float32)
+
+    @pl.when(item < items)
+    def _():
+        tile = tile_A[item]
+        row, shift, begin, end = span(item)
+        last = lax.div(end - 1, C)
+
+        @pl.when(item == 0)
+        def _():
+            turn[0] = 0
+            copy(0, lax.div(begin, C), 0, "start")
+
+        @pl.when((item == 0) | (tile_A[jnp.maximum(item - 1, 0)] != tile))
+        def _():
+            top[...] = jnp.full_like(
+                top, NEG / 2
+            )  # above NEG: what is masked weighs nothing even where all is
+            total[...] = jnp.zeros_like(total)
+            acc[...] = jnp.zeros_like(acc)
+
+        def kv_tile(j, _):
+            slot = lax.rem(turn[0], 2)
+
+            @pl.when((j < last) | (item + 1 < items))
+            def _():
+                following = jnp.where(j < last, item, item + 1)
+                copy(
+                    following,
+                    jnp.where(j < last, j + 1, lax.div(span(following)[2], C)),
+                    1 - slot,
+                    "start",
+                )
+
+            copy(item, j, slot, "wait")
+            flat = blocks[slot].reshape(-1, X)
+            flat = pltpu.bitcast(flat, jnp.uint32) if narrow else flat
+            # 0 * NaN is NaN, and slots that no query sees, or no copy reached, may hold any bits.
+            at = lax.broadcasted_iota(_i32, flat.shape, 0) + j * (C * W)
+            flat = jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))
+            for i in range(X // 128):
+                words[i] = flat[:, i * 128 : (i + 1) * 128]
+
+            # Row r of the query tile is its token r // G, and x <= r // G where x * G <= r.
+            r = lax.broadcasted_iota(_i32, (Q, C), 0)
+            ahead = (lax.broadcasted_iota(_i32, (Q, C), 1) + (j * C - tile * B - shift)) * G
+            mask = (
+                (ahead <= r)
+                & (r >= (start_S1[row] - tile * B) * G)
+                & (r < (start_S1[row + 1] - tile * B) * G)
+            )
+            if sliding_window is not None:
+                mask &= ahead + sliding_window * G > r
+            for some in itertools.batched(range(K), max(1, SCORES // (Q * C))):
+                kv = [
+                    [pool_row(y) for y in ((h, h) if packed else (2 * h, 2 * h + 1))] for h in some
+                ]
+                s_QC = [dot(q[h], k_CX, 1) * scale for h, (k_CX, _) in zip(some, kv, strict=True)]
+                s_QC = (
+                    s_QC if soft_cap is None else [soft_cap * jnp.tanh(s / soft_cap) for s in s_QC]
+                )
+                s_QC = [jnp.where(mask, s, NEG) for s in s_QC]
+                old = [top[h] for h in some]
+                new = [
+                    jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
+                    for m, s in zip(old, s_QC, strict=True)
+                ]
+                p_QC = [
+                    jnp.exp(s - m[:, :1]).astype(blocks.dtype)
+                    for m, s in zip(new, s_QC, strict=True)
+                ]
+                pv = [dot(p, v_CX, 0) for p, (_, v_CX) in zip(p_QC, kv, strict=True)]
+                for h, m0, m, p, o_QX in zip(some, old, new, p_QC, pv, strict=True):
+                    top[h], alpha = m, jnp.exp(m0 - m)
+                    total[h] = alpha * total[h] + jnp.sum(
+                        p.astype(jnp.float32), axis=1, keepdims=True
+                    )
+                    acc[h] = alpha[:, :1] * acc[h] + o_QX
+            turn[0] += 1
+
+        lax.fori_loop(lax.div(begin, C), last + 1, kv_tile, None)
+
+        @pl.when((item + 1 == items) | (tile_A[jnp.minimum(item + 1, items - 1)] != tile))
+        def _():
+            for h in range(K):
+                o[h] = (acc[h] / jnp.maximum(total[h][:, :1], 1e-30)).astype(o.dtype)
