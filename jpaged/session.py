@@ -12,12 +12,12 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
-from jpaged.models.params import Params
+from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.runner import Runner
-from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
+from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
 

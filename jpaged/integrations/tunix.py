@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.api import generate, score
-from jpaged.checkpoint.foreign import NameMap, params_from
+from jpaged.checkpoint.name_maps import NameMap, params_from
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
