@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
+from jpaged.models.kv_view import kv_groups
 from jpaged.runtime.attention import Kernel, choose_kernel
 from kernels_cpu.library import unavailable
 from tests.tiny import config, make_params, make_prompts
@@ -36,7 +37,8 @@ def choose(
     device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards: int = 1, **settings: Any
 ) -> Kernel:
     engine = EngineConfig(**{**SETTINGS, **settings}).resolve(model)
-    return choose_kernel(model, engine, jnp.dtype(dtype), device, shards)
+    (group,) = kv_groups(model)
+    return choose_kernel(model, group, engine, jnp.dtype(dtype), device, shards)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +48,11 @@ def choose(
 )
 def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
     kernel = choose(device)
-    assert kernel == Kernel(name=name, interpret=False, num_kv_heads=2)
-    assert choose(device, shards=2).num_kv_heads == 1
+    assert (kernel.name, kernel.interpret) == (name, False)
+    shapes = kernel.shapes
+    assert (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim) == (4, 2, 64)
+    assert (shapes.block_size, shapes.num_rows, shapes.blocks_per_row) == (16, 8, 4)
+    assert choose(device, shards=2).shapes.num_kv_heads == 1
 
 
 def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

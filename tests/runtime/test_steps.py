@@ -253,12 +253,18 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = RowState(last_token_R=last, context_len_R=last, counts_RV=counts)
     context_lens = jnp.full(8, 5, jnp.int32)
     step = step_of(bucket)
-    drawn = steps._draw(step, jnp.asarray(logits), fields, context_lens, rows, open_after)
+
+    @jax.jit
+    def draw(*given: Any) -> Any:
+        drawn = steps._draw(step, *given)
+        return {"token": drawn.token_S, "stops": drawn.stops_S, "last": drawn.last_S}, dict(seen)
+
+    drawn, seen = draw(jnp.asarray(logits), fields, context_lens, rows, open_after)
     assert seen["temperature_S"][0] == np.float32(0.7) and seen["top_k_S"][0] == 7
     assert seen["key_S2"].dtype == jnp.uint32 and int(seen["key_S2"][0, 0]) == 0xFFFFFFF0
     assert seen["position_S"][0] == 5
     # A stop id that may not come yet neither comes nor stops.
-    assert drawn.stops_S.tolist() == [True, True, False, False] + [True] * 4
-    tokens = drawn.token_S.tolist()
+    assert drawn["stops"].tolist() == [True, True, False, False] + [True] * 4
+    tokens = drawn["token"].tolist()
     assert tokens[:2] == [12, 12] and 12 not in tokens[2:4] and 11 not in tokens[2:4]
-    assert drawn.last_S.tolist() == [-1, -1, *tokens[2:4], *[-1] * 4]
+    assert drawn["last"].tolist() == [-1, -1, *tokens[2:4], *[-1] * 4]
