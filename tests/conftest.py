@@ -2,6 +2,8 @@
 (warnings: pyproject).
 
 What one test compiles, the next finds in jax's persistent cache, which lasts as long as the run.
+Engines of the same shapes share their compiled steps besides, so that nothing is traced twice; not
+in tests marked `own_steps`, which count what is compiled or change what a step does.
 """
 
 import atexit
@@ -22,11 +24,19 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that there is no PyTorch
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import jax
 import pytest
+
+from jpaged.runtime import runner
+from jpaged.runtime.compiled_steps import CompiledSteps
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.steps import StepSetting
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -46,3 +56,50 @@ def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with jax.numpy_dtype_promotion("standard"):
             yield
+
+
+# Fields of EngineConfig that no step reads (what they decide is in a bucket or in the pools).
+HOST_SETTINGS = {
+    "max_num_batched_tokens": 1,
+    "token_buckets": None,
+    "decode_steps": None,
+    "num_blocks": None,
+    "memory_utilization": 0.9,
+    "enable_prefix_caching": True,
+    "swap_space_gib": 0.0,
+    "swap_min_tokens": 0,
+    "max_n": 1,
+    "compilation_cache_dir": None,
+}
+KEPT_TABLES = 48  # each executable holds memory maps, of which a process may have 65,530
+
+
+class SharedSteps:
+    """Stands for CompiledSteps in the Runner: one table for all engines of one setting and form."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self.tables: OrderedDict[Any, CompiledSteps] = OrderedDict()
+
+    def __call__(self, setting: StepSetting, where: Placement, form: Any) -> CompiledSteps:
+        if not self.is_on or setting.config.strict:  # a strict engine seals its table
+            return CompiledSteps(setting, where, form)
+        config = dataclasses.replace(setting.config, **HOST_SETTINGS)
+        leaves, treedef = jax.tree.flatten(form)
+        key = (dataclasses.replace(setting, config=config), where, tuple(leaves), treedef)
+        if key not in self.tables:
+            self.tables[key] = CompiledSteps(setting, where, form)
+            if len(self.tables) > KEPT_TABLES:
+                self.tables.popitem(last=False)
+        self.tables.move_to_end(key)
+        return self.tables[key]
+
+
+SHARED = SharedSteps()
+setattr(runner, "CompiledSteps", SHARED)  # noqa: B010
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures of any scope, which make engines too."""
+    SHARED.is_on = item.get_closest_marker("own_steps") is None

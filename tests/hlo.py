@@ -2,6 +2,13 @@
 
 import math
 import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import pytest
+
+from jpaged.runtime.kv_cache import PoolSpec
 
 # Results that share their operand's buffer, or name a part of it.
 _FREE = {
@@ -19,6 +26,27 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s*(ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\((.*)$"
 )  # root, result, operation, operands
+
+
+def in_place(compiled: Any, pools: Iterable[PoolSpec]) -> tuple[list[str], bool]:
+    """Copies of any whole pool in the HLO, and whether temporaries and new outputs are smaller than
+    the smallest.
+
+    The pools must differ in size, and be larger than any other array of the module.
+    """
+    text, memory, pools = compiled.as_text(), compiled.memory_analysis(), list(pools)
+    assert len({pool.nbytes for pool in pools}) == len(pools)
+    copies = [line for pool in pools for line in pool_copies(text, math.prod(pool.shape))]
+    fresh = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return copies, fresh < min(pool.nbytes for pool in pools)
+
+
+def forbid_donation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: every jitted function keeps its arguments, so that it must copy what it
+    changes.
+    """
+    jit: Callable[..., Any] = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda function, *, donate_argnums, **how: jit(function, **how))
 
 
 def pool_copies(hlo: str, elements: int) -> list[str]:

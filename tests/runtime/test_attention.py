@@ -37,7 +37,8 @@ def choose(
     device: Any, *, model: Any = MODEL, dtype: Any = jnp.bfloat16, shards: int = 1, **settings: Any
 ) -> Kernel:
     engine = EngineConfig(**{**SETTINGS, **settings}).resolve(model)
-    return choose_kernel(model, kv_groups(model)[0], engine, jnp.dtype(dtype), device, shards)
+    (group,) = kv_groups(model)
+    return choose_kernel(model, group, engine, jnp.dtype(dtype), device, shards)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,9 @@ def choose(
 def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
     kernel = choose(device)
     assert (kernel.name, kernel.interpret) == (name, False)
-    assert (kernel.shapes.num_heads, kernel.shapes.num_kv_heads) == (4, 2)
+    shapes = kernel.shapes
+    assert (shapes.num_heads, shapes.num_kv_heads, shapes.head_dim) == (4, 2, 64)
+    assert (shapes.block_size, shapes.num_rows, shapes.blocks_per_row) == (16, 8, 4)
     assert choose(device, shards=2).shapes.num_kv_heads == 1
 
 

@@ -2,6 +2,7 @@
 it in place.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,12 +16,12 @@ from jpaged.engine.buckets import Bucket
 from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
-from tests.hlo import pool_copies
-from tests.tiny import CONFIG, engine, make_params
+from tests.hlo import forbid_donation, in_place
+from tests.tiny import CONFIG, config, engine, make_params
 
 LAYERS, BLOCKS, BLOCK = 3, 7, (4, 2, 8)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-DECODE = Bucket(phase="decode", tokens=8, rows=8, blocks=16)
+DECODE = Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16)
 # An odd number of blocks, so large that no other array of a step has as many elements, or is as
 # large.
 MANY = 8191
@@ -108,78 +109,80 @@ def test_nothing_to_write() -> None:
     assert jnp.isfinite(read_blocks(pool, nowhere)).all()
 
 
+@pytest.mark.parametrize("windows", [(), (None, 7)], ids=["one group", "two groups"])
 @DTYPES
-def test_through_the_runner(dtype: Any) -> None:
-    """To the host and back, in sizes that are no power of two; what was read does not follow the
-    pool.
+def test_through_the_runner(dtype: Any, windows: tuple[int | None, ...]) -> None:
+    """Each group's blocks to the host and back, in numbers that are no power of two; what was read
+    does not follow the pools.
     """
-    runner = make_runner(BLOCKS, dtype)
+    runner = make_runner(BLOCKS, dtype, windows=windows)
     runner.allocate()
-    pool = (
-        jnp.arange(math.prod(runner.layout.shape), dtype=jnp.int32)
-        .astype(dtype)
-        .reshape(runner.layout.shape)
+    assert runner._state is not None
+    pools = tuple(
+        jnp.arange(math.prod(p.shape), dtype=jnp.int32).astype(dtype).reshape(p.shape) + group
+        for group, p in enumerate(runner.pools)
     )
-    runner._pool = pool + jnp.zeros_like(pool)
-    layers = np.asarray(pool.astype(jnp.float32)).reshape(CONFIG.num_layers, BLOCKS, -1)
-    kept = runner.read_blocks([5, 2, 0])
-    assert len(np.asarray(kept)) == CONFIG.num_layers * 4
-    runner.write_blocks(kept, [1, -1, 6])
-    runner.write_blocks(kept, [-1, 0, -1])
-    expected = layers.copy()
-    expected[:, [1, 6, 0]] = layers[:, [5, 0, 2]]
-    found = np.asarray(runner._pool.astype(jnp.float32)).reshape(expected.shape)
-    np.testing.assert_array_equal(found, expected)
-    runner.write_blocks(kept, [5, 2, 0])
-    expected[:, [5, 2, 0]] = layers[:, [5, 2, 0]]
-    np.testing.assert_array_equal(
-        np.asarray(runner._pool.astype(jnp.float32)).reshape(expected.shape), expected
-    )
-    assert runner.read_blocks([]) is None
-    runner.write_blocks(None, [])
+    runner._state = dataclasses.replace(runner._state, kv=pools)
+    groups = range(len(runner.pools))
+
+    def found() -> list[np.ndarray]:
+        """[L, N, block] of each group."""
+        assert runner._state is not None
+        values = [np.asarray(pool.astype(jnp.float32)) for pool in runner._state.kv]
+        layers = [pool.num_layers for pool in runner.pools]
+        return [x.reshape(n, BLOCKS, -1).copy() for x, n in zip(values, layers, strict=True)]
+
+    # Other blocks of the second group: none at all for the last of these moves.
+    sources = [[5, 2, 0], [4, 1, 3]][: len(groups)]
+    targets = [[1, -1, 6], [0, 2, -1]][: len(groups)]
+    before, expected = found(), found()
+    kept = runner.read_blocks(sources)
+    assert [len(np.asarray(blocks)) for blocks in kept] == [4 * p.num_layers for p in runner.pools]
+    up = runner.uploads
+    runner.write_blocks(kept, targets)
+    assert runner.uploads == up + 2 * len(groups), "the blocks and their places, a group"
+    for group in groups:
+        for source, target in zip(sources[group], targets[group], strict=True):
+            if target >= 0:
+                expected[group][:, target] = before[group][:, source]
+    np.testing.assert_equal(found(), expected)
+    runner.write_blocks(kept, sources)
+    for group in groups:
+        expected[group][:, sources[group]] = before[group][:, sources[group]]
+    np.testing.assert_equal(found(), expected)
+    nothing: list[list[int]] = [[] for _ in groups]
+    assert runner.read_blocks(nothing) == [None for _ in groups]
+    runner.write_blocks([None for _ in groups], nothing)
+    np.testing.assert_equal(found(), expected)
 
 
 # In place
 
 
-def make_runner(num_blocks: int, dtype: Any = jnp.float32) -> Runner:
+def make_runner(
+    num_blocks: int, dtype: Any = jnp.float32, windows: tuple[int | None, ...] = ()
+) -> Runner:
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
-    runner = Runner(CONFIG, engine(num_blocks=num_blocks).resolve(CONFIG), where, dtype)
-    runner.params = dict(make_params(dtype=dtype))
-    return runner
-
-
-def in_place(compiled: Any, runner: Runner) -> tuple[list[str], bool]:
-    """Pool-sized copies in the HLO, and whether temporaries and new outputs are smaller than the
-    pool.
-    """
-    memory, pool_bytes = (
-        compiled.memory_analysis(),
-        runner.layout.block_bytes * runner.layout.num_blocks,
-    )
-    fresh = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return pool_copies(compiled.as_text(), math.prod(runner.layout.shape)), fresh < pool_bytes
-
-
-def undonated(monkeypatch: pytest.MonkeyPatch) -> None:
-    jit = jax.jit
-    monkeypatch.setattr(jax, "jit", lambda function, *, donate_argnums, **how: jit(function, **how))
+    model = config(sliding_windows=windows)
+    settings = engine(num_blocks=num_blocks).resolve(model)
+    return Runner(model, settings, where, dict(make_params(0, model, dtype)))
 
 
 @functools.cache
 def decode_step(num_blocks: int) -> tuple[Any, Runner]:
     runner = make_runner(num_blocks)
-    return runner.lower(DECODE).compile(), runner
+    return runner.steps.lower(DECODE).compile(), runner
 
 
 def test_the_decode_step_copies_blocks_only() -> None:
     """Its copies of blocks are in the loop at its start, and the pool stays where it is."""
     compiled, runner = decode_step(MANY)
     assert "copy_blocks" in compiled.as_text()
-    copies, is_small = in_place(compiled, runner)
+    copies, is_small = in_place(compiled, runner.pools)
     assert copies == [] and is_small
 
 
+@pytest.mark.middle
 def test_temporaries_of_the_decode_step_do_not_depend_on_the_pool() -> None:
     sizes = [decode_step(n)[0].memory_analysis().temp_size_in_bytes for n in (127, MANY)]
     assert sizes[0] == sizes[1] > 0
@@ -188,38 +191,47 @@ def test_temporaries_of_the_decode_step_do_not_depend_on_the_pool() -> None:
 @DTYPES
 def test_copies_alone(dtype: Any) -> None:
     """Without a model around them: no array of the pool's size, of either dtype."""
-    runner = make_runner(MANY, dtype)
-    pool = jax.ShapeDtypeStruct(runner.layout.shape, dtype)
+    (spec,) = make_runner(MANY, dtype).pools
+    pool = jax.ShapeDtypeStruct(spec.shape, dtype)
     copy = functools.partial(kv_cache.copy_blocks, num_layers=CONFIG.num_layers)
     arguments = (pool, jax.ShapeDtypeStruct((8, 2), jnp.int32))
-    copies, is_small = in_place(jax.jit(copy, donate_argnums=0).lower(*arguments).compile(), runner)
+    donated, kept = (
+        jax.jit(copy, donate_argnums=argnums).lower(*arguments).compile() for argnums in (0, ())
+    )
+    copies, is_small = in_place(donated, [spec])
     assert copies == [] and is_small
-    copies, is_small = in_place(jax.jit(copy).lower(*arguments).compile(), runner)
+    copies, is_small = in_place(kept, [spec])
     assert len(copies) == 1 and " copy(" in copies[0] and not is_small, (
         "the control: undonated, it must copy"
     )
 
 
+@pytest.mark.own_steps
 @DTYPES
 def test_write_blocks_in_place(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make_runner(MANY, dtype)
-    copies, is_small = in_place(runner._move("write_blocks", 4), runner)
+    """Of every group, into its own pool."""
+    runner = make_runner(MANY, dtype, windows=(3, None))
+    assert runner.pools[0].num_blocks < MANY == runner.pools[1].num_blocks
+    copies, is_small = in_place(runner.steps.move("write_blocks", 1, 4), runner.pools[1:])
     assert copies == [] and is_small
-    undonated(monkeypatch)
+    copies, is_small = in_place(runner.steps.move("write_blocks", 0, 4), runner.pools[:1])
+    assert copies == []
+    forbid_donation(monkeypatch)
     runner = make_runner(MANY, dtype)
-    copies, is_small = in_place(runner._move("write_blocks", 4), runner)
+    copies, is_small = in_place(runner.steps.move("write_blocks", 0, 4), runner.pools)
     assert len(copies) == 1 and " copy(" in copies[0] and not is_small, "the control"
 
 
 def test_read_blocks_makes_its_blocks_only() -> None:
     runner = make_runner(MANY)
-    copies, is_small = in_place(runner._move("read_blocks", 4), runner)
+    copies, is_small = in_place(runner.steps.move("read_blocks", 0, 4), runner.pools)
     assert copies == [] and is_small
 
 
 @pytest.mark.slow
+@pytest.mark.own_steps
 def test_without_donation_the_decode_step_copies_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    undonated(monkeypatch)
+    forbid_donation(monkeypatch)
     runner = make_runner(MANY)
-    copies, is_small = in_place(runner.lower(DECODE).compile(), runner)
+    copies, is_small = in_place(runner.steps.lower(DECODE).compile(), runner.pools)
     assert copies and " copy(" in copies[0] and not is_small

@@ -4,17 +4,23 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jpaged import CapacityError, ConfigError, EngineConfig
-from jpaged.runtime import kv_cache, memory
-from tests.tiny import CONFIG, config
+from jpaged import CapacityError, ConfigError, EngineConfig, ModelConfig
+from jpaged.runtime import footprint, kv_cache, memory
+from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
+from tests.tiny import CONFIG, config, make_params
 
 MIB, GIB = 1 << 20, 1 << 30
+COST = memory.PoolCost(((MIB, None),))
 
 
 def engine(**changes: Any) -> EngineConfig:
@@ -23,13 +29,9 @@ def engine(**changes: Any) -> EngineConfig:
 
 
 def plan(total: int, pool: int | None = None, in_use: int = 0, **changes: Any) -> memory.MemoryPlan:
-    how = {
-        name: changes.pop(name) for name in ("weights", "needs", "block_bytes") if name in changes
-    }
-    limits = memory.Limits(total=total, in_use=in_use, pool=pool)
-    return memory.plan(
-        engine(**changes), limits, **{"block_bytes": MIB, "needs": memory.Needs(), **how}
-    )
+    how = {name: changes.pop(name) for name in ("weights", "needs", "pool_cost") if name in changes}
+    limits, cost = memory.Limits(total=total, in_use=in_use, pool=pool), how.pop("pool_cost", COST)
+    return memory.plan(engine(**changes), limits, pool=cost, **{"needs": memory.Needs(), **how})
 
 
 def test_every_row_at_full_length_is_enough() -> None:
@@ -135,19 +137,25 @@ def test_missing_files_are_no_error() -> None:
     assert memory._lines("/no/such/file") == []
 
 
+def pools(model: ModelConfig, dtype: Any, num_blocks: int, **changes: Any) -> tuple[PoolSpec, ...]:
+    where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    settings = EngineConfig(**{"block_size": 4, "max_num_seqs": 4} | changes).resolve(model)
+    return kv_cache.pool_specs(model, settings, where, jnp.dtype(dtype), num_blocks)
+
+
 def test_block_bytes() -> None:
     """4 tokens, 4 layers, 8 KV heads of 128, two bytes each."""
     model = config(num_layers=4, num_heads=8, num_kv_heads=8, head_dim=128)
-    pool = kv_cache.layout(model, num_blocks=3, block_size=4, dtype=jnp.dtype(jnp.float16))
+    (pool,) = pools(model, jnp.float16, 3)
     assert pool.block_bytes == 2 * 4 * 4 * 8 * 128 * 2 == 65_536
     assert pool.shape == (4 * 3, 4, 16, 128)
-    assert 3 * pool.block_bytes == int(np.prod(pool.shape)) * 2
+    assert 3 * pool.block_bytes == pool.nbytes == int(np.prod(pool.shape)) * 2
     wider = dataclasses.replace(pool, dtype=jnp.dtype(jnp.float32))
     assert wider.block_bytes == 2 * pool.block_bytes
 
 
 def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
-    pool = kv_cache.layout(CONFIG, num_blocks=3, block_size=4, dtype=jnp.dtype(jnp.bfloat16))
+    (pool,) = pools(CONFIG, jnp.bfloat16, 3)
     one = kv_cache.zeros(pool.shape, pool.dtype, SingleDeviceSharding(jax.devices()[2]))
     assert (
         one.devices() == {jax.devices()[2]}
@@ -164,6 +172,72 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
     assert not np.asarray(shared).any()
     whole = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec(None)))
     assert whole.sharding.is_fully_replicated
+
+
+# Groups of layers: the pool of a window is as large as what can be in use of it, and no larger.
+
+COSTS = st.lists(
+    st.tuples(st.integers(1, 5000), st.none() | st.integers(1, 60)), min_size=1, max_size=4
+).map(lambda groups: memory.PoolCost((*groups, (7, None))))
+
+
+@hypothesis.given(COSTS, st.integers(0, 300), st.integers(0, 1 << 20))
+def test_the_blocks_within_bytes_are_the_most_that_fit(
+    cost: memory.PoolCost, num_blocks: int, nbytes: int
+) -> None:
+    assert cost.within(cost.of(num_blocks)) == num_blocks
+    assert cost.within(cost.of(num_blocks + 1) - 1) == num_blocks
+    found = cost.within(nbytes)
+    assert cost.of(found) <= nbytes < cost.of(found + 1)
+
+
+def test_a_window_needs_few_blocks() -> None:
+    """1 full layer and 5 of a window of 1,024, 8 rows of 128k tokens: little more than a sixth."""
+    model = config(
+        num_layers=6,
+        sliding_windows=(None, *[1024] * 5),
+        max_position_embeddings=128 << 10,
+        head_dim=128,
+    )
+    sizes: dict[str, Any] = {"block_size": 64, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+    blocks = 8 * (128 << 10) // 64
+    full, local = pools(model, jnp.bfloat16, blocks, **sizes)
+    assert (full.num_layers, local.num_layers) == (1, 5) and full.num_blocks == blocks
+    assert local.num_blocks == 8 * (1024 // 64 + 3) + 2048 // 64
+    (alike,) = pools(dataclasses.replace(model, sliding_windows=()), jnp.bfloat16, blocks, **sizes)
+    found = full.nbytes + local.nbytes
+    print(f"\npool: {found:,} bytes by groups, {alike.nbytes:,} as one")
+    assert alike.nbytes == 6 * full.nbytes and 1 / 6 < found / alike.nbytes < 1.1 / 6
+
+    settings = EngineConfig(**sizes).resolve(model)
+    most = kv_cache.most_blocks(model, settings)
+    assert most == [None, local.num_blocks]
+    cost = memory.PoolCost(
+        tuple((p.block_bytes, n) for p, n in zip((full, local), most, strict=True))
+    )
+    assert cost.of(blocks) == found
+    limits = memory.Limits(total=found + cost.groups[0][0] - 1)
+    planned = memory.plan(settings, limits, pool=cost, needs=memory.Needs())
+    assert (planned.num_blocks, planned.account["pool"]) == (blocks, found)
+
+
+@pytest.mark.parametrize("windows", [(None, 7), (7, 7)], ids=["mixed", "all"])
+def test_the_pools_are_as_planned(windows: tuple[int | None, ...]) -> None:
+    """The arrays that a Runner makes, to the byte."""
+    model = config(sliding_windows=windows)
+    where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    settings = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
+    settings = settings.resolve(model)
+    params = dict(make_params(0, model))
+    plan = footprint.plan_pool(model, settings, where, params)
+    runner = Runner(model, dataclasses.replace(settings, num_blocks=plan.num_blocks), where, params)
+    runner.allocate(full=True)
+    assert runner._state is not None
+    found = sum(pool.nbytes for pool in runner._state.kv)
+    assert found == plan.account["pool"] == runner.pool_bytes
+    rows = sum(x.nbytes for x in jax.tree.leaves((runner._state.rows, runner._counts_RV)))
+    assert rows == plan.needs.state
+    assert [p.num_blocks for p in runner.pools] == ([32, 14] if None in windows else [32])
 
 
 # Out of memory: a typed error that names bytes and settings, raised from the original.

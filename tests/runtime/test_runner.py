@@ -11,7 +11,17 @@ import pytest
 from jpaged import LLM, ConfigError, SamplingParams
 from jpaged.engine.buckets import Bucket, bucket_table
 from jpaged.runtime.runner import Runner
-from tests.tiny import ENGINE, compiles, config, engine, make_params, make_prompts, tokens_of
+from tests.tiny import (
+    ENGINE,
+    STEPS,
+    ZEROS,
+    compiles,
+    config,
+    engine,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
 
 PROMPTS = make_prompts(5, 21, 40)
 PLAIN = SamplingParams(temperature=0.8, top_k=5, max_tokens=6, ignore_eos=True)
@@ -19,9 +29,9 @@ FULL = SamplingParams(temperature=0, max_tokens=6, logprobs=2, logit_bias={3: 1.
 PENALISED = SamplingParams(temperature=0.8, presence_penalty=0.5, max_tokens=6, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
 
-# Not steps: a fresh pool (and fresh counts) are zeros that the device makes itself; sending them up
-# would be the one large transfer of a run. One trivial computation for each shape of them.
-ZEROS = {"jit(zeros)"}
+# jit(zeros) is no step: a fresh pool (and fresh counts) are zeros that the device makes itself;
+# sending them up would be the one large transfer of a run. One trivial computation a shape.
+pytestmark = pytest.mark.own_steps
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +54,24 @@ def test_compiles_equal_the_buckets_used(llm: LLM) -> None:
     """Each bucket once, when it is first met; no helper beside them; the same counts in stats()."""
     runner = runner_of(llm)
     for sampling in (PLAIN, PLAIN, FULL, SCORED, FULL, PLAIN):
-        before = len(runner._steps)
+        before = set(runner.usage)
         with compiles() as names:
             run(llm, sampling)
-        assert [name for name in names if name not in ZEROS] == ["jit(step)"] * (
-            len(runner._steps) - before
-        )
+        met = [f"jit({bucket.phase})" for bucket in set(runner.usage) - before]
+        assert sorted(name for name in names if name != ZEROS) == sorted(met)
+        assert set(met) <= set(STEPS)
     with compiles() as names:
         run(llm, PENALISED)
         run(llm, PENALISED)
     assert set(names) <= {"jit(set_counts)"}, (
         "the counts of rows with penalties are entered by one small step more"
     )
-    assert set(runner._steps) == set(bucket_table(runner.config)), (
+    assert set(runner.usage) == set(bucket_table(runner.config)), (
         "one prefill and one decode shape: the whole table"
     )
     stats = llm.stats()
     assert (
-        stats["num_compiles"] == len(stats["buckets"]) == len(runner._steps) + 1
+        stats["num_compiles"] == len(stats["buckets"]) == len(runner.usage) + 1
         and stats["compile_time_s"] > 0
     )
 
@@ -141,29 +151,36 @@ def test_penalties_upload_their_counts_once_a_request(llm: LLM) -> None:
 def test_the_pool_keeps_its_place(llm: LLM) -> None:
     """Donated and rebound: one buffer for the whole run."""
     run(llm, PLAIN)
-    place = runner_of(llm)._pool.unsafe_buffer_pointer()  # pyright: ignore[reportOptionalMemberAccess]
-    old = runner_of(llm)._pool
+    state = runner_of(llm)._state
+    assert state is not None
+    (old,) = state.kv
+    place = old.unsafe_buffer_pointer()
     run(llm, PLAIN)
-    assert old is not None and old.is_deleted()
-    assert runner_of(llm)._pool.unsafe_buffer_pointer() == place  # pyright: ignore[reportOptionalMemberAccess]
+    state = runner_of(llm)._state
+    assert old.is_deleted() and state is not None
+    assert state.kv[0].unsafe_buffer_pointer() == place
 
 
 def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
     expected = run(llm, FULL)
     runner = runner_of(llm)
-    pool, last, counts = runner._pool, runner._last_R, runner._counts_RV
+    state, counts = runner._state, runner._counts_RV
     runner.recover()
-    assert (runner._pool, runner._last_R, runner._counts_RV) == (
-        pool,
-        last,
-        counts,
-    ) and runner.pool_bytes
-    assert pool is not None and counts is not None
-    pool.delete()
+    assert runner._state is state and runner._counts_RV is counts and runner.pool_bytes
+    assert state is not None and counts is not None
+    state.rows.last_token_R.delete()
+    runner.recover()
+    assert runner._state is None and runner._counts_RV is counts
+    assert run(llm, FULL) == expected
+    state, counts = runner._state, runner._counts_RV
+    assert state is not None and counts is not None
     counts.delete()
     runner.recover()
-    assert runner._pool is None is runner._counts_RV and runner._last_R is last
+    assert runner._state is state and runner._counts_RV is None
     assert run(llm, FULL) == expected
+    runner._state.kv[0].delete()
+    runner.recover()
+    assert runner._state is None and run(llm, FULL) == expected
     runner.release()
     assert runner.pool_bytes == 0 and run(llm, FULL) == expected
 
@@ -171,12 +188,12 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
 def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(llm)
     run(llm, PLAIN)
-    monkeypatch.setattr(runner, "_sealed", True)
+    monkeypatch.setattr(runner.steps, "_is_sealed", True)
     assert run(llm, PLAIN)
     with pytest.raises(
         ConfigError, match=r"strict=True: Bucket\(phase='decode', tokens=64.*not in the table"
     ):
-        runner.executable(Bucket(phase="decode", tokens=64, rows=64, blocks=16))
+        runner.steps[Bucket(phase="decode", tokens=64, rows=64, tables=1, blocks=16)]
 
 
 def test_put_and_get_are_counted(llm: LLM) -> None:

@@ -1,9 +1,9 @@
-"""The compiled steps: the pool is updated in place, and the small functions around the model do
+"""The compiled steps: every pool is updated in place, and the small functions around the model do
 what they say.
 """
 
+import dataclasses
 import functools
-import math
 import re
 from typing import Any
 
@@ -14,102 +14,135 @@ import pytest
 
 from jpaged.engine.buckets import Bucket, input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack_result
-from jpaged.runtime import steps
-from jpaged.runtime.attention import Kernel
+from jpaged.models.config import ModelConfig
+from jpaged.runtime import paged_kv, steps
+from jpaged.runtime.compiled_steps import CompiledSteps
+from jpaged.runtime.device_state import RowState, set_counts
+from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.runner import Runner
+from jpaged.runtime.products import choose_products
 from kernels_cpu.library import unavailable
-from tests.hlo import pool_copies
+from tests.hlo import forbid_donation, in_place
 from tests.tiny import CONFIG, config, engine, make_params
 
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
+TWO_GROUPS = config(sliding_windows=(None, 7))
 BUCKETS = {
-    "prefill": Bucket(phase="prefill", tokens=16, rows=8, blocks=16),
-    "decode": Bucket(phase="decode", tokens=8, rows=8, blocks=16),
-    "decode full": Bucket(phase="decode", tokens=8, rows=8, blocks=16, features="full"),
-    "decode 4 steps": Bucket(phase="decode", tokens=8, rows=8, blocks=16, steps=4),
+    "prefill": Bucket(phase="prefill", tokens=16, rows=8, tables=1, blocks=16),
+    "decode": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16),
+    "decode full": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16, features="full"),
+    "decode 4 steps": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16, steps=4),
     "sample": Bucket(phase="sample", tokens=8, rows=8),
     "sample full": Bucket(phase="sample", tokens=8, rows=8, features="full"),
-    "prefill prompt": Bucket(phase="prefill", tokens=16, rows=8, blocks=16, features="prompt"),
+    "prefill prompt": Bucket(
+        phase="prefill", tokens=16, rows=8, tables=1, blocks=16, features="prompt"
+    ),
 }
+# Blocks of each group. So many that no other array of a step has as many elements, or is as large.
+MANY, FEW = (8191, 8179), (127, 113)
 
 
-def make_runner(num_blocks: int) -> Runner:
-    runner = Runner(CONFIG, engine(num_blocks=num_blocks).resolve(CONFIG), ONE_DEVICE, jnp.float32)
-    runner.params = dict(make_params())
-    return runner
-
-
-def in_place(compiled: Any, runner: Runner) -> tuple[list[str], bool]:
-    """Pool-sized copies in the HLO, and whether temporaries and new outputs are smaller than the
-    pool.
-    """
-    memory, pool_bytes = (
-        compiled.memory_analysis(),
-        runner.layout.block_bytes * runner.layout.num_blocks,
+def make_steps(
+    num_blocks: tuple[int, ...],
+    model: ModelConfig = CONFIG,
+    *,
+    dtype: Any = jnp.float32,
+    mixed: bool = False,
+) -> CompiledSteps:
+    """Steps over a pool of so many blocks for each group of the model's layers."""
+    settings = engine(num_blocks=num_blocks[0], mixed=mixed).resolve(model)
+    params = dict(make_params(0, model, dtype))
+    specs = pool_specs(model, settings, ONE_DEVICE, dtype, num_blocks[0])
+    pools = (
+        dataclasses.replace(spec, num_blocks=number)
+        for spec, number in zip(specs, num_blocks, strict=False)
     )
-    fresh = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return pool_copies(compiled.as_text(), math.prod(runner.layout.shape)), fresh < pool_bytes
+    products = choose_products(ONE_DEVICE.device, dtype)
+    setting = steps.StepSetting(model=model, config=settings, pools=tuple(pools), products=products)
+    form = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE_DEVICE.replicated), params
+    )
+    return CompiledSteps(setting, ONE_DEVICE, form)
 
 
-def setting(bucket: Bucket) -> Any:
-    return steps._Setting(bucket, CONFIG, engine().resolve(CONFIG), None, Kernel())
+def step_of(bucket: Bucket, *, mixed: bool = False) -> Any:
+    """A bucket of the tiny model, to call the parts of its step."""
+    settings = engine(mixed=mixed).resolve(CONFIG)
+    return steps._Step(bucket, steps.StepSetting(model=CONFIG, config=settings, pools=()))
 
 
 @functools.cache
-def compiled(name: str, num_blocks: int) -> tuple[Any, Runner]:
-    runner = make_runner(num_blocks)
-    return runner.lower(BUCKETS[name]).compile(), runner
+def compiled(
+    name: str, num_blocks: tuple[int, ...], model: ModelConfig = CONFIG, mixed: bool = False
+) -> tuple[Any, tuple[PoolSpec, ...]]:
+    table = make_steps(num_blocks, model, mixed=mixed)
+    bucket = BUCKETS[name]
+    if bucket.tables:
+        bucket = dataclasses.replace(bucket, tables=len(table.setting.pools))
+    return table.lower(bucket).compile(), table.setting.pools
 
 
-SLOW = pytest.mark.slow
-# 8191 blocks: no other array has as many elements, and none is as large.
+SLOW, MIDDLE = pytest.mark.slow, pytest.mark.middle
+KINDS = [
+    pytest.param("prefill", CONFIG, False, marks=MIDDLE, id="prefill"),
+    pytest.param("decode", CONFIG, False, marks=SLOW, id="decode"),
+    pytest.param("decode full", CONFIG, False, id="decode full"),
+    pytest.param("decode 4 steps", CONFIG, False, marks=MIDDLE, id="decode 4 steps"),
+    pytest.param("prefill prompt", CONFIG, False, marks=SLOW, id="prefill prompt"),
+    pytest.param("prefill", TWO_GROUPS, True, id="prefill mixed of two groups"),
+    pytest.param("prefill prompt", TWO_GROUPS, True, marks=SLOW, id="prompt mixed of two groups"),
+    pytest.param("decode full", TWO_GROUPS, False, marks=MIDDLE, id="decode full of two groups"),
+    pytest.param("decode 4 steps", TWO_GROUPS, False, id="decode 4 steps of two groups"),
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "prefill",
-        "decode full",
-        "decode 4 steps",
-        *(pytest.param(n, marks=SLOW) for n in ("decode", "prefill prompt")),
-    ],
-)
-def test_the_pool_is_updated_in_place(name: str) -> None:
-    copies, is_small = in_place(*compiled(name, 8191))
+@pytest.mark.parametrize(("name", "model", "mixed"), KINDS)
+def test_the_pools_are_updated_in_place(name: str, model: ModelConfig, mixed: bool) -> None:
+    step, pools = compiled(name, MANY, model, mixed)
+    copies, is_small = in_place(step, pools)
     assert copies == [] and is_small
+    assert len(pools) == (2 if model is TWO_GROUPS else 1)
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_so_it_is_under_the_cpu_kernels(name: str) -> None:
-    model = config(head_dim=32)
-    runner = Runner(model, engine(num_blocks=8191).resolve(model), ONE_DEVICE, jnp.bfloat16)
-    runner.params = dict(make_params(0, model, jnp.bfloat16))
-    step = runner.lower(BUCKETS[name]).compile()
+    table = make_steps(MANY, config(head_dim=32), dtype=jnp.bfloat16)
+    step = table.lower(BUCKETS[name]).compile()
     assert {"jpaged_linear", "jpaged_paged_attention"} <= set(
         re.findall(r'custom_call_target="(\w+)"', step.as_text())
     )
-    copies, is_small = in_place(step, runner)
+    copies, is_small = in_place(step, table.setting.pools)
     assert copies == [] and is_small
 
 
-def test_without_donation_a_copy_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: what the test above looks for is there when the pool must survive."""
-    jit = jax.jit
-    monkeypatch.setattr(jax, "jit", lambda step, *, donate_argnums, **how: jit(step, **how))
-    runner = make_runner(8191)
-    copies, is_small = in_place(runner.lower(BUCKETS["decode"]).compile(), runner)
-    assert len(copies) == 1 and " copy(" in copies[0] and not is_small
+@pytest.mark.parametrize(
+    ("name", "mixed"), [("decode", False), pytest.param("prefill", True, marks=MIDDLE)]
+)
+def test_without_donation_a_copy_of_each_shows(
+    monkeypatch: pytest.MonkeyPatch, name: str, mixed: bool
+) -> None:
+    """The control: what the test above looks for is there when the pools must survive."""
+    forbid_donation(monkeypatch)
+    table = make_steps(MANY, TWO_GROUPS, mixed=mixed)
+    bucket = dataclasses.replace(BUCKETS[name], tables=2)
+    copies, is_small = in_place(table.lower(bucket).compile(), table.setting.pools)
+    assert len(copies) == 2 and all(" copy(" in copy for copy in copies) and not is_small
 
 
-@pytest.mark.parametrize("name", ["decode full", pytest.param("prefill", marks=SLOW)])
-def test_temporaries_do_not_depend_on_the_pool(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "model", "mixed"),
+    [
+        pytest.param("decode full", CONFIG, False, id="decode full"),
+        pytest.param("prefill", CONFIG, False, marks=SLOW, id="prefill"),
+        pytest.param("prefill", TWO_GROUPS, True, id="prefill mixed of two groups"),
+    ],
+)
+def test_temporaries_do_not_depend_on_the_pool(name: str, model: ModelConfig, mixed: bool) -> None:
     """So that the number of blocks that fit can be computed from a step compiled for few."""
-    (small, _), (large, _) = compiled(name, 127), compiled(name, 8191)
-    assert (
-        small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes > 0
-    )
+    small, large = (compiled(name, blocks, model, mixed)[0] for blocks in (FEW, MANY))
+    sizes = [step.memory_analysis().temp_size_in_bytes for step in (small, large)]
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_locate_and_slots() -> None:
@@ -122,7 +155,7 @@ def test_locate_and_slots() -> None:
     assert row.tolist() == [0] * 3 + [2] * 5 + [4] * 4
     assert position.tolist() == [4, 5, 6, 0, 1, 2, 3, 4] + [-1] * 4
     pool = jnp.zeros((2 * 11, 4, 2, 8))
-    slots = steps._slots(row, position, jnp.asarray(table), 4, pool).tolist()
+    slots = paged_kv._slot_mapping(row, position, jnp.asarray(table), 4, pool).tolist()
     assert slots[:8] == [4 * 4 + p % 4 for p in (4, 5, 6)] + [
         2 * 4,
         2 * 4 + 1,
@@ -144,7 +177,7 @@ def test_set_counts() -> None:
         part = np.full(chunk, vocab, np.int32)
         part[: len(tokens[start : start + chunk])] = tokens[start : start + chunk]
         scalars = [jnp.int32(v) for v in (1, max(prompt_len - start, 0), start == 0)]
-        counts = steps.set_counts(counts, scalars[0], jnp.asarray(part), *scalars[1:])
+        counts = set_counts(counts, scalars[0], jnp.asarray(part), *scalars[1:])
     prompt, output = tokens[:prompt_len], tokens[prompt_len:]
     expected = [2 * output.count(v) + (v in prompt) for v in range(vocab)]
     assert counts.tolist() == [[9] * vocab, expected, [9] * vocab]
@@ -162,7 +195,7 @@ def test_outputs_keep_their_bits(name: str) -> None:
             outputs[field].flat[:2] = np.nan, -np.inf
         else:
             outputs[field] = rng.integers(0, 97, section.shape).astype(np.int32)
-    packed = setting(bucket).pack({k: jnp.asarray(v) for k, v in outputs.items()})
+    packed = step_of(bucket).pack({k: jnp.asarray(v) for k, v in outputs.items()})
     batch = Batch(bucket=bucket, sample=bucket, packed=np.zeros(0), num_tokens=5, num_rows=5)
     result = unpack_result(batch, settings, [np.asarray(packed)])
     for field, value in outputs.items():
@@ -171,11 +204,12 @@ def test_outputs_keep_their_bits(name: str) -> None:
         np.testing.assert_array_equal(getattr(result, field), value, err_msg=field)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", BUCKETS)
-def test_inputs_are_sliced_as_they_were_laid_out(name: str) -> None:
-    settings, bucket = engine().resolve(CONFIG), BUCKETS[name]
+def test_inputs_are_sliced_as_they_were_laid_out(name: str, mixed: bool) -> None:
+    settings, bucket = engine(mixed=mixed).resolve(CONFIG), BUCKETS[name]
     sections, size = input_sections(bucket, settings)
-    fields = setting(bucket).unpack(jnp.arange(size, dtype=jnp.int32))
+    fields = step_of(bucket, mixed=mixed).unpack(jnp.arange(size, dtype=jnp.int32))
     assert fields.keys() == sections.keys()
     joined = np.concatenate([np.asarray(fields[field]).ravel() for field in sections])
     np.testing.assert_array_equal(joined, np.arange(size))
@@ -205,7 +239,7 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = functools.partial(np.zeros, dtype=np.int32)
     fields = {
         "controls": row,
-        "slots": np.arange(8),
+        "device_rows": np.arange(8),
         "bias_ids": zeros((8, 4)),
         "bias": zeros((8, 4)),
     }
@@ -215,14 +249,22 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     open_after = jnp.asarray([0, -1, 1, 2, 0, 0, 0, 0], jnp.int32)
     fields = {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
     counts = jnp.zeros((8, 97), jnp.int32)
-    drawn = steps._draw(
-        setting(bucket), jnp.asarray(logits), fields, jnp.full(8, 5, jnp.int32), counts, open_after
-    )
+    last = jnp.zeros(8, jnp.int32)
+    rows = RowState(last_token_R=last, context_len_R=last, counts_RV=counts)
+    context_lens = jnp.full(8, 5, jnp.int32)
+    step = step_of(bucket)
+
+    @jax.jit
+    def draw(*given: Any) -> Any:
+        drawn = steps._draw(step, *given)
+        return {"token": drawn.token_S, "stops": drawn.stops_S, "last": drawn.last_S}, dict(seen)
+
+    drawn, seen = draw(jnp.asarray(logits), fields, context_lens, rows, open_after)
     assert seen["temperature_S"][0] == np.float32(0.7) and seen["top_k_S"][0] == 7
     assert seen["key_S2"].dtype == jnp.uint32 and int(seen["key_S2"][0, 0]) == 0xFFFFFFF0
     assert seen["position_S"][0] == 5
     # A stop id that may not come yet neither comes nor stops.
-    assert drawn.stops_S.tolist() == [True, True, False, False] + [True] * 4
-    tokens = drawn.token_S.tolist()
+    assert drawn["stops"].tolist() == [True, True, False, False] + [True] * 4
+    tokens = drawn["token"].tolist()
     assert tokens[:2] == [12, 12] and 12 not in tokens[2:4] and 11 not in tokens[2:4]
-    assert steps._last(drawn).tolist() == [-1, -1, *tokens[2:4], *[-1] * 4]
+    assert drawn["last"].tolist() == [-1, -1, *tokens[2:4], *[-1] * 4]
