@@ -23,7 +23,7 @@ from jpaged.integrations.batch.intake import Intake
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.source import BatchError, Source
-from jpaged.integrations.batch.stats import BatchStats, errors_by_kind
+from jpaged.integrations.batch.stats import BatchStats
 from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
 from jpaged.request.processor import Chat, Processor
@@ -177,11 +177,7 @@ def _report(
     rows = {
         "lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)"
     }
-    rows |= errors_by_kind(stats)
-    if stats.ignored:
-        rows["ignored"] = "unknown fields " + ", ".join(
-            f"{k} ({n} lines)" for k, n in stats.ignored.most_common(8)
-        )
+    rows |= stats.trouble()
     tokens = int(np.frombuffer(prompts, np.uint32).sum(dtype=np.int64)) if prompts else 0
     if prompts:
         low, median, high, top = np.percentile(np.frombuffer(prompts, np.uint32), (0, 50, 99, 100))

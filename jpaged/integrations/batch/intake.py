@@ -10,10 +10,9 @@ import time
 from collections.abc import Generator
 
 from jpaged.integrations.batch.compact import IdSet
-from jpaged.integrations.batch.fields import LineError
 from jpaged.integrations.batch.lines import BatchRequest, Settings, identify
 from jpaged.integrations.batch.rows import Found
-from jpaged.integrations.batch.source import Source
+from jpaged.integrations.batch.source import LineError, Source
 
 PIPE_WAIT_S = 0.05
 AHEAD_BYTES = 64 << 20

@@ -16,6 +16,7 @@ from jpaged.integrations.batch.answers import encode_line, row_failed
 from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.integrations.batch.manifest import check_same, manifest_path, read_manifest, write_json
 from jpaged.integrations.batch.source import BatchError
+from jpaged.openai.protocol import Conversation
 
 Existing = Literal[
     "resume", "overwrite", "refuse"
@@ -54,7 +55,7 @@ class Writer:
         if self._ordered:
             self._places.append(number)
 
-    def write(self, request: BatchRequest, line: dict[str, Any]) -> None:
+    def write(self, request: BatchRequest, line: Mapping[str, Any]) -> None:
         data, failed = (
             to_read(request, line) if self._readable else encode_line(line),
             row_failed(line),
@@ -168,37 +169,39 @@ class Journal:
             self._file.close()
 
 
-def to_read(request: BatchRequest, line: dict[str, Any]) -> bytes:
+def to_read(request: BatchRequest, line: Mapping[str, Any]) -> bytes:
     """A prompt and its answer for a person's eyes."""
-    if request.messages is not None:
-        prompt = "\n".join(f"{m['role']}: {m['content']}" for m in request.messages)
-    else:
-        prompt = (
-            f"token ids {request.prompt}"
-            if isinstance(request.prompt, list)
-            else request.prompt or ""
-        )
+    prompt = _asked(request).rstrip()
     if len(prompt) > 1000:
         prompt = f"{prompt[:500]}\n... ({len(prompt) - 1000} characters) ...\n{prompt[-500:]}"
     body = (line.get("response") or {}).get("body") or line
-    error = body.get("error") or line.get("error")
     name = f"line {request.number}" + ("" if request.id is None else f" ({request.id})")
-    if error is not None:
-        prompt = f"{prompt.rstrip()}\n" if prompt else ""
-        message = error.get("error", error)["message"]
-        return f"=== {name}\n{prompt}--- error\n{message}\n\n".encode(errors="replace")
-    cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-    found = f", {cached} prompt tokens from the cache" if cached else ""
-    parts = [f"=== {name}\n{prompt.rstrip()}\n"]
-    choices = body.get("choices", [body])
+    parts = [f"=== {name}\n", f"{prompt}\n" if prompt else ""]
+    if error := body.get("error") or line.get("error"):
+        parts.append(f"--- error\n{error.get('error', error)['message']}\n")
+        choices = []
+    else:
+        choices = body.get("choices", [body])
     for choice in choices:
+        usage, ending = body["usage"], choice["finish_reason"]
+        if len(choices) == 1:
+            ending += f", {usage['completion_tokens']} tokens"
+        if cached := usage["prompt_tokens_details"]["cached_tokens"]:
+            ending += f", {cached} prompt tokens from the cache"
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         text = f"token ids {choice['token_ids']}" if text is None else text
-        ending = choice["finish_reason"]
-        if len(choices) == 1:
-            ending += f", {body['usage']['completion_tokens']} tokens"
-        parts.append(f"--- answer ({ending}{found})\n{text.rstrip()}\n")
+        parts.append(f"--- answer ({ending})\n{text.rstrip()}\n")
     return ("".join(parts) + "\n").encode(errors="replace")
+
+
+def _asked(request: BatchRequest) -> str:
+    match request.body:
+        case None:
+            return ""
+        case Conversation():
+            return "\n".join(f"{m.role}: {m.content}" for m in request.body.messages)
+    prompt = request.body.given_prompt(None)
+    return f"token ids {prompt}" if isinstance(prompt, list) else prompt
 
 
 def shard_path(output: str, shard: tuple[int, int]) -> str:
