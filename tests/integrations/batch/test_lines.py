@@ -196,13 +196,8 @@ class TestForms:
             openai(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
         )
         assert conversation(r).template["chat_template_kwargs"] == {"enable_thinking": False}
-        assert (
-            conversation(r).template["add_generation_prompt"],
-            conversation(r).template["continue_final_message"],
-        ) == (
-            False,
-            True,
-        )
+        assert conversation(r).template["add_generation_prompt"] is False
+        assert conversation(r).template["continue_final_message"] is True
 
 
 class TestDefaults:
