@@ -28,6 +28,8 @@ from jpaged.request.outputs import (
     to_arrays,
 )
 from jpaged.request.sampling_params import SamplingParams
+from jpaged.runtime.footprint import plan_memory
+from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.runner import BucketReport
 
 __all__ = [
@@ -41,7 +43,9 @@ __all__ = [
     "EngineConfig",
     "GenerationError",
     "JpagedError",
+    "Limits",
     "Logprob",
+    "MemoryPlan",
     "ModelConfig",
     "Params",
     "RequestError",
@@ -53,6 +57,7 @@ __all__ = [
     "generate",
     "load_params",
     "params_from",
+    "plan_memory",
     "release",
     "save_params",
     "score",
