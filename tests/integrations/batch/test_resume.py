@@ -296,13 +296,14 @@ def test_a_retry_that_is_killed_before_the_output_is_compacted(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jpaged.integrations.batch.rows.compact", killed)
+        patch.setattr("jpaged.integrations.batch.rows.rewrite", killed)
         assert files.run("--resume", "--retry-failed") == 1
     assert len(files.rows()) == 31
     with monkeypatch.context() as patch:  # in the middle of its writing: the old file stays
         patch.setattr(os, "replace", killed)
         with pytest.raises(RuntimeError):
-            rows.compact(str(files.output), ordered=False)
+            path = str(files.output)
+            rows.rewrite([rows.scan(path)], path, ordered=False)
     assert len(files.rows()) == 31
     llm = FakeLLM()
     assert files.run("--resume", "--retry-failed", llm=llm) == 0 and not llm.added
