@@ -162,7 +162,9 @@ def make_parser() -> Parser:
     hints = typing.get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
-        default = ("off", "on")[field.default] if hints[field.name] is bool else field.default
+        default = field.default
+        if isinstance(default, bool):
+            default = "on" if default else "off"
         text = f"{field.metadata['help']} (default: {default})"
         values = values_of(hints[field.name])
         add(flag, text, dest=field.name, default=argparse.SUPPRESS, **values)

@@ -6,7 +6,7 @@ refused: none is ignored that could change an answer.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
@@ -112,7 +112,7 @@ class BodyError(RequestError):
         self.param, self.code = param, code
 
 
-def _refuse(message: str, param: str | None, code: str = "unsupported_field") -> NoReturn:
+def _refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
     """Raise a validator's error of a body as a whole, blamed on a field."""
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
 
@@ -214,7 +214,7 @@ def _told(error: ValidationError, data: Any) -> BodyError:
         return unknown_fields([str(e["loc"][0]) for e in found])
     first = wrong[0]
     if not first["loc"]:
-        return BodyError(first["msg"], param=first["ctx"]["param"], code=first["type"])
+        return BodyError(first["msg"], param=first.get("ctx", {})["param"], code=first["type"])
     param = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return BodyError(f"a request needs {param}; this one has none", param=param)

@@ -75,7 +75,14 @@ class Usage(TypedDict):
     prompt_tokens_details: dict[str, int]
 
 
-class Completion(TypedDict):
+class OfPrompt(TypedDict):
+    """What an answer says of its prompt, where it was asked."""
+
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(OfPrompt):
     """The answer to /v1/completions."""
 
     id: str
@@ -84,11 +91,9 @@ class Completion(TypedDict):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
-    prompt_token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(OfPrompt):
     """The answer to /v1/chat/completions."""
 
     id: str
@@ -97,8 +102,6 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
-    prompt_token_ids: NotRequired[list[int]]
 
 
 class BatchAnswer(TypedDict):
@@ -223,13 +226,15 @@ def ending(done: CompletionOutput, form: AnswerForm) -> Ending:
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     """By token id, for every token of the prompt but the first."""
     return [
-        entries
-        and {
-            str(t): {"logprob": finite(e.logprob), "rank": e.rank, "decoded_token": e.decoded_token}
-            for t, e in entries.items()
-        }
-        for entries in output.prompt_logprobs or []
+        None if entries is None else _by_id(entries) for entries in output.prompt_logprobs or []
     ]
+
+
+def _by_id(entries: Mapping[int, Logprob]) -> dict[str, Any]:
+    return {
+        str(t): {"logprob": finite(e.logprob), "rank": e.rank, "decoded_token": e.decoded_token}
+        for t, e in entries.items()
+    }
 
 
 def token_logprobs(done: CompletionOutput, form: AnswerForm) -> list[TokenLogprob]:
@@ -260,8 +265,8 @@ def finite(logprob: float) -> float:
     return max(float(logprob), LEAST)
 
 
-def _of_prompt(output: RequestOutput, form: AnswerForm) -> Any:
-    extra: dict[str, Any] = {}
+def _of_prompt(output: RequestOutput, form: AnswerForm) -> OfPrompt:
+    extra: OfPrompt = {}
     if output.prompt_logprobs is not None:
         extra["prompt_logprobs"] = prompt_logprobs(output)
     if form.token_ids:

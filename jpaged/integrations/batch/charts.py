@@ -94,7 +94,7 @@ def _edges(low: float, high: float, is_log: bool, whole: bool) -> np.ndarray:
         return np.arange(max(low - beside, 0) - 0.5, high + beside + 1)
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(BINS).tick_values(low, math.nextafter(high, math.inf))
+    return np.asarray(MaxNLocator(BINS).tick_values(low, math.nextafter(high, math.inf)))
 
 
 def _drawn(title: str, draw: Any) -> str:

@@ -125,7 +125,7 @@ def rewrite(files: Sequence[Found], target: str, *, ordered: bool) -> None:
         new = stack.enter_context(Replacement(target))
         for i in order[place[order] >= 0]:
             file = opened[source[i]]
-            file.seek(place[i])
+            file.seek(int(place[i]))
             new.write(file.readline())
 
 

@@ -10,7 +10,7 @@ from jpaged.integrations.batch import compact
 from jpaged.integrations.batch.compact import IdSet
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(max_size=3), max_size=200), st.sampled_from([0, 3, 1 << 12]))
 def test_id_set(monkeypatch: pytest.MonkeyPatch, texts: list[str], fewest: int) -> None:
     monkeypatch.setattr(compact, "FEWEST", fewest)
