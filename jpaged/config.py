@@ -12,49 +12,68 @@ from kernels_pallas.paged_attention import IMPLEMENTATIONS
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 
 
+def _knob[T](default: T, help: str) -> T:
+    """A field of EngineConfig: its default and what it is, which command lines show as well."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in
     once.
     """
 
-    # Tokens of prompt and completion together; None: max_position_embeddings.
-    max_model_len: int | None = None
-    max_num_seqs: int = 256  # rows that run at once
-    max_num_batched_tokens: int = 8192  # prefill tokens a step
-    block_size: int = 64  # P, tokens a KV block
-    num_blocks: int | None = None  # N; None sizes the pool from memory (see runtime/memory.py)
-    # Share of an accelerator's memory for weights, temporaries and pool together.
-    memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    max_n: int = 256  # samples that one request may ask for
-    # Host memory for the KV of preempted sequences, GiB; 0 computes it again instead.
-    swap_space_gib: float = 0.0
-    swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
-    # Serve in this dtype (one cast a weight version); None keeps the params' own.
-    dtype: str | None = None
-    # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
-    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = "auto"
-    # The padded sizes that steps are compiled for, ascending.
-    token_buckets: tuple[int, ...] | None = None
-    seq_buckets: tuple[int, ...] | None = None
-    # Tokens of a row that one dispatch draws at most, in a loop on the device.
-    decode_steps: int | None = None
-    max_logprobs: int = 20  # this and the next two: widths of what the steps are told and return
-    max_logit_bias: int = 64
-    max_stop_ids: int = 16
-    # Compile the whole bucket table at start; a shape outside it is then an error.
-    strict: bool = False
-    # Tokens and logprobs whose bits depend on the request alone: every step is of PINNED tokens,
-    # whatever the buckets.
-    deterministic: bool = False
-    # Rows that decode join the prefill steps, one token each, in place of waiting for them to end.
-    mixed: bool = False
-    # Mesh axis over which KV heads are split; "auto" takes the one the params use.
-    tensor_axis: str | None = "auto"
-    # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache
-    # unless jax was given one, None leaves jax's own setting.
-    compilation_cache_dir: str | None = "auto"
+    max_model_len: int | None = _knob(
+        None, "tokens of prompt and completion together; None: max_position_embeddings"
+    )
+    max_num_seqs: int = _knob(256, "rows that run at once")
+    max_num_batched_tokens: int = _knob(8192, "prefill tokens a step")
+    block_size: int = _knob(64, "P, tokens a KV block")
+    num_blocks: int | None = _knob(None, "N, KV blocks; None sizes the pool from memory")
+    memory_utilization: float = _knob(
+        0.9, "share of an accelerator's memory for weights, temporaries and pool together"
+    )
+    enable_prefix_caching: bool = _knob(True, "compute equal beginnings of prompts once")
+    max_n: int = _knob(256, "samples that one request may ask for")
+    swap_space_gib: float = _knob(
+        0.0, "host memory for the KV of preempted sequences, GiB; 0 computes it again instead"
+    )
+    swap_min_tokens: int = _knob(64, "sequences shorter than this are computed again anyway")
+    dtype: str | None = _knob(
+        None, "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own"
+    )
+    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = _knob(
+        "auto", "the kernel: the fastest that can run here, or one by name, which then must"
+    )
+    token_buckets: tuple[int, ...] | None = _knob(
+        None, "padded token counts that steps are compiled for, ascending"
+    )
+    seq_buckets: tuple[int, ...] | None = _knob(
+        None, "padded row counts that steps are compiled for, ascending"
+    )
+    decode_steps: int | None = _knob(
+        None, "tokens of a row that one dispatch draws at most, in a loop on the device"
+    )
+    max_logprobs: int = _knob(20, "alternatives of a token that a request may ask for")
+    max_logit_bias: int = _knob(64, "biased tokens that a request may have")
+    max_stop_ids: int = _knob(16, "stop token ids that a request may have on the device")
+    strict: bool = _knob(
+        False, "compile the whole bucket table at start; a shape outside it is then an error"
+    )
+    deterministic: bool = _knob(
+        False, "bits depend on the request alone: every step is of one size, whatever the buckets"
+    )
+    mixed: bool = _knob(
+        False, "rows that decode join the prefill steps, in place of waiting for them to end"
+    )
+    tensor_axis: str | None = _knob(
+        "auto", "mesh axis over which KV heads are split; auto takes the one the params use"
+    )
+    compilation_cache_dir: str | None = _knob(
+        "auto",
+        "where compiled steps are kept between processes; auto is a folder of the user's cache "
+        "unless jax was given one, None leaves jax's own setting",
+    )
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")

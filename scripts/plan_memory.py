@@ -89,15 +89,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def served_dtype(args: argparse.Namespace) -> str:
-    from jpaged.checks import read_json
-
-    if args.dtype is not None:
-        return args.dtype
-    raw = read_json(Path(args.checkpoint) / "config.json") if args.checkpoint is not None else {}
-    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-
-
 @contextlib.contextmanager
 def device_of(card: Card | None) -> Iterator[tuple[Any, str | None]]:
     """The device to compile for and None; or, where nothing can compile for the card, a CPU and the
@@ -117,45 +108,27 @@ def device_of(card: Card | None) -> Iterator[tuple[Any, str | None]]:
             yield device, None
 
 
-def limits_of(card: Card | None, device: Any, utilization: float, weights: int) -> Any:
-    """The limits once the weights are there."""
-    from jpaged.runtime.memory import CPU_POOL_BYTES, Limits
-
-    if card is not None:
-        return Limits(total=int(card.limit * utilization), in_use=weights)
-    limits = Limits.of(device, utilization)
-    if limits.pool is None:
-        return dataclasses.replace(limits, in_use=limits.in_use + weights)
-    return dataclasses.replace(
-        limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
-    )
-
-
-def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> tuple[Any, str]:
+def make_plan(args: argparse.Namespace, config: Any) -> tuple[Any, str]:
     """The plan, and where what it says of the steps comes from."""
+    import bench
     import jax
-    from kernel_report import abstract_params
 
-    from jpaged.runtime import footprint, memory
-    from jpaged.runtime.mesh import Placement
+    from jpaged import Limits, plan_memory
 
     card = CARDS.get(args.card)
     with device_of(card) as (device, reason):
         if args.card == "cpu":
             device = jax.devices("cpu")[0]
-        where = Placement(mesh=None, axis=None, device=device)
-        params = abstract_params(model, dtype, where.replicated)
-        limits = limits_of(
-            card, device, config.memory_utilization, footprint.bytes_on_device(params)
+        found = plan_memory(
+            bench.model_config(args) if args.checkpoint is None else args.checkpoint,
+            config,
+            device=device,
+            limits=card and Limits(total=int(card.limit * config.memory_utilization)),
+            compiled=reason is None and not args.bound,
         )
-        probe = footprint.probe_runner(model, config, where, params)
-        if reason is None and not args.bound:
-            found = footprint.plan_within(config, limits, probe)
-            return found, found.needs.source
-        weights, size = footprint.bytes_on_device(params), probe.block_bytes
-        needs = footprint.bound(model, config, dtype, size)
-        found = memory.plan(config, limits, block_bytes=size, weights=weights, needs=needs)
-        return found, f"{needs.source}, proved for CPUs only ({reason or 'as asked'})"
+    if reason is None and not args.bound:
+        return found, found.needs.source
+    return found, f"{found.needs.source}, proved for CPUs only ({reason or 'as asked'})"
 
 
 def table(found: Any) -> str:
@@ -176,16 +149,13 @@ def table(found: Any) -> str:
 
 
 def report(args: argparse.Namespace) -> None:
-    import bench
-
     from jpaged.config import EngineConfig
+    from jpaged.runtime.footprint import stored_dtype
 
-    model, dtype = bench.model_config(args), served_dtype(args)
-    names = (*ENGINE, "memory_utilization")
-    config = EngineConfig(**{k: v for k in names if (v := getattr(args, k)) is not None}).resolve(
-        model
-    )
-    found, source = make_plan(args, config, model, dtype)
+    names = (*ENGINE, "memory_utilization", "dtype")
+    config = EngineConfig(**{k: v for k in names if (v := getattr(args, k)) is not None})
+    found, source = make_plan(args, config)
+    dtype = args.dtype or stored_dtype(args.checkpoint or {})
     print(
         f"{args.checkpoint or args.random} in {dtype} on "
         f"{args.card or 'the device at hand'}; steps: {source}"

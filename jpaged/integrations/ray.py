@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ConfigError, RequestError
-from jpaged.integrations.batch.fields import SAMPLING
 from jpaged.integrations.batch.lines import MAX_TOKENS
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
+from jpaged.openai.protocol import SAMPLING, SamplingFields
 from jpaged.request.chat import Chat
 from jpaged.request.outputs import Logprob, RequestOutput
 from jpaged.request.sampling_params import SamplingParams
@@ -256,19 +256,12 @@ def _row_sampling(value: Any) -> dict[str, Any]:
         raise RequestError(
             f"sampling of type {type(value).__name__}: pass a mapping of SamplingParams' fields"
         )
-    given = {}
-    for name, field in value.items():
-        if field is None:
-            continue
-        if name in SHAPING or name not in SAMPLING:
-            raise RequestError(
-                f"{name}={field!r}: not a row's to set; one of {', '.join(_ROW_FIELDS)} is"
-            )
-        try:
-            given[name] = SAMPLING[name](field)
-        except ValueError as e:
-            raise RequestError(f"{name}={field!r}: {e}") from None
-    return given
+    given = {name: field for name, field in value.items() if field is not None}
+    for name, field in given.items():
+        if name not in _ROW_FIELDS:
+            allowed = ", ".join(_ROW_FIELDS)
+            raise RequestError(f"{name}={field!r}: not a row's to set; one of {allowed} is")
+    return SamplingFields.read(given).sampling()
 
 
 _ROW_FIELDS = [name for name in SAMPLING if name not in SHAPING]

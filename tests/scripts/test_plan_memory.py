@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -161,22 +160,6 @@ def test_what_does_not_fit_is_one_sentence(
     for bad in ([], ["--random", "tiny", "--length", "0"]):
         with pytest.raises(SystemExit):
             plan_memory.main(bad)
-
-
-def test_weights_count_before_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 1000)
-    device: Any = type("Device", (), {"platform": "cpu"})()
-    limits = plan_memory.limits_of(
-        None, device, EngineConfig().resolve(CONFIG).memory_utilization, weights=400
-    )
-    assert (limits.total, limits.pool) == (1000, 300)
-    gpu: Any = type(
-        "Device",
-        (),
-        {"platform": "gpu", "memory_stats": lambda self: {"bytes_limit": 9, "bytes_in_use": 2}},
-    )()
-    limits = plan_memory.limits_of(None, gpu, 1.0, weights=4)
-    assert (limits.total, limits.in_use, limits.pool) == (9, 6, None)
 
 
 @pytest.mark.slow

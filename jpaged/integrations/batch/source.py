@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from jpaged.errors import JpagedError
-from jpaged.integrations.batch.fields import LineError
+from jpaged.openai.protocol import BodyError
 
 PIECE = 1 << 16  # bytes of an over-long line that are read, and dropped, at once
-COMPRESSED = (
-    1 << 12
-)  # bytes of .zst that are decompressed at once: repetitive text grows a thousandfold
+COMPRESSED = 1 << 12  # of .zst, decompressed at once: repetitive text grows a thousandfold
 
 
 class BatchError(JpagedError):
     """A run that cannot start or go on; the message is the one sentence that the user sees."""
+
+
+class LineError(BodyError):
+    """One line that cannot run: why, and which field."""
 
 
 class Source(Protocol):

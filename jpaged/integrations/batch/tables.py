@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jpaged.integrations.batch.fields import LineError
-from jpaged.integrations.batch.source import BatchError
+from jpaged.integrations.batch.source import BatchError, LineError
 
 ROWS = 256  # of a Parquet file that are turned into Python objects at once
 
