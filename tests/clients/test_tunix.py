@@ -23,7 +23,7 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout  # pyright: ignore[r
 import jpaged
 from jpaged import ConfigError, RequestError
 from jpaged.integrations.tunix import JPagedRollout
-from scripts import tunix_grpo as grpo
+from examples import tunix_grpo as grpo
 from tests import tiny
 
 DEPRECATED = (  # of flax, jax and optax, in tunix and qwix

@@ -23,6 +23,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel
 
 from kernels_pallas.paged_attention import reference, tpu
 from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from scripts._common import cannot_compile
 from tests.kernels import aot_tpu
 from tests.kernels.suite import CASES, PagedAttentionSuite, bounded, build, call, check
 
@@ -340,7 +341,7 @@ def test_lowers(program: aot_tpu.Program) -> None:
     assert aot_tpu.lower(program).count("tpu_custom_call") > 0
 
 
-@pytest.mark.skipif(aot_tpu.without_libtpu() is not None, reason=str(aot_tpu.without_libtpu()))
+@pytest.mark.skipif(cannot_compile("tpu") is not None, reason=str(cannot_compile("tpu")))
 @pytest.mark.parametrize("chip", aot_tpu.CHIPS)
 def test_compiles_and_leaves_the_pool_in_place(chip: str) -> None:
     results = aot_tpu.compile_all(chip, timeout=TIMEOUT - 10)

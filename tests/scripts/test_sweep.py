@@ -4,7 +4,6 @@ model.
 
 import contextlib
 import csv
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,27 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _common as common
 import jax
 import pytest
+import sweep
+import sweep_report as report
 from matplotlib import pyplot
 
 import jpaged.config
 from jpaged import LLM
 from tests.tiny import CONFIG, compile_cache
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench, report = load_script("bench"), load_script("sweep_report")
-sweep = load_script("sweep")  # last: it imports the others by name
 
 # Of the JSON that `vllm bench serve` writes.
 VLLM_KEYS = {
@@ -85,7 +73,7 @@ def quickly(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, compile_cache(folder):
         patch.setattr(jpaged.config, "TOKEN_BUCKETS", (64,))
         patch.setattr(jpaged.config, "SEQ_BUCKETS", (8,))
-        patch.setattr(bench, "read_bandwidth", lambda: 10.0)
+        patch.setattr(common, "read_bandwidth", lambda: 10.0)
         yield
 
 
@@ -175,7 +163,6 @@ def test_rows_of_a_sweep(swept: Path) -> None:
     assert [float(row["median_tpot_ms"]) for row in summary] == pytest.approx(
         [r["median_tpot_ms"] for r in rows], 1e-4
     )
-    assert not (swept / "running.json").exists()
     for name in ("throughput", "ttft", "users", "compile"):
         assert (swept / f"{name}.png").stat().st_size > 5000
 
@@ -217,7 +204,7 @@ def test_a_broken_sweep_goes_on(
         ["spread"]
         + ["tok/s"] * 3
         + ["p50", "ms", "p99", "ms"] * 2
-        + ["waste", "steps", "in", "s", "MiB", "GB/s", "peak"]
+        + ["waste", "%", "steps", "in", "s", "MiB", "GB/s", "peak", "%"]
     )
     assert table.splitlines()[1].split() == head
 
@@ -303,33 +290,34 @@ def test_an_interrupt_keeps_what_is_done(
     monkeypatch.setattr(sweep, "run_once", interrupted)
     assert sweep.main(flags(base, tmp_path, *SWEPT, "--no-plots")) == 130
     assert [row["point"] for row in lines(tmp_path)] == [lines(swept)[0]["point"]]
-    assert (tmp_path / "summary.csv").exists() and not (tmp_path / "running.json").exists()
+    assert (tmp_path / "summary.csv").exists()
     assert capsys.readouterr().err == "sweep: interrupted; the same command goes on from here\n"
 
 
 def test_a_point_that_kills_the_process_twice_is_a_row(tmp_path: Path) -> None:
-    kill = "import sys, os, pathlib; sys.path.insert(0, 'scripts'); import sweep_report\n"
-    kill += (
-        "with sweep_report.Results(pathlib.Path(sys.argv[1])).running('p') as killed: "
-        "print(killed); os._exit(9)"
+    kill = (
+        "import sys, os, pathlib; sys.path.insert(0, 'scripts'); import sweep_report\n"
+        "results = sweep_report.Results(pathlib.Path(sys.argv[1]))\n"
+        "assert results.is_wanted('p', retry_failed=False)\n"
+        "with results.attempt({'point': 'p'}): os._exit(9)"
     )
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", kill, str(tmp_path)], capture_output=True, text=True
         )
-        assert (done.returncode, done.stdout, done.stderr) == (
-            9,
-            "",
-            "",
-        ) or done.stdout == "False\n"
+        assert (done.returncode, done.stderr) == (9, "")
     results = report.Results(tmp_path)
-    with results.running("p") as was_killed:
-        assert was_killed
-    with results.running("p") as was_killed:  # the count starts again
-        assert not was_killed
-    (tmp_path / "running.json").write_text('{"poi')
-    with results.running("p") as was_killed:
-        assert not was_killed
+    killed = {"error": "the process was killed in this point", "out_of_memory": None, "starts": 2}
+    assert results.rows == {"p": {"point": "p"} | killed}
+    assert not results.is_wanted("p", retry_failed=False)
+    assert results.is_wanted("p", retry_failed=True)
+    with pytest.raises(KeyboardInterrupt), results.attempt({"point": "q"}):
+        raise KeyboardInterrupt
+    assert results.rows.keys() == {"p"} == report.Results(tmp_path).rows.keys()
+    with results.attempt({"point": "p"}):
+        pass
+    results.append({"point": "p", "figure": 1})
+    assert report.Results(tmp_path).rows == {"p": {"point": "p", "figure": 1}}
 
 
 # ---- settings ----
@@ -450,8 +438,6 @@ def test_steps_of_a_dispatch_are_counted_by_the_buckets() -> None:
         stats=lambda: {"decode_steps": 5, "attention": "xla"}, buckets=lambda: buckets
     )
     assert sweep.counters(llm) == {"decode_steps": 5, "device_decode_steps": 26}
-    del llm.buckets
-    assert sweep.counters(llm) == {"decode_steps": 5, "device_decode_steps": 5}
 
 
 def row(
@@ -471,6 +457,7 @@ def row(
         "decode_steps": 1,
         "temperature": 1.0,
     }
+    made |= {"max_num_seqs": None}
     made |= {"max_num_batched_tokens": None, "num_blocks": None, "device": "cpu", "num_devices": 1}
     made |= changes | {"point": json.dumps([batch, length, *map(str, changes.values())])}
     if rate is None:
