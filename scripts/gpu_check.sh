@@ -14,7 +14,7 @@ for part_limit in torch:50 checks:140 kernels:140 peers:80 engine:180; do
     command=(scripts/gpu_check.py "$part")
     if [[ $part == checks ]]; then command=(-m tests.kernels.on_device); fi
     echo "== $part"
-    timeout "${part_limit#*:}" "$python" "${command[@]}" --out "$out" $dry || { status=1; echo "$part: failed ($?)"; }
+    timeout "${part_limit#*:}" "$python" "${command[@]}" --out "$out" $dry || { echo "$part: failed ($?)"; status=1; }
 done
 "$python" scripts/gpu_check.py report --out "$out" | tee "$out/report.txt"
 exit $status

@@ -13,7 +13,7 @@ import pytest
 from jpaged.models.config import ModelConfig
 from jpaged.models.layout import param_shapes
 
-SMALL = "--requests 3 --input 4 9 --output 3 6 --max-model-len 32 --num-blocks 32 --dtype float32"
+SMALL = "--requests 3 --input 4 9 --output 3 6 --max-model-len 16 --num-blocks 40 --dtype float32"
 SMALL += " --max-num-seqs 8 --max-num-batched-tokens 64 --block-size 4"
 
 
@@ -37,20 +37,8 @@ def test_nano_draws_and_flags():
         and max(map(len, prompts)) <= 1024
         and max(map(max, prompts)) <= 10000
     )
-    flags = [
-        "--requests",
-        "3",
-        "--input",
-        "2",
-        "4",
-        "--output",
-        "5",
-        "5",
-        "--max-model-len",
-        "64",
-        "--temperature",
-        "0",
-    ]
+    flags = ["--requests", "3", "--input", "2", "4", "--output", "5", "5"]
+    flags += ["--max-model-len", "64", "--temperature", "0"]
     args = bench.parse_args(["--random", "tiny", "--workload", "nano", *flags])
     work = bench.full_workload(args, vocab_size=2048)
     prompts, outputs = work.requests_of()
@@ -147,7 +135,7 @@ def test_a_run_on_a_random_model(random_folder: Path, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])
     _, outputs = bench.Workload(
-        requests=3, input=(4, 9), output=(3, 6), ids=(10, 96), temperature=1.0, max_len=32
+        requests=3, input=(4, 9), output=(3, 6), ids=(10, 96), temperature=1.0, max_len=16
     ).requests_of()
     assert record["output_tokens"] == sum(outputs)
     assert record["compiles"] > 0 and record["compile_s"] > 0
@@ -158,18 +146,18 @@ def test_a_run_on_a_random_model(random_folder: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("few_shapes")
 def test_what_samples_share(random_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """4 full blocks of the prompt are held once, and each sample's own 2; the open one is copied
+    """2 full blocks of the prompt are held once, and each sample's own 2; the open one is copied
     for all but the last, which writes the original.
     """
     found = []
-    one = ["--input", "18", "18", "--output", "6", "6"]
+    one = ["--input", "10", "10", "--output", "6", "6"]
     for more in (["--requests", "1", "--n", "4"], ["--requests", "4"]):
         run(random_folder, *one, *more)
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     names = ("prefill_tokens", "output_tokens", "peak_blocks_in_use", "copied_blocks")
     assert [[record[name] for name in names] for record in found] == [
-        [18, 24, 4 + 4 * 2, 3],
-        [72, 24, 4 * 6, 0],
+        [10, 24, 2 + 4 * 2, 3],
+        [40, 24, 4 * 4, 0],
     ]
 
 

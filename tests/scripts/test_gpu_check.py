@@ -6,10 +6,10 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import _common as common
 import gpu_check
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from kernels_pallas.paged_attention import reference
 from kernels_pallas.paged_attention.cases import BENCH, BENCH_DRY, Case
 from tests.kernels import aot_cuda, on_device
 from tests.kernels.suite import Inputs, call
+from tests.tiny import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE, FRESH, CACHED = BENCH_DRY
@@ -29,20 +30,56 @@ deprecated = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(scope="module")
-def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a dry run of every part."""
-    out = tmp_path_factory.mktemp("gpu_check")
-    environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+STUB = """#!/bin/sh
+echo "$@" >> "$CALLS"
+test "$2" != report || echo a table
+test "$2" != peers
+"""
+
+
+def test_every_part_is_called_whatever_the_others_do(tmp_path: Path) -> None:
+    """A Python that notes its calls stands in; its peers fail."""
+    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    out.mkdir()
+    environment = os.environ | {"DRY": "1", "PYTHON": str(python), "CALLS": str(calls)}
     command = ["bash", "scripts/gpu_check.sh", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith((out / "report.txt").read_text())
-    return out
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "peers: failed (1)" in done.stdout
+    check, checks = "scripts/gpu_check.py", "-m tests.kernels.on_device"
+    parts = [f"{check} torch", checks, *(f"{check} {x}" for x in ("kernels", "peers", "engine"))]
+    assert calls.read_text().splitlines() == [
+        *(f"{part} --out {out} --dry" for part in parts),
+        f"{check} report --out {out}",
+    ]
+    assert (out / "report.txt").read_text() == "a table\n" and done.stdout.endswith("a table\n")
 
 
+@pytest.fixture
+def dry(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    few_shapes: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Path:
+    """The folder of a dry run of every part, as in programs of their own: no strict promotion."""
+    decode = next(case for case in on_device.DRY if case.queries is None)
+    prefill = next(case for case in on_device.DRY if case.queries is not None)
+    monkeypatch.setattr(on_device, "DRY", (decode, prefill))
+    monkeypatch.setitem(common.MODELS, "tiny", CONFIG)
+    out = ["--out", str(tmp_path)]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert on_device.main([*out, "--dry"]) == 0
+        for part in gpu_check.PARTS:
+            assert gpu_check.main([part, *out, "--dry"]) == 0
+    capsys.readouterr()
+    assert gpu_check.main(["report", *out]) == 0
+    (tmp_path / "report.txt").write_text(capsys.readouterr().out)
+    return tmp_path
+
+
+@deprecated
 def test_dry_run(dry: Path) -> None:
     parts = {file.stem: json.loads(file.read_text()) for file in dry.glob("*.json")}
     assert parts.keys() == {"checks", *gpu_check.PARTS}

@@ -51,11 +51,11 @@ def test_parse_hlo():
 ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
   %x = bf16[8,64]{1,0} parameter(0), metadata={op_name="x"}
   %w = bf16[32,64]{1,0} parameter(1)
-  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, metadata={op_name="jit(f)/mlp/while/up/dot"}
+  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%inside, FUSED
   %copy.2 = f32[8,32]{1,0} copy(%fused)
   ROOT %loop = (f32[8,32]{1,0}, s32[]) while(%copy.2), body=%b, metadata={op_name="jit(f)/while"}
 }
-"""
+""".replace("FUSED", 'metadata={op_name="jit(f)/mlp/while/body/up/dot"}')
     )
     assert ops["fused"].scope == "mlp/up"
     assert ops["fused"].matmul.flops == 2 * 8 * 32 * 64

@@ -21,7 +21,6 @@ from matplotlib import pyplot
 
 import jpaged.config
 from jpaged import LLM
-from tests.tiny import CONFIG, compile_cache
 
 # Of the JSON that `vllm bench serve` writes.
 VLLM_KEYS = {
@@ -66,33 +65,30 @@ OWN_KEYS |= {"duration_spread"}
 
 
 @contextlib.contextmanager
-def quickly(folder: Path) -> Iterator[None]:
-    """Two shapes to compile an engine, loaded from a folder once they were compiled; no measuring
-    of the memory.
-    """
-    with pytest.MonkeyPatch.context() as patch, compile_cache(folder):
+def quickly() -> Iterator[None]:
+    """Two shapes to compile an engine; no measuring of the memory."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jpaged.config, "TOKEN_BUCKETS", (64,))
         patch.setattr(jpaged.config, "SEQ_BUCKETS", (8,))
         patch.setattr(common, "read_bandwidth", lambda: 10.0)
         yield
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config.json of a tiny model."""
-    folder = tmp_path_factory.mktemp("base")
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def _quick(base: Path) -> Iterator[None]:
-    with quickly(base / "compiled"):
+def _quick() -> Iterator[None]:
+    with quickly():
         yield
 
 
-def flags(base: Path, out: Path, *more: str) -> list[str]:
-    model = ["--random", str(base / "config.json"), "--dtype", "float32", "--block-size", "4"]
+def flags(random_folder: Path, out: Path, *more: str) -> list[str]:
+    model = [
+        "--random",
+        str(random_folder / "config.json"),
+        "--dtype",
+        "float32",
+        "--block-size",
+        "4",
+    ]
     return [*model, "--output", "4", "--repeat", "1", "--out", str(out), *more]
 
 
@@ -100,11 +96,12 @@ SWEPT = ("--batch", "1", "3", "--input", "5", "9", "--num-blocks", "40")
 
 
 @pytest.fixture(scope="module")
-def swept(base: Path) -> Path:
+def swept(random_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the results of four points of one engine."""
-    with quickly(base / "compiled"):
-        assert sweep.main(flags(base, base / "swept", *SWEPT)) == 0
-    return base / "swept"
+    with quickly():
+        folder = tmp_path_factory.mktemp("swept")
+        assert sweep.main(flags(random_folder, folder, *SWEPT)) == 0
+    return folder
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -169,7 +166,7 @@ def test_rows_of_a_sweep(swept: Path) -> None:
 
 def test_a_broken_sweep_goes_on(
     swept: Path,
-    base: Path,
+    random_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -183,7 +180,7 @@ def test_a_broken_sweep_goes_on(
         "run_once",
         lambda llm, prompts, point: ran.append(point) or run_once(llm, prompts, point),
     )
-    again = flags(base, out, *SWEPT, "--no-plots")
+    again = flags(random_folder, out, *SWEPT, "--no-plots")
     assert sweep.main(again) == 0
     assert [(p["num_prompts"], p["random_input_len"]) for p in ran] == [
         (3, 9)
@@ -210,7 +207,10 @@ def test_a_broken_sweep_goes_on(
 
 
 def test_out_of_memory_is_a_row(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    random_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # not needed without plots
     stream, errors = (
@@ -224,7 +224,7 @@ def test_out_of_memory_is_a_row(
         return stream(self, prompts, *args)
 
     monkeypatch.setattr(LLM, "stream", full)
-    again = flags(base, tmp_path, *SWEPT, "--batch", "3", "2", "1", "--no-plots")
+    again = flags(random_folder, tmp_path, *SWEPT, "--batch", "3", "2", "1", "--no-plots")
     assert sweep.main(again) == 2
     rows = lines(tmp_path)
     failed = ["MemoryError: no room", "JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GB"]
@@ -250,12 +250,12 @@ def test_out_of_memory_is_a_row(
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 1 + 6
 
 
-def test_what_does_not_fit_is_a_row(base: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_a_row(random_folder: Path, tmp_path: Path) -> None:
     """In a pool of 12 tokens a prompt does not fit, or what follows it; nor does more than the
     model's 64 tokens.
     """
     more = ["--batch", "1", "--input", "5", "10", "20", "61", "--num-blocks", "3", "--no-plots"]
-    assert sweep.main(flags(base, tmp_path, *more)) == 2
+    assert sweep.main(flags(random_folder, tmp_path, *more)) == 2
     fits, outgrows, prompt, model = lines(tmp_path)
     assert "error" not in fits
     assert outgrows["out_of_memory"] and prompt["out_of_memory"] and not model["out_of_memory"]
@@ -265,9 +265,9 @@ def test_what_does_not_fit_is_a_row(base: Path, tmp_path: Path) -> None:
     assert model["error"] == "ConfigError: 65 tokens: the model has max_position_embeddings=64"
 
 
-def test_settings_that_are_refused_are_rows(base: Path, tmp_path: Path) -> None:
+def test_settings_that_are_refused_are_rows(random_folder: Path, tmp_path: Path) -> None:
     more = ["--batch", "3", "--input", "9", "--attention", "none", "auto", "--no-plots"]
-    assert sweep.main(flags(base, tmp_path, *SWEPT, *more)) == 2
+    assert sweep.main(flags(random_folder, tmp_path, *SWEPT, *more)) == 2
     refused, served = lines(tmp_path)
     assert refused["error"].startswith("ConfigError: attention='none'") and "error" not in served
     assert (served["attention"], served["attention_used"]) == ("auto", "xla")
@@ -275,7 +275,7 @@ def test_settings_that_are_refused_are_rows(base: Path, tmp_path: Path) -> None:
 
 def test_an_interrupt_keeps_what_is_done(
     swept: Path,
-    base: Path,
+    random_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -288,7 +288,7 @@ def test_an_interrupt_keeps_what_is_done(
         return run_once(llm, prompts, point)
 
     monkeypatch.setattr(sweep, "run_once", interrupted)
-    assert sweep.main(flags(base, tmp_path, *SWEPT, "--no-plots")) == 130
+    assert sweep.main(flags(random_folder, tmp_path, *SWEPT, "--no-plots")) == 130
     assert [row["point"] for row in lines(tmp_path)] == [lines(swept)[0]["point"]]
     assert (tmp_path / "summary.csv").exists()
     assert capsys.readouterr().err == "sweep: interrupted; the same command goes on from here\n"
