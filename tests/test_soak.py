@@ -60,6 +60,7 @@ def calm(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "RATES", {})
 
 
+@pytest.mark.slow
 def test_a_short_soak(
     tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,38 +57,14 @@ def test_every_part_is_called_whatever_the_others_do(tmp_path: Path) -> None:
     assert (out / "report.txt").read_text() == "a table\n" and done.stdout.endswith("a table\n")
 
 
-@pytest.fixture
-def dry(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    few_shapes: None,
-    capsys: pytest.CaptureFixture[str],
-) -> Path:
-    """The folder of a dry run of every part, as in programs of their own: no strict promotion."""
-    decode = next(case for case in on_device.DRY if case.queries is None)
-    prefill = next(case for case in on_device.DRY if case.queries is not None)
-    monkeypatch.setattr(on_device, "DRY", (decode, prefill))
-    monkeypatch.setitem(common.MODELS, "tiny", CONFIG)
-    out = ["--out", str(tmp_path)]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert on_device.main([*out, "--dry"]) == 0
-        for part in gpu_check.PARTS:
-            assert gpu_check.main([part, *out, "--dry"]) == 0
-    capsys.readouterr()
-    assert gpu_check.main(["report", *out]) == 0
-    (tmp_path / "report.txt").write_text(capsys.readouterr().out)
-    return tmp_path
-
-
-@deprecated
-def test_dry_run(dry: Path) -> None:
-    parts = {file.stem: json.loads(file.read_text()) for file in dry.glob("*.json")}
-    assert parts.keys() == {"checks", *gpu_check.PARTS}
-    assert set(parts["checks"]) == {"mosaic_gpu", "triton", "xla"}
+def check_parts(out: Path, names: set[str]) -> None:
+    """What a dry run writes, with these implementations."""
+    parts = {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
+    assert parts.keys() == {"checks", *gpu_check.PARTS} and set(parts["checks"]) == names
     for name, checked in parts["checks"].items():
         assert checked["passed"] > 0 and not checked["failed"], name
-    times = parts["kernels"]["times"].values()
-    assert all(isinstance(s, float) for times in times for s in times.values())
+    for times in parts["kernels"]["times"].values():
+        assert times.keys() == names and all(isinstance(s, float) for s in times.values())
     peers = parts["peers"]["times"]
     for case, peer in ((DECODE, "jax_triton"), (DECODE, "cudnn"), (FRESH, "cudnn")):
         assert isinstance(peers[case.name][peer], float), peers
@@ -97,8 +74,40 @@ def test_dry_run(dry: Path) -> None:
     assert all(isinstance(peers[case.name]["cudnn_paged"], str) for case in BENCH_DRY)
     assert all(record["output_tok_s"] > 0 for record in parts["engine"].values())
     assert set(parts["engine"]) == {"auto", "xla"}
-    report = (dry / "report.txt").read_text()
-    assert "of limit" in report and report.count("decode 2x40") == 7 and "engine auto" in report
+    report = gpu_check.report_part(out)
+    assert "of limit" in report and report.count("decode 2x40") == len(names) + 4
+    assert "engine auto" in report
+
+
+@deprecated
+@pytest.mark.usefixtures("few_shapes")
+def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part, as in programs of their own: no strict promotion. Without the Mosaic kernels,
+    which take longest to interpret.
+    """
+    cases = {case.queries is None: case for case in on_device.DRY}
+    monkeypatch.setattr(on_device, "DRY", tuple(cases.values()))
+    monkeypatch.setattr(on_device, "IMPLEMENTATIONS", ("triton",))
+    monkeypatch.setattr(gpu_check, "IMPLEMENTATIONS", ("triton", "xla"))
+    monkeypatch.setitem(common.MODELS, "tiny", CONFIG)
+    flags = ["--out", str(tmp_path), "--dry"]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert on_device.main(flags) == 0
+        for part in gpu_check.PARTS:
+            assert gpu_check.main([part, *flags]) == 0
+    check_parts(tmp_path, {"triton", "xla"})
+
+
+@pytest.mark.slow
+def test_the_whole_dry_run(tmp_path: Path) -> None:
+    environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    command = ["bash", "scripts/gpu_check.sh", str(tmp_path)]
+    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=600, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_parts(tmp_path, {"mosaic_gpu", "triton", "xla"})
+    report = (tmp_path / "report.txt").read_text()
+    assert report == gpu_check.report_part(tmp_path) + "\n" and done.stdout.endswith(report)
 
 
 def test_report_of_what_is_there(tmp_path: Path) -> None:
