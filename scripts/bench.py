@@ -140,9 +140,10 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:
     """The engine, from nothing to ready (its steps are compiled when they are first met)."""
-    engine = common.engine_settings(args) | {"max_model_len": work.max_len}
-    random_model = functools.partial(common.random_params, config, args.dtype)
-    return jpaged.LLM(args.checkpoint if args.random is None else random_model(), **engine)
+    engine: dict[str, Any] = common.engine_settings(args) | {"max_model_len": work.max_len}
+    is_random = args.checkpoint is None
+    model = common.random_params(config, args.dtype) if is_random else args.checkpoint
+    return jpaged.LLM(model, **engine)
 
 
 def timed(llm: Any, prompts: list[list[int]], work: Workload, outputs: list[int]) -> dict[str, Any]:

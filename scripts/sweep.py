@@ -315,7 +315,7 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
     print(f"{len(points)} points, {done}; rows go to {results.path}", flush=True)
     if not wanted:
         return
-    same = {"backend": "jpaged", "repeat": args.repeat} | common.environment()
+    same: dict[str, Any] = {"backend": "jpaged", "repeat": args.repeat} | common.environment()
     same["read_bandwidth_gb_s"] = common.read_bandwidth()
     engines = Engines(args, common.model_config(args), points)
     shown = dict.fromkeys([*report.SIZES, *report.varying(points)])
