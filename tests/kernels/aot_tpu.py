@@ -7,7 +7,6 @@ for each.
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,16 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.paged_attention import tpu
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
+from scripts._common import LIBTPU, absent_devices
 from tests.hlo import pool_copies
 
 LAYERS = 3
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 CHIPS = ("v5e:2x2", "v6e:2x2")
 
 
@@ -142,15 +140,6 @@ def lower(program: Program) -> str:
         )
 
 
-def without_libtpu() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    return (
-        None
-        if importlib.util.find_spec("libtpu")
-        else "libtpu is not installed: pip install libtpu"
-    )
-
-
 def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
     """What `main` prints, by program."""
     command = [sys.executable, "-m", "tests.kernels.aot_tpu", chip]
@@ -158,7 +147,7 @@ def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
     run = subprocess.run(
         command,
         cwd=root,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | LIBTPU | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -170,8 +159,7 @@ def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
 
 
 def main(chip: str) -> None:
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip)
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(absent_devices("tpu", chip)[:1]), ("x",), axis_types=(AxisType.Auto,))
     for program in PROGRAMS:
         start = time.perf_counter()
         # The abstract mesh tells Pallas which chip it is.

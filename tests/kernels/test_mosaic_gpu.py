@@ -27,6 +27,7 @@ from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.cases import GPU, Case
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
+from scripts._common import cannot_compile
 from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check, prepared
 
@@ -320,7 +321,7 @@ def test_lowers_for_cuda(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot_cuda.missing() is not None, reason=str(aot_cuda.missing()))
+@pytest.mark.skipif(cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda")))
 def test_compiles_for_sm_90a_without_spills(tmp_path: Path) -> None:
     """In a process of its own: the folder that the compiler reports to has to be known before jax
     is imported.

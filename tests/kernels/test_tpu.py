@@ -25,6 +25,7 @@ from kernels_pallas.paged_attention import reference, tpu
 from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.tpu import attention, kernel
+from scripts._common import cannot_compile
 from tests.kernels import aot_tpu
 from tests.kernels.suite import CASES, PagedAttentionSuite, bounded, build, call, check
 
@@ -347,7 +348,7 @@ def test_lowers(program: aot_tpu.Program) -> None:
     assert aot_tpu.lower(program).count("tpu_custom_call") > 0
 
 
-@pytest.mark.skipif(aot_tpu.without_libtpu() is not None, reason=str(aot_tpu.without_libtpu()))
+@pytest.mark.skipif(cannot_compile("tpu") is not None, reason=str(cannot_compile("tpu")))
 @pytest.mark.parametrize("chip", aot_tpu.CHIPS)
 def test_compiles_and_leaves_the_pool_in_place(chip: str) -> None:
     results = aot_tpu.compile_all(chip, timeout=TIMEOUT - 10)

@@ -1,8 +1,7 @@
 """tunix's GRPO learner with its own sampler and with jpaged as its rollout engine: rewards over
 seeds, throughput.
 
-    python scripts/tunix_grpo.py [--seeds 5] [--steps 30]         # in an environment with
-    jpaged[clients]
+    python examples/tunix_grpo.py [--seeds 5] [--steps 30]    # where jpaged[clients] is installed
 
 A random Qwen3 of a million parameters learns, on CPU, to write digits (the reward is their share of
 the completion). "one key" is tunix as it comes, which draws from one key in every call and so
