@@ -240,7 +240,7 @@ class TestManifest:
     def test_ids_that_changed_between_the_samples(
         self, files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("jpaged.integrations.batch.manifest.SAMPLE", 1)
+        monkeypatch.setattr("jpaged.integrations.batch.source.SAMPLE", 1)
         files.lines = [{"id": f"{i:04}", "prompt": "a"} for i in range(50)]
         files.put(files.lines)
         files.run()
