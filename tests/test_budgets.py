@@ -18,7 +18,7 @@ MOST_LINES_OF_A_FILE = 500
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
     "request path": 5450,  # asked: 3500
-    "checkpoint": 810,  # asked: 500
+    "checkpoint": 670,  # asked: 500
     "batch": 2700,  # asked: 1500
     "scripts": 4800,  # asked: 2200
 }
