@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
-from jpaged.models.layout import param_shapes
 
 import jpaged
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import Params
+from jpaged.models.params import Params, param_shapes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that models have
 

@@ -18,7 +18,7 @@ import _common as common
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.block_manager import BlockManager, GroupSize
 from jpaged.engine.buckets import output_sections
 from jpaged.engine.packing import pack, unpack_result
 from jpaged.engine.scheduler import Scheduler
@@ -40,7 +40,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         num_blocks=rows * per_seq + 64,
     ).resolve(MODEL)
     assert config.num_blocks is not None
-    blocks = BlockManager(config.num_blocks, block_size)
+    blocks = BlockManager([GroupSize(config.num_blocks)], block_size)
     scheduler = Scheduler(blocks, max_num_seqs=rows, max_num_batched_tokens=8192)
     rng = random.Random(0)
     for i in range(rows):

@@ -18,18 +18,17 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import _common as common
 import jax
 
-from jpaged.checks import read_json
+import jpaged
 from jpaged.config import EngineConfig
 from jpaged.errors import JpagedError
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import footprint, memory
-from jpaged.runtime.runner import Placement
+from jpaged.runtime.footprint import stored_dtype
+from jpaged.runtime.memory import Limits, MemoryPlan
 
 GIB = 1 << 30
 # of a GPU that jax takes; the rest is CUDA's and other programs'
@@ -76,13 +75,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def served_dtype(args: argparse.Namespace) -> str:
-    if args.dtype is not None:
-        return args.dtype
-    raw = read_json(Path(args.checkpoint) / "config.json") if args.checkpoint is not None else {}
-    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-
-
 @contextlib.contextmanager
 def device_of(card: Card | None, reason: str | None) -> Iterator[Any]:
     """The device to compile for; a CPU where there is a reason that nothing can be compiled."""
@@ -95,39 +87,22 @@ def device_of(card: Card | None, reason: str | None) -> Iterator[Any]:
             yield device
 
 
-def limits_of(card: Card | None, device: Any, utilization: float, weights: int) -> memory.Limits:
-    """The limits once the weights are there."""
-    if card is not None:
-        return memory.Limits(total=int(card.limit * utilization), in_use=weights)
-    limits = memory.Limits.of(device, utilization)
-    if limits.pool is None:
-        return dataclasses.replace(limits, in_use=limits.in_use + weights)
-    pool = max(min(memory.CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
-    return dataclasses.replace(limits, pool=pool)
-
-
 def make_plan(
-    args: argparse.Namespace, config: EngineConfig, model: ModelConfig, dtype: str
-) -> tuple[memory.MemoryPlan, str]:
+    args: argparse.Namespace, config: EngineConfig, model: ModelConfig | str
+) -> tuple[MemoryPlan, str]:
     """The plan, and where what it says of the steps comes from."""
     card = CARDS.get(args.card)
     reason = None if card is None else common.cannot_compile(card.platform)
+    limits = card and Limits(total=int(card.limit * config.memory_utilization))
+    compiled = reason is None and not args.bound
     with device_of(card, reason) as device:
-        where = Placement(mesh=None, axis=None, device=device)
-        params = common.abstract_params(model, dtype, where.replicated)
-        weights = footprint.bytes_on_device(params)
-        limits = limits_of(card, device, config.memory_utilization, weights)
-        probe = footprint.probe_runner(model, config, where, params)
-        if reason is None and not args.bound:
-            found = footprint.plan_within(config, limits, probe)
-            return found, found.needs.source
-        needs = footprint.bound(model, config, dtype, probe.block_bytes)
-        sizes = {"block_bytes": probe.block_bytes, "weights": weights}
-        found = memory.plan(config, limits, needs=needs, **sizes)
-        return found, f"{needs.source}, proved for CPUs only ({reason or 'as asked'})"
+        found = jpaged.plan_memory(model, config, device=device, limits=limits, compiled=compiled)
+    if compiled:
+        return found, found.needs.source
+    return found, f"{found.needs.source}, proved for CPUs only ({reason or 'as asked'})"
 
 
-def table(found: memory.MemoryPlan) -> str:
+def table(found: MemoryPlan) -> str:
     """The account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
     parts = {**found.account, "unused": found.waste, "limit": found.limit}
     share = 100 / max(found.limit, 1)
@@ -140,9 +115,10 @@ def table(found: memory.MemoryPlan) -> str:
 
 
 def report(args: argparse.Namespace) -> None:
-    model, dtype = common.model_config(args), served_dtype(args)
-    config = EngineConfig(**common.engine_settings(args)).resolve(model)
-    found, source = make_plan(args, config, model, dtype)
+    model = args.checkpoint or common.model_config(args)
+    config = EngineConfig(**common.engine_settings(args))
+    found, source = make_plan(args, config, model)
+    dtype = args.dtype or stored_dtype(model)
     card = args.card or "the device at hand"
     print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")
     print(table(found))

@@ -31,7 +31,7 @@ import bench
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.block_manager import BlockManager, GroupSize
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request
@@ -161,7 +161,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     """
     assert config.num_blocks is not None and config.max_model_len is not None
     scheduler = Scheduler(
-        BlockManager(config.num_blocks, config.block_size),
+        BlockManager([GroupSize(config.num_blocks)], config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         decode_steps=config.decode_steps or 1,

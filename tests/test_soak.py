@@ -99,9 +99,9 @@ def test_a_leaked_block_is_seen(
     free, leaked = BlockManager.free, []
 
     def leak(self: BlockManager, seq: Any) -> None:
-        if seq.block_table and not leaked:
-            leaked.append(seq.block_table[0])
-            self.blocks[seq.block_table[0]].ref_count += 1
+        if seq.block_tables and not leaked:
+            leaked.append(seq.block_tables[0][0])
+            self.groups[0].blocks[leaked[0]].ref_count += 1
         free(self, seq)
 
     monkeypatch.setattr(BlockManager, "free", leak)

@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket
@@ -38,23 +37,24 @@ def main(platform: str, chip: str) -> int:
     model, good = MODELS["0.6b"], True
     config = EngineConfig(max_model_len=4096, max_num_seqs=256, num_blocks=BLOCKS).resolve(model)
     M = config.max_blocks_per_seq
-    prefill = Bucket(phase="prefill", tokens=8192, rows=64, blocks=M)
-    decode = Bucket(phase="decode", tokens=256, rows=256, blocks=M)
+    prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
+    decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
     loop = dataclasses.replace(decode, steps=8)
     cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
     with absent_device(platform, chip) as device:
         placement = Placement(mesh=None, axis=None, device=device)
-        runner = Runner(model, config, placement, jnp.bfloat16)
-        runner.params = abstract_params(model, "bfloat16", placement.replicated)
+        params = abstract_params(model, "bfloat16", placement.replicated)
+        runner = Runner(model, config, placement, params)
+        (pool,) = runner.pools
         for name, bucket in cases.items():
             began = time.perf_counter()
             with mock.patch.object(jax, "jit", not_donated if name == CONTROL else JIT):
-                compiled = runner.lower(bucket).compile()
-            copies = len(pool_copies(compiled.as_text(), math.prod(runner.layout.shape)))
+                compiled = runner.steps.lower(bucket).compile()
+            copies = len(pool_copies(compiled.as_text(), math.prod(pool.shape)))
             good &= (copies > 0) == (name == CONTROL)
             found = {
                 "name": f"step {name} {bucket.tokens}x{bucket.rows}",
-                "kernel": runner.kernel.name,
+                "kernel": pool.kernel.name,
                 "pool_copies": copies,
                 "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
                 "seconds": round(time.perf_counter() - began, 1),

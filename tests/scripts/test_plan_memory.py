@@ -67,11 +67,9 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_account_as_a_table() -> None:
-    limits, sizes = (
-        memory.Limits(total=64 << 20),
-        EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG),
-    )
-    found = memory.plan(sizes, limits, block_bytes=1 << 20, weights=16 << 20, needs=memory.Needs())
+    limits, pool = memory.Limits(total=64 << 20), memory.PoolCost(((1 << 20, None),))
+    sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG)
+    found = memory.plan(sizes, limits, pool=pool, weights=16 << 20, needs=memory.Needs())
     *rows, last = plan_memory.table(found).splitlines()
     assert [row.split()[0] for row in rows] == [
         "weights",
