@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import GroupSize
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
 from jpaged.engine.engine import Engine
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_result
-from jpaged.engine.plan import Plan, PlanEntry, StepResult
+from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
@@ -435,20 +436,22 @@ class Letters:
         return "".join(chr(ord("a") + t % 26) for t in ids)
 
 
-class CheckedScheduler(Scheduler):
-    """Asserts the invariants of every plan as it is made, and counts forks: `joined` at a prompt,
-    `split` of a beam.
-    """
+class CountedQueues(Queues):
+    """Counts forks: `joined` at a prompt, `split` of a beam."""
 
     forks: ClassVar[Counter[str]] = Counter()
 
-    def _join(self, seq: Sequence, leader: Sequence) -> PlanEntry:
+    def join(self, seq: Sequence, leader: Sequence) -> None:
         self.forks["joined"] += 1
-        return super()._join(seq, leader)
+        super().join(seq, leader)
 
     def fork(self, parent: Sequence) -> Sequence:
         self.forks["split"] += 1
         return super().fork(parent)
+
+
+class CheckedScheduler(Scheduler):
+    """Asserts the invariants of every plan as it is made."""
 
     def schedule(self) -> Plan | None:
         plan = super().schedule()
@@ -460,6 +463,7 @@ class CheckedEngine(Engine):
     def _new_scheduler(self) -> Scheduler:
         scheduler = super()._new_scheduler()
         scheduler.__class__ = CheckedScheduler
+        scheduler.queues.__class__ = CountedQueues
         return scheduler
 
 
@@ -568,7 +572,9 @@ class Host:
         scheduler.check_integrity()
         seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
         swapped = sum(seq.swapped.num_bytes for seq in seqs if seq.swapped is not None)
-        assert swapped == scheduler.host_bytes - scheduler.free_host_bytes, "host bytes leaked"
+        assert swapped == scheduler.swapping.host_bytes - scheduler.swapping.free_bytes, (
+            "host bytes leaked"
+        )
         for group, eras in zip(self.blocks.groups, self.runner.born, strict=True):
             for block_id in group.cached.values():
                 born = min(eras[block_id * size : (block_id + 1) * size])
@@ -578,6 +584,10 @@ class Host:
         self.engine.reset_prefix_cache()
         self.runner.era += 1
         self.era = self.runner.era
+
+    def found(self, seq: Sequence) -> list[int]:
+        """The blocks of the first group that hold a sequence's longest cached prefix."""
+        return self.blocks.cache.match(seq).tables[0]
 
     def fits(self, prompt_len: int, count: int) -> bool:
         """Whether so many tokens more fit the pool alone; the KV of the last one is never

@@ -23,10 +23,14 @@ from hypothesis.stateful import (
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.packing import Batch
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.plan import Moves
+from jpaged.engine.prefill import PrefillPlanner
+from jpaged.engine.prefix_cache import PrefixCache
+from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.swapping import Swapping
 from jpaged.search.beam import BeamSearch
-from tests.engine.mock import ROOTS, CheckedScheduler, Host, MockRunner, check_ended, check_search
+from tests.engine.mock import ROOTS, CountedQueues, Host, MockRunner, check_ended, check_search
 from tests.engine.test_engine import no_parent_check, stale_hash_entry
 
 SALTS = st.sampled_from([None, None, None, "a", "b"])
@@ -73,7 +77,7 @@ class HostMachine(RuleBasedStateMachine):
         self.live: list[Request] = []
         self.ended: list[list[int]] = []  # tokens that a next turn may start with
         self.saved: Saved | None = None
-        self.forks_before = Counter(CheckedScheduler.forks)
+        self.forks_before = Counter(CountedQueues.forks)
 
     def added(self, before: int) -> None:
         self.live += list(self.host.engine.requests.values())[before:]
@@ -211,21 +215,23 @@ class HostMachine(RuleBasedStateMachine):
             for seq in r.sequences
         ]
         if seqs and (seq := seqs[which % len(seqs)]).status is not Status.FINISHED:
-            self.host.engine.scheduler.finish(seq, "abort")
+            self.host.engine.scheduler.queues.finish(seq, "abort")
             self.seen["samples aborted"] += 1
 
-    @precondition(lambda self: hasattr(self, "host") and self.host.engine.scheduler.running)
+    @precondition(lambda self: hasattr(self, "host") and self.host.engine.scheduler.queues.running)
     @rule(which=st.integers(0, 99), count=st.integers(1, 3))
     def preempt(self, which: int, count: int) -> None:
         scheduler = self.host.engine.scheduler
-        for _ in range(min(count, len(scheduler.running))):
-            scheduler.preempt(list(scheduler.running)[which % len(scheduler.running)])
+        for _ in range(min(count, len(scheduler.queues.running))):
+            scheduler.queues.preempt(
+                list(scheduler.queues.running)[which % len(scheduler.queues.running)]
+            )
 
     @rule()
     def reset(self) -> None:
         self.host.reset()
         seqs = [seq for request in self.live for seq in request.sequences]
-        assert not any(self.host.blocks.match(seq) or seq.swapped for seq in seqs)
+        assert not any(self.host.blocks.cache.match(seq).contents or seq.swapped for seq in seqs)
 
     @rule()
     def snapshot(self) -> None:
@@ -255,7 +261,8 @@ class HostMachine(RuleBasedStateMachine):
         assert (
             tokens_of(self.host.engine.requests) == tokens and self.host.blocks.num_used == was_used
         )
-        assert all(self.host.blocks.blocks[b].hash is None for b in self.host.blocks._free)
+        for group in self.host.blocks.groups:
+            assert all(group.blocks[b].content is None for b in group.free)
         self.seen["restores"] += 1
 
     @rule(
@@ -297,7 +304,7 @@ class HostMachine(RuleBasedStateMachine):
                 self.stepped(1)
             assert self.host.run() == [] and not self.host.engine.has_unfinished()
             stats = self.host.engine.stats
-            self.seen += Counter(stats.preemptions) + (CheckedScheduler.forks - self.forks_before)
+            self.seen += Counter(stats.preemptions) + (CountedQueues.forks - self.forks_before)
             self.seen += Counter(
                 {"examples": 1, "engine steps": stats.prefill_steps + stats.decode_steps}
             )
@@ -360,8 +367,8 @@ def sharing_workload(depth: int, seed: int) -> None:
             host.add_samples(prompt, rng.randrange(1, 5), rng.randrange(1, 9), eos_ids=eos_ids)
         for _ in range(rng.randrange(1, 7)):
             host.step()
-        if engine.scheduler.running and rng.random() < 0.4:
-            engine.scheduler.preempt(rng.choice(list(engine.scheduler.running)))
+        if engine.scheduler.queues.running and rng.random() < 0.4:
+            engine.scheduler.queues.preempt(rng.choice(list(engine.scheduler.queues.running)))
         if rng.random() < 0.1:
             host.reset()
             state = None
@@ -372,14 +379,15 @@ def sharing_workload(depth: int, seed: int) -> None:
         elif i % 8 == 0:
             state = engine.snapshot()
     host.run()
-    assert engine.scheduler.free_host_blocks == engine.scheduler.host_blocks
+    assert engine.scheduler.swapping.free_bytes == engine.scheduler.swapping.host_bytes
 
 
 def fork_without_counting(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: BlockManager, parent: Sequence, child: Sequence) -> None:
         fork(self, parent, child)
-        for block_id in child.block_table:
-            self.blocks[block_id].ref_count -= 1
+        for group, table in zip(self.groups, child.block_tables, strict=True):
+            for block_id in table:
+                group.blocks[block_id].ref_count -= 1
 
     fork = BlockManager.fork
     patch.setattr(BlockManager, "fork", mutated)
@@ -387,14 +395,18 @@ def fork_without_counting(patch: pytest.MonkeyPatch) -> None:
 
 def written_in_place(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: BlockManager, seq: Sequence, position: int) -> bool:
-        return position // self.block_size < len(seq.block_table)
+        is_there = position // self.block_size < len(seq.block_tables[0])
+        return is_there or make_writable(self, seq, position)
 
-    patch.setattr(BlockManager, "is_writable", mutated)
+    make_writable = BlockManager.make_writable
+    patch.setattr(BlockManager, "make_writable", mutated)
 
 
 def copy_skipped(patch: pytest.MonkeyPatch) -> None:
     take = BlockManager.take_copies
-    patch.setattr(BlockManager, "take_copies", lambda self: take(self)[1:])
+    patch.setattr(
+        BlockManager, "take_copies", lambda self: tuple(pairs[1:] for pairs in take(self))
+    )
 
 
 def hash_list_shared(patch: pytest.MonkeyPatch) -> None:
@@ -407,23 +419,23 @@ def hash_list_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_in_forgets(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Scheduler, seq: Sequence, matched: list[int]) -> None:
-        admit(self, seq, matched)
-        self._swap_ins = [(swapped, [-1] * len(blocks)) for swapped, blocks in self._swap_ins]
+    def mutated(self: Swapping) -> Moves:
+        return tuple((swapped, [[-1] * len(b) for b in blocks]) for swapped, blocks in take(self))
 
-    admit = Scheduler._admit
-    patch.setattr(Scheduler, "_admit", mutated)
+    take = Swapping.take_ins
+    patch.setattr(Swapping, "take_ins", mutated)
 
 
 def swap_out_of_other_blocks(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Scheduler) -> tuple:
-        n = self.blocks.num_blocks
+    def mutated(self: Swapping) -> Moves:
+        n = self.blocks.groups[0].num_blocks
         return tuple(
-            (swapped, [(block + 1) % n for block in blocks]) for swapped, blocks in take(self)
+            (swapped, [[(block + 1) % n for block in ids] for ids in blocks])
+            for swapped, blocks in take(self)
         )
 
-    take = Scheduler.take_swap_outs
-    patch.setattr(Scheduler, "take_swap_outs", mutated)
+    take = Swapping.take_outs
+    patch.setattr(Swapping, "take_outs", mutated)
 
 
 def swapped_after_the_step(patch: pytest.MonkeyPatch) -> None:
@@ -435,7 +447,7 @@ def swapped_after_the_step(patch: pytest.MonkeyPatch) -> None:
             data[:] = read(self, block_ids)
         return handle
 
-    def postponed(self: MockRunner, block_ids: list[int]) -> list:
+    def postponed(self: MockRunner, block_ids: list[list[int]]) -> list:
         data = read(self, block_ids)
         self.__dict__.setdefault("unread", []).append((data, block_ids))
         return data
@@ -454,7 +466,7 @@ def restored_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_blocks_remembered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockManager, "forget_free", lambda self: None)
+    patch.setattr(PrefixCache, "forget_free", lambda self: None)
 
 
 def snapshot_not_copied(patch: pytest.MonkeyPatch) -> None:
@@ -470,33 +482,31 @@ def snapshot_not_copied(patch: pytest.MonkeyPatch) -> None:
 def extended_before_forking(patch: pytest.MonkeyPatch) -> None:
     """A beam that goes on in two ways gets its token first, and its fork has that one too."""
 
-    def mutated(self: Scheduler, search: BeamSearch) -> None:
+    def mutated(self: BeamSearch, queues: Queues) -> None:
         first = {
-            beam: (token, logprob) for beam, token, logprob in reversed(search.choose().continued)
+            beam: (token, logprob) for beam, token, logprob in reversed(self.choose().continued)
         }
         patch.setattr(Sequence, "copy", lambda self: copy(self).extend(*first[self]))
-        advance(self, search)
+        steer(self, queues)
         patch.setattr(Sequence, "copy", copy)
 
-    copy, advance = Sequence.copy, Scheduler._advance
-    patch.setattr(Scheduler, "_advance", mutated)
+    copy, steer = Sequence.copy, BeamSearch.steer
+    patch.setattr(BeamSearch, "steer", mutated)
 
 
 def host_budget_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "drop_swapped", lambda self, seq: setattr(seq, "swapped", None))
+    patch.setattr(Swapping, "drop", lambda self, seq: setattr(seq, "swapped", None))
 
 
 def host_survives_a_reset(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "reset_prefix_cache", lambda self: self.scheduler.blocks.reset())
+    patch.setattr(Engine, "reset_prefix_cache", lambda self: self.scheduler.blocks.cache.reset())
 
 
 def joined_anywhere(patch: pytest.MonkeyPatch) -> None:
     """Forks come last in the plan, not right after the row whose prompt they share."""
-    plan_prefill = Scheduler._plan_prefill
+    plan = PrefillPlanner.plan
     patch.setattr(
-        Scheduler,
-        "_plan_prefill",
-        lambda self: sorted(plan_prefill(self), key=lambda e: e.num_tokens == 0),
+        PrefillPlanner, "plan", lambda self: sorted(plan(self), key=lambda e: e.num_tokens == 0)
     )
 
 
