@@ -89,17 +89,13 @@ class BlockManager:
             if group.window is None:
                 self._extend(group, table, len(seq))
 
-    def _first_tables(self, seq: Sequence, match: Match) -> tuple[list[int], ...]:
-        """Tables to begin with: those of a match, but where KV comes back from the host, a window
-        takes all that it sees from there.
-        """
-        if seq.swapped is None or seq.swapped.num_tokens <= match.num_blocks * self.block_size:
-            return match.tables
-        position = seq.swapped.num_tokens
-        return tuple(
-            table if group.window is None else [GONE] * group.first_seen(position)
-            for group, table in zip(self.groups, match.tables, strict=True)
-        )
+    def _first_tables(self, seq: Sequence, match: Match) -> list[list[int]]:
+        """Tables to begin with: of a match, what is seen from its end or that of the host's KV."""
+        swapped = 0 if seq.swapped is None else seq.swapped.num_tokens
+        position = max(match.num_blocks * self.block_size, swapped)
+        firsts = [group.first_seen(position) for group in self.groups]
+        pairs = zip(firsts, match.tables, strict=True)
+        return [[GONE] * first + table[first:] for first, table in pairs]
 
     def reach(self, seq: Sequence) -> int:
         """Tokens that a sequence's blocks and all free ones could hold."""
@@ -152,11 +148,10 @@ class BlockManager:
     ) -> list[list[int]]:
         """The blocks of a sequence's first tokens that later ones see; -1 for those of a match."""
         past = self.blocks_for(num_tokens)
+        cached = 0 if match is None else match.num_blocks
         found = []
         for group, table in zip(self.groups, seq.block_tables, strict=True):
             first = group.first_seen(num_tokens)
-            # Where a window looks back, nothing of the match was taken.
-            cached = match.num_blocks if match is not None and group.window is None else 0
             found.append([-1] * (cached - first) + table[max(first, cached) : past].tolist())
         return found
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
 from jpaged.engine.engine import Engine
@@ -83,15 +84,24 @@ class MockRunner:
     """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to
     raise.
 
-    windows: of the groups of layers. pools: of each group, the KV in every slot. born: the era in
-    which each slot was written, or the oldest one in what that was computed from.
+    windows: of the groups of layers; those with one have `windowed_blocks` blocks, if that is not
+    None. pools: of each group, the KV in every slot. born: the era in which each slot was written,
+    or the oldest one in what that was computed from.
     """
 
-    def __init__(self, config: EngineConfig, windows: tuple[int | None, ...] = (None,)):
+    def __init__(
+        self,
+        config: EngineConfig,
+        windows: tuple[int | None, ...] = (None,),
+        windowed_blocks: int | None = None,
+    ):
         self.config = config
-        assert config.num_blocks is not None
+        most = config.num_blocks
+        assert most is not None
+        windowed = most if windowed_blocks is None else windowed_blocks
         self.kv_groups = tuple(
-            GroupSize(config.num_blocks, window, 2**20 // len(windows)) for window in windows
+            GroupSize(most if window is None else windowed, window, 2**20 // len(windows))
+            for window in windows
         )
         self.fail: set[tuple[str, int]] = set()
         self.calls: dict[str, int] = dict.fromkeys(
@@ -130,15 +140,13 @@ class MockRunner:
                 drawn = _views(outs[1], output_sections(batch.sample, self.config)[0])
                 assert not rows["context_lens"][batch.num_rows :].any()
                 for row, at in enumerate(view["logits_indices"][: batch.num_rows]):
-                    length, kv = contexts[at]
+                    length, kv, last = contexts[at]
                     assert length == rows["context_lens"][row], "drawn after another's context"
-                    device_row = rows["device_rows"][row]
-                    if "follows" in rows and rows["follows"][row]:
-                        drawn["num_drawn"][row] = self.last[device_row] != STOPPED
-                    else:
-                        drawn["num_drawn"][row] = 1
-                    if drawn["num_drawn"][row]:
+                    follows = "follows" in rows and bool(rows["follows"][row])
+                    assert follows == (last is not None), "whose token is on the device follows it"
+                    if last != STOPPED:
                         self._draw(rows, drawn, row, 0, kv)
+                    drawn["num_drawn"][row] = last != STOPPED
                     forks[at] += 1
             spans = []
             for at, (start, end) in chunks.items():
@@ -153,9 +161,9 @@ class MockRunner:
 
     def _prefill(
         self, view: Views, out: Views
-    ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, int]]]:
-        """The length and visible KV of each row's context, and (start, end) of each row's chunk, by
-        the place of its last token.
+    ) -> tuple[dict[int, tuple[int, list[int], int | None]], dict[int, tuple[int, int]]]:
+        """The length and visible KV of each row's context with its last token if the device alone
+        knows it, and (start, end) of each row's chunk, by the place of its last token.
         """
         contexts, chunks = {}, {}
         self._copy(view)
@@ -165,10 +173,13 @@ class MockRunner:
             if not tokens:
                 assert end == 0, "a row without tokens has no context"
                 continue
+            last = None
             if tokens[0] == ON_DEVICE:
-                tokens = [max(self.last[view["device_rows"][row]], 0)]
+                last = self.last[view["device_rows"][row]]
+                assert last != POISON, f"row {row} decodes from a row of the device without a token"
+                tokens = [max(last, 0)]
             own, seen = self._attend(view["block_tables"][:, row], int(end), tokens)
-            contexts[past - 1] = int(end), seen
+            contexts[past - 1] = int(end), seen, last
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, own, view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
@@ -436,6 +447,17 @@ class Letters:
         return "".join(chr(ord("a") + t % 26) for t in ids)
 
 
+class CountedBlocks(BlockManager):
+    """Counts blocks that windows leave while their sequence runs."""
+
+    given_back: ClassVar[int] = 0
+
+    def trim(self, seq: Sequence) -> None:
+        before = sum(seq.first_held)
+        super().trim(seq)
+        CountedBlocks.given_back += sum(seq.first_held) - before
+
+
 class CountedQueues(Queues):
     """Counts forks: `joined` at a prompt, `split` of a beam."""
 
@@ -451,11 +473,15 @@ class CountedQueues(Queues):
 
 
 class CheckedScheduler(Scheduler):
-    """Asserts the invariants of every plan as it is made."""
+    """Asserts the invariants of every plan as it is made, and counts those of mixed rows."""
+
+    mixed: ClassVar[int] = 0
 
     def schedule(self) -> Plan | None:
         plan = super().schedule()
         self.check_integrity(plan)
+        if plan is not None:
+            CheckedScheduler.mixed += len({entry.decodes for entry in plan.entries}) > 1
         return plan
 
 
@@ -464,6 +490,7 @@ class CheckedEngine(Engine):
         scheduler = super()._new_scheduler()
         scheduler.__class__ = CheckedScheduler
         scheduler.queues.__class__ = CountedQueues
+        scheduler.blocks.__class__ = CountedBlocks
         return scheduler
 
 
@@ -472,7 +499,13 @@ class Host:
     test needs.
     """
 
-    def __init__(self, depth: int = 1, windows: tuple[int | None, ...] = (None,), **settings: Any):
+    def __init__(
+        self,
+        depth: int = 1,
+        windows: tuple[int | None, ...] = (None,),
+        windowed_blocks: int | None = None,
+        **settings: Any,
+    ):
         self.windows = windows
         sizes: dict[str, Any] = {
             "block_size": 4,
@@ -482,7 +515,7 @@ class Host:
         }
         config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
         self.config = config.resolve(MODEL)
-        self.runner = MockRunner(self.config, windows)
+        self.runner = MockRunner(self.config, windows, windowed_blocks)
         self.engine = CheckedEngine(self.config, self.runner, depth=depth)
         self.era = 0  # of the last reset: what was written before it must not be found
         self._ids = itertools.count()
