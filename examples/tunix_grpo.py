@@ -45,15 +45,8 @@ PROMPTS = ("1+1=", "count: ", "a9b8c", "the year is ")
 CHARACTERS = [chr(32 + i) for i in range(95)]
 EOS, PAD = 95, 96
 GENERATIONS = 8
-T_95 = {
-    2: 12.71,
-    3: 4.30,
-    4: 3.18,
-    5: 2.78,
-    6: 2.57,
-    8: 2.36,
-    10: 2.26,
-}  # Student's t of n samples, both sides
+# Student's t of n samples, both sides.
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
 
 
 class OwnSampler(VanillaRollout):

@@ -51,11 +51,8 @@ OF_REQUEST = {
     "error": pa.string(),
     "error_type": pa.string(),
 }
-SHAPING = (
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-)  # decide which columns there are, so they are no row's to set
+# Decide which columns there are, so they are no row's to set.
+SHAPING = "n", "logprobs", "prompt_logprobs"
 
 
 class JPagedPredictor:
@@ -97,9 +94,8 @@ class JPagedPredictor:
             sampling_column,
         )
         self._seed, self._template, self._prefix = seed, chat_template_kwargs, output_prefix
-        self._longest: dict[bool, int | None] | None = (
-            None  # max_tokens of a conversation (True) and of a prompt
-        )
+        # max_tokens of a conversation (True) and of a prompt.
+        self._longest: dict[bool, int | None] | None = None
         if isinstance(sampling, SamplingParams):
             self._params = sampling
         else:
@@ -113,9 +109,8 @@ class JPagedPredictor:
             if "max_tokens" not in given:
                 self._longest = {True: MAX_TOKENS["chat"], False: MAX_TOKENS["bare"]}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
-        self._done: dict[
-            str, RequestOutput
-        ] = {}  # finished, not yet taken by the batch they belong to
+        # finished, not yet taken by the batch they belong to.
+        self._done: dict[str, RequestOutput] = {}
 
     async def __call__(self, batch: Any) -> Any:
         """A batch in any of Ray's formats -> a pyarrow Table of its columns and the answers'.
