@@ -79,8 +79,8 @@ def check(
             output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4
         )
     runner = api.kept_sessions()[-1].runner
-    assert runner._pool is not None
-    spec = runner._pool.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    assert runner._state is not None
+    spec = runner._state.kv[0].sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
     assert tuple(spec)[2:3] == (axis,) or (axis is None and not any(spec))
     return runner
 
@@ -105,7 +105,7 @@ def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jpaged"):
         runner = check(sharded, params, None, "tp")
     assert "MB of sharded weights for serving" in caplog.text
-    assert runner._pool.addressable_shards[0].data.shape[2] == 2, "one KV head a device"
+    assert runner._state.kv[0].addressable_shards[0].data.shape[2] == 2, "one KV head a device"
     assert runner.placement.mesh == mesh(2, 2)
     scored: Any = jpaged.score(sharded, PROMPTS[1], engine_config=SETTINGS)
     np.testing.assert_allclose(
