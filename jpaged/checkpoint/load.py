@@ -35,7 +35,7 @@ def load_params(
     target = None if dtype is None else float_dtype(dtype)
     folder = Path(path).expanduser().absolute()
     config = read_config(folder)
-    plan = find_parts(folder, config)
+    stored = find_parts(folder, config)
     shapes = {name: spec.shape(config) for name, spec in param_table(config).items()}
     shardings: dict[str, Any] = {}
     if mesh is not None:
@@ -45,10 +45,10 @@ def load_params(
     leaves = {}
     # Large ones first, while there is most room.
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
-        held = {part.dtype for part in plan[name]}
+        held = {part.dtype for part in stored[name]}
         own = held.pop() if len(held) == 1 else DTYPES["float32"]
         buffer = empty(shapes[name], target or own)
-        for part in plan[name]:
+        for part in stored[name]:
             part.read(buffer[part.index])
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
         leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
