@@ -18,6 +18,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import output_sections
 from jpaged.engine.packing import pack, unpack_result
 from jpaged.engine.scheduler import Scheduler
@@ -50,13 +51,15 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         num_blocks=rows * per_seq + 64,
     ).resolve(MODEL)
     assert config.num_blocks is not None
-    blocks = BlockManager(config.num_blocks, block_size)
+    blocks = BlockManager([GroupSize(config.num_blocks)], block_size)
     scheduler = Scheduler(blocks, max_num_seqs=rows, max_num_batched_tokens=8192)
     rng = random.Random(0)
     for i in range(rows):
         params = SamplingParams(max_tokens=3 * steps, ignore_eos=True)
         prompt = [rng.randrange(MODEL.vocab_size) for _ in range(PROMPT)]
-        scheduler.add(Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0])
+        scheduler.queues.add(
+            Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0]
+        )
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}
     while len(times["commit"]) < steps:
         marks = [time.perf_counter()]

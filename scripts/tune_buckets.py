@@ -31,6 +31,7 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request
@@ -180,7 +181,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     """
     assert config.num_blocks is not None and config.max_model_len is not None
     scheduler = Scheduler(
-        BlockManager(config.num_blocks, config.block_size),
+        BlockManager([GroupSize(config.num_blocks)], config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         decode_steps=config.decode_steps or 1,
@@ -189,7 +190,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         ids = rng.integers(0, VOCABULARY, prompt).tolist()
-        scheduler.add(
+        scheduler.queues.add(
             Request([Row(str(i), ids, params, max_model_len=config.max_model_len)]).sequences[0]
         )
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
@@ -202,7 +203,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
-    if failed := [seq for seq in scheduler.take_finished() if seq.error is not None]:
+    if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}
 

@@ -82,7 +82,7 @@ def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
     engine = next(reversed(api._engines.values()))._engine
     assert engine is not None and not engine.requests and engine.scheduler.blocks.num_used == 0
-    assert engine.scheduler.free_host_blocks == engine.scheduler.host_blocks
+    assert engine.scheduler.swapping.free_bytes == engine.scheduler.swapping.host_bytes
     engine.scheduler.check_integrity()
     return engine
 

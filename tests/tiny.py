@@ -165,7 +165,7 @@ def assert_idle(llm: jpaged.LLM) -> None:
     assert stats["blocks_in_use"] == stats["host_blocks_in_use"] == 0
     scheduler = llm._engine.scheduler
     scheduler.check_integrity()
-    assert sorted(scheduler._slots) == list(range(scheduler.max_num_seqs))
+    assert sorted(scheduler.queues.free_rows) == list(range(scheduler.queues.max_num_seqs))
 
 
 @contextlib.contextmanager
