@@ -87,9 +87,8 @@ def logprobs_of(params: Any, arrays: Any, temperature: float) -> jax.Array:
     """
     tokens = jnp.concatenate([arrays["prompt_ids"], arrays["completion_ids"]], axis=1)
     left = arrays["prompt_ids"].shape[1] - arrays["prompt_lens"]
-    tokens = jax.vmap(lambda row, n: jnp.roll(row, -n))(
-        tokens, left
-    )  # prompts are padded on the left: begin at 0
+    # Prompts are padded on the left: begin at 0.
+    tokens = jax.vmap(lambda row, n: jnp.roll(row, -n))(tokens, left)
     model = bind(params.config, dict(params))
     hidden, _ = model(tokens)
     before = (

@@ -36,11 +36,8 @@ from jpaged.checks import read_json
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind, to_tree
 
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-)  # ids 0 (padding, and between documents), 1, 2 (EOS)
+# Ids 0 (padding, and between documents), 1, 2 (EOS).
+SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Like Qwen's, but every newline is a piece of its own, so that a prompt may end just before one or
 # just after it.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
@@ -89,9 +86,8 @@ class Settings:
     chat_share: float = 0.2  # of the training tokens
     max_files: int | None = None
     seed: int = 0
-    compute: str = (
-        "bfloat16"  # of the forward and backward pass; the weights that the optimizer sees are f32
-    )
+    # Of the forward and backward pass; the weights that the optimizer sees are f32.
+    compute: str = "bfloat16"
 
     def model(self) -> ModelConfig:
         """The architecture."""

@@ -28,6 +28,8 @@ from jpaged.request.outputs import (
     to_arrays,
 )
 from jpaged.request.sampling_params import SamplingParams
+from jpaged.runtime.footprint import plan_memory
+from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.runner import BucketReport
 from jpaged.session import Snapshot
 
@@ -42,7 +44,9 @@ __all__ = [
     "EngineConfig",
     "GenerationError",
     "JpagedError",
+    "Limits",
     "Logprob",
+    "MemoryPlan",
     "ModelConfig",
     "Params",
     "RequestError",
@@ -54,6 +58,7 @@ __all__ = [
     "generate",
     "load_params",
     "params_from",
+    "plan_memory",
     "release",
     "save_params",
     "score",

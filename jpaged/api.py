@@ -51,7 +51,8 @@ def generate(
     """
     key = as_key(seed)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        return calls.generate(as_list(prompts), sampling_params, key, on_error, use_tqdm)
+        makes = calls.completions(as_list(prompts), sampling_params, key)
+        return calls.complete(makes, on_error, use_tqdm)
 
 
 def beam_search(
@@ -79,7 +80,7 @@ def beam_search(
     """
     how = (beam_width, max_tokens, length_penalty, early_stopping)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        return calls.beam_search(as_list(prompts), how, on_error, use_tqdm)
+        return calls.complete(calls.beam_searches(as_list(prompts), *how), on_error, use_tqdm)
 
 
 def score(

@@ -40,24 +40,38 @@ class Calls:
 
     # Many prompts at once
 
-    def generate(
-        self,
-        prompts: list[Any],
-        sampling_params: SamplingParamsLike,
-        key: Key,
-        on_error: OnError,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """An output of each prompt, whose randomness is that of `key` and its place in the list."""
-        jobs = self._admit(self._makers(prompts, sampling_params, key), on_error)
-        return self._complete(jobs, on_error, use_tqdm)
+    def completions(
+        self, prompts: list[Any], sampling_params: SamplingParamsLike, key: Key, **how: bool
+    ) -> list[Make]:
+        """What makes the request of each prompt. Its randomness is that of `key` and its place.
 
-    def beam_search(
-        self, prompts: list[Any], how: tuple[Any, ...], on_error: OnError, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        """An output of each prompt; how: the other arguments of Processor.beam_search."""
-        makers = [partial(self.processor.beam_search, prompt, *how) for prompt in prompts]
-        return self._complete(self._admit(makers, on_error), on_error, use_tqdm)
+        how: Processor.request's streaming.
+        """
+        make, each = self.processor.request, match_sampling_params(sampling_params, len(prompts))
+        return [
+            partial(make, prompt, asked, fold_in(key, i), **how)
+            for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
+        ]
+
+    def beam_searches(self, prompts: list[Any], *how: Any) -> list[Make]:
+        """What makes the search of each prompt; how: as in Processor.beam_search."""
+        make: Any = self.processor.beam_search
+        return [partial(make, prompt, *how) for prompt in prompts]
+
+    def complete(self, makes: list[Make], on_error: OnError, use_tqdm: bool) -> list[RequestOutput]:
+        """Make the requests, run them to their ends and return an output of each."""
+        jobs = self._admit(makes, on_error)
+        self._reserve([job for job in jobs if isinstance(job, Request)])
+        if on_error == "return":
+            jobs = [self._failed_misfit(job) for job in jobs]
+        self.run([job for job in jobs if isinstance(job, Request)], use_tqdm=use_tqdm)
+        outputs = [self.output(job) if isinstance(job, Request) else job for job in jobs]
+        failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
+        if failures and on_error == "raise":
+            i, error = failures[0]
+            said = f"{len(failures)} of {len(outputs)} requests failed; request {i}: {error}"
+            raise GenerationError(said, outputs) from error
+        return outputs
 
     def score(
         self, token_lists: list[Any], temperature: float, return_greedy: bool
@@ -70,31 +84,19 @@ class Calls:
         logprobs, greedy = scores(requests)
         return (logprobs, greedy) if return_greedy else logprobs
 
-    def stream(
-        self, prompts: list[Any], sampling_params: SamplingParamsLike, key: Key
-    ) -> Iterator[CompletionChunk]:
-        """The completions in pieces as they grow; closing it aborts the rest."""
-        makers = self._makers(prompts, sampling_params, key, streaming=True)
-        jobs = self._admit(makers, "raise")
+    def stream(self, makes: list[Make]) -> Iterator[CompletionChunk]:
+        """Make the requests now; yield what each step adds to them. Closing it aborts the rest."""
+        jobs = self._admit(makes, "raise")
         return self._stream([job for job in jobs if isinstance(job, Request)])
 
-    def _makers(
-        self, prompts: list[Any], sampling_params: SamplingParamsLike, key: Key, **how: bool
-    ) -> list[Make]:
-        make, each = self.processor.request, match_sampling_params(sampling_params, len(prompts))
-        return [
-            partial(make, prompt, asked, fold_in(key, i), **how)
-            for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
-        ]
-
-    def _admit(self, makers: List[Make], on_error: OnError) -> list[Job]:
+    def _admit(self, makes: list[Make], on_error: OnError) -> list[Job]:
         """The Request of each prompt that can run; of each other its failed output, or its error
         raised.
         """
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
         jobs: list[Job] = []
-        for i, make in enumerate(makers):
+        for i, make in enumerate(makes):
             try:
                 jobs.append(make())
             except RequestError as e:
@@ -102,20 +104,6 @@ class Calls:
                     raise type(e)(f"request {i}: {e}") from e
                 jobs.append(failed(self.processor.new_id(), e, make.args[0], []))
         return jobs
-
-    def _complete(self, jobs: list[Job], on_error: OnError, use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests among the jobs to their ends; an output of each job."""
-        self._reserve([job for job in jobs if isinstance(job, Request)])
-        if on_error == "return":
-            jobs = [self._failed_misfit(job) for job in jobs]
-        self.run([job for job in jobs if isinstance(job, Request)], use_tqdm=use_tqdm)
-        outputs = [self.output(job) if isinstance(job, Request) else job for job in jobs]
-        failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
-        if failures and on_error == "raise":
-            i, error = failures[0]
-            said = f"{len(failures)} of {len(outputs)} requests failed; request {i}: {error}"
-            raise GenerationError(said, outputs) from error
-        return outputs
 
     def _reserve(self, requests: list[Request]) -> None:
         """Have room for these requests at full length, where the pool grows."""
@@ -164,7 +152,8 @@ class Calls:
         if error := self._misfit(request):
             raise error
         request.weight_version = self.session.weights.version
-        self.session.awake_engine.add(request)
+        self.session.check_awake()
+        self.session.engine.add(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:

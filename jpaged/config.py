@@ -12,57 +12,68 @@ from kernels_pallas.paged_attention import IMPLEMENTATIONS
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 
 
+def _knob[T](default: T, help: str) -> T:
+    """A field of EngineConfig: its default and what it is, which command lines show as well."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How to serve. None means "chosen for the model and the machine"; `resolve` fills it in
     once.
     """
 
-    max_model_len: int | None = (
-        None  # tokens of prompt and completion together; None: max_position_embeddings
+    max_model_len: int | None = _knob(
+        None, "tokens of prompt and completion together; None: max_position_embeddings"
     )
-    max_num_seqs: int = 256  # rows that run at once
-    max_num_batched_tokens: int = 8192  # prefill tokens a step
-    block_size: int = 64  # P, tokens a KV block
-    num_blocks: int | None = None  # N; None sizes the pool from memory (see runtime/memory.py)
-    memory_utilization: float = (
-        0.9  # share of an accelerator's memory for weights, temporaries and pool together
+    max_num_seqs: int = _knob(256, "rows that run at once")
+    max_num_batched_tokens: int = _knob(8192, "prefill tokens a step")
+    block_size: int = _knob(64, "P, tokens a KV block")
+    num_blocks: int | None = _knob(None, "N, KV blocks; None sizes the pool from memory")
+    memory_utilization: float = _knob(
+        0.9, "share of an accelerator's memory for weights, temporaries and pool together"
     )
-    enable_prefix_caching: bool = True
-    max_n: int = 256  # samples that one request may ask for
-    swap_space_gib: float = (
-        0.0  # host memory for the KV of preempted sequences, GiB; 0 computes it again instead
+    enable_prefix_caching: bool = _knob(True, "compute equal beginnings of prompts once")
+    max_n: int = _knob(256, "samples that one request may ask for")
+    swap_space_gib: float = _knob(
+        0.0, "host memory for the KV of preempted sequences, GiB; 0 computes it again instead"
     )
-    swap_min_tokens: int = 64  # sequences shorter than this are computed again anyway
-    dtype: str | None = (
-        None  # serve in this dtype (one cast a weight version); None keeps the params' own
+    swap_min_tokens: int = _knob(64, "sequences shorter than this are computed again anyway")
+    dtype: str | None = _knob(
+        None, "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own"
     )
-    # The kernel: "auto" takes the fastest that can run here, a named one that cannot is an error.
-    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = "auto"
-    token_buckets: tuple[int, ...] | None = (
-        None  # the padded sizes that steps are compiled for, ascending
+    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = _knob(
+        "auto", "the kernel: the fastest that can run here, or one by name, which then must"
     )
-    seq_buckets: tuple[int, ...] | None = None
-    decode_steps: int | None = (
-        None  # tokens of a row that one dispatch draws at most, in a loop on the device
+    token_buckets: tuple[int, ...] | None = _knob(
+        None, "padded token counts that steps are compiled for, ascending"
     )
-    max_logprobs: int = 20  # this and the next two: widths of what the steps are told and return
-    max_logit_bias: int = 64
-    max_stop_ids: int = 16
-    strict: bool = (
-        False  # compile the whole bucket table at start; a shape outside it is then an error
+    seq_buckets: tuple[int, ...] | None = _knob(
+        None, "padded row counts that steps are compiled for, ascending"
     )
-    # Tokens and logprobs whose bits depend on the request alone: every step is of PINNED tokens,
-    # whatever the buckets.
-    deterministic: bool = False
-    # Rows that decode join the prefill steps, one token each, in place of waiting for them to end.
-    mixed: bool = False
-    tensor_axis: str | None = (
-        "auto"  # mesh axis over which KV heads are split; "auto" takes the one the params use
+    decode_steps: int | None = _knob(
+        None, "tokens of a row that one dispatch draws at most, in a loop on the device"
     )
-    # Where jax keeps compiled steps between processes; "auto" is a folder of the user's cache
-    # unless jax was given one, None leaves jax's own setting.
-    compilation_cache_dir: str | None = "auto"
+    max_logprobs: int = _knob(20, "alternatives of a token that a request may ask for")
+    max_logit_bias: int = _knob(64, "biased tokens that a request may have")
+    max_stop_ids: int = _knob(16, "stop token ids that a request may have on the device")
+    strict: bool = _knob(
+        False, "compile the whole bucket table at start; a shape outside it is then an error"
+    )
+    deterministic: bool = _knob(
+        False, "bits depend on the request alone: every step is of one size, whatever the buckets"
+    )
+    mixed: bool = _knob(
+        False, "rows that decode join the prefill steps, in place of waiting for them to end"
+    )
+    tensor_axis: str | None = _knob(
+        "auto", "mesh axis over which KV heads are split; auto takes the one the params use"
+    )
+    compilation_cache_dir: str | None = _knob(
+        "auto",
+        "where compiled steps are kept between processes; auto is a folder of the user's cache "
+        "unless jax was given one, None leaves jax's own setting",
+    )
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
@@ -70,18 +81,11 @@ class EngineConfig:
         at_least(0, self, "max_logprobs", "swap_min_tokens")
         chosen = ("max_model_len", "num_blocks", "decode_steps")  # unless they are None
         at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
-        if (
-            not isinstance(self.memory_utilization, int | float)
-            or not 0.0 < self.memory_utilization <= 1.0
-        ):
-            raise ConfigError(f"memory_utilization={self.memory_utilization!r}: must be in (0, 1]")
-        if (
-            not isinstance(self.swap_space_gib, int | float)
-            or not 0.0 <= self.swap_space_gib < math.inf
-        ):
-            raise ConfigError(
-                f"swap_space_gib={self.swap_space_gib!r}: must be a number of GiB of at least 0"
-            )
+        share, swap = self.memory_utilization, self.swap_space_gib
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"memory_utilization={share!r}: must be in (0, 1]")
+        if not isinstance(swap, int | float) or not 0.0 <= swap < math.inf:
+            raise ConfigError(f"swap_space_gib={swap!r}: must be a number of GiB of at least 0")
         for name in ("token_buckets", "seq_buckets"):
             if (sizes := getattr(self, name)) is not None:
                 if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
@@ -108,26 +112,21 @@ class EngineConfig:
             raise ConfigError(
                 f"max_model_len={max_model_len}: the model has max_position_embeddings={longest}"
             )
-        tokens = self.token_buckets or _sizes(TOKEN_BUCKETS, self.max_num_batched_tokens)
-        rows = self.seq_buckets or _sizes(SEQ_BUCKETS, self.max_num_seqs)
-        if tokens[-1] < self.max_num_batched_tokens:
-            raise ConfigError(
-                f"token_buckets={tokens} end below "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}"
-            )
-        if rows[-1] < self.max_num_seqs:
-            raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={self.max_num_seqs}")
-        resolved = self
+        batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
+        rows = self.seq_buckets or _up_to(seqs, SEQ_BUCKETS)
+        if tokens[-1] < batched:
+            raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={batched}")
+        if rows[-1] < seqs:
+            raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={seqs}")
         if self.deterministic:
             tokens = rows = (PINNED,)
-            least = {
-                name: min(getattr(self, name), PINNED)
-                for name in ("max_num_seqs", "max_num_batched_tokens")
-            }
-            resolved = dataclasses.replace(self, **least)
+            batched, seqs = min(batched, PINNED), min(seqs, PINNED)
         return dataclasses.replace(
-            resolved,
+            self,
             max_model_len=max_model_len,
+            max_num_batched_tokens=batched,
+            max_num_seqs=seqs,
             token_buckets=tokens,
             seq_buckets=rows,
             decode_steps=self.decode_steps or 1,
@@ -146,55 +145,24 @@ class EngineConfig:
         return -(-self.max_model_len // self.block_size)
 
 
+# Tokens and rows of every step with deterministic=True: the bits of a matmul's rows depend on their
+# number.
+PINNED = 64
+
+
+def _powers(least: int, most: int) -> tuple[int, ...]:
+    """From one power of two to another: all between them, and the sizes halfway."""
+    count = (most // least).bit_length() - 1
+    return *(size << i for i in range(count) for size in (least, least * 3 // 2)), most
+
+
 # At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a
 # single row is a slow path of XLA on CPU.
-# tokens and rows of every step with deterministic=True: the bits of a matmul's rows depend on their
-# number
-PINNED = 64
-TOKEN_BUCKETS = (
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    6144,
-    8192,
-    12288,
-    16384,
-)
-SEQ_BUCKETS = (
-    8,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-)
+TOKEN_BUCKETS = (16, 32, *_powers(64, 16384))
+SEQ_BUCKETS = (8, *_powers(16, 4096))
 
 
-def _sizes(table: tuple[int, ...], largest: int) -> tuple[int, ...]:
+def _up_to(largest: int, table: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes of a table below `largest`, then the first that holds it (or `largest` itself past
     the table's end).
     """

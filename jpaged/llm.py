@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jpaged.calls import Calls, OnError, OnUnfinished, SamplingParamsLike
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
-from jpaged.engine.keys import Key, fold_in
+from jpaged.engine.keys import fold_in
 from jpaged.errors import ConfigError
 from jpaged.models.params import Params
 from jpaged.request.chat import Chat, as_chats
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.prompts import as_key, as_list
+from jpaged.request.prompts import CallKeys, as_list
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.runner import BucketReport
 from jpaged.runtime.weights import as_params
@@ -32,8 +32,8 @@ class LLM:
     model: a checkpoint folder; or, with `params`, what describes them (ModelConfig, Hugging Face
     config dict, folder); or Params themselves. tokenizer: a transformers tokenizer; None takes the
     source folder's, loaded when first needed. mesh: where to serve; None is the mesh of the params'
-    own shardings. seed: int or jax key. The rest are EngineConfig's fields. Raises CheckpointError
-    or ConfigError. session: what holds weights, pool and engine.
+    own shardings. seed: int or jax key. The rest are EngineConfig's fields. session holds weights,
+    pool and engine. Raises CheckpointError or ConfigError.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class LLM:
         self.session = Session(weights, config, mesh, grows=False)
         self.calls = Calls(self.session, tokenizer, weights.source)
         self.model_config, self.engine_config = weights.config, self.session.engine_config
-        self.num_calls = 0  # folded into the seed
-        self._key = as_key(seed)
+        self.keys = CallKeys(seed)
         self.session.bind(weights)
         self.session.start()
 
@@ -65,9 +64,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. See jpaged.generate."""
-        prompts = as_list(prompts)
-        key = self._next_key()
-        return self.calls.generate(prompts, sampling_params, key, on_error, use_tqdm)
+        makes = self.calls.completions(as_list(prompts), sampling_params, self.keys.next())
+        return self.calls.complete(makes, on_error, use_tqdm)
 
     def beam_search(
         self,
@@ -82,7 +80,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The beam_width likeliest completions of each prompt: see jpaged.beam_search."""
         how = (beam_width, max_tokens, length_penalty, early_stopping)
-        return self.calls.beam_search(as_list(prompts), how, on_error, use_tqdm)
+        makes = self.calls.beam_searches(as_list(prompts), *how)
+        return self.calls.complete(makes, on_error, use_tqdm)
 
     def chat(
         self,
@@ -98,16 +97,23 @@ class LLM:
         """Answer one conversation (a list of {"role", "content"}) or each of a list, by the chat
         template. sampling_params None generates up to the end of the context.
         """
-        how = (chat_template_kwargs, add_generation_prompt, continue_final_message)
-        chats = as_chats(messages, *how)
-        asked = SamplingParams(max_tokens=None) if sampling_params is None else sampling_params
-        return self.generate(chats, asked, on_error=on_error, use_tqdm=use_tqdm)
+        chats = as_chats(
+            messages,
+            template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        if sampling_params is None:
+            sampling_params = SamplingParams(max_tokens=None)
+        return self.generate(chats, sampling_params, on_error=on_error, use_tqdm=use_tqdm)
 
     def stream(
         self, prompts: Any, sampling_params: SamplingParamsLike = None
     ) -> Iterator[CompletionChunk]:
         """The completions in pieces, which add up to generate's. Closing it aborts the rest."""
-        return self.calls.stream(as_list(prompts), sampling_params, self._next_key())
+        prompts, key = as_list(prompts), self.keys.next()
+        makes = self.calls.completions(prompts, sampling_params, key, streaming=True)
+        return self.calls.stream(makes)
 
     def score(
         self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False
@@ -124,7 +130,7 @@ class LLM:
     ) -> str:
         """Queue one prompt and return its id; RequestError at once if it can never run."""
         asked = SamplingParams() if sampling_params is None else sampling_params
-        key = fold_in(self._next_key(), 0)
+        key = fold_in(self.keys.next(), 0)
         return self.calls.add(self.calls.processor.request(prompt, asked, key, request_id))
 
     def step(self) -> list[RequestOutput]:
@@ -159,10 +165,9 @@ class LLM:
         self.session.bind(fresh, donate=donate)
 
     def sleep(self, *, mode: OnUnfinished = "refuse") -> None:
-        """Free the pool, its prefixes and weights made for serving until `wake`.
+        """Free the pool, its prefixes and weights made for serving until `wake`; mode: as above.
 
-        The params themselves stay, since they are the caller's, and so do compiled steps; mode: as
-        in update_params, which may be called meanwhile.
+        The params stay, since they are the caller's; update_params may be called meanwhile.
         """
         self.calls.finish(mode)
         self.session.sleep()
@@ -172,11 +177,11 @@ class LLM:
         self.session.wake()
 
     def snapshot(self) -> Snapshot:
-        """The unfinished requests, their KV and their randomness, to `restore` any number of times.
+        """The unfinished requests, their KV and randomness, to `restore` any number of times.
 
         Costs a copy of the blocks in use, on the host. Prefixes that no request holds are left out.
         """
-        return self.session.snapshot(ready=tuple(self.calls.ready), num_calls=self.num_calls)
+        return self.session.snapshot(ready=tuple(self.calls.ready), num_calls=self.keys.count)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this LLM: stepping gives the same tokens again.
@@ -184,7 +189,7 @@ class LLM:
         What was added since is gone. RequestError for one of another LLM or of other weights.
         """
         self.session.restore(snapshot)
-        self.calls.ready, self.num_calls = list(snapshot.ready), snapshot.num_calls
+        self.calls.ready, self.keys.count = list(snapshot.ready), snapshot.num_calls
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -206,8 +211,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
-        session, version = self.session, self.weight_version
-        return {**session.engine.report(), **session.runner.report(), "weight_version": version}
+        return self.session.report()
 
     def buckets(self) -> list[BucketReport]:
         """Every shape of a step: how often it ran, its padding, and what it cost to compile."""
@@ -215,16 +219,13 @@ class LLM:
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
         """Compile every shape of `buckets` now, in parallel threads; returns seconds."""
-        return self.session.warmup(use_tqdm=use_tqdm)
+        self.session.check_awake()
+        return self.session.runner.warmup(use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; of no use afterwards."""
         self.calls.ready = []
         self.session.close()
-
-    def _next_key(self) -> Key:
-        self.num_calls += 1
-        return fold_in(self._key, self.num_calls)
 
 
 def _weights(model: Any, params: Any, dtype: str | None, mesh: Mesh | None) -> Params:

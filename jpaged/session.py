@@ -12,12 +12,12 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
-from jpaged.models.params import Params
+from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.runner import Runner
-from jpaged.runtime.weights import DONATED, ServingWeights, as_params, is_deleted, placement
+from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
 
@@ -78,13 +78,10 @@ class Session:
         assert isinstance(runner, Runner)
         return runner
 
-    @property
-    def awake_engine(self) -> Engine:
-        """The engine, to run or restore requests; ConfigError while it sleeps."""
-        engine = self.engine
+    def check_awake(self) -> None:
+        """ConfigError from `sleep` to `wake`."""
         if self._is_asleep:
             raise ConfigError("this LLM sleeps: call wake() first")
-        return engine
 
     # Weights
 
@@ -92,17 +89,14 @@ class Session:
         """Weights of any form as Params that can be bound; ConfigError where they cannot be."""
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         if fresh.config != self.model_config:
-            raise ConfigError(
-                f"params of another architecture: {fresh.config} is not {self.model_config}"
-            )
+            own = self.model_config
+            raise ConfigError(f"params of another architecture: {fresh.config} is not {own}")
         self.weights.check_dtypes(fresh)
         return fresh
 
     def bind(self, params: Params, *, donate: bool = False) -> None:
         """Serve these weights from the next step on, or once awake; new ones drop the prefixes.
-
-        donate: the old weights are given up: their arrays are deleted, whoever holds them, except
-        those that the new ones share.
+        donate: delete the old ones' arrays, whoever holds them, but those that the new ones share.
         """
         if donate:
             _delete(self.params, kept=params)
@@ -126,8 +120,7 @@ class Session:
 
     def start(self, num_blocks: int | None = None) -> None:
         """Make the engine over a pool of so many blocks; None: of num_blocks, or what memory holds.
-
-        Needs weights that are bound. An engine there is goes once the new one is made.
+        Weights must be bound. The last engine goes once the new one is made.
         """
         assert self.params is not None, "bind weights first"
         tree = self.weights.tree(self.params)
@@ -192,6 +185,7 @@ class Session:
     def close(self) -> None:
         """Let go of everything on the device, requests too; of no use afterwards."""
         self._engine = self.params = None
+        self._is_asleep = False
         self.weights.release()
 
     def step(self) -> list[Request]:
@@ -205,10 +199,10 @@ class Session:
                 ) from e
             raise
 
-    def warmup(self, *, use_tqdm: bool) -> float:
-        """Compile every step ahead; seconds that it took."""
-        assert self.awake_engine
-        return self.runner.warmup(use_tqdm=use_tqdm)
+    def report(self) -> dict[str, Any]:
+        """Totals of engine and device since the start, and the version of the weights."""
+        totals = self.engine.report() | self.runner.report()
+        return totals | {"weight_version": self.weights.version}
 
     def snapshot(self, **face: Any) -> Snapshot:
         """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""
@@ -218,13 +212,13 @@ class Session:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this session and these weights; RequestError for any other."""
-        engine = self.awake_engine
+        self.check_awake()
+        engine = self.engine
         if snapshot.owner is not engine.identity:
             raise RequestError("snapshot of another LLM, or of a pool that has since been replaced")
         if (taken := snapshot.weight_version) != (version := self.weights.version):
-            raise RequestError(
-                f"snapshot of weight version {taken}: its KV is not that of {version}"
-            )
+            said = f"snapshot of weight version {taken}: its KV is not that of {version}"
+            raise RequestError(said)
         engine.restore(snapshot.engine)
 
     def _most_blocks(self) -> int:

@@ -2,60 +2,54 @@
 one JSON line.
 
     python scripts/bench.py CHECKPOINT                       # 32 requests of 50-200 + 50-200 tokens
-    python scripts/bench.py --random 0.6b --workload nano    # nano-vllm's: 256 requests of 100-1024
-    + 100-1024 tokens python scripts/bench.py --random path/to/config.json --requests 8 --output 10
-    20
+    python scripts/bench.py --random 0.6b --workload nano    # 256 of 100-1024 + 100-1024
+    python scripts/bench.py --random path/to/config.json --requests 8 --output 10 20
+    python scripts/bench.py --random 60m --mode batch        # a batch file beside `generate`
+    python scripts/bench.py --random 60m --requests 4 --n 8  # what samples of a prompt share
 
 The draws come in the order of nano-vllm's bench.py, so the prompts are the same. Runs after the
 first find their steps compiled; the best run counts. The prefix cache is off (the runs repeat their
-prompts) unless --prefix-caching.
+prompts) unless --prefix-caching. Every field of EngineConfig is a flag: what swapping saves, for
+one, shows with --num-blocks and --swap-space-gib.
+
+--mode batch takes turns between `LLM.generate` and a batch run of the same requests, which reads a
+JSONL file, parses, seeds, formats and writes each line, and flushes as answers finish.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 import random
+import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jpaged.checks import read_json
+import _common as common
+
+import jpaged
+from jpaged import SamplingParams
 from jpaged.errors import JpagedError
+from jpaged.integrations.batch.lines import Settings
+from jpaged.integrations.batch.manifest import make_manifest
+from jpaged.integrations.batch.run import OK, Job, run_batch
+from jpaged.integrations.batch.source import open_source
 from jpaged.models.config import ModelConfig
 
-
-def qwen3(
-    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> ModelConfig:
-    """A dense Qwen3 of the given sizes, embeddings tied."""
-    return ModelConfig(
-        family="qwen3",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=40960,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        qk_norm=True,
-    )
-
-
-MODELS = {
-    "tiny": qwen3(128, 384, 4, 4, 2, 32, 2048),
-    "60m": qwen3(512, 1536, 8, 8, 4, 64, 32000),
-    "0.6b": qwen3(1024, 3072, 28, 16, 8, 128, 151936),
-}
+# Totals of the engine that the record holds as they are.
+COUNTS = ("preemptions", "copied_blocks", "swap_out_bytes", "swap_in_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
     """Ranges are inclusive. ids: of the random prompt tokens. max_len: the engine's
-    max_model_len.
+    max_model_len. n: samples a prompt.
     """
 
     requests: int
@@ -64,6 +58,7 @@ class Workload:
     ids: tuple[int, int]
     temperature: float
     max_len: int
+    n: int = 1
 
     def requests_of(self, seed: int = 0) -> tuple[list[list[int]], list[int]]:
         """Prompts, and how many tokens each is to generate. The order of the draws is
@@ -75,6 +70,10 @@ class Workload:
             for _ in range(self.requests)
         ]
         return prompts, [r.randint(*self.output) for _ in range(self.requests)]
+
+    def sampling_params(self, outputs: list[int]) -> list[SamplingParams]:
+        how: dict[str, Any] = {"temperature": self.temperature, "n": self.n, "ignore_eos": True}
+        return [SamplingParams(max_tokens=length, **how) for length in outputs]
 
 
 WORKLOADS = {
@@ -97,164 +96,71 @@ WORKLOADS = {
 }
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("checkpoint", nargs="?", help="a checkpoint folder")
-    add(
-        "--random",
-        metavar="SIZE",
-        help=f"a random model instead: {', '.join(MODELS)} or a config.json",
-    )
-    add("--workload", choices=WORKLOADS, default="peers")
-    add(
-        "--requests",
-        type=int,
-        help="number of requests (default: the workload's, as with the next four)",
-    )
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("workload").add_argument
+    add("--workload", choices=WORKLOADS, default="peers", help="what the others here change")
+    add("--requests", type=int)
     add("--input", type=int, nargs=2, metavar=("FROM", "TO"), help="prompt tokens")
     add("--output", type=int, nargs=2, metavar=("FROM", "TO"), help="generated tokens")
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    """The named workload with what the flags change of it."""
+    flags = {"requests": args.requests, "input": args.input, "output": args.output}
+    named = WORKLOADS[args.workload]
+    return dataclasses.replace(named, **{k: v for k, v in flags.items() if v is not None})
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = common.make_parser("bench", __doc__)
+    add = parser.add_argument
+    add("--mode", choices=("generate", "batch"), default="generate")
+    add("--repeat", type=int, default=2, help="runs; the best counts (default: 2)")
     add("--max-id", type=int, help="largest prompt token id (never past the vocabulary)")
     add("--temperature", type=float)
-    add("--repeat", type=int, default=2, help="runs; the best counts (default: 2)")
-    add = parser.add_argument_group("engine").add_argument
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=("float32", "bfloat16", "float16"),
-        help="default: bfloat16",
-    )
-    add("--max-model-len", type=int, help="default: the workload's")
-    add("--max-num-seqs", type=int)
-    add("--max-num-batched-tokens", type=int)
-    add("--block-size", type=int)
-    add("--num-blocks", type=int)
-    add("--decode-steps", type=int)
-    add("--attention")
-    add("--deterministic", action="store_true")
+    add("--n", type=int, default=1, help="samples a prompt (default: 1)")
     add("--prefix-caching", dest="enable_prefix_caching", action="store_true")
+    common.add_model_flags(parser)
+    add_workload_flags(parser)
+    common.add_engine_flags(parser, dtype="bfloat16", enable_prefix_caching=False)
     args = parser.parse_args(argv)
-    if (args.checkpoint is None) == (args.random is None):
-        parser.error("give a checkpoint folder or --random, one of the two")
-    if args.repeat < 1:
-        parser.error(f"--repeat {args.repeat}: must be at least 1")
+    common.check_model_flags(parser, args)
+    common.check_positive(parser, args, "repeat", "requests", "n")
     return args
 
 
-def workload(args: argparse.Namespace, vocab_size: int) -> Workload:
-    """The named workload with what the flags change of it."""
-    base = WORKLOADS[args.workload]
-    flags = {
-        "requests": args.requests,
-        "temperature": args.temperature,
-        "max_len": args.max_model_len,
-    }
-    flags |= {
-        name: value and tuple(value)
-        for name, value in (("input", args.input), ("output", args.output))
-    }
-    top = min(base.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
-    return dataclasses.replace(
-        base, ids=(base.ids[0], top), **{k: v for k, v in flags.items() if v is not None}
-    )
-
-
-def model_config(args: argparse.Namespace) -> ModelConfig:
-    if args.checkpoint is not None:
-        return ModelConfig.coerce(args.checkpoint)
-    if args.random in MODELS:
-        return MODELS[args.random]
-    path = Path(args.random)
-    return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
-
-
-def random_params(config: ModelConfig, dtype: str) -> Any:
-    """Params drawn straight onto the default device: normal(0, 0.02), norms one, biases zero."""
-    import jax
-    import jax.numpy as jnp
-
-    from jpaged.models.params import Params, param_shapes
-
-    draw = jax.jit(
-        lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(dtype), static_argnums=1
-    )
-    keys = iter(jax.random.split(jax.random.key(0), 16 * (config.num_layers + 1)))
-
-    def build(tree: dict[str, Any]) -> dict[str, Any]:
-        made = {}
-        for name, shape in tree.items():
-            if isinstance(shape, dict):
-                made[name] = build(shape)
-            elif len(shape) == 1 or name == "qkv_bias":
-                made[name] = jnp.full(shape, float(name == "scale"), dtype)
-            else:
-                made[name] = draw(next(keys), shape)
-        return made
-
-    return Params(build(param_shapes(config)), config=config)
+def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
+    """`workload`, with ids of the vocabulary and what else a model is asked for."""
+    work = workload(args)
+    top = min(work.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
+    flags = {"temperature": args.temperature, "max_len": args.max_model_len, "n": args.n}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return dataclasses.replace(work, ids=(work.ids[0], top), **given)
 
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:
     """The engine, from nothing to ready (its steps are compiled when they are first met)."""
-    import jpaged
-
-    names = (
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
-        "num_blocks",
-        "decode_steps",
-        "attention",
-        "dtype",
-    )
-    engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    engine |= {"enable_prefix_caching": args.enable_prefix_caching, "max_model_len": work.max_len}
-    engine |= {"deterministic": args.deterministic}
-    model = args.checkpoint if args.checkpoint is not None else random_params(config, args.dtype)
+    engine: dict[str, Any] = common.engine_settings(args) | {"max_model_len": work.max_len}
+    is_random = args.checkpoint is None
+    model = common.random_params(config, args.dtype) if is_random else args.checkpoint
     return jpaged.LLM(model, **engine)
 
 
-def timed(
-    llm: Any, prompts: list[list[int]], outputs: list[int], temperature: float
-) -> dict[str, float]:
+def timed(llm: Any, prompts: list[list[int]], work: Workload, outputs: list[int]) -> dict[str, Any]:
     """One run: seconds, generated tokens, and how far each of the engine's counters went."""
-    from jpaged import SamplingParams
-
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in outputs
-    ]
     before, began = llm.stats(), time.perf_counter()
-    outs = llm.generate(prompts, params, use_tqdm=False)
+    outs = llm.generate(prompts, work.sampling_params(outputs), use_tqdm=False)
     seconds = time.perf_counter() - began
     after = llm.stats()
     run = {k: v - before[k] for k, v in after.items() if isinstance(v, int | float)}
-    generated = sum(len(out.outputs[0].token_ids) for out in outs)
-    if generated != sum(outputs):
-        raise RuntimeError(f"{generated} tokens came back, {sum(outputs)} were asked for")
+    generated = sum(len(c.token_ids) for out in outs for c in out.outputs)
+    if generated != work.n * sum(outputs):
+        raise RuntimeError(f"{generated} tokens came back, {work.n * sum(outputs)} were asked for")
     return run | {"seconds": seconds, "output_tokens": generated}
 
 
-def read_bandwidth() -> float:
-    """GB/s at which a reduction reads 256 MB on the default device, best of five: a bound for
-    decode's weight reads.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones((8, 1 << 23), jnp.float32)
-    largest = jax.jit(lambda x: x.max(axis=1))
-    times = []
-    for _ in range(6):
-        began = time.perf_counter()
-        largest(x).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return x.nbytes / min(times[1:]) / 1e9
-
-
 def figures(
-    runs: list[dict[str, float]], prompt_tokens: int, weight_bytes: int, bandwidth: float
+    runs: list[dict[str, Any]], prompt_tokens: int, weight_bytes: int, bandwidth: float
 ) -> dict[str, Any]:
     """What the runs say. Rates are of the best run; compile figures are of them all."""
     best = min(runs, key=lambda run: run["seconds"])
@@ -268,6 +174,7 @@ def figures(
         "first_s": runs[0]["seconds"],
         "best_s": best["seconds"],
         "prompt_tokens": prompt_tokens,
+        "prefill_tokens": best["prefill_tokens"],
         "output_tokens": best["output_tokens"],
         "prefill_tok_s": best["prefill_tokens"] / max(best["prefill_time_s"], 1e-9),
         "decode_tok_s": best["decode_tokens"] / max(best["decode_time_s"], 1e-9),
@@ -279,56 +186,82 @@ def figures(
         "device_ms_per_step": 1e3 * device / max(steps, 1),
         "host_share": host / max(host + device, 1e-9),
         "outside_steps_s": best["seconds"] - host - device,
-        "preemptions": best["preemptions"],
         "decode_weights_gb_s": decode_gb_s,
         "decode_fraction_of_read_bandwidth": decode_gb_s / bandwidth,
+        **{name: best[name] for name in COUNTS},
     }
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     """Start, run, measure. Returns the record that the JSON line holds."""
-    import jax
-
-    config = model_config(args)
-    work = workload(args, config.vocab_size)
+    config = common.model_config(args)
+    work = full_workload(args, config.vocab_size)
     prompts, outputs = work.requests_of()
     began = time.perf_counter()
     llm = make_llm(args, config, work)
-    startup = time.perf_counter() - began
-    runs = [timed(llm, prompts, outputs, work.temperature) for _ in range(args.repeat)]
-    weights = num_weights(config) * {"float32": 4}.get(args.dtype, 2)
-    stats = llm.stats()
-    name = args.checkpoint if args.checkpoint is not None else f"random {args.random}"
-    record: dict[str, Any] = {
-        "engine": "jpaged",
-        "model": str(name),
-        "dtype": args.dtype,
-        "workload": args.workload,
-    }
-    record |= {
-        "requests": work.requests,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-    }
-    record |= {"startup_s": startup} | figures(
-        runs, sum(map(len, prompts)), weights, read_bandwidth()
-    )
-    return record | {name: stats[name] for name in ("buckets", "step_sizes") if name in stats}
+    record: dict[str, Any] = {"engine": "jpaged", "model": common.model_name(args)}
+    record |= {"dtype": args.dtype, "workload": args.workload, "requests": work.requests}
+    record |= common.environment() | {"startup_s": time.perf_counter() - began}
+    if args.mode == "batch":
+        return record | in_batch(llm, prompts, work, outputs, args.repeat)
+    runs = [timed(llm, prompts, work, outputs) for _ in range(args.repeat)]
+    weights = common.num_weights(config) * common.ITEMSIZE[args.dtype]
+    bandwidth = common.read_bandwidth()
+    record |= figures(runs, sum(map(len, prompts)), weights, bandwidth)
+    names = ("peak_blocks_in_use", "buckets", "step_sizes")
+    return record | {name: value for name, value in llm.stats().items() if name in names}
 
 
-def num_weights(config: ModelConfig) -> int:
-    """Weights that one decode step reads: all but the rows of an embedding that is not also the
-    head.
-    """
-    e, f, d, k = config.hidden_size, config.intermediate_size, config.head_dim, config.num_kv_heads
-    attention = k * (2 * config.group_size + 2) * d * e
-    return config.num_layers * (attention + 3 * e * f) + config.vocab_size * e
+def in_batch(
+    llm: Any, prompts: list[list[int]], work: Workload, outputs: list[int], repeat: int
+) -> dict[str, Any]:
+    """Wall and CPU seconds of `generate` and of a batch file in turn, and the ratios of both."""
+    record: dict[str, Any] = {"output_tokens": work.n * sum(outputs)}
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "in.jsonl", Path(folder) / "out.jsonl"
+        write_lines(source, prompts, work, outputs)
+        ways = {
+            "generate": lambda: timed(llm, prompts, work, outputs),
+            "batch": lambda: run_file(llm, source, output),
+        }
+        timers = {name: functools.partial(clocks, way) for name, way in ways.items()}
+        found = common.in_turn(timers, repeat)
+    for i, clock in enumerate(("wall", "cpu")):
+        times = {name: [run[i] for run in runs] for name, runs in found.items()}
+        record |= {f"{name}_{clock}_s": sorted(times[name]) for name in ways}
+        for title, pick in (("best", min), ("median", statistics.median)):
+            record[f"{clock}_ratio_of_{title}"] = pick(times["generate"]) / pick(times["batch"])
+    return record
+
+
+def clocks(run: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def write_lines(path: Path, prompts: list[list[int]], work: Workload, outputs: list[int]) -> None:
+    common_settings = {"temperature": work.temperature, "n": work.n, "ignore_eos": True}
+    with path.open("w") as file:
+        for prompt, length in zip(prompts, outputs, strict=True):
+            line = {"prompt_token_ids": prompt, "max_tokens": length} | common_settings
+            file.write(json.dumps(line) + "\n")
+
+
+def run_file(llm: Any, source: Path, output: Path) -> None:
+    """One batch run, from opening the input to the output's last byte on the disk."""
+    opened = open_source(str(source))
+    job = Job(output=str(output), existing="overwrite", window=4 * llm.engine_config.max_num_seqs)
+    manifest = make_manifest(model={}, settings={}, source=opened.identity(), shard=None)
+    settings = Settings(defaults=SamplingParams())
+    with contextlib.closing(opened), contextlib.redirect_stdout(io.StringIO()):
+        status = run_batch(job, opened, manifest, lambda: llm, lambda llm: settings)
+    assert status == OK, f"exit status {status}"
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record for a person: three significant digits at most behind the point, one figure a
-    line.
-    """
+    """The record for a person: one figure a line, a list over several."""
     rows = []
     for name, value in record.items():
         if isinstance(value, list):
@@ -346,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: {e}", file=sys.stderr)
         return 1
     print(table(record))
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}))
+    print(common.json_line(record))
     return 0
 
 

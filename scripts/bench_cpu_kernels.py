@@ -8,16 +8,14 @@ is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of row
 64 tokens, in bf16.
 """
 
-import argparse
 import functools
-import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import _common as common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,14 +25,11 @@ from kernels_cpu.library import unavailable
 from kernels_cpu.linear import linear
 from kernels_pallas.paged_attention import xla
 
-WEIGHTS = [
-    (6144, 1024),
-    (1024, 3072),
-    (3072, 512),
-    (512, 1536),
-]  # N, K: gate_up and down of the 0.6B and the 60M model
+# N, K: gate_up and down of the 0.6B and of the 60M model
+WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
 ROWS = (8, 16, 32, 64, 128, 1024)
 HEADS = {"60m": (8, 4, 64), "0.6b": (16, 8, 128)}  # H, K, D
+# Model, rows, context, and queries a row, where it is a prefill.
 ATTENTION = [
     ("60m", 32, 200, None),
     ("0.6b", 16, 300, None),
@@ -47,139 +42,103 @@ BYTES = 150 << 20  # of weights or pool that one call goes through
 BLOCK = 64
 
 
-def times(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median seconds of each, in turn."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())  # compiles
-    for _ in range(rounds):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            found[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    timers = {name: functools.partial(common.seconds_of, call) for name, call in calls.items()}
+    return {name: statistics.median(s) for name, s in common.in_turn(timers, rounds).items()}
 
 
 def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
-    product = jax.lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return product.astype(x.dtype)
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def native_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return linear(x, weight, x.shape[0], x.dtype)
+
+
+def chain(multiply: Callable[..., jax.Array], x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    """A product with each weight, which waits for the one before."""
+    size = min(x.shape[1], weights[0].shape[0])
+    for weight in weights:
+        x = jax.lax.optimization_barrier(x.at[:, :size].add(multiply(x, weight)[:, :size]))
+    return x
 
 
 def products(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    run = jax.jit(chain, static_argnums=0)
     for N, K in WEIGHTS:
         count = max(4, min(40, BYTES // (2 * N * K)))
-        weights = [
-            jnp.asarray(rng.standard_normal((N, K)) / K**0.5, jnp.bfloat16) for _ in range(count)
-        ]
+        draws = (rng.standard_normal((N, K)) / K**0.5 for _ in range(count))
+        weights = [jnp.asarray(draw, jnp.bfloat16) for draw in draws]
         for M in ROWS:
             x = jnp.asarray(rng.standard_normal((M, K)), jnp.bfloat16)
-
-            def chain(
-                multiply: Callable[..., jax.Array], x: jax.Array, weights: list[jax.Array]
-            ) -> jax.Array:
-                size = min(x.shape[1], weights[0].shape[0])
-                for weight in weights:  # each waits for the one before
-                    x = jax.lax.optimization_barrier(
-                        x.at[:, :size].add(multiply(x, weight)[:, :size])
-                    )
-                return x
-
-            run = jax.jit(chain, static_argnums=0)
-            forms = {"xla": plain, "native": lambda x, w: linear(x, w, x.shape[0], x.dtype)}
+            forms = {"xla": plain, "native": native_product}
             calls = {name: functools.partial(run, form, x, weights) for name, form in forms.items()}
-            seconds = times(calls, rounds)
-            rates = {
-                f"{name}_gflops": 2 * M * N * K * count / s / 1e9 for name, s in seconds.items()
-            }
+            seconds = medians(calls, rounds)
+            operations = 2 * M * N * K * count / 1e9
             yield {
                 "product": f"[{M}, {K}] . [{N}, {K}]",
-                **rates,
+                "xla_gflops": operations / seconds["xla"],
+                "native_gflops": operations / seconds["native"],
                 "ratio": seconds["native"] / seconds["xla"],
             }
 
 
+def layers(
+    module: Any, q: jax.Array, pool: jax.Array, args: tuple[jax.Array, ...], num_layers: int
+) -> jax.Array:
+    """Attention over each layer of the pool; with query starts among the args it is a prefill."""
+    attend = module.paged_attention_decode if len(args) == 2 else module.paged_attention
+    how = {"num_layers": num_layers, "scale": q.shape[-1] ** -0.5}
+    for layer in range(num_layers):
+        q = q + attend(q, pool, jnp.int32(layer), *args, **how)
+    return q
+
+
 def attention(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    run = jax.jit(layers, static_argnums=(0, 4))
     for model, S, context, queries in ATTENTION:
         H, K, D = HEADS[model]
-        M = -(-context // BLOCK)
-        blocks, layer_bytes = S * M + 1, 4 * (S * M + 1) * BLOCK * K * D
-        L = max(2, min(10, BYTES // layer_bytes))
-        pool = jnp.asarray(
-            rng.standard_normal((L * blocks, BLOCK, 2 * K, D), np.float32), jnp.bfloat16
-        )
+        M, size = -(-context // BLOCK), queries or 1
+        blocks = S * M + 1
+        L = max(2, min(10, BYTES // (4 * blocks * BLOCK * K * D)))
+        shape = (L * blocks, BLOCK, 2 * K, D)
+        pool = jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
         table = jnp.asarray(1 + rng.permutation(S * M).reshape(S, M), jnp.int32)
-        lens, size = jnp.full((S,), context, jnp.int32), queries or 1
         q = jnp.asarray(rng.standard_normal((S * size, H, D)), jnp.bfloat16)
-        starts = jnp.arange(S + 1, dtype=jnp.int32) * size
-
-        def layers(
-            module: Any,
-            q: jax.Array,
-            pool: jax.Array,
-            *,
-            L: int,
-            decode: bool,
-            args: tuple[jax.Array, ...],
-        ):
-            attend = module.paged_attention_decode if decode else module.paged_attention
-            for layer in range(L):
-                q = q + attend(
-                    q, pool, jnp.int32(layer), *args, num_layers=L, scale=q.shape[-1] ** -0.5
-                )
-            return q
-
-        run = jax.jit(layers, static_argnums=0, static_argnames=("L", "decode"))
-        args = (table, lens) if queries is None else (table, lens, starts)
-        how = {"L": L, "decode": queries is None, "args": args}
-        calls = {
-            name: functools.partial(run, m, q, pool, **how)
-            for name, m in (("xla", xla), ("native", native))
-        }
-        seconds = times(calls, rounds)
-        ms = {f"{name}_ms": 1e3 * s / L for name, s in seconds.items()}
-        gb_s = S * context * 4 * K * D * L / seconds["native"] / 1e9
-        kind = f"{model} {'decode' if queries is None else 'prefill'} {S} x {context}"
+        args = (table, jnp.full((S,), context, jnp.int32))
+        if queries is not None:
+            args += (jnp.arange(S + 1, dtype=jnp.int32) * size,)
+        kernels = {"xla": xla, "native": native}
+        calls = {k: functools.partial(run, m, q, pool, args, L) for k, m in kernels.items()}
+        seconds = medians(calls, rounds)
         yield {
-            "attention": kind,
-            **ms,
+            "attention": f"{model} {'decode' if queries is None else 'prefill'} {S} x {context}",
+            "xla_ms": 1e3 * seconds["xla"] / L,
+            "native_ms": 1e3 * seconds["native"] / L,
             "ratio": seconds["native"] / seconds["xla"],
-            "native_gb_s": gb_s,
+            "native_gb_s": S * context * 4 * K * D * L / seconds["native"] / 1e9,
         }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=9, help="of which the median counts (default: 9)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows here, a JSON object a line"
-    )
+    parser = common.make_parser("bench_cpu_kernels", __doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=9, help="of which the median counts (default: 9)")
+    add("--json", type=Path, metavar="FILE", help="write the rows here, a JSON object a line")
     args = parser.parse_args(argv)
     if reason := unavailable():
         print(f"bench_cpu_kernels: the kernels cannot run: {reason}", file=sys.stderr)
         return 1
-    rng, rows = np.random.default_rng(0), []
-    print(f"{'product':<28}{'XLA GFLOP/s':>12}{'native':>8}{'ratio of times':>16}")
-    for row in products(rng, args.rounds):
-        print(
-            f"{row['product']:<28}{row['xla_gflops']:>12.0f}{row['native_gflops']:>8.0f}{row['ratio']:>16.2f}",
-            flush=True,
-        )
-        rows.append(row)
-    print(
-        f"\n{'attention':<28}{'XLA ms':>12}{'native':>8}{'ratio of times':>16}{'native GB/s':>13}"
-    )
-    for row in attention(rng, args.rounds):
-        figures = f"{row['xla_ms']:>12.3f}{row['native_ms']:>8.3f}{row['ratio']:>16.2f}{row['native_gb_s']:>13.1f}"
-        print(f"{row['attention']:<28}{figures}", flush=True)
-        rows.append(row)
+    rng, written = np.random.default_rng(0), []
+    for part in (products, attention):
+        rows = list(part(rng, args.rounds))
+        cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in row.values()] for row in rows]
+        print("\n".join(common.aligned(list(rows[0]), cells, left=1)), end="\n\n", flush=True)
+        written += [common.json_line(row) + "\n" for row in rows]
     if args.json is not None:
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args.json.write_text("".join(written))
     return 0
 
 

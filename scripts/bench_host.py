@@ -8,34 +8,24 @@ commit by sequence. The step's time must grow with the rows and not with what th
 hold.
 """
 
-import argparse
+import dataclasses
 import random
 import statistics
 import sys
 import time
 
+import _common as common
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.block_manager import BlockManager, GroupSize
 from jpaged.engine.buckets import output_sections
 from jpaged.engine.packing import pack, unpack_result
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.models.config import ModelConfig
 from jpaged.request.sampling_params import SamplingParams
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=32000,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=4096,
-)
+MODEL = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=4096)
 PROMPT = 120
 
 
@@ -50,7 +40,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         num_blocks=rows * per_seq + 64,
     ).resolve(MODEL)
     assert config.num_blocks is not None
-    blocks = BlockManager(config.num_blocks, block_size)
+    blocks = BlockManager([GroupSize(config.num_blocks)], block_size)
     scheduler = Scheduler(blocks, max_num_seqs=rows, max_num_batched_tokens=8192)
     rng = random.Random(0)
     for i in range(rows):
@@ -59,36 +49,31 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         scheduler.add(Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0])
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}
     while len(times["commit"]) < steps:
-        marks = [time.perf_counter()]
+        began = time.perf_counter()
         plan = scheduler.schedule()
-        marks.append(time.perf_counter())
+        scheduled = time.perf_counter()
         assert plan is not None
         batch = pack(plan, config)
-        marks.append(time.perf_counter())
+        packed = time.perf_counter()
         assert batch.drawing is not None
         out = np.full(output_sections(batch.drawing, config)[1], 7, np.int32)
         out[: batch.drawing.rows] = 1  # num_drawn
         result = unpack_result(batch, config, [out])
-        started = time.perf_counter()
+        answered = time.perf_counter()
         scheduler.commit(plan, result)
-        ended = time.perf_counter()
         if plan.phase == "decode":
-            for name, seconds in zip(
-                times, (marks[1] - marks[0], marks[2] - marks[1], ended - started), strict=True
-            ):
-                times[name].append(seconds * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+            times["commit"].append(time.perf_counter() - answered)
+            times["schedule"].append(scheduled - began)
+            times["pack"].append(packed - scheduled)
+    return {name: 1e6 * statistics.median(values) for name, values in times.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
-    parser.add_argument(
-        "--steps", type=int, default=200, help="decode steps measured for each number of rows"
-    )
-    parser.add_argument("--block-size", type=int, default=16)
+    parser = common.make_parser("bench_host", __doc__)
+    add = parser.add_argument
+    add("--rows", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
+    add("--steps", type=int, default=200, help="decode steps measured for each number of rows")
+    add("--block-size", type=int, default=16)
     args = parser.parse_args(argv)
     print(f"{'rows':>6} {'schedule':>10} {'pack':>10} {'commit':>10}   schedule + commit")
     for rows in args.rows:

@@ -5,9 +5,9 @@ of every shape.
 
 Each start is a process of its own, with the seconds of its parts; the cache is a folder of this
 run's own. The engine takes 32 rows and 1,024 tokens a step: warmup() compiles the shapes of that.
+A table of medians, then one JSON line.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import _common as common
 
 CHILD = """
 import sys, time
@@ -26,12 +28,14 @@ llm = jpaged.LLM(sys.argv[2], dtype="bfloat16", compilation_cache_dir=sys.argv[3
 loaded = time.time()
 warm = llm.warmup(use_tqdm=False) if sys.argv[4] == "warmup" else 0.0
 asked = time.time()
-out = llm.generate([list(range(10, 60))], jpaged.SamplingParams(max_tokens=16, ignore_eos=True), use_tqdm=False)
+how = jpaged.SamplingParams(max_tokens=16, ignore_eos=True)
+out = llm.generate([list(range(10, 60))], how, use_tqdm=False)
 ended = time.time()
 assert len(out[0].outputs[0].token_ids) == 16
 import json
-parts = {"import": imported - began, "load": loaded - imported, "warmup": warm, "answer": ended - asked}
-print(json.dumps(parts | {"total": ended - began, "compiles": llm.stats()["num_compiles"]}))
+parts = {"import": imported - began, "load": loaded - imported, "warmup": warm}
+parts |= {"answer": ended - asked, "total": ended - began}
+print(json.dumps(parts | {"compiles": llm.stats()["num_compiles"]}))
 """
 
 
@@ -45,46 +49,28 @@ def start(checkpoint: str, cache: str, kind: str) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint", help="a checkpoint folder")
-    parser.add_argument(
-        "--repeat", type=int, default=3, help="starts of each kind, of which the median counts"
-    )
-    parser.add_argument(
-        "--no-warmup", action="store_true", help="leave out the start that compiles every shape"
-    )
+    parser = common.make_parser("bench_start", __doc__)
+    add = parser.add_argument
+    add("checkpoint", help="a checkpoint folder")
+    add("--repeat", type=int, default=3, help="starts of each kind; their median counts")
+    add("--no-warmup", action="store_true", help="leave out the start that compiles every shape")
     args = parser.parse_args(argv)
-    kinds = ["cold", "warm"] + ([] if args.no_warmup else ["warmup"])
-    print(
-        f"{'start':<8}{'import s':>10}{'load s':>10}{'warmup s':>10}{'answer s':>10}{'total s':>10}{'compiles':>10}"
-    )
-    medians = {}
+    kinds = {"cold": args.repeat, "warm": args.repeat} | ({} if args.no_warmup else {"warmup": 1})
+    medians: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as kept:
         start(args.checkpoint, kept, "fill")  # what the warm starts find
-        for kind in kinds:
+        for kind, repeat in kinds.items():
             runs = []
-            for _ in range(1 if kind == "warmup" else args.repeat):
+            for _ in range(repeat):
                 with tempfile.TemporaryDirectory() as fresh:
                     runs.append(start(args.checkpoint, kept if kind == "warm" else fresh, kind))
-            parts = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-            medians[kind] = parts
-            shown = [parts[name] for name in ("import", "load", "warmup", "answer", "total")]
-            print(
-                f"{kind:<8}"
-                + "".join(f"{value:>10.2f}" for value in shown)
-                + f"{parts['compiles']:>10.0f}",
-                flush=True,
-            )
-    print(
-        json.dumps(
-            {
-                kind: {name: round(value, 3) for name, value in parts.items()}
-                for kind, parts in medians.items()
-            }
-        )
-    )
+            medians[kind] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    heads = ["start", *(name if name == "compiles" else f"{name} s" for name in medians["cold"])]
+    rows = [
+        [kind, *(f"{value:.2f}" for value in parts.values())] for kind, parts in medians.items()
+    ]
+    print("\n".join(common.aligned(heads, rows, left=1)))
+    print(json.dumps(medians))
     return 0
 
 

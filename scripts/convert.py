@@ -1,14 +1,15 @@
-"""Turn a Hugging Face folder into an Orbax one: python scripts/convert.py HF_FOLDER OUT [--dtype
-bfloat16].
+"""Turn a Hugging Face folder into an Orbax one:
+
+python scripts/convert.py HF_FOLDER OUT [--dtype bfloat16]
 """
 
-import argparse
 import os
 import sys
 
-os.environ.setdefault(
-    "JAX_PLATFORMS", "cpu"
-)  # nothing is computed; an accelerator would only limit the size
+# Nothing is computed; an accelerator would only limit the size.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _common as common
 
 from jpaged.checkpoint import load_params, save_params
 from jpaged.checkpoint.orbax import check_new
@@ -17,18 +18,11 @@ from jpaged.errors import JpagedError
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 when OUT is complete, 1 after one sentence on stderr."""
-    parser = argparse.ArgumentParser(
-        description="Turn a Hugging Face checkpoint folder into an Orbax one."
-    )
-    parser.add_argument(
-        "folder", metavar="HF_FOLDER", help="folder with config.json and safetensors files"
-    )
-    parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="cast to this; default: as stored",
-    )
+    parser = common.make_parser("convert.py", __doc__)
+    add = parser.add_argument
+    add("folder", metavar="HF_FOLDER", help="folder with config.json and safetensors files")
+    add("out", metavar="OUT", help="folder to write; must not exist or be empty")
+    add("--dtype", choices=common.ITEMSIZE, help="cast to this; default: as stored")
     args = parser.parse_args(argv)
     try:
         check_new(args.out)  # before minutes of reading

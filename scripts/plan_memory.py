@@ -18,34 +18,38 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import _common as common
+import jax
+
+import jpaged
+from jpaged.config import EngineConfig
+from jpaged.errors import JpagedError
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.footprint import stored_dtype
+from jpaged.runtime.memory import Limits, MemoryPlan
+
 GIB = 1 << 30
 # of a GPU that jax takes; the rest is CUDA's and other programs'
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A card by its bytes of memory, and the target that its steps are compiled for: the same or
-    its nearest kin.
+    """A card by its bytes of memory, and the chip that its steps are compiled for: the same or its
+    nearest kin.
     """
 
     platform: str
-    target: str
+    chip: str
     memory: int
 
     @property
     def limit(self) -> int:
         """Bytes that jax can allocate: what `memory_stats()["bytes_limit"]` says on the card."""
-        return (
-            int(self.memory * float(os.environ.get(MEMORY_FRACTION, 0.75)))
-            if self.platform == "cuda"
-            else self.memory
-        )
+        share = float(os.environ.get(MEMORY_FRACTION, 0.75)) if self.platform == "cuda" else 1
+        return int(self.memory * share)
 
 
 CARDS = {  # GPUs: all that nvidia-smi shows. TPUs: what is left to programs.
@@ -58,157 +62,77 @@ CARDS = {  # GPUs: all that nvidia-smi shows. TPUs: what is left to programs.
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.make_parser("plan_memory", __doc__)
     add = parser.add_argument
-    add("checkpoint", nargs="?", help="a checkpoint folder, of which only config.json is read")
-    add("--random", metavar="SIZE", help="one of bench.py's models, or a config.json, instead")
     add("--card", choices=(*CARDS, "cpu"), help="default: the device at hand")
-    add(
-        "--length",
-        type=int,
-        nargs="+",
-        default=[2048],
-        help="tokens of a request, prompt and completion together",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="default: the checkpoint's, else bfloat16",
-    )
+    add("--length", type=int, nargs="+", default=[2048], help="tokens of a request, of both kinds")
     add("--bound", action="store_true", help="compile nothing: take the upper bound")
-    add("--memory-utilization", type=float)
-    for name in ENGINE:
-        add(f"--{name.replace('_', '-')}", type=int)
+    common.add_model_flags(parser)
+    common.add_engine_flags(parser)
     args = parser.parse_args(argv)
-    if (args.checkpoint is None) == (args.random is None):
-        parser.error("give a checkpoint folder or --random, one of the two")
-    if min(args.length) < 1:
-        parser.error(f"--length {min(args.length)}: must be at least 1")
+    common.check_model_flags(parser, args)
+    common.check_positive(parser, args, "length")
     return args
 
 
-def served_dtype(args: argparse.Namespace) -> str:
-    from jpaged.checks import read_json
-
-    if args.dtype is not None:
-        return args.dtype
-    raw = read_json(Path(args.checkpoint) / "config.json") if args.checkpoint is not None else {}
-    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-
-
 @contextlib.contextmanager
-def device_of(card: Card | None) -> Iterator[tuple[Any, str | None]]:
-    """The device to compile for and None; or, where nothing can compile for the card, a CPU and the
-    reason.
-    """
-    import jax
-    import kernel_report
-
-    from tests.kernels import aot_cuda, aot_tpu
-
+def device_of(card: Card | None, reason: str | None) -> Iterator[Any]:
+    """The device to compile for; a CPU where there is a reason that nothing can be compiled."""
     if card is None:
-        yield jax.devices()[0], None
-    elif reason := aot_cuda.missing() if card.platform == "cuda" else aot_tpu.without_libtpu():
-        yield jax.devices("cpu")[0], reason
+        yield jax.devices()[0]
+    elif reason is not None:
+        yield jax.devices("cpu")[0]
     else:
-        with kernel_report.target(card.platform, card.target) as device:
-            yield device, None
+        with common.absent_device(card.platform, card.chip) as device:
+            yield device
 
 
-def limits_of(card: Card | None, device: Any, utilization: float, weights: int) -> Any:
-    """The limits once the weights are there."""
-    from jpaged.runtime.memory import CPU_POOL_BYTES, Limits
-
-    if card is not None:
-        return Limits(total=int(card.limit * utilization), in_use=weights)
-    limits = Limits.of(device, utilization)
-    if limits.pool is None:
-        return dataclasses.replace(limits, in_use=limits.in_use + weights)
-    return dataclasses.replace(
-        limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
-    )
-
-
-def make_plan(args: argparse.Namespace, config: Any, model: Any, dtype: str) -> tuple[Any, str]:
+def make_plan(
+    args: argparse.Namespace, config: EngineConfig, model: ModelConfig | str
+) -> tuple[MemoryPlan, str]:
     """The plan, and where what it says of the steps comes from."""
-    import jax
-    from kernel_report import abstract_params
-
-    from jpaged.runtime import footprint, memory
-    from jpaged.runtime.mesh import Placement
-
     card = CARDS.get(args.card)
-    with device_of(card) as (device, reason):
-        if args.card == "cpu":
-            device = jax.devices("cpu")[0]
-        where = Placement(mesh=None, axis=None, device=device)
-        params = abstract_params(model, dtype, where.replicated)
-        limits = limits_of(
-            card, device, config.memory_utilization, footprint.bytes_on_device(params)
-        )
-        probe = footprint.probe_runner(model, config, where, params)
-        if reason is None and not args.bound:
-            found = footprint.plan_within(config, limits, probe)
-            return found, found.needs.source
-        weights, size = footprint.bytes_on_device(params), probe.block_bytes
-        needs = footprint.bound(model, config, dtype, size)
-        found = memory.plan(config, limits, block_bytes=size, weights=weights, needs=needs)
-        return found, f"{needs.source}, proved for CPUs only ({reason or 'as asked'})"
+    reason = None if card is None else common.cannot_compile(card.platform)
+    limits = card and Limits(total=int(card.limit * config.memory_utilization))
+    compiled = reason is None and not args.bound
+    with device_of(card, reason) as device:
+        found = jpaged.plan_memory(model, config, device=device, limits=limits, compiled=compiled)
+    if compiled:
+        return found, found.needs.source
+    return found, f"{found.needs.source}, proved for CPUs only ({reason or 'as asked'})"
 
 
-def table(found: Any) -> str:
+def table(found: MemoryPlan) -> str:
     """The account of a MemoryPlan in bytes, GiB and shares of the limit, then its blocks."""
-    parts, share = (
-        {**found.account, "unused": found.waste, "limit": found.limit},
-        100 / max(found.limit, 1),
-    )
+    parts = {**found.account, "unused": found.waste, "limit": found.limit}
+    share = 100 / max(found.limit, 1)
     rows = [
         f"{k:<12}{n:>20,} bytes {n / GIB:>9.3f} GiB {n * share:>6.1f}%" for k, n in parts.items()
     ]
-    blocks = (
-        f"{found.num_blocks:,} blocks of {found.block_bytes:,} bytes, "
-        f"{found.block_size} tokens each"
-    )
-    tokens = found.num_blocks * found.block_size
-    return "\n".join([*rows, f"{blocks}: {tokens:,} tokens (decided by {found.decided_by})"])
+    blocks = f"{found.num_blocks:,} blocks of {found.block_bytes:,} bytes"
+    tokens = f"{found.num_blocks * found.block_size:,} tokens (decided by {found.decided_by})"
+    return "\n".join([*rows, f"{blocks}, {found.block_size} tokens each: {tokens}"])
 
 
 def report(args: argparse.Namespace) -> None:
-    import bench
-
-    from jpaged.config import EngineConfig
-
-    model, dtype = bench.model_config(args), served_dtype(args)
-    names = (*ENGINE, "memory_utilization")
-    config = EngineConfig(**{k: v for k in names if (v := getattr(args, k)) is not None}).resolve(
-        model
-    )
-    found, source = make_plan(args, config, model, dtype)
-    print(
-        f"{args.checkpoint or args.random} in {dtype} on "
-        f"{args.card or 'the device at hand'}; steps: {source}"
-    )
+    model = args.checkpoint or common.model_config(args)
+    config = EngineConfig(**common.engine_settings(args))
+    found, source = make_plan(args, config, model)
+    dtype = args.dtype or stored_dtype(model)
+    card = args.card or "the device at hand"
+    print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")
     print(table(found))
     for length in args.length:
         held = found.num_blocks // -(-length // found.block_size)
-        print(
-            f"requests of {length:,} tokens: {held:,} in the pool, {config.max_num_seqs} "
-            "run at once"
-        )
+        at_once = f"{held:,} in the pool, {config.max_num_seqs} run at once"
+        print(f"requests of {length:,} tokens: {at_once}")
     print(f"waste: {found.waste:,} bytes of the limit that nothing uses")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
     if args.card is not None:
-        import kernel_report
-
-        os.environ |= kernel_report.QUIET  # before jax is imported
-    from jpaged.errors import JpagedError
-
+        common.stay_on_cpu()
     try:
         report(args)
     except JpagedError as e:

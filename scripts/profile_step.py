@@ -1,15 +1,15 @@
-"""Where the time of a step goes: a table by named scope, matmul rates beside plain matmuls of the
-same shapes, faults.
+"""Where the time of a step goes: a table by named scope, the rates of its matmuls, faults.
 
-    python scripts/profile_step.py CHECKPOINT                              # decode: 32 rows at 300
-    tokens of context python scripts/profile_step.py --random 60m --phase both --rows 8 python
-    scripts/profile_step.py CHECKPOINT --phase prefill --context 125 --ops 20
+    python scripts/profile_step.py CHECKPOINT                # decode: 32 rows, 300 tokens each
+    python scripts/profile_step.py --random 60m --phase both --rows 8
+    python scripts/profile_step.py CHECKPOINT --phase prefill --context 125 --ops 20
 
 Steps run through the public LLM, first timed, then under jax's profiler. An instant that several
 operations share (XLA:CPU runs independent ones on different threads) is split evenly between them,
 so that the table adds up to the span of the traced steps; `(no operation)` is the rest: dispatch,
 host, waiting. Tracing itself makes small operations a little slower: compare its sum with the
-untraced time above it. The trace reads as HLO only on CPU.
+untraced time above it. The trace reads as HLO only on CPU. What plain matmuls of the same shapes
+reach: scripts/bench_cpu_kernels.py.
 """
 
 import argparse
@@ -22,15 +22,13 @@ import resource
 import sys
 import tempfile
 import time
-import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import bench
+import _common as common
 import jax
-import jax.numpy as jnp
 
 import jpaged
 from jpaged import SamplingParams
@@ -38,29 +36,23 @@ from jpaged.errors import JpagedError
 
 CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
 NATIVE = 'custom_call_target="jpaged_linear"'
-CONTROL = re.compile(
-    r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*"
-)  # in op_name paths
+# Parts of an op_name that are no named scope.
+CONTROL = re.compile(r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|eval_jaxpr|.*\W.*")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="profile_step", description=__doc__, formatter_class=formatter
-    )
+    parser = common.make_parser("profile_step", __doc__)
     add = parser.add_argument
-    add("checkpoint", nargs="?", help="a checkpoint folder")
-    add("--random", metavar="SIZE", help="a random model instead, as scripts/bench.py names them")
     add("--phase", choices=("prefill", "decode", "both"), default="decode")
     add("--rows", type=int, default=32, help="sequences (default: 32)")
     add("--context", type=int, default=300, help="prompt tokens of each (default: 300)")
     add("--steps", type=int, default=16, help="decode steps, or prefills, to measure (default: 16)")
     add("--ops", type=int, default=0, metavar="N", help="also list the N slowest operations")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     add("--trace", type=Path, metavar="DIR", help="keep the trace here (for xprof, or Perfetto)")
+    common.add_model_flags(parser)
+    common.add_engine_flags(parser, dtype="bfloat16", enable_prefix_caching=False)
     args = parser.parse_args(argv)
-    if (args.checkpoint is None) == (args.random is None):
-        parser.error("give a checkpoint folder or --random, one of the two")
+    common.check_model_flags(parser, args)
     return args
 
 
@@ -72,21 +64,14 @@ class Steps:
     """Runs steps of one phase: `rows` sequences of `context` random tokens."""
 
     def __init__(self, args: argparse.Namespace):
-        config = bench.model_config(args)
         self.rows, self.steps = args.rows, args.steps
-        model = (
-            args.checkpoint
-            if args.checkpoint is not None
-            else bench.random_params(config, args.dtype)
-        )
-        options = {"dtype": args.dtype, "max_num_seqs": args.rows, "enable_prefix_caching": False}
-        self.llm = jpaged.LLM(
-            model, max_model_len=1 << (args.context + 3 * args.steps + 64).bit_length(), **options
-        )
+        longest = args.context + 3 * args.steps + 64
+        sizes = {"max_num_seqs": args.rows, "max_model_len": 1 << longest.bit_length()}
+        settings = sizes | common.engine_settings(args)
+        self.llm = jpaged.LLM(common.load_model(args, args.dtype), **settings)
         self.llm.session.engine.depth = 1  # no dispatch under way when a trace begins or ends
-        self.prompts = [
-            [(7 * i + j) % config.vocab_size for j in range(args.context)] for i in range(args.rows)
-        ]
+        vocab_size = self.llm.model_config.vocab_size
+        self.prompts = common.random_ids(args.rows, args.context, vocab_size)
 
     def prefills(self) -> int:
         """`steps` times all prompts; the number of prefill steps that took."""
@@ -152,103 +137,97 @@ def read_events(trace_dir: Path) -> Iterator[Event]:
     """The HLO operations of the newest trace in a folder."""
     newest = max(trace_dir.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of the bindings: "has no __module__ attribute"
-        for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
-            for event in (event for line in plane.lines for event in line.events):
-                stats = dict(event.stats)
-                if "hlo_op" in stats:
-                    program = (str(stats.get("hlo_module")), str(stats.get("program_id")))
-                    yield Event(
-                        event.start_ns,
-                        event.start_ns + event.duration_ns,
-                        str(stats["hlo_op"]),
-                        program,
-                    )
+        # of the bindings: "has no __module__ attribute"
+        warnings.simplefilter("ignore", DeprecationWarning)
+        planes = jax.profiler.ProfileData.from_file(str(newest)).planes
+        for event in (event for plane in planes for line in plane.lines for event in line.events):
+            stats = dict(event.stats)
+            if "hlo_op" in stats:
+                program = (str(stats.get("hlo_module")), str(stats.get("program_id")))
+                end = event.start_ns + event.duration_ns
+                yield Event(event.start_ns, end, str(stats["hlo_op"]), program)
+
+
+class Instruction(NamedTuple):
+    """An operation of HLO; rest: operands and attributes, as they are written."""
+
+    result: str
+    opcode: str
+    rest: str
+
+    @property
+    def called(self) -> str:
+        """The computation of a fusion."""
+        found = re.search(r"calls=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+
+def hlo_computations(text: str) -> dict[str, dict[str, Instruction]]:
+    """Instructions by name, of each computation of an HLO module by name."""
+    form = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+    computations: dict[str, dict[str, Instruction]] = {}
+    body: dict[str, Instruction] = {}
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            body = computations.setdefault(header[1], {})
+        elif found := form.match(line):
+            body[found[1]] = Instruction(found[2], found[3], found[4])
+    assert computations, "no computation found: has the form of HLO text changed?"
+    return computations
 
 
 class Matmul(NamedTuple):
-    """A dot without batch dimensions, or a CPU kernel's: operand shapes, dtypes and contracted
-    dimensions.
+    """A dot without batch dimensions, or a CPU kernel's: operands as HLO names them, operations,
+    and bytes of the larger operand (the other one is activations).
     """
 
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[str, str]
-    contract: tuple[int, int]
-
-    @property
-    def flops(self) -> int:
-        sizes = [math.prod(shape) for shape in self.shapes]
-        return 2 * sizes[0] * sizes[1] // self.shapes[0][self.contract[0]]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the larger operand: the other one is activations."""
-        return max(
-            math.prod(s) * (4 if "32" in t else 2)
-            for s, t in zip(self.shapes, self.dtypes, strict=True)
-        )
+    operands: str
+    flops: int
+    weight_bytes: int
 
 
 class Op(NamedTuple):
     opcode: str
-    scope: str
-    matmul: Matmul | None  # scope: path of named scopes
+    scope: str  # path of named scopes
+    matmul: Matmul | None
 
 
 def parse_hlo(text: str) -> dict[str, Op]:
     """Every operation of an HLO module, by name; a fusion around one matmul counts as that
     matmul.
     """
-    bodies: dict[str, dict[str, tuple[str, str, str]]] = collections.defaultdict(dict)
-    computation = ""
-    for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
-            computation = header[1]
-        elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$", line):
-            bodies[computation][found[1]] = (
-                found[2],
-                found[3],
-                found[4],
-            )  # type, opcode, operands and attributes
+    computations = hlo_computations(text)
     ops = {}
-    for body in bodies.values():
-        for name, (_, opcode, rest) in body.items():
-            called = re.search(r"calls=%?([\w.\-]+)", rest)
-            inner = bodies.get(called[1], {}) if called else body
-            dots = [
-                r
-                for n, (_, code, r) in inner.items()
-                if (code == "dot" or NATIVE in r) and (called or n == name)
-            ]
-            path = re.search(r'op_name="([^"]*)"', rest)
-            parts = (
-                [part for part in path[1].split("/")[:-1] if not CONTROL.fullmatch(part)]
-                if path
-                else ["(unnamed)"]
-            )
-            matmul = _matmul(dots[0], inner) if len(dots) == 1 else None
-            ops[name] = Op(opcode, "/".join(parts) or "(step)", matmul)
+    for body in computations.values():
+        for name, op in body.items():
+            inner = computations.get(op.called, {}) if op.called else {name: op}
+            dots = [i for i in inner.values() if i.opcode == "dot" or NATIVE in i.rest]
+            body_of_dot = computations.get(op.called, body)
+            found = matmul_of(dots[0], body_of_dot) if len(dots) == 1 else None
+            scope = "(unnamed)"
+            if path := re.search(r'op_name="([^"]*)"', op.rest):
+                parts = [p for p in path[1].split("/")[:-1] if not CONTROL.fullmatch(p)]
+                scope = "/".join(parts) or "(step)"
+            ops[name] = Op(op.opcode, scope, found)
     return ops
 
 
-def _matmul(rest: str, body: dict[str, tuple[str, str, str]]) -> Matmul | None:
-    if "batch_dims" in rest:
+def matmul_of(dot: Instruction, body: dict[str, Instruction]) -> Matmul | None:
+    """body: the computation that has the operands."""
+    contracted = re.search(r"lhs_contracting_dims=\{(\d+)\}", dot.rest)
+    if "batch_dims" in dot.rest or (contracted is None and NATIVE not in dot.rest):
         return None
-    types = [
-        re.match(r"(\w+)\[([\d,]*)\]", body[name][0])
-        for name in re.findall(r"%?([\w.\-]+)", rest)[:2]
-    ]
-    contract = (
-        [1, 1]
-        if NATIVE in rest
-        else [int(d) for d in re.findall(r"hs_contracting_dims=\{(\d+)\}", rest)]
+    names = re.findall(r"%?([\w.\-]+)", dot.rest)[:2]
+    types = [re.match(r"(\w+)\[([\d,]+)\]", body[name].result) for name in names]
+    dtypes = [t[1] for t in types if t is not None]
+    x, weight = ([int(n) for n in t[2].split(",")] for t in types if t is not None)
+    depth = x[int(contracted[1])] if contracted else x[-1]
+    sizes = zip((x, weight), dtypes, strict=True)
+    return Matmul(
+        operands=f"{dtypes[0]}{x} . {dtypes[1]}{weight}",
+        flops=2 * math.prod(x) * math.prod(weight) // depth,
+        weight_bytes=max(math.prod(n) * (4 if "32" in dtype else 2) for n, dtype in sizes),
     )
-    if len(contract) != 2 or None in types:
-        return None
-    a, b = ((t[1], tuple(int(n) for n in t[2].split(","))) for t in types if t is not None)
-    return Matmul((a[1], b[1]), (a[0], b[0]), (contract[0], contract[1]))
 
 
 def programs(events: list[Event]) -> dict[tuple[str, str], dict[str, Op]]:
@@ -284,30 +263,6 @@ def wall_shares(events: list[Event]) -> tuple[list[float], float]:
     return shares, idle
 
 
-def rate(matmul: Matmul, count: int) -> float:
-    """Seconds of this matmul alone, over as many different weights as a step has: the best of
-    five.
-    """
-    dims = (((matmul.contract[0],), (matmul.contract[1],)), ((), ()))
-    dtypes = [{"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[d] for d in matmul.dtypes]
-    large = int(math.prod(matmul.shapes[1]) > math.prod(matmul.shapes[0]))
-    fixed = jnp.ones(matmul.shapes[1 - large], dtypes[1 - large])
-    weights = [jnp.full(matmul.shapes[large], i, dtypes[large]) for i in range(count)]
-
-    @jax.jit
-    def run(fixed: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
-        pairs = ((fixed, w) if large else (w, fixed) for w in weights)
-        return [
-            jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32) for a, b in pairs
-        ]
-
-    run(fixed, weights)
-    return (
-        min(timeit.repeat(lambda: jax.block_until_ready(run(fixed, weights)), number=1, repeat=5))
-        / count
-    )
-
-
 def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
     modules = programs(measured.events)
     unknown = Op("?", "(unknown)", None)
@@ -323,28 +278,25 @@ def report(name: str, measured: Measured, num_ops: int) -> Iterator[str]:
             matmuls[op.matmul] += share
             counts[op.matmul] += 1
     scopes["(no operation)"] = idle
-    by_time = operator.itemgetter(1)
-    span, per_step = sum(scopes.values()), 1e6 * measured.steps
-    yield (
-        f"{name}: {measured.ms:.2f} ms a step, {measured.faults:.0f} page faults, untraced "
-        f"({measured.steps} steps)"
-    )
-    yield f"\n{'scope':<48}{'ms a step':>10}{'share':>8}"
-    for scope, ns in sorted(scopes.items(), key=by_time, reverse=True):
-        yield f"{scope:<48}{ns / per_step:>10.3f}{ns / span:>8.1%}"
-    yield f"{'all':<48}{span / per_step:>10.3f}{1:>8.1%}"
-    for (program, op), ns in sorted(single.items(), key=by_time, reverse=True)[:num_ops]:
-        yield f"  {ns / per_step:>8.3f} ms  {op}  ({ops[program, op].scope})"
-    yield f"\n{'matmul':<48}{'a step':>7}{'ms':>8}{'GFLOP/s':>9}{'(alone)':>9}{'weights GB/s':>13}{'(alone)':>9}"
-    for matmul, ns in sorted(matmuls.items(), key=by_time, reverse=True):
-        count = counts[matmul] / measured.steps
-        alone, seconds = rate(matmul, max(round(count), 1)), ns / 1e9 / counts[matmul]
-        shapes = " . ".join(
-            f"{t}{list(s)}" for t, s in zip(matmul.dtypes, matmul.shapes, strict=True)
-        )
-        flops, size = matmul.flops / 1e9, matmul.weight_bytes / 1e9
-        rates = f"{flops / seconds:>9.0f}{flops / alone:>9.0f}{size / seconds:>13.1f}{size / alone:>9.1f}"
-        yield f"{shapes:<48}{count:>7.0f}{ns / per_step:>8.3f}{rates}"
+    span, ms = sum(scopes.values()), 1e6 * measured.steps
+
+    def slowest(times: dict[Any, float]) -> list[tuple[Any, float]]:
+        return sorted(times.items(), key=operator.itemgetter(1), reverse=True)
+
+    untraced = f"{measured.faults:.0f} page faults, untraced ({measured.steps} steps)"
+    yield f"{name}: {measured.ms:.2f} ms a step, {untraced}\n"
+    rows = [(scope, f"{ns / ms:.3f}", f"{ns / span:.1%}") for scope, ns in slowest(scopes)]
+    rows.append(("all", f"{span / ms:.3f}", f"{1:.1%}"))
+    yield from common.aligned(["scope", "ms a step", "share"], rows, left=1)
+    for (program, op), ns in slowest(single)[:num_ops]:
+        yield f"  {ns / ms:>8.3f} ms  {op}  ({ops[program, op].scope})"
+    cells = []
+    for matmul, ns in slowest(matmuls):
+        gflop_s, gb_s = (n * counts[matmul] / ns for n in (matmul.flops, matmul.weight_bytes))
+        times = f"{counts[matmul] / measured.steps:.0f}", f"{ns / ms:.3f}"
+        cells.append((matmul.operands, *times, f"{gflop_s:.0f}", f"{gb_s:.1f}"))
+    heads = ["\nmatmul", "a\nstep", "\nms", "\nGFLOP/s", "weights\nGB/s"]
+    yield "\n" + "\n".join(common.aligned(heads, cells, left=1))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -358,13 +310,11 @@ def main(argv: list[str] | None = None) -> int:
         where = args.trace if args.trace is not None else Path(scratch)
         steps.llm.generate(steps.prompts, sampling(4), use_tqdm=False)  # compiles
         if args.phase != "decode":
-            print(
-                *report("prefill", measure(steps.prefills, where), args.ops), sep="\n", end="\n\n"
-            )
+            print(*report("prefill", measure(steps.prefills, where), args.ops), "", sep="\n")
         if args.phase != "prefill":
             steps.start_decoding()
-            print(*report("decode", measure(steps.decodes, where), args.ops), sep="\n", end="\n\n")
-    print(f"memory: {bench.read_bandwidth():.1f} GB/s in a plain read")
+            print(*report("decode", measure(steps.decodes, where), args.ops), "", sep="\n")
+    print(f"memory: {common.read_bandwidth():.1f} GB/s in a plain read")
     return 0
 
 

@@ -1,10 +1,10 @@
 """Answer a file of prompts: OpenAI batch requests, bare objects, plain text or a table in, JSONL
 out.
 
-    python scripts/serve_batch.py prompts.jsonl                          # prints prompts and
-    answers to read python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl
-    python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl --resume python
-    scripts/serve_batch.py batch.jsonl --model DIR --check       # validates and plans, runs nothing
+    python scripts/serve_batch.py prompts.jsonl              # prints prompts and answers to read
+    python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl
+    python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl --resume
+    python scripts/serve_batch.py batch.jsonl --model DIR --check     # plans, and runs nothing
     cat prompts.txt | python scripts/serve_batch.py - --format text --output -
 
 The input is read as a stream, a bounded window at a time; answers are written as they finish. A bad
@@ -16,20 +16,20 @@ failed; 1 nothing could run, or the engine or the input failed on the way; 3 sto
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError, RequestError
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
 from jpaged.integrations.batch.metrics import serve_metrics
-from jpaged.integrations.batch.report import render, write_report
 from jpaged.integrations.batch.run import (
     BROKEN_PIPE,
     FAILED_LINES,
@@ -43,19 +43,11 @@ from jpaged.integrations.batch.source import BatchError, Source, guess_format, o
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.request.sampling_params import SamplingParams
 
-FORMATS = ("auto", "jsonl", "text", "parquet", "dataset")
 SAMPLING = ("max_tokens", "temperature", "top_p")
-ENGINE = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_blocks",
-    "dtype",
-    "memory_utilization",
-    "swap_space_gib",
-    "enable_prefix_caching",
-)
+# Settings of the engine that an answer, or whether there is one, depends on.
+JUDGING = ("max_model_len", "dtype", "deterministic", "max_n", "max_logprobs", "max_logit_bias")
+JUDGING += ("max_stop_ids",)
+LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_retries": 0}
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,257 +56,141 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(FATAL, f"serve_batch: {message} (--help lists the flags)\n")
 
+    def group(self, title: str) -> Any:
+        """A function that adds a flag to a new group; its help tells its default."""
+        group = self.add_argument_group(title)
+
+        def add(flag: str, help: str, *, default: Any = None, **how: Any) -> None:
+            told = f"{default:g}" if isinstance(default, float) else default
+            text = help if "(default: " in help else f"{help} (default: {told})"
+            group.add_argument(flag, help=text, default=default, **how)
+
+        return add
+
 
 def make_parser() -> Parser:
-    """Every flag, in groups; flags that were not given are None, and the engine's or the model's
-    defaults hold.
+    """Every flag, in groups; those of sampling and of the engine that were not given leave the
+    model's and EngineConfig's defaults as they are.
     """
-    parser = Parser(
-        prog="serve_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    switch: Any = argparse.BooleanOptionalAction
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="serve_batch", description=__doc__, formatter_class=raw)
+    switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
 
-    add = parser.add_argument_group("input").add_argument
-    add(
-        "input",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        help="a file of lines (also .gz, .zst), a Parquet file or a "
-        "folder of them, a data set's folder, hf:NAME, or - for stdin (required, here or "
-        "in --config)",
+    add = parser.group("input")
+    where = (
+        "a file of lines (also .gz, .zst), a Parquet file or a folder of them, a data set's folder, "
+        "hf:NAME, or - for stdin (default: --config's)"
     )
-    add(
-        "--format",
-        choices=FORMATS,
-        default="auto",
-        help="what the input is (default: auto, by its name)",
+    add("input", where, nargs="?", default=argparse.SUPPRESS)
+    formats = ("auto", "jsonl", "text", "parquet", "dataset")
+    add("--format", "what the input is, auto by its name", default="auto", choices=formats)
+    columns = "columns of a table to read, each as the field of its name or as FIELD (default: all)"
+    add("--columns", columns, nargs="+", metavar="[FIELD=]COLUMN")
+    add("--split", "split of a data set (default: the only one)")
+    long = "longer lines are error lines, and never held in memory"
+    add("--max-line-bytes", long, type=int, default=16 << 20, metavar="BYTES")
+    ignored = "run lines with unknown fields, without those; they are counted in the summary"
+    add("--ignore-unknown", f"{ignored} (default: an error line)", **switch)
+    shard = (
+        "answer every N-th line from the I-th on, I from 0, into a file of its own: "
+        "scripts/merge_shards.py (default: a SLURM array task's own, else 0/1: all)"
     )
-    add(
-        "--columns",
-        nargs="+",
-        metavar="[FIELD=]COLUMN",
-        help="columns of a table to read, each as the field of its name or as FIELD (default: all)",
-    )
-    add("--split", help="split of a data set (default: the only one)")
-    add(
-        "--max-line-bytes",
-        type=int,
-        default=16 << 20,
-        metavar="BYTES",
-        help="longer lines are error lines, and never held in memory (default: 16777216)",
-    )
-    add(
-        "--ignore-unknown",
-        action=switch,
-        default=False,
-        help="run lines with unknown fields, without those; they are "
-        "counted in the summary (default: an error line)",
-    )
-    add(
-        "--shard",
-        metavar="I/N",
-        help="answer every N-th line from the I-th on, I from 0, into a file of its own: "
-        "scripts/merge_shards.py (default: a SLURM array task's own, else 0/1: all)",
-    )
+    add("--shard", shard, metavar="I/N")
 
-    add = parser.add_argument_group("output").add_argument
-    add(
-        "--output",
-        help="where the JSONL goes, - for stdout (default: print prompts and answers to read)",
-    )
-    add(
-        "--ordered",
-        action=switch,
-        default=False,
-        help="write in input order (default: as answers finish)",
-    )
-    add(
-        "--error-style",
-        choices=("openai", "vllm"),
-        default="openai",
-        help="form of failed batch requests: the error "
-        "in the body, or beside the response as vLLM's run_batch has it (default: openai)",
-    )
-    add(
-        "--summary",
-        metavar="FILE",
-        help="where the run's figures go (default: OUTPUT.summary.json)",
-    )
-    add(
-        "--report",
-        metavar="FILE",
-        help="a page for any browser: throughput over time, latencies, lengths, errors "
-        "(default: none)",
-    )
-    add(
-        "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help="answer Prometheus at this port while the run lasts, 0 is off (default: 0)",
-        default=0,
-    )
-    add(
-        "--metrics-host",
-        metavar="ADDRESS",
-        default="127.0.0.1",
-        help="where to listen for it; 0.0.0.0 is every "
-        "address of this machine (default: 127.0.0.1)",
-    )
+    add = parser.group("output")
+    add("--output", "where the JSONL goes, - for stdout (default: print all to read)")
+    add("--ordered", "write in input order (default: as answers finish)", **switch)
+    style = "of failed batch requests: the error in the body, or as vLLM's run_batch has it"
+    add("--error-style", style, choices=("openai", "vllm"), default="openai")
+    add("--summary", "where the figures go (default: OUTPUT.summary.json)", metavar="FILE")
+    page = "a page for any browser: throughput over time, latencies, lengths, errors"
+    add("--report", f"{page} (default: none)", metavar="FILE")
+    scrape = "answer Prometheus at this port while the run lasts, 0 is off"
+    add("--metrics-port", scrape, type=int, metavar="PORT", default=0)
+    listen = "where to listen for it; 0.0.0.0 is every address of this machine"
+    add("--metrics-host", listen, metavar="ADDRESS", default="127.0.0.1")
 
-    add = parser.add_argument_group("starting, stopping, resuming").add_argument
-    how: dict[str, Any] = {"dest": "existing", "action": "store_const"}
-    add(
-        "--resume",
-        const="resume",
-        **how,
-        help="go on with the output that is there (default: ask on a terminal, else refuse)",
+    add = parser.group("starting, stopping, resuming")
+    how: Any = {"dest": "existing", "action": "store_const"}
+    resume = "go on with the output that is there (default: ask on a terminal, else refuse)"
+    add("--resume", resume, const="resume", **how)
+    again = "start the output again (default: as for --resume)"
+    add("--overwrite", again, const="overwrite", **how)
+    retry = "with --resume: run failed lines again, the new answer counts (default: they are done)"
+    add("--retry-failed", retry, **switch)
+    grace = "for running requests to finish after Ctrl-C or SIGTERM; a second one stops at once"
+    add("--grace", grace, type=float, default=30.0, metavar="SECONDS")
+    hopeless = "end the run once more than this share of 100 lines or more failed (default: never)"
+    add("--max-error-rate", hopeless, type=float, metavar="SHARE")
+    dry = "validate the whole input, count its tokens, plan memory and time; run nothing"
+    add("--check", f"{dry} (default: off)", action="store_true", default=False)
+    rates = (
+        "for --check: tokens a second to expect, or the summary.json of a run that measured them "
+        "(default: OUTPUT.summary.json if there is one)"
     )
-    add(
-        "--overwrite",
-        const="overwrite",
-        **how,
-        help="start the output again (default: as for --resume)",
-    )
-    add(
-        "--retry-failed",
-        action=switch,
-        default=False,
-        help="with --resume: run the lines again that failed; the new "
-        "answer supersedes (default: they are done)",
-    )
-    add(
-        "--grace",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="for running requests to finish after Ctrl-C or "
-        "SIGTERM; a second one stops at once (default: 30)",
-    )
-    add(
-        "--max-error-rate",
-        type=float,
-        metavar="SHARE",
-        help="end the run once more than this share of its lines "
-        "failed, 100 lines at the least (default: never)",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="validate the whole input, count its tokens, plan memory and time; run "
-        "nothing (default: off)",
-    )
-    add(
-        "--rates",
-        metavar="TOK_S|SUMMARY",
-        help="for --check: tokens a second to expect, or the summary.json of a run "
-        "that measured them (default: OUTPUT.summary.json if there is one)",
-    )
-    add(
-        "--config",
-        metavar="FILE",
-        help="flags by name as YAML or JSON; those given here win (default: none)",
-    )
+    add("--rates", rates, metavar="TOK_S|SUMMARY")
+    config = "flags by name as YAML or JSON; those given here win (default: none)"
+    add("--config", config, metavar="FILE")
 
-    add = parser.add_argument_group(
-        "sampling, for lines that do not say (else the model's generation_config)"
-    )
-    add = add.add_argument
-    add(
-        "--max-tokens",
-        type=int,
-        help="tokens to generate (default: 256 for prompts, 16 for /v1/completions, the rest "
-        "of the context for chat)",
-    )
-    add("--temperature", type=float, help="0 is greedy (default: the model's, else 1)")
-    add("--top-p", type=float, help="nucleus sampling, 1 is off (default: the model's, else 1)")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="mixed with each line's id or number: one line, one stream (default: 0)",
-    )
+    add = parser.group("sampling, for lines that do not say (else the model's generation_config)")
+    longest = "256 for prompts, 16 for /v1/completions, the rest of the context for chat"
+    add("--max-tokens", f"tokens to generate (default: {longest})", type=int)
+    add("--temperature", "0 is greedy (default: the model's, else 1)", type=float)
+    add("--top-p", "nucleus sampling, 1 is off (default: the model's, else 1)", type=float)
+    add("--seed", "mixed with each line's id or number: one line, one stream", type=int, default=0)
 
-    add = parser.add_argument_group(
-        "engines on a Ray cluster, pip install 'jpaged[ray]'"
-    ).add_argument
-    add(
-        "--ray",
-        metavar="ADDRESS|local",
-        help="run the engines as actors there, auto is the cluster of this machine; "
-        "local starts Ray here (default: one engine in this process)",
+    add = parser.group("engines on a Ray cluster, pip install 'jpaged[ray]'")
+    address = (
+        "run the engines as actors there, auto is the cluster of this machine; local starts Ray "
+        "here (default: one engine in this process)"
     )
-    add(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="engines, each with all rows of --max-num-seqs (default: 1)",
+    add("--ray", address, metavar="ADDRESS|local")
+    replicas = "engines, each with all rows of --max-num-seqs"
+    add("--replicas", replicas, type=int, default=1, metavar="N")
+    taken = (
+        "what Ray sets aside for an engine: GPU=2 or TPU=4 (default: a GPU, or a host's TPU chips "
+        "where the cluster has them, else a CPU)"
     )
-    add(
-        "--replica-resources",
-        nargs="+",
-        metavar="NAME=COUNT",
-        help="what Ray sets aside for an engine: GPU=2 or "
-        "TPU=4 (default: a GPU, or a host's TPU chips where the cluster has them, else a CPU)",
-    )
-    add(
-        "--replica-retries",
-        type=int,
-        default=3,
-        metavar="TIMES",
-        help="how often a line is run again whose engine "
-        "died, before it is an error line (default: 3)",
-    )
+    add("--replica-resources", taken, nargs="+", metavar="NAME=COUNT")
+    lost = "how often a line is run again whose engine died, before it is an error line"
+    add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
-    add = parser.add_argument_group("engine").add_argument
-    add(
-        "--model",
-        help="checkpoint folder, Hugging Face's layout or Orbax (default: the embedded demo model)",
-    )
-    add("--window", type=int, help="requests in the engine at once (default: 4 * max_num_seqs)")
-    add(
-        "--max-model-len",
-        type=int,
-        help="tokens of prompt and answer together (default: the model's)",
-    )
-    add(
-        "--max-num-seqs",
-        type=int,
-        help=f"rows that run at once (default: {EngineConfig.max_num_seqs})",
-    )
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        help=f"prefill tokens a step (default: {EngineConfig.max_num_batched_tokens})",
-    )
-    add("--block-size", type=int, help=f"tokens a KV block (default: {EngineConfig.block_size})")
-    add("--num-blocks", type=int, help="KV blocks (default: from the memory there is)")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="serve in this dtype (default: the checkpoint's)",
-    )
-    add(
-        "--memory-utilization",
-        type=float,
-        help="share of an accelerator's memory to use (default: "
-        f"{EngineConfig.memory_utilization})",
-    )
-    add(
-        "--swap-space-gib",
-        type=float,
-        help="host memory for preempted requests, GiB (default: 0: compute again)",
-    )
-    add(
-        "--prefix-caching",
-        dest="enable_prefix_caching",
-        action=switch,
-        default=None,
-        help="compute equal beginnings of prompts once (default: on)",
-    )
+    add = parser.group("engine")
+    model = "checkpoint folder, Hugging Face's layout or Orbax (default: the embedded demo model)"
+    add("--model", model)
+    add("--window", "requests in the engine at once (default: 4 * max_num_seqs)", type=int)
+    hints = typing.get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
+        default = field.default
+        if isinstance(default, bool):
+            default = "on" if default else "off"
+        text = f"{field.metadata['help']} (default: {default})"
+        values = values_of(hints[field.name])
+        add(flag, text, dest=field.name, default=argparse.SUPPRESS, **values)
     return parser
+
+
+def values_of(hint: Any) -> dict[str, Any]:
+    """How a flag takes the values of a type: a number, text, one of several words, a list of
+    numbers, on or off; "none" where None is one of them.
+    """
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    (kind,) = kinds
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is tuple:
+        return {"type": int, "nargs": "+", "metavar": "N"}
+    if type(None) not in typing.get_args(hint):
+        return {"type": kind}
+
+    def value(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    value.__name__ = kind.__name__  # argparse names it where a value is none
+    return {"type": value}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -323,27 +199,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """
     parser = make_parser()
     argv = sys.argv[1:] if argv is None else argv
-    first = parser.parse_args(argv)
-    args = (
-        parser.parse_args(argv, config_args(parser, first.config))
-        if first.config is not None
-        else first
-    )
+    args = parser.parse_args(argv)
+    if args.config is not None:
+        args = parser.parse_args(argv, config_args(parser, args.config))
     if "input" not in args:
         parser.error("give an input: a file, or - for stdin")
     args.argv = argv
-    leasts = (
-        ("window", 1),
-        ("max_line_bytes", 1),
-        ("grace", 0),
-        ("replicas", 1),
-        ("replica_retries", 0),
-    )
-    for name, least in leasts:
-        if getattr(args, name) is not None and not getattr(args, name) >= least:
-            parser.error(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}"
-            )
+    for name, least in LEASTS.items():
+        if (value := getattr(args, name)) is not None and not value >= least:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} {value}: must be at least {least}")
     if args.max_error_rate is not None and not 0 <= args.max_error_rate < 1:
         parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
     if args.ray is None and (args.replicas != 1 or args.replica_resources):
@@ -357,11 +222,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.existing == "resume" and args.output in (None, "-"):
         parser.error("--resume needs the --output of the run to go on with")
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
+    fields = [field.name for field in dataclasses.fields(EngineConfig)]
+    args.engine = {name: getattr(args, name) for name in fields if name in args}
     try:
+        args.engine_config = EngineConfig(**args.engine)
         args.replica_resources = parse_resources(args.replica_resources or ())
         SamplingParams(**args.overrides).validate(EngineConfig(), vocab_size=1)
         args.shard = parse_shard(args.shard, os.environ)
-    except (RequestError, ValueError) as e:
+    except ValueError as e:  # ConfigError and RequestError among them
         parser.error(str(e))
     if args.shard is not None and args.output not in (None, "-"):
         args.output = shard_path(args.output, args.shard)
@@ -370,48 +238,51 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def config_args(parser: Parser, path: str) -> argparse.Namespace:
     """What the flags of a YAML or JSON file come to: a mapping of names, with - or _, to values."""
-    try:
-        text = Path(path).read_text()
-        if path.endswith(".json"):
-            found = json.loads(text)
-        else:
-            import yaml
 
-            try:
-                found = yaml.safe_load(text)
-            except yaml.YAMLError as e:
-                raise ValueError(" ".join(str(e).split())) from e
+    def refuse(message: object) -> NoReturn:
+        parser.error(f"--config {path}: {message}")
+
+    try:
+        found = read_mapping(path)
     except (OSError, ValueError) as e:
-        parser.error(f"--config {path}: {e}")
+        refuse(e)
     if not isinstance(found, dict):
-        parser.error(f"--config {path}: must be a mapping of flags by name")
-    flags: list[str] = []
+        refuse("must be a mapping of flags by name")
     # With its prefix, as it is written: --no-ordered is a flag, "no_ordered" no key.
-    known = {
-        a.option_strings[0][2:]: a
-        for a in parser._actions
-        if a.option_strings and a.dest != "config"
-    }
+    actions = [a for a in parser._actions if a.dest not in ("input", "config", "help")]
+    known = {action.option_strings[0][2:]: action for action in actions}
+    flags: list[str] = []
     for key, value in found.items():
         name = str(key).replace("_", "-")
         values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
         if name == "input":
             flags = [*values, *flags]
-        elif name not in known or name == "help":
-            parser.error(
-                f"--config {path}: {key!r} is no flag; there are input, {', '.join(sorted(known))}"
-            )
-        elif isinstance(known[name], argparse.BooleanOptionalAction) and isinstance(value, bool):
-            flags += [f"--{name}" if value else f"--no-{name}"]
-        elif known[name].nargs == 0 and isinstance(value, bool):
-            flags += [f"--{name}"] if value else []
-        elif known[name].nargs == 0:
-            parser.error(f"--config {path}: {key!r} is {value!r}: must be true or false")
+            continue
+        if name not in known:
+            refuse(f"{key!r} is no flag; there are input, {', '.join(sorted(known))}")
+        is_switch = isinstance(known[name], argparse.BooleanOptionalAction)
+        if known[name].nargs == 0 and not isinstance(value, bool):
+            refuse(f"{key!r} is {value!r}: must be true or false")
+        if isinstance(value, bool) and (is_switch or known[name].nargs == 0):
+            flags += [f"--{name}"] if value else [f"--no-{name}"] * is_switch
         elif value is not None:
             flags += [f"--{name}", *values]
     own = Parser(prog="serve_batch", parents=[parser], add_help=False, conflict_handler="resolve")
-    own.error = lambda message: parser.error(f"--config {path}: {message}")
+    own.error = refuse
     return own.parse_args(flags)
+
+
+def read_mapping(path: str) -> Any:
+    """What a JSON or YAML file holds. Raises OSError or ValueError."""
+    text = Path(path).read_text()
+    if path.endswith(".json"):
+        return json.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ValueError(" ".join(str(e).split())) from e
 
 
 def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
@@ -448,8 +319,6 @@ def parse_resources(texts: Sequence[str]) -> dict[str, float]:
 
 def make_llm(args: argparse.Namespace) -> Any:
     """The engine on the checkpoint, or BatchError with what is wrong with either."""
-    given = {name: getattr(args, name) for name in ENGINE}
-    given = {k: v for k, v in given.items() if v is not None}
     path = model_path(args)
     try:
         if args.ray is not None:
@@ -462,11 +331,11 @@ def make_llm(args: argparse.Namespace) -> Any:
                 resources=args.replica_resources,
                 max_retries=args.replica_retries,
                 seed=args.seed,
-                **given,
+                **args.engine,
             )
         import jpaged
 
-        return jpaged.LLM(path, seed=args.seed, **given)
+        return jpaged.LLM(path, seed=args.seed, **args.engine)
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
 
@@ -477,17 +346,15 @@ def model_path(args: argparse.Namespace) -> str:
 
         return str(MODEL_PATH)
     if not Path(args.model).is_dir():
-        raise BatchError(
-            f"--model {args.model}: no such folder (nothing is downloaded: pass a local checkpoint)"
-        )
+        said = "no such folder (nothing is downloaded: pass a local checkpoint)"
+        raise BatchError(f"--model {args.model}: {said}")
     return args.model
 
 
-def make_settings(args: argparse.Namespace, defaults: SamplingParams, source: Source) -> Settings:
-    name = "jpaged-demo" if args.model is None else Path(args.model).resolve().name
+def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Settings:
     return Settings(
-        defaults=defaults,
-        model=name,
+        defaults=llm.default_sampling_params(),
+        model="jpaged-demo" if args.model is None else Path(args.model).resolve().name,
         overrides=args.overrides,
         seed=args.seed,
         text=source.text,
@@ -496,16 +363,18 @@ def make_settings(args: argparse.Namespace, defaults: SamplingParams, source: So
 
 
 def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    """Everything that an answer depends on, from files and flags alone."""
+    """Everything that an answer depends on, from files and flags alone; what is left at the
+    engine's default is null, so that a setting that comes later changes no older manifest.
+    """
     format = guess_format(args.input) if args.format == "auto" else args.format
-    settings = {
-        name: getattr(args, name)
-        for name in ("max_line_bytes", "ignore_unknown", "error_style", "seed")
-    }
-    settings |= {name: getattr(args, name) for name in (*SAMPLING, "max_model_len", "dtype")}
+    names = ("max_line_bytes", "ignore_unknown", "error_style", "seed", *SAMPLING)
+    given = {name: getattr(args, name) for name in names}
+    for name in JUDGING:
+        value = args.engine.get(name)
+        given[name] = None if value == getattr(EngineConfig, name) else value
     return make_manifest(
         model=model_identity(model_path(args)),
-        settings={"format": format, **settings},
+        settings={"format": format, **given},
         source=source.identity(),
         shard=args.shard,
     )
@@ -515,19 +384,12 @@ def ask(args: argparse.Namespace) -> Existing:
     """What to do with an output that is there already: a person at a terminal is asked."""
     if args.existing is not None:
         return args.existing
-    there = (
-        args.output not in (None, "-")
-        and os.path.isfile(args.output)
-        and os.path.getsize(args.output)
-    )
+    path = args.output
+    there = path not in (None, "-") and os.path.isfile(path) and os.path.getsize(path)
     if not there or args.input == "-" or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return "refuse"
-    print(
-        f"{args.output} exists. Resume it, overwrite it, or quit? [R/o/q] ",
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    question = f"{path} exists. Resume it, overwrite it, or quit? [R/o/q] "
+    print(question, end="", file=sys.stderr, flush=True)
     answers: dict[str, Existing] = {"": "resume", "r": "resume", "o": "overwrite"}
     return answers.get(sys.stdin.readline().strip().lower()[:1], "refuse")
 
@@ -535,30 +397,23 @@ def ask(args: argparse.Namespace) -> Existing:
 def resuming(args: argparse.Namespace) -> tuple[str, ...]:
     """The command line that goes on with this run."""
     program = sys.argv[0] if sys.argv[0].endswith("serve_batch.py") else "scripts/serve_batch.py"
-    return (
-        "python",
-        program,
-        *(a for a in args.argv if a not in ("--resume", "--overwrite")),
-        "--resume",
-    )
+    kept = (a for a in args.argv if a not in ("--resume", "--overwrite"))
+    return ("python", program, *kept, "--resume")
 
 
 def run_check(args: argparse.Namespace, source: Source) -> int:
     from jpaged.integrations.batch.check import Rate, check
 
-    given = {name: value for name in ENGINE if (value := getattr(args, name)) is not None}
     earlier = f"{args.output}.summary.json" if args.output not in (None, "-") else ""
     rates = args.rates or (earlier if os.path.exists(earlier) else None)
-
-    def settings_of(llm: Any) -> Settings:
-        return make_settings(args, llm.default_sampling_params(), source)
-
-    try:
-        config = EngineConfig(**given)
-    except ConfigError as e:
-        raise BatchError(str(e)) from None
-    rate = None if rates is None else Rate.read(rates)
-    good = check(source, model_path(args), config, settings_of, shard=args.shard, rate=rate)
+    good = check(
+        source,
+        model_path(args),
+        args.engine_config,
+        lambda llm: make_settings(args, llm, source),
+        shard=args.shard,
+        rate=None if rates is None else Rate.read(rates),
+    )
     return OK if good else FAILED_LINES
 
 
@@ -566,27 +421,20 @@ def run(args: argparse.Namespace) -> int:
     """Everything between the command line and the exit status. Raises BatchError,
     KeyboardInterrupt, OSError.
     """
-    source = open_source(
-        args.input,
-        format=args.format,
-        max_line_bytes=args.max_line_bytes,
-        columns=args.columns,
-        split=args.split,
-    )
-    with contextlib.closing(source):
+    how = {name: getattr(args, name) for name in ("format", "max_line_bytes", "columns", "split")}
+    with contextlib.closing(open_source(args.input, **how)) as source:
         if args.check:
             return run_check(args, source)
         if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(
             args.output, args.input
         ):
             raise BatchError(f"--output {args.output} is the input itself")
-        window = args.window or 4 * args.replicas * (args.max_num_seqs or EngineConfig.max_num_seqs)
         job = Job(
             output=args.output,
             existing=ask(args),
             retry_failed=args.retry_failed,
             ordered=args.ordered,
-            window=window,
+            window=args.window or 4 * args.replicas * args.engine_config.max_num_seqs,
             grace=args.grace,
             max_error_rate=args.max_error_rate,
             error_style=args.error_style,
@@ -594,33 +442,35 @@ def run(args: argparse.Namespace) -> int:
             summary=args.summary,
             again=resuming(args),
         )
-
-        def settings_of(llm: Any) -> Settings:
-            return make_settings(args, llm.default_sampling_params(), source)
-
         manifest, stats, stdout = manifest_of(args, source), BatchStats(), sys.stdout.buffer
+        # What libraries print (Ray does, when an actor dies) is not to come among the answers.
+        elsewhere = sys.stderr if args.output == "-" else sys.stdout
         with contextlib.ExitStack() as stack:
-            # What libraries print (Ray does, when an actor dies) is not to come among the answers.
-            stack.enter_context(
-                contextlib.redirect_stdout(sys.stderr if args.output == "-" else sys.stdout)
-            )
+            stack.enter_context(contextlib.redirect_stdout(elsewhere))
             if args.metrics_port:
                 stack.enter_context(serve_metrics(stats, args.metrics_host, args.metrics_port))
-            try:
-                return run_batch(
-                    job,
-                    source,
-                    manifest,
-                    lambda: make_llm(args),
-                    settings_of,
-                    stats=stats,
-                    stdout=stdout,
-                )
-            finally:
-                if args.report is not None and stats.engine:  # it began, however it ended
-                    name = os.path.basename(args.output or "-")
-                    title = "Batch run" if name == "-" else f"Batch run: {name}"
-                    write_report(args.report, render(stats, title=title, settings=told(args)))
+            if args.report is not None:
+                stack.callback(report, args, stats)
+            return run_batch(
+                job,
+                source,
+                manifest,
+                lambda: make_llm(args),
+                lambda llm: make_settings(args, llm, source),
+                stats=stats,
+                stdout=stdout,
+            )
+
+
+def report(args: argparse.Namespace, stats: BatchStats) -> None:
+    """Write the page of a run that began, however it ended."""
+    if not stats.engine:
+        return
+    from jpaged.integrations.batch.report import render, write_report
+
+    name = os.path.basename(args.output or "-")
+    title = "Batch run" if name == "-" else f"Batch run: {name}"
+    write_report(args.report, render(stats, title=title, settings=told(args)))
 
 
 def told(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """Choose the padded sizes that steps are compiled for, from the sizes that steps really have.
 
-    python scripts/tune_buckets.py --record record.json              # llm.stats() or bench.py's
-    JSON line, as a file python scripts/tune_buckets.py --lengths lengths.jsonl           # [prompt
-    tokens, output tokens], one pair a line python scripts/tune_buckets.py --workload nano --out
-    config.json # bench.py's workloads and ranges
+    python scripts/tune_buckets.py --record record.json      # llm.stats(), or what bench.py printed
+    python scripts/tune_buckets.py --lengths lengths.jsonl   # [prompt, output] tokens a line
+    python scripts/tune_buckets.py --workload nano --out config.json   # bench.py's workloads
 
 Lengths are run through the engine's own scheduler, over no device, to see which steps they make. A
 step padded to a bucket of n tokens (rows, in decode) is taken to last a + b*n seconds, and each
 bucket that a step uses to compile once; dynamic programming finds the buckets that cost least over
 --runs-per-compile runs of these steps. --out writes what `EngineConfig(**json)` takes:
-token_buckets and seq_buckets.
+token_buckets and seq_buckets. The other flags say what the engine's settings are now.
 
 Without --step-seconds and the like, a and b are those of the 60M model of bench.py on two CPU cores
 in bf16; a record that says how many tokens a second it had stretches them to that speed, and says
@@ -27,33 +26,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _common as common
+import bench
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.block_manager import BlockManager, GroupSize
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
 from jpaged.errors import ConfigError, JpagedError
-from jpaged.models.config import ModelConfig
 from jpaged.request.sampling_params import SamplingParams
 
-PHASES = {
-    "prefill": "token_buckets",
-    "decode": "seq_buckets",
-}  # and the setting that pads their steps
-LIMITS = {
-    "prefill": "max_num_batched_tokens",
-    "decode": "max_num_seqs",
-}  # what a step of them never exceeds
-ENGINE_FLAGS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_blocks",
-)
+# Each phase, the setting that pads its steps, and the one that no step of it exceeds.
+PHASES = {"prefill": "token_buckets", "decode": "seq_buckets"}
+LIMITS = {"prefill": "max_num_batched_tokens", "decode": "max_num_seqs"}
 VOCABULARY = 1 << 20  # of the simulation's random prompts: no two share a block
 
 Sizes = dict[int, int]  # tokens (rows) of a step: how many such steps
@@ -99,14 +87,12 @@ def waste(accounts: Sequence[Account]) -> float:
 
 def account(sizes: Sizes, buckets: Sequence[int], cost: Cost) -> Account:
     taken = {size: buckets[bisect.bisect_left(buckets, size)] for size in sizes}
-    tokens = sum(size * count for size, count in sizes.items())
-    padded = sum(taken[size] * count for size, count in sizes.items())
-    steps, used = sum(sizes.values()), len(set(taken.values()))
+    padded, steps = sum(taken[size] * count for size, count in sizes.items()), sum(sizes.values())
     return Account(
-        tokens=tokens,
+        tokens=sum(size * count for size, count in sizes.items()),
         padded=padded,
         steps=steps,
-        used=used,
+        used=len(set(taken.values())),
         seconds=cost.step * steps + cost.unit * padded,
     )
 
@@ -121,16 +107,12 @@ def best_buckets(
     buckets tried: the best table of k buckets whose last is size j is the best of k - 1 whose last
     is some i < j, and one bucket more.
     """
-    n, (at, counts) = (
-        len(sizes),
-        (np.array(x, np.float64) for x in zip(*sorted(sizes.items()), strict=True)),
-    )
+    n = len(sizes)
+    at, counts = (np.array(x, np.float64) for x in zip(*sorted(sizes.items()), strict=True))
     before = np.concatenate([[0.0], np.cumsum(counts)])
     # span[i, j]: one bucket for the sizes i..j-1, which it pads to size j-1.
-    span = (
-        unit * (before[None, :] - before[:, None]) * np.concatenate([[0.0], at])[None, :]
-        + compile_cost
-    )
+    padded = (before[None, :] - before[:, None]) * np.concatenate([[0.0], at])[None, :]
+    span = unit * padded + compile_cost
     span[np.tril_indices(n + 1)] = np.inf
     unpadded, cost, choices = unit * float(counts @ at), np.array([0.0] + [np.inf] * n), []
     best_cost, best_k = np.inf, 0
@@ -140,9 +122,8 @@ def best_buckets(
         cost = total.min(axis=0)
         if cost[n] < best_cost:
             best_cost, best_k = cost[n], k
-        if (
-            unpadded + compile_cost * (k + 1) >= best_cost
-        ):  # even without any padding, more buckets cost more
+        # More buckets would cost more even without any padding.
+        if unpadded + compile_cost * (k + 1) >= best_cost:
             break
     ends = [n]
     for choice in reversed(choices[1:best_k]):
@@ -159,7 +140,7 @@ def tune(
     most: int | None,
     multiple: int,
     strict: bool,
-) -> list:
+) -> list[int]:
     """The best table for these steps. limit: what its last bucket must hold; multiple: of which
     each bucket is one.
     """
@@ -180,7 +161,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     """
     assert config.num_blocks is not None and config.max_model_len is not None
     scheduler = Scheduler(
-        BlockManager(config.num_blocks, config.block_size),
+        BlockManager([GroupSize(config.num_blocks)], config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         decode_steps=config.decode_steps or 1,
@@ -189,16 +170,15 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
     for i, (prompt, output) in enumerate(lengths):
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         ids = rng.integers(0, VOCABULARY, prompt).tolist()
-        scheduler.add(
-            Request([Row(str(i), ids, params, max_model_len=config.max_model_len)]).sequences[0]
-        )
+        row = Row(str(i), ids, params, max_model_len=config.max_model_len)
+        scheduler.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
     while (plan := scheduler.schedule()) is not None:
         draws = [entry.draws for entry in plan.entries if entry.draws]
-        is_decode = plan.phase == "decode"
-        sizes[plan.phase][len(draws) if is_decode else plan.num_tokens] += (
-            max(draws) if is_decode else 1
-        )
+        if plan.phase == "decode":
+            sizes["decode"][len(draws)] += max(draws)
+        else:
+            sizes["prefill"][plan.num_tokens] += 1
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
@@ -219,47 +199,36 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def record_sizes(record: dict[str, Any], source: Any) -> dict[str, Sizes]:
     """The record's "step_sizes", or the record itself."""
-    found = record.get("step_sizes", record)
-    try:
-        sizes = {
-            phase: {int(k): int(v) for k, v in found.get(phase, {}).items()} for phase in PHASES
-        }
-    except (AttributeError, TypeError, ValueError):
-        sizes = {}
-    if not any(sizes.values()) or any(
-        n < 1 or count < 0 for phase in sizes.values() for n, count in phase.items()
-    ):
-        raise ConfigError(
-            f'{source}: wanted "step_sizes": {{"prefill": {{tokens: count}}, "decode": '
-            f"{{rows: count}}}}"
-        )
+    found, sizes = record.get("step_sizes", record), dict[str, Sizes]()
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        for phase in PHASES:
+            sizes[phase] = {int(k): int(v) for k, v in found.get(phase, {}).items()}
+    steps = [step for phase in sizes.values() for step in phase.items()]
+    if len(sizes) < len(PHASES) or not steps or any(n < 1 or count < 0 for n, count in steps):
+        form = '{"prefill": {tokens: count}, "decode": {rows: count}}'
+        raise ConfigError(f'{source}: wanted "step_sizes": {form}')
     return sizes
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
     """(prompt, output) tokens: a JSON list of pairs, or one pair a line."""
     text = path.read_text(encoding="utf-8").strip()
+    lines = [text] if text.startswith("[[") else [f"[{line}]" for line in text.splitlines() if line]
     try:
-        pairs = (
-            json.loads(text)
-            if text.startswith("[[")
-            else [json.loads(line) for line in text.splitlines() if line]
-        )
+        pairs = [pair for line in lines for pair in json.loads(line)]
         lengths = [(int(prompt), int(output)) for prompt, output in pairs]
     except (ValueError, TypeError) as e:
-        raise ConfigError(
-            f"{path}: wanted [prompt tokens, output tokens] pairs as JSON ({e})"
-        ) from e
+        wanted = "wanted [prompt tokens, output tokens] pairs as JSON"
+        raise ConfigError(f"{path}: {wanted} ({e})") from e
     if bad := [pair for pair in lengths if min(pair) < 1]:
-        raise ConfigError(
-            f"{path}: {bad[0]} is not a prompt and an output of at least one token each"
-        )
+        wanted = "a prompt and an output of at least one token each"
+        raise ConfigError(f"{path}: {bad[0]} is not {wanted}")
     return lengths
 
 
 def costs_of(
     args: argparse.Namespace, record: dict[str, Any], sizes: dict[str, Sizes], now: EngineConfig
-) -> dict:
+) -> dict[str, Cost]:
     """The flags, else the defaults at the record's speed."""
     found = {}
     for phase, cost in DEFAULTS.items():
@@ -269,14 +238,10 @@ def costs_of(
             held = account(sizes[phase], getattr(now, PHASES[phase]), cost)
             factor = held.tokens / rate / held.seconds if held.seconds else 1.0
             cost = dataclasses.replace(cost, step=cost.step * factor, unit=cost.unit * factor)
-        flags = {
-            "step": args.step_seconds,
-            "compile": args.compile_seconds,
-            "unit": getattr(args, f"{phase}_seconds"),
-        }
-        found[phase] = dataclasses.replace(
-            cost, **{name: value for name, value in flags.items() if value is not None}
-        )
+        flags = {"step": args.step_seconds, "compile": args.compile_seconds}
+        flags["unit"] = getattr(args, f"{phase}_seconds")
+        given = {name: value for name, value in flags.items() if value is not None}
+        found[phase] = dataclasses.replace(cost, **given)
     return found
 
 
@@ -285,21 +250,13 @@ def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
     preempted.
     """
     settings = read_record(args.config) if args.config is not None else {}
-    settings |= {
-        name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None
-    }
     try:
-        config = EngineConfig(**settings)
+        config = EngineConfig(**settings | common.engine_settings(args))
     except TypeError as e:
         raise ConfigError(f"{args.config}: {e}") from e
     # Of the model, only the longest context counts here.
     length = max(longest, config.max_model_len or 1)
-    ones = dict.fromkeys(
-        ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"), 1
-    )
-    model = ModelConfig(
-        family="llama", vocab_size=VOCABULARY, head_dim=2, max_position_embeddings=length, **ones
-    )
+    model = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=length)
     config = config.resolve(model)
     enough = config.max_num_seqs * config.max_blocks_per_seq
     return dataclasses.replace(config, num_blocks=config.num_blocks or enough)
@@ -307,99 +264,64 @@ def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
 
 def table(rows: list[tuple[str, Account, int, float]], runs: float) -> str:
     """rows: title, account, buckets in the table, seconds that one takes to compile."""
-    lines = [f"{'':<16}  buckets  used    waste    steps    steps s  compile s    total s"]
+    heads = ["", "buckets", "used", "waste", "steps", "steps s", "compile s", "total s"]
+    cells = []
     for title, a, held, seconds in rows:
         times = (a.seconds * runs, a.used * seconds, a.seconds * runs + a.used * seconds)
-        figures = "".join(f"{value:>11.2f}" for value in times)
-        lines.append(f"{title:<16}{held:>9}{a.used:>6}{waste([a]):>9.1%}{a.steps:>9}{figures}")
-    return "\n".join(lines)
+        counts = [str(held), str(a.used), f"{waste([a]):.1%}", str(a.steps)]
+        cells.append([title, *counts, *(f"{value:.2f}" for value in times)])
+    return "\n".join(common.aligned(heads, cells, left=1))
 
 
-def parse_args(argv: list[str] | None, workloads: Mapping[str, Any]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = common.make_parser("tune_buckets", __doc__)
     source, add = parser.add_mutually_exclusive_group(), parser.add_argument
-    source.add_argument("--record", type=Path, help="JSON with step_sizes: what to tune for")
-    source.add_argument(
-        "--lengths", type=Path, help="JSON or JSONL of (prompt, output) tokens: what to tune for"
-    )
-    add(
-        "--workload",
-        choices=workloads,
-        default="peers",
-        help="else bench.py's, with the next three's changes",
-    )
-    add("--requests", type=int)
-    add("--input", type=int, nargs=2, metavar=("FROM", "TO"), help="prompt tokens")
-    add("--output", type=int, nargs=2, metavar=("FROM", "TO"), help="generated tokens")
+    what = "what to tune for, instead of a workload"
+    source.add_argument("--record", type=Path, help=f"JSON with step_sizes: {what}")
+    source.add_argument("--lengths", type=Path, help=f"JSON of (prompt, output) tokens: {what}")
     add("--out", type=Path, help="write the tuned token_buckets and seq_buckets here")
-    add(
-        "--buckets",
-        type=int,
-        help="at most so many that steps use, in each table (default: as many as pay)",
-    )
-    add(
-        "--runs-per-compile",
-        type=float,
-        default=1.0,
-        help="such runs in a process, or in a compilation cache's life",
-    )
-    add(
-        "--multiple",
-        type=int,
-        default=8,
-        help="of which each bucket is one (default: 8, below which CPUs are slow)",
-    )
+    add("--buckets", type=int, help="at most so many that steps use, in each table")
+    add("--runs-per-compile", type=float, default=1.0, help="such runs in a compiled step's life")
+    add("--multiple", type=int, default=8, help="of which each bucket is one (default: 8)")
     add("--step-seconds", type=float, help="a, of either phase")
     add("--prefill-seconds", type=float, help="b of a padded token")
     add("--decode-seconds", type=float, help="b of a padded row")
     add("--compile-seconds", type=float, help="of one bucket")
     add("--config", type=Path, help="JSON of EngineConfig's fields, as they are now")
-    for name in ENGINE_FLAGS:
-        add(f"--{name.replace('_', '-')}", type=int)
+    bench.add_workload_flags(parser)
+    common.add_engine_flags(parser)
     args = parser.parse_args(argv)
-    for name in ("buckets", "multiple", "requests"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    common.check_positive(parser, args, "buckets", "multiple", "requests")
     return args
 
 
-def requests_of(args: argparse.Namespace, workloads: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of the file, or of the workload with the flags' changes."""
-    if args.lengths is not None:
-        return read_lengths(args.lengths)
-    names = {"requests": args.requests, "input": args.input, "output": args.output}
-    work = dataclasses.replace(
-        workloads[args.workload], **{k: v for k, v in names.items() if v is not None}
-    )
-    return [(len(prompt), output) for prompt, output in zip(*work.requests_of(), strict=True)]
-
-
-def run(args: argparse.Namespace, workloads: Mapping[str, Any]) -> None:
-    record = read_record(args.record) if args.record is not None else {}
-    lengths = requests_of(args, workloads) if args.record is None else []
+def run(args: argparse.Namespace) -> None:
+    record, lengths = {}, list[tuple[int, int]]()
+    if args.record is not None:
+        record = read_record(args.record)
+    elif args.lengths is not None:
+        lengths = read_lengths(args.lengths)
+    else:
+        drawn = zip(*bench.workload(args).requests_of(), strict=True)
+        lengths = [(len(prompt), output) for prompt, output in drawn]
     config = engine_config(args, max((sum(pair) for pair in lengths), default=1))
-    sizes = simulate(config, lengths) if args.record is None else record_sizes(record, args.record)
+    is_recorded = args.record is not None
+    sizes = record_sizes(record, args.record) if is_recorded else simulate(config, lengths)
     costs, rows, tuned = costs_of(args, record, sizes, config), [], {}
     for phase, name in PHASES.items():
-        knob, limit, largest = (
-            LIMITS[phase],
-            getattr(config, LIMITS[phase]),
-            max(sizes[phase], default=0),
+        knob, largest = LIMITS[phase], max(sizes[phase], default=0)
+        if largest > (limit := getattr(config, knob)):
+            more = f"is more than {knob}={limit}: pass the engine's settings"
+            raise ConfigError(f"a {phase} step of {largest} {more}")
+        tuned[name] = tune(
+            sizes[phase],
+            costs[phase],
+            limit=limit,
+            runs=args.runs_per_compile,
+            most=args.buckets,
+            multiple=args.multiple,
+            strict=config.strict,
         )
-        if largest > limit:
-            raise ConfigError(
-                f"a {phase} step of {largest} is more than {knob}={limit}: pass the "
-                "engine's settings"
-            )
-        how = {
-            "runs": args.runs_per_compile,
-            "most": args.buckets,
-            "multiple": args.multiple,
-            "strict": config.strict,
-        }
-        tuned[name] = tune(sizes[phase], costs[phase], limit=limit, **how)
         for title, buckets in (("now", getattr(config, name)), ("tuned", tuned[name])):
             held = account(sizes[phase], buckets, costs[phase])
             rows.append((f"{phase}, {title}", held, len(buckets), costs[phase].compile))
@@ -413,12 +335,9 @@ def run(args: argparse.Namespace, workloads: Mapping[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from bench import WORKLOADS
-
-    args = parse_args(argv, WORKLOADS)
+    args = parse_args(argv)
     try:
-        run(args, WORKLOADS)
+        run(args)
     except (JpagedError, OSError) as e:
         print(f"tune_buckets: {e}", file=sys.stderr)
         return 1

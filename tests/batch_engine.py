@@ -20,19 +20,15 @@ from jpaged.request.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 64
-# For what only a process of its own can show. With PEAK set it prints the most memory that it ever
-# held, in bytes.
+# For what only a process of its own can show.
 DRIVER = """
-import os, signal, sys
+import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's child has it ignored
-from tests.batch_engine import FakeLLM, load_script, peak_memory
+from tests.batch_engine import FakeLLM, load_script
 serve_batch = load_script("serve_batch")
 delay = float(sys.argv.pop(1))
-serve_batch.make_llm = lambda args: FakeLLM(delay=delay, at_once="PEAK" in os.environ)
-status = serve_batch.main()
-if "PEAK" in os.environ:
-    print("peak", peak_memory())
-sys.exit(status)
+serve_batch.make_llm = lambda args: FakeLLM(delay=delay)
+sys.exit(serve_batch.main())
 """
 
 
@@ -123,6 +119,8 @@ class FakeLLM:
         sampling_params.validate(EngineConfig(), vocab_size=256)
         if not ids:
             raise RequestError("the prompt is empty")
+        if not all(0 <= token < 256 for token in ids):
+            raise RequestError(f"prompt token ids {ids}: must be from 0 to 255")
         if len(ids) > CONTEXT:
             raise CapacityError(f"the prompt has {len(ids)} tokens, above max_model_len={CONTEXT}")
         assert request_id not in self.waiting

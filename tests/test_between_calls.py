@@ -137,7 +137,7 @@ def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -
         "__init__",
         lambda self, *args, **how: (made.append(args), setup(self, *args, **how))[1],
     )
-    monkeypatch.setattr(Calls, "generate", lambda self, *args, **how: [])
+    monkeypatch.setattr(Calls, "complete", lambda self, *args, **how: [])
     jpaged.release(compiled=True)
     a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)
     for settings, count in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5)):

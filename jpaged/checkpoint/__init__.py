@@ -2,8 +2,8 @@
 projects' trees.
 """
 
-from jpaged.checkpoint.foreign import params_from
 from jpaged.checkpoint.load import load_params
+from jpaged.checkpoint.name_maps import params_from
 from jpaged.checkpoint.orbax import save_params
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 

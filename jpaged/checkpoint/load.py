@@ -14,16 +14,10 @@ from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import Params, choose_tensor_axis, param_shapes, param_specs
+from jpaged.models.params import Params, choose_tensor_axis, nest, param_specs, param_table
 
-PICKLED = (
-    ".bin",
-    ".pt",
-    ".pth",
-    ".pkl",
-    ".pickle",
-    ".ckpt",
-)  # reading these runs code that they hold
+# Reading these runs code that they hold.
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 def load_params(
@@ -42,27 +36,24 @@ def load_params(
     folder = Path(path).expanduser().absolute()
     config = read_config(folder)
     plan = find_plan(folder, config)
-    shapes = flat(param_shapes(config))
+    shapes = {name: spec.shape(config) for name, spec in param_table(config).items()}
     shardings: dict[str, Any] = {}
     if mesh is not None:
         axis = choose_tensor_axis(mesh)
         specs = flat(param_specs(config, axis, mesh.shape[axis]))
         shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     leaves = {}
-    for name in sorted(
-        shapes, key=lambda name: -math.prod(shapes[name])
-    ):  # large ones while there is most room
+    # Large ones first, while there is most room.
+    for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
         held = {part.dtype for part in plan[name]}
-        buffer = empty(
-            shapes[name], target or (held.pop() if len(held) == 1 else DTYPES["float32"])
-        )
+        own = held.pop() if len(held) == 1 else DTYPES["float32"]
+        buffer = empty(shapes[name], target or own)
         for part in plan[name]:
             part.read(buffer[part.index])
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
         leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
         del buffer
-    structure = jax.tree.structure(param_specs(config, None))
-    return Params(jax.tree.unflatten(structure, [leaves[name] for name in shapes]), config, folder)
+    return Params(nest({name: leaves[name] for name in shapes}), config, folder)
 
 
 def read_config(folder: Path) -> ModelConfig:

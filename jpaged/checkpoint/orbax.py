@@ -66,12 +66,10 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
             if params.source and (file := params.source / name).exists():
                 (shutil.copytree if file.is_dir() else shutil.copyfile)(file, folder / name)
-        (folder / "config.json").write_text(
-            config_json, encoding="utf-8"
-        )  # last: without it the folder does not load
-    except (
-        Exception
-    ) as e:  # Orbax and tensorstore raise many types for a disk that is full or not writable
+        # Last: without it the folder does not load.
+        (folder / "config.json").write_text(config_json, encoding="utf-8")
+    # Orbax and tensorstore raise many types for a disk that is full or not writable
+    except Exception as e:
         raise CheckpointError(f"{folder}: cannot be written ({first_line(e)})") from e
 
 

@@ -11,12 +11,8 @@ from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import import_transformers
 
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "tekken.json",
-)  # one of these makes a tokenizer
+# One of these makes a tokenizer.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TOKENIZER_FILES = (
     *VOCABULARIES,
     "tokenizer_config.json",
@@ -41,13 +37,11 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         tokenizer = auto.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as e:  # tokenizers and transformers raise many types, plain Exception among them
+    # tokenizers and transformers raise many types, plain Exception among them
+    except Exception as e:
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({first_line(e)})") from e
-    tokenizer.model_max_length = (
-        1 << 62
-    )  # lengths are the engine's to check; transformers would warn and go on
+    # Lengths are the engine's to check; transformers would warn and go on.
+    tokenizer.model_max_length = 1 << 62
     return tokenizer
 
 

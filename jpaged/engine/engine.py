@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager, GroupSize
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.packing import Batch, pack
 from jpaged.engine.plan import Moves, Plan, StepResult
 from jpaged.engine.scheduler import Scheduler
@@ -87,7 +88,7 @@ class Engine:
         with self._consistent():
             self.requests[request.request_id] = request
             for seq in request.sequences:
-                self.scheduler.add(seq)
+                self.scheduler.queues.add(seq)
 
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, or None when there is none of that
@@ -98,9 +99,9 @@ class Engine:
             with self._consistent():
                 for seq in request.sequences:
                     if seq.status is not Status.FINISHED:  # else it ended in a step that failed
-                        self.scheduler.finish(seq, "abort")
-                others = [s for s in self.scheduler.finished if s.request is not request]
-                self.scheduler.finished = others
+                        self.scheduler.queues.finish(seq, "abort")
+                others = [s for s in self.scheduler.queues.finished if s.request is not request]
+                self.scheduler.queues.finished = others
                 self._forget(request)
         return request
 
@@ -120,7 +121,7 @@ class Engine:
                 self._dispatch(plan, started)
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-            finished = self.scheduler.take_finished()
+            finished = self.scheduler.queues.take_finished()
             ended = dict.fromkeys(s.request for s in finished if s.request.is_finished)
             for request in ended:
                 self._forget(request)
@@ -140,10 +141,10 @@ class Engine:
         self.scheduler = self._new_scheduler()
         for request in self.requests.values():
             if request.is_finished:
-                self.scheduler.finished.append(request.sequences[0])
+                self.scheduler.queues.finished.append(request.sequences[0])
             else:
                 for seq in request.restart():
-                    self.scheduler.add(seq)
+                    self.scheduler.queues.add(seq)
         self._is_broken = False
 
     @contextlib.contextmanager
@@ -162,11 +163,11 @@ class Engine:
         with self._consistent():
             while self._in_flight:
                 self._commit_oldest(time.perf_counter())
-            self._move_out(self.scheduler.take_swap_outs())
+            self._move_out(self.scheduler.swapping.take_outs())
             block_ids = list(self.scheduler.blocks.in_use())
             blocks = self.runner.read_blocks(block_ids)
             requests, scheduler = copy.deepcopy((self.requests, self.scheduler))
-        scheduler.blocks.forget_free()  # their content is not kept
+        scheduler.blocks.cache.forget_free()  # their content is not kept
         return EngineState(
             requests=requests, scheduler=scheduler, block_ids=block_ids, blocks=blocks
         )
@@ -178,8 +179,8 @@ class Engine:
         with self._consistent():
             self._in_flight.clear()
             self.requests, self.scheduler = copy.deepcopy((state.requests, state.scheduler))
-            self.scheduler.preemptions = self.stats.preemptions
-            for seq in self.scheduler.running:
+            self.scheduler.queues.preemptions = self.stats.preemptions
+            for seq in self.scheduler.queues.running:
                 seq.is_new = True
             self.runner.write_blocks(state.blocks, state.block_ids)
 
@@ -187,16 +188,16 @@ class Engine:
         """Forget every cached prefix, and what the host keeps of preempted sequences."""
         for request in self.requests.values():
             for seq in request.sequences:
-                self.scheduler.drop_swapped(seq)
-        self.scheduler.blocks.reset()
+                self.scheduler.swapping.drop(seq)
+        self.scheduler.blocks.cache.reset()
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
-        scheduler, blocks = self.scheduler, self.scheduler.blocks
-        host_bytes = scheduler.host_bytes - scheduler.free_host_bytes
+        blocks, swapping = self.scheduler.blocks, self.scheduler.swapping
+        host_bytes = swapping.host_bytes - swapping.free_bytes
         block_bytes = sum(group.block_bytes for group in blocks.groups)
         groups = [
-            {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_blocks - len(g.free)}
+            {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
             for g in blocks.groups
         ]
         return {
@@ -204,7 +205,7 @@ class Engine:
             "blocks_in_use": blocks.num_used,
             "num_blocks": blocks.num_blocks,
             "kv_groups": groups,
-            "host_blocks": scheduler.host_bytes // block_bytes,
+            "host_blocks": swapping.host_bytes // block_bytes,
             "host_blocks_in_use": -(-host_bytes // block_bytes),
         }
 
@@ -232,7 +233,7 @@ class Engine:
         result = self.runner.fetch(handle)
         fetched = time.perf_counter()
         for request in self.scheduler.commit(plan, result):
-            request.steer(self.scheduler)
+            request.steer(self.scheduler.queues)
         done = time.perf_counter()
         self.stats.device_time_s += fetched - waiting
         self.stats.host_time_s += (waiting - started) + (done - fetched)

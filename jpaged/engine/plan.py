@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jpaged.engine.block_manager import Copies
+from jpaged.engine.blocks import Copies
 from jpaged.engine.sequence import Sequence, Swapped
 
 Phase = Literal["prefill", "decode"]
@@ -34,6 +34,17 @@ class PlanEntry(NamedTuple):
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+
+def dispatch(
+    seq: Sequence, start: int, num_tokens: int, *, draws: int, decodes: bool = False
+) -> PlanEntry:
+    """An entry of a plan that goes out: the sequence counts it as dispatched."""
+    is_new, seq.is_new = seq.is_new, False
+    seq.num_dispatched = start + num_tokens
+    seq.pending += draws
+    seq.in_flight += 1
+    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

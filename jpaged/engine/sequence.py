@@ -46,8 +46,9 @@ class Sequence:
 
     Who fills what. The caller, once: request_id, token_ids[:prompt_len], params, key, index, salt,
     stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs, top_logprobs,
-    prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error. The block
-    manager: block_tables, first_held, contents, hashes, generation. The scheduler: all else.
+    prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error. BlockManager and
+    PrefixCache: block_tables, first_held, contents, hashes, generation. Scheduler and Queues: all
+    else.
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
@@ -170,7 +171,7 @@ class Sequence:
 
     @property
     def num_closed(self) -> int:
-        """Leading blocks that are full and findable (or would be, but for the cache being off)."""
+        """Leading blocks that are full and findable, none of them where the cache is off."""
         return len(self.contents)
 
     def extend(self, token: int, logprob: float) -> "Sequence":
@@ -223,7 +224,7 @@ class Request:
         """What went wrong first, None if nothing did."""
         return next((seq.error for seq in self.sequences if seq.error is not None), None)
 
-    def steer(self, scheduler: Any) -> None:
+    def steer(self, queues: Any) -> None:
         """Go on with rows that wait for the host (see Sequence.candidates), if it has any."""
 
     def doomed_with(self, seq: Sequence) -> list[Sequence]:

@@ -44,9 +44,8 @@ HARNESS_DEVICE = "cuda:0"  # what its command line passes when nobody said anyth
 SCORED_AT_ONCE = 1024  # sequences: bounds what is held for each token
 # What a task's generation_kwargs may hold beside until, do_sample and the number of tokens.
 CONTROLS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-TokenRequest = tuple[
-    tuple[str, str] | None, list[int], list[int]
-]  # (cache key, context, continuation)
+# (cache key, context, continuation).
+TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("jpaged")

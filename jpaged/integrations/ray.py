@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ConfigError, RequestError
-from jpaged.integrations.batch.fields import SAMPLING
 from jpaged.integrations.batch.lines import MAX_TOKENS
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
+from jpaged.openai.protocol import SAMPLING, SamplingFields
 from jpaged.request.chat import Chat
 from jpaged.request.outputs import Logprob, RequestOutput
 from jpaged.request.sampling_params import SamplingParams
@@ -51,11 +51,8 @@ OF_REQUEST = {
     "error": pa.string(),
     "error_type": pa.string(),
 }
-SHAPING = (
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-)  # decide which columns there are, so they are no row's to set
+# Decide which columns there are, so they are no row's to set.
+SHAPING = "n", "logprobs", "prompt_logprobs"
 
 
 class JPagedPredictor:
@@ -97,9 +94,8 @@ class JPagedPredictor:
             sampling_column,
         )
         self._seed, self._template, self._prefix = seed, chat_template_kwargs, output_prefix
-        self._longest: dict[bool, int | None] | None = (
-            None  # max_tokens of a conversation (True) and of a prompt
-        )
+        # max_tokens of a conversation (True) and of a prompt.
+        self._longest: dict[bool, int | None] | None = None
         if isinstance(sampling, SamplingParams):
             self._params = sampling
         else:
@@ -113,9 +109,8 @@ class JPagedPredictor:
             if "max_tokens" not in given:
                 self._longest = {True: MAX_TOKENS["chat"], False: MAX_TOKENS["bare"]}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
-        self._done: dict[
-            str, RequestOutput
-        ] = {}  # finished, not yet taken by the batch they belong to
+        # finished, not yet taken by the batch they belong to.
+        self._done: dict[str, RequestOutput] = {}
 
     async def __call__(self, batch: Any) -> Any:
         """A batch in any of Ray's formats -> a pyarrow Table of its columns and the answers'.
@@ -256,19 +251,12 @@ def _row_sampling(value: Any) -> dict[str, Any]:
         raise RequestError(
             f"sampling of type {type(value).__name__}: pass a mapping of SamplingParams' fields"
         )
-    given = {}
-    for name, field in value.items():
-        if field is None:
-            continue
-        if name in SHAPING or name not in SAMPLING:
-            raise RequestError(
-                f"{name}={field!r}: not a row's to set; one of {', '.join(_ROW_FIELDS)} is"
-            )
-        try:
-            given[name] = SAMPLING[name](field)
-        except ValueError as e:
-            raise RequestError(f"{name}={field!r}: {e}") from None
-    return given
+    given = {name: field for name, field in value.items() if field is not None}
+    for name, field in given.items():
+        if name not in _ROW_FIELDS:
+            allowed = ", ".join(_ROW_FIELDS)
+            raise RequestError(f"{name}={field!r}: not a row's to set; one of {allowed} is")
+    return SamplingFields.read(given).sampling()
 
 
 _ROW_FIELDS = [name for name in SAMPLING if name not in SHAPING]

@@ -27,9 +27,8 @@ from jpaged.request.outputs import RequestOutput
 from jpaged.request.sampling_params import SamplingParams
 
 try:
-    ray: Any = importlib.import_module(
-        "ray"
-    )  # to type checkers `import ray` is the module beside this one
+    # To type checkers `import ray` is the module beside this one.
+    ray: Any = importlib.import_module("ray")
 except ImportError as e:
     raise ImportError("jpaged.integrations.ray_llm needs Ray: pip install 'jpaged[ray]'") from e
 
@@ -91,12 +90,10 @@ class Slot:
     actor: Any = None
     starting: Any = None  # the call that loads the model, until it has
     calls: list[Any] = dataclasses.field(default_factory=list)  # exchanges under way, oldest first
-    jobs: dict[str, Job] = dataclasses.field(
-        default_factory=dict
-    )  # handed to this replica and not answered
-    unsent: list[Job] = dataclasses.field(
-        default_factory=list
-    )  # those of them that go with the next exchange
+    # Handed to this replica and not answered.
+    jobs: dict[str, Job] = dataclasses.field(default_factory=dict)
+    # Those of them that go with the next exchange.
+    unsent: list[Job] = dataclasses.field(default_factory=list)
     aborted: list[str] = dataclasses.field(default_factory=list)
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
     starts: int = 0  # since a request last came to its end here
@@ -408,9 +405,8 @@ def connect(address: str, replicas: int) -> bool:
     except Exception as e:
         raise ConfigError(f"cannot reach Ray at {address!r}: {e}") from e
     if threading.current_thread() is threading.main_thread():
-        signal.signal(
-            signal.SIGTERM, before
-        )  # Ray puts its own there, which ends the program at once
+        # Ray puts its own there, which ends the program at once.
+        signal.signal(signal.SIGTERM, before)
     return True
 
 

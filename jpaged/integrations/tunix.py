@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.api import generate, score
-from jpaged.checkpoint.foreign import NameMap, params_from
+from jpaged.checkpoint.name_maps import NameMap, params_from
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
@@ -53,9 +53,8 @@ HONOURED = {
     "expert_parallel_size",
     "return_logprobs",
 }
-DECODE_STEPS = (
-    8  # a rollout streams to nobody, and small models are bound by the host at one token a dispatch
-)
+# A rollout streams to nobody, and small models are bound by the host at one token a dispatch.
+DECODE_STEPS = 8
 ROPE_THETA = 1_000_000  # what tunix's Qwen3 computes with, whatever its config says
 
 

@@ -105,6 +105,11 @@ class ModelConfig:
             )
 
     @property
+    def has_lm_head(self) -> bool:
+        """Whether logits have a weight of their own."""
+        return not self.tie_word_embeddings
+
+    @property
     def group_size(self) -> int:
         """G: query heads a KV head."""
         return self.num_heads // self.num_kv_heads

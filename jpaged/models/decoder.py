@@ -7,7 +7,7 @@ keys and values are kept as they attend. Everything else is the same code.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
-from jpaged.models.params import initial_tree, nest, param_table
+from jpaged.models.params import ParamSpec, initial_tree, nest, param_table
 
 
 @jax.tree_util.register_dataclass
@@ -36,24 +36,6 @@ class Layer:
     post_norm: RMSNorm
     mlp: MLP
 
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        specs: Mapping[str, Any],
-        tree: Mapping[str, Any],
-        serving: Serving,
-        group: int,
-    ) -> Self:
-        """From one of the `layers` of the canonical tree, and the specs of it."""
-        input_norm, post_norm = (
-            RMSNorm(scale=tree[name]["scale"], eps=config.rms_norm_eps)
-            for name in ("input_norm", "post_norm")
-        )
-        attention = Attention.of(config, specs["attention"], tree["attention"], serving, group)
-        mlp = MLP.of(config, specs["mlp"], tree["mlp"], serving)
-        return cls(input_norm=input_norm, attention=attention, post_norm=post_norm, mlp=mlp)
-
     def __call__(self, x: Array, rotary: Rotary, kv: KVView, index: Any) -> tuple[Array, KVView]:
         """x [..., E]; index: this layer's place among those of its KV group."""
         with jax.named_scope("attention"):
@@ -61,6 +43,52 @@ class Layer:
         x = x + attended
         with jax.named_scope("mlp"):
             return x + self.mlp(self.post_norm(x)), kv
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """A node of the canonical tree, the specs of what is in it, and the modules made of them."""
+
+    config: ModelConfig
+    serving: Serving
+    specs: Mapping[str, Any]
+    tree: Mapping[str, Any]
+
+    def at(self, name: str) -> "_Weights":
+        """A node below."""
+        return dataclasses.replace(self, specs=self.specs[name], tree=self.tree[name])
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(scale=self.tree[name]["scale"], eps=self.config.rms_norm_eps)
+
+    def linear(self, name: str) -> Linear:
+        """The product with a weight, and with its `_bias` if there is one."""
+        spec: ParamSpec = self.specs[name]
+        outputs, inputs = spec.sides
+        split = spec.split_letter(self.config, self.serving.axis_size)
+        return Linear(
+            weight=self.tree[name],
+            bias=self.tree.get(f"{name}_bias"),
+            serving=self.serving,
+            num_outputs=len(outputs),
+            sum_over=self.serving.tensor_axis if split in inputs else None,
+        )
+
+    def layer(self, group: int) -> Layer:
+        """This node as a layer."""
+        attention, mlp, has_norm = self.at("attention"), self.at("mlp"), self.config.qk_norm
+        return Layer(
+            input_norm=self.norm("input_norm"),
+            attention=Attention(
+                qkv=attention.linear("qkv"),
+                q_norm=attention.norm("q_norm") if has_norm else None,
+                k_norm=attention.norm("k_norm") if has_norm else None,
+                out=attention.linear("out"),
+                group=group,
+            ),
+            post_norm=self.norm("post_norm"),
+            mlp=MLP(gate_up=mlp.linear("gate_up"), down=mlp.linear("down")),
+        )
 
 
 class Decoder(nnx.Module):
@@ -80,15 +108,16 @@ class Decoder(nnx.Module):
         serving: Serving | None = None,
     ):
         if tree is None:
-            tree = initial_tree(config, nnx.Rngs(0) if rngs is None else rngs, dtype)
-        tree = to_tree(tree)
+            assert rngs is not None, "untrained weights need rngs"
+            tree = initial_tree(config, rngs, dtype)
+        held: Any = to_tree(tree)
         self.config = config
-        self.embed = _hold(tree["embed"])
-        layers = tree["layers"]
+        self.embed = _hold(held["embed"])
+        layers = held["layers"]
         self.layers = nnx.List([_hold(layers[str(i)]) for i in range(config.num_layers)])
-        self.norm = _hold(tree["norm"])
+        self.norm = _hold(held["norm"])
         if not config.tie_word_embeddings:
-            self.lm_head = _hold(tree["lm_head"])
+            self.lm_head = _hold(held["lm_head"])
         if serving is not None:
             self.serving = nnx.data(serving)
 
@@ -100,31 +129,25 @@ class Decoder(nnx.Module):
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        kv = DenseKV.of(self.config) if kv is None else kv
+        view: KVView = DenseKV.of(self.config) if kv is None else kv
         rotary = Rotary.at(self.config, positions)
-        tree, specs = to_tree(self), nest(param_table(self.config))
+        weights = self._weights()
         with jax.named_scope("embed"):
-            x = jnp.take(tree["embed"]["weight"], tokens, axis=0, mode="clip")
+            x = jnp.take(weights.tree["embed"]["weight"], tokens, axis=0, mode="clip")
         for i, (group, index) in enumerate(kv_places(self.config)):
-            name = str(i)
-            layer = Layer.of(
-                self.config, specs["layers"][name], tree["layers"][name], self._serving, group
-            )
-            x, kv = _run_layer(layer, x, rotary, kv, np.int32(index))
-        norm = RMSNorm(scale=tree["norm"]["scale"], eps=self.config.rms_norm_eps)
-        return norm(x), kv
+            layer = weights.at("layers").at(str(i)).layer(group)
+            x, view = _run_layer(layer, x, rotary, view, np.int32(index))
+        return weights.norm("norm")(x), view
 
     def logits(self, x: Array) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""
-        name = "embed" if self.config.tie_word_embeddings else "lm_head"
-        specs, tree = nest(param_table(self.config))[name], to_tree(getattr(self, name))
-        head = Linear.of(self.config, specs, tree, self._serving, "weight")
+        head = self._weights().at("embed" if self.config.tie_word_embeddings else "lm_head")
         with jax.named_scope("head"):
-            return head(x, jnp.float32)
+            return head.linear("weight")(x, jnp.float32)
 
-    @property
-    def _serving(self) -> Serving:
-        return getattr(self, "serving", Serving())
+    def _weights(self) -> _Weights:
+        serving = getattr(self, "serving", Serving())
+        return _Weights(self.config, serving, nest(param_table(self.config)), to_tree(self))
 
 
 @jax.jit

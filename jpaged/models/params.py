@@ -11,14 +11,16 @@ a split over KV heads is contiguous, and the fused projection already yields the
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -26,6 +28,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 
 TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel axis usually has
+DONATED = "were the params donated to a training step?"
 SPLIT = {"kv_heads": "K", "ffn": "F"}  # the letter of the axis that a mesh splits
 
 
@@ -48,17 +51,18 @@ class ParamSpec:
     axes: letters whose sizes `axis_sizes` gives, or sums of them and numbers. Of a linear weight
     the outputs come first, then after a comma the inputs. source: its name in a Hugging Face file,
     where outputs and inputs are one axis each; or the parts that it is stored as. init: "normal"
-    is of deviation 0.02, "residual" the same divided by the root of how many of them add up.
-    sharding: what a tensor-parallel mesh axis splits of it; None is whole on every device. when:
-    whether a model has it. layer: set in `param_table` alone.
+    is of deviation 0.02, "residual" the same divided by the root of how many of them add up. when:
+    the switch of ModelConfig that is on where it exists; None is every model. sharding: what a
+    tensor-parallel mesh axis splits of it; None is whole on every device. layer: set by
+    `param_table` alone.
     """
 
     name: str
     axes: str
     source: str | tuple[Part, ...]
     init: Literal["normal", "residual", "zeros", "ones"] = "normal"
+    when: str | None = None
     sharding: Literal["kv_heads", "ffn"] | None = None
-    when: Callable[[ModelConfig], bool] = lambda config: True
     layer: int | None = None
 
     @property
@@ -72,14 +76,23 @@ class ParamSpec:
         """What it is stored as, in full names with {i}; one part where it is stored whole."""
         if isinstance(self.source, str):
             return (Part(self.name, self.axes, self.source),)
-        prefix = self.name.rpartition(".")[0]
-        return tuple(part._replace(name=f"{prefix}.{part.name}") for part in self.source)
+        node = self.name[: self.name.rfind(".") + 1]
+        return tuple(part._replace(name=node + part.name) for part in self.source)
 
     @property
     def joined(self) -> int:
         """The axis that its parts follow each other on (0 where there is one part)."""
         ours, theirs = _tokens(self.axes), _tokens(self.parts[0].axes)
         return next((i for i, token in enumerate(ours) if token != theirs[i]), 0)
+
+    def places(self, config: ModelConfig) -> list[tuple[Part, tuple[slice, ...]]]:
+        """Each part, and the index of our tensor that it fills."""
+        places, start = [], 0
+        for part in self.parts:
+            end = start + axes_shape(part.axes, config)[self.joined]
+            places.append((part, (slice(None),) * self.joined + (slice(start, end),)))
+            start = end
+        return places
 
     def at(self, template: str) -> str:
         """A name with this layer's number in it."""
@@ -133,51 +146,42 @@ GATE_UP = (
 )
 
 
-def _qk_norm(config: ModelConfig) -> bool:
-    return config.qk_norm
-
-
-def _qkv_bias(config: ModelConfig) -> bool:
-    return config.qkv_bias
-
-
-def _out_bias(config: ModelConfig) -> bool:
-    return config.out_bias
-
-
-def _untied(config: ModelConfig) -> bool:
-    return not config.tie_word_embeddings
-
-
 TABLE = (
     ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight"),
     *_in_each_layer(
         ParamSpec("input_norm.scale", "E", "input_layernorm.weight", "ones"),
-        ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", "kv_heads"),
-        ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "kv_heads", _qkv_bias),
-        ParamSpec("attention.q_norm.scale", "D", "self_attn.q_norm.weight", "ones", None, _qk_norm),
-        ParamSpec("attention.k_norm.scale", "D", "self_attn.k_norm.weight", "ones", None, _qk_norm),
-        ParamSpec("attention.out", "E, K G D", "self_attn.o_proj.weight", "residual", "kv_heads"),
-        ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros", None, _out_bias),
+        ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", None, "kv_heads"),
+        ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "qkv_bias", "kv_heads"),
+        ParamSpec("attention.q_norm.scale", "D", "self_attn.q_norm.weight", "ones", "qk_norm"),
+        ParamSpec("attention.k_norm.scale", "D", "self_attn.k_norm.weight", "ones", "qk_norm"),
+        ParamSpec(
+            "attention.out", "E, K G D", "self_attn.o_proj.weight", "residual", None, "kv_heads"
+        ),
+        ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros", "out_bias"),
         ParamSpec("post_norm.scale", "E", "post_attention_layernorm.weight", "ones"),
-        ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", "ffn"),
-        ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", "ffn"),
+        ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", None, "ffn"),
+        ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", None, "ffn"),
     ),
     ParamSpec("norm.scale", "E", "model.norm.weight", "ones"),
-    ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", None, _untied),
+    ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "has_lm_head"),
 )
 
 
 def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """A model's parameters by name ("layers.0.attention.qkv"), in the order of the forward pass."""
     table = {}
-    present = (spec for spec in TABLE if spec.when(config))
+    present = (spec for spec in TABLE if spec.when is None or getattr(config, spec.when))
     for in_layers, group in itertools.groupby(present, key=lambda spec: "{i}" in spec.name):
         specs = list(group)
         for layer in range(config.num_layers) if in_layers else [None]:
             placed = [dataclasses.replace(spec, layer=layer) for spec in specs]
             table |= {spec.at(spec.name): spec for spec in placed}
     return table
+
+
+def all_parts() -> dict[str, Part]:
+    """Every part that some model is stored as, by its name with {i}."""
+    return {part.name: part for spec in TABLE for part in spec.parts}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
@@ -248,6 +252,20 @@ def initial_tree(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> dict[
 def random_params(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> "Params":
     """Params of untrained weights on jax's default device: what a model costs, not what it says."""
     return Params(initial_tree(config, nnx.Rngs(seed), dtype), config)
+
+
+def check_leaf(where: str, leaf: Any, caller: str) -> None:
+    """ConfigError unless a leaf is a live floating-point array. where: its name for the message."""
+    if isinstance(leaf, Tracer):
+        raise ConfigError(
+            f"{where} is a tracer: {caller} is host Python and cannot run under jit, grad or vmap"
+        )
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise ConfigError(f"{where} is a {type(leaf).__name__}, not an array")
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ConfigError(f"{where} is of dtype {leaf.dtype}: weights are floating point")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ConfigError(f"{where} is a deleted array: {DONATED}")
 
 
 def choose_tensor_axis(mesh: Mesh) -> str:

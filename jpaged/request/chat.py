@@ -17,23 +17,10 @@ class Chat:
     continue_final_message: bool = False
 
 
-def as_chats(
-    messages: Sequence[Any],
-    template_kwargs: Mapping[str, Any] | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-) -> list[Chat]:
-    """A Chat of one conversation, or of each in a list of them."""
+def as_chats(messages: Sequence[Any], **how: Any) -> list[Chat]:
+    """A Chat of one conversation, or of each in a list of them; how: Chat's other fields."""
     is_one = messages and isinstance(messages[0], Mapping)
-    return [
-        Chat(
-            messages=conversation,
-            template_kwargs=template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        for conversation in ([messages] if is_one else messages)
-    ]
+    return [Chat(messages=each, **how) for each in ([messages] if is_one else messages)]
 
 
 def render(chat: Chat, tokenizer: Any) -> list[int]:

@@ -23,9 +23,8 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ):
-        self._tokenizer = getattr(
-            tokenizer, "backend_tokenizer", tokenizer
-        )  # the fast one beneath, where there is one
+        # The fast one beneath, where there is one.
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._stop = tuple(stop)
         self._include_stop = include_stop
@@ -45,9 +44,8 @@ class TextStream:
         # token in its own way.
         self._context = self._shown = 0
         self._shown_text = ""
-        self._allowed_from = (
-            0  # a stop string may have begun in earlier text, but not where stopping was forbidden
-        )
+        # A stop string may have begun in earlier text, but not where stopping was forbidden.
+        self._allowed_from = 0
         self.text = ""
         self.is_final = False
 

@@ -94,25 +94,22 @@ def to_arrays(
         raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
     rows = []
     for group, out in enumerate(outs):
-        if out.error is not None and overflow == "error":
+        if out.error is None:
+            rows += [(group, out.prompt_token_ids, c) for c in out.outputs]
+        elif overflow == "error":
             raise RequestError(
                 f"request {group} failed: {out.error}; overflow='drop' leaves it out"
             )
-        rows += (
-            [] if out.error is not None else [(group, out.prompt_token_ids, c) for c in out.outputs]
-        )
     width_p = _width("max_prompt_len", max_prompt_len, [len(prompt) for _, prompt, _ in rows])
-    width_c = _width(
-        "max_completion_len", max_completion_len, [len(c.token_ids) for _, _, c in rows]
-    )
+    lengths = [len(c.token_ids) for *_, c in rows]
+    width_c = _width("max_completion_len", max_completion_len, lengths)
     fits = [len(prompt) <= width_p and len(c.token_ids) <= width_c for _, prompt, c in rows]
     if overflow == "error" and not all(fits):
         group, prompt, c = rows[fits.index(False)]
         raise RequestError(
-            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion "
-            "tokens, over "
-            f"max_prompt_len={width_p} or max_completion_len={width_c}: raise them or "
-            "pass another overflow"
+            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, "
+            f"over max_prompt_len={width_p} or max_completion_len={width_c}: raise them or pass "
+            "another overflow"
         )
     if overflow == "drop":
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
@@ -121,14 +118,14 @@ def to_arrays(
     completion_lens = np.array([min(len(c.token_ids), width_c) for _, _, c in rows], np.int32)
     prompt_mask = np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None]
     completion_mask = np.arange(width_c)[None, :] < completion_lens[:, None]
-    prompt_ids, completion_ids = (
-        np.full(mask.shape, pad_id, np.int32) for mask in (prompt_mask, completion_mask)
-    )
+    prompt_ids = np.full(prompt_mask.shape, pad_id, np.int32)
+    completion_ids = np.full(completion_mask.shape, pad_id, np.int32)
     logprobs = np.zeros(completion_mask.shape, np.float32)
-    for i, (_, _, c) in enumerate(rows):
+    for i, (*_, c) in enumerate(rows):
         prompt_ids[i, prompt_mask[i]] = prompts[i]
         completion_ids[i, completion_mask[i]] = c.token_ids[:width_c]
         logprobs[i, completion_mask[i]] = c.token_logprobs[:width_c]
+    ended = [c.finish_reason == "stop" and len(c.token_ids) <= width_c for *_, c in rows]
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
@@ -139,9 +136,7 @@ def to_arrays(
         "logprobs": logprobs,
         "group_ids": np.array([group for group, _, _ in rows], np.int32),
         "sample_index": np.array([c.index for _, _, c in rows], np.int32),
-        "finished": np.array(
-            [c.finish_reason == "stop" and len(c.token_ids) <= width_c for _, _, c in rows], bool
-        ),
+        "finished": np.array(ended, bool),
     }
 
 

@@ -29,10 +29,8 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        kind = type(prompts).__name__
-        raise RequestError(
-            f"prompts of type {kind}: pass a str, token ids, a dict, or a list of these"
-        )
+        wanted = "a str, token ids, a dict, or a list of these"
+        raise RequestError(f"prompts of type {type(prompts).__name__}: pass {wanted}")
     if prompts and all(is_scalar(x) for x in prompts):
         return [list(prompts)]  # one prompt of token ids
     return list(prompts)
@@ -73,10 +71,8 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
             )
         return None, _in_vocabulary(jax.device_get(prompt).tolist(), vocab_size)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        kind = type(prompt).__name__
-        raise RequestError(
-            f"prompt of type {kind}: pass a str, a list of token ids, a 1-D array or a dict"
-        )
+        wanted = "a str, a list of token ids, a 1-D array or a dict"
+        raise RequestError(f"prompt of type {type(prompt).__name__}: pass {wanted}")
     if bad := [t for t in prompt if not is_scalar(t)]:
         raise RequestError(f"prompt token id {bad[0]!r}: must be an integer")
     return None, _in_vocabulary([int(t) for t in prompt], vocab_size)
@@ -115,12 +111,23 @@ def as_key(seed: Any) -> Key:
         seed = jax.random.key_data(seed)
     if getattr(seed, "ndim", 0) == 1 and len(seed) >= 2:
         first, second, *rest = (int(w) for w in jax.device_get(seed))
-        return functools.reduce(
-            fold_in, rest, (first, second)
-        )  # other implementations have wider keys
+        # Other implementations have wider keys.
+        return functools.reduce(fold_in, rest, (first, second))
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise RequestError(f"seed={seed!r}: pass an int or a jax key")
     return key_from_seed(int(seed))
+
+
+class CallKeys:
+    """A key for each call of a face, so that equal calls draw anew. count: the calls so far."""
+
+    def __init__(self, seed: Any):
+        self._key = as_key(seed)
+        self.count = 0
+
+    def next(self) -> Key:
+        self.count += 1
+        return fold_in(self._key, self.count)
 
 
 def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:

@@ -53,13 +53,9 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (
-            ()
-            if self.stop is None
-            else (self.stop,)
-            if isinstance(self.stop, str)
-            else tuple(self.stop)
-        )
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def has_penalties(self) -> bool:

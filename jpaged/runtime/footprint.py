@@ -8,19 +8,21 @@ same.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import param_shapes
 from jpaged.runtime.kv_cache import most_blocks
-from jpaged.runtime.memory import Limits, MemoryPlan, Needs, PoolCost, plan
+from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
@@ -29,6 +31,56 @@ FEATURES = ("plain", "full", "prompt")  # each does what the one before it does,
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
+
+
+def plan_memory(
+    model: ModelConfig | Mapping[str, Any] | str | Path,
+    config: EngineConfig | None = None,
+    *,
+    device: Any = None,
+    limits: Limits | None = None,
+    compiled: bool = True,
+) -> MemoryPlan:
+    """Where the memory of one device would go, in bytes, and how many KV blocks it leaves room for;
+    no weight is loaded.
+
+    model: a ModelConfig, a Hugging Face config or a checkpoint folder. config: how to serve it; its
+    dtype is what the model is stored in where it names none, else bfloat16. device: the jax.Device
+    that steps are compiled for, jax's first by default. limits: of a card that is not here; None is
+    what the device has. compiled=False takes the upper bound of what steps need, which is proved
+    for CPUs only. Raises ConfigError where no block fits.
+    """
+    settings = EngineConfig() if config is None else config
+    dtype = settings.dtype or stored_dtype(model)
+    model = ModelConfig.coerce(model)
+    settings = settings.resolve(model)
+    device = jax.devices()[0] if device is None else device
+    where = Placement(mesh=None, axis=None, device=device)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where.replicated),
+        param_shapes(model),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    if limits is None:
+        limits = limits_to_come(device, settings.memory_utilization, bytes_on_device(params))
+    return plan_within(settings, limits, probe_runner(model, settings, where, params), compiled)
+
+
+def limits_to_come(device: Any, utilization: float, weights: int) -> Limits:
+    """The limits of a device that is here, once so many bytes of weights lie on it too."""
+    limits = Limits.of(device, utilization)
+    if limits.pool is None:
+        return dataclasses.replace(limits, in_use=limits.in_use + weights)
+    pool = max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
+    return dataclasses.replace(limits, pool=pool)
+
+
+def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
+    """What the weights of a checkpoint are, by its config; bfloat16 where that does not say."""
+    if isinstance(model, str | Path):
+        model = read_json(Path(model) / "config.json")
+    raw = model if isinstance(model, Mapping) else {}
+    return raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
 
 
 def plan_pool(
@@ -51,9 +103,11 @@ def plan_pool(
     return plan_within(config, limits, probe_runner(model, config, where, params))
 
 
-def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPlan:
-    """The plan of one device; steps are compiled unless the bound holds (on CPU) and leaves the
-    pool as it would be.
+def plan_within(
+    config: EngineConfig, limits: Limits, probe: Runner, compiled: bool = True
+) -> MemoryPlan:
+    """The plan of one device; steps are compiled, if they may be, unless the bound holds (on CPU)
+    and leaves the pool as it would be.
     """
     weights = bytes_on_device(probe.params)
     sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
@@ -63,7 +117,7 @@ def plan_within(config: EngineConfig, limits: Limits, probe: Runner) -> MemoryPl
     most = min(most, most if limits.pool is None else limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
     holds = is_cpu and not any(pool.kernel.interpret for pool in probe.pools)
-    if not holds or weights + needs.total + most > limits.total:
+    if compiled and (not holds or weights + needs.total + most > limits.total):
         needs = measured(probe, pool.block_bytes)
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
 

@@ -11,16 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import to_tree
-from jpaged.models.params import TENSOR_AXES, Params, param_shapes, param_specs
+from jpaged.models.params import TENSOR_AXES, Params, check_leaf, param_shapes, param_specs
 from jpaged.runtime.mesh import Placement
 
 log = logging.getLogger("jpaged")
@@ -89,9 +87,6 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         params.config, axis, 1 if axis is None else mesh.shape[axis]
     )  # raises where KV heads do not divide
     return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
-
-
-DONATED = "were the params donated to a training step?"
 
 
 def is_deleted(leaf: Any) -> bool:
@@ -226,15 +221,7 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
         leaf, where = tree[name], f"{path}[{name!r}]"
         if isinstance(shape, dict):
             _check(leaf, shape, where)
-        elif isinstance(leaf, Tracer):
-            raise ConfigError(
-                "params are tracers: generate is host Python and cannot run under jit, grad or vmap"
-            )
-        elif not isinstance(leaf, jax.Array | np.ndarray):
-            raise ConfigError(f"params{where} is a {type(leaf).__name__}, not an array")
-        elif leaf.shape != shape:
+            continue
+        check_leaf(f"params{where}", leaf, "generate")
+        if leaf.shape != shape:
             raise ConfigError(f"params{where} is of shape {leaf.shape}, the config says {shape}")
-        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ConfigError(f"params{where} is of dtype {leaf.dtype}: weights are floating point")
-        elif is_deleted(leaf):
-            raise ConfigError(f"params{where} is a deleted array: {DONATED}")

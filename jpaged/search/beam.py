@@ -5,7 +5,7 @@ transformers'.
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence
 
 EarlyStopping = bool | Literal["never"]
@@ -75,7 +75,7 @@ class BeamSearch(Request):
     def max_sequences(self) -> int:
         return self.width
 
-    def steer(self, scheduler: Scheduler) -> None:
+    def steer(self, queues: Queues) -> None:
         """Once every beam has drawn, one token further: beams that are left behind go, those that
         go on in several ways are forked.
         """
@@ -85,19 +85,18 @@ class BeamSearch(Request):
         parents = {parent for parent, *_ in step.continued}
         for seq in self.sequences:
             if seq not in parents and not step.is_last:
-                scheduler.retire(seq)
+                queues.retire(seq)
         beams: list[Sequence] = []  # all forks before any of them gets its token
         for parent, *_ in step.continued:
-            beams.append(scheduler.fork(parent) if parent in beams else parent)
+            beams.append(queues.fork(parent) if parent in beams else parent)
         for beam, (_, token, logprob) in zip(beams, step.continued, strict=True):
             beam.extend(token, logprob)
-            beam.candidates = None
         self.settle(step, beams)  # from here on a failed step goes back to this
         for seq in self.sequences:
             if step.is_last:
-                scheduler.finish(seq, "length")
+                queues.finish(seq, "length")
             else:
-                scheduler.resume(seq)
+                queues.resume(seq)
 
     def choose(self) -> BeamStep:
         """What the beams' candidates come to: the next beams and hypotheses."""

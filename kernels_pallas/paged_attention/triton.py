@@ -152,9 +152,8 @@ def _attend(
     shapes = shapes_of(q_THD, pool, block_table_SM, options)
     interpret = interpretation("triton", unsupported, shapes, options)
     K, G = K2 // 2, 2 * H // K2
-    heads = max(
-        pl.next_power_of_2(G), MIN_ROWS // tokens
-    )  # all of a tile's rows, G of each token's heads real
+    # All of a tile's rows, G of each token's heads real.
+    heads = max(pl.next_power_of_2(G), MIN_ROWS // tokens)
     C, stages = (SLOTS, 3) if D <= 128 else (SLOTS // 2, 2)
     kernel = functools.partial(
         _kernel,
@@ -234,9 +233,8 @@ def _kernel(
         here = ((start + token_R)[:, None], head, head_R[:, None], dim_D)
         q = plgpu.load(q_ref.at[here], mask=real_R[:, None], other=0.0)
 
-        end = jnp.minimum(
-            context - count + first + tokens, context
-        )  # slots that some query of the tile sees
+        # Slots that some query of the tile sees.
+        end = jnp.minimum(context - count + first + tokens, context)
         begin = 0 if window is None else jnp.maximum(context - count + first + 1 - window, 0)
         steps_from = lax.div(begin, C)
         steps = pl.cdiv(end, C) - steps_from
@@ -278,7 +276,6 @@ def _kernel(
         real = jnp.broadcast_to(real_R[:, None], out.shape)
         plgpu.store(out_ref.at[here[0], split, *here[1:]], out.astype(out_ref.dtype), mask=real)
         if splits > 1:
-            lse = top + jnp.log2(
-                jnp.maximum(total, 1.0)
-            )  # a sum is at least 1, its maximum's weight, or 0
+            # A sum is at least 1, its maximum's weight, or 0.
+            lse = top + jnp.log2(jnp.maximum(total, 1.0))
             plgpu.store(lse_ref.at[start + token_R, split, head, head_R], lse, mask=real_R)

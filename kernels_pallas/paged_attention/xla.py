@@ -33,9 +33,8 @@ from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
 
 KV_TILE = 64  # tokens of context a work item
 QUERY_TILE = 64  # tokens of a prefill query tile, at most
-DECODE_BYTES = (
-    1 << 21
-)  # context read by an iteration of decode: it should be in L2 or L3 still when it is used
+# Context read by an iteration of decode: it should be in L2 or L3 still when it is used.
+DECODE_BYTES = 1 << 21
 PREFILL_BYTES = 1 << 20  # f32 scores of an iteration of prefill
 
 _barrier = lax.optimization_barrier
@@ -84,14 +83,11 @@ def decode(
     first_tile_S = begin_S // C
     tiles_S = (context_lens_S + C - 1) // C - first_tile_S
     end_S = jnp.cumsum(tiles_S)
-    rank_S = (
-        jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1
-    )  # place of a row among the rows that have work
+    # Place of a row among the rows that have work.
+    rank_S = jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1
     lane_W = jnp.arange(W)
-    dtype, q_SHD = (
-        q_SHD.dtype,
-        _barrier(q_SHD.astype(jnp.float32) * jnp.float32(options.scale)),
-    )  # else once a context token
+    # Else once a context token.
+    dtype, q_SHD = q_SHD.dtype, _barrier(q_SHD.astype(jnp.float32) * jnp.float32(options.scale))
 
     def body(i, state):
         item_W = i * W + lane_W
@@ -99,9 +95,8 @@ def decode(
             jnp.sum(end_S[None, :] <= item_W[:, None], axis=1, dtype=jnp.int32), S - 1
         )
         tile_W = first_tile_S[row_W] + item_W - (end_S - tiles_S)[row_W]
-        stop_W = jnp.where(
-            item_W < end_S[-1], context_lens_S[row_W] - tile_W * C, 0
-        )  # slots before it are seen
+        # Slots before it are seen.
+        stop_W = jnp.where(item_W < end_S[-1], context_lens_S[row_W] - tile_W * C, 0)
         start_W = begin_S[row_W] - tile_W * C  # slots from it on are seen
         rank_W = rank_S[row_W]
         first_rank = rank_W[0]
@@ -287,9 +282,8 @@ def prefill(
                 (_pool_rows(tiles, block_table_SM, mine.row, tile_W), tile_W * C)
             )
             pos_WC = start_W[:, None] + slot_C[None, :]
-            kv = (
-                _take(kv_pool, ids).reshape(W, C, K, 2, D).transpose(3, 0, 2, 1, 4)
-            )  # [2, W, K, C, D]
+            # [2, W, K, C, D].
+            kv = _take(kv_pool, ids).reshape(W, C, K, 2, D).transpose(3, 0, 2, 1, 4)
             seen_WC = (pos_WC >= mine.begin[:, None]) & (
                 pos_WC < (mine.position + mine.size)[:, None]
             )

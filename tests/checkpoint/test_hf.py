@@ -309,13 +309,13 @@ class TestDamage:
     def test_nested_too_deep(self, make: Make, small: dict[str, Any]) -> None:
         folder = make(small)
         (folder / "model.safetensors").write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000)
-        refused(folder, r"model\.safetensors: damaged")
+        refused(folder, r"model\.safetensors: truncated or damaged")
 
     def test_bytes_after_the_end(self, make: Make, small: dict[str, Any]) -> None:
         folder = make(small)
         with (folder / "model.safetensors").open("ab") as f:
             f.write(b"\0\0")
-        refused(folder, r"model\.safetensors: \d+ bytes where its header needs \d+")
+        refused(folder, r"model\.safetensors: .*not fully covered")
 
     def test_git_lfs_pointer(self, make: Make, small: dict[str, Any]) -> None:
         folder = make(small)

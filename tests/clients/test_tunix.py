@@ -21,9 +21,9 @@ from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig  # pyright:
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout  # pyright: ignore[reportMissingImports]
 
 import jpaged
+from examples import tunix_grpo as grpo
 from jpaged import ConfigError, RequestError
 from jpaged.integrations.tunix import JPagedRollout
-from scripts import tunix_grpo as grpo
 from tests import tiny
 
 DEPRECATED = (  # of flax, jax and optax, in tunix and qwix

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import GroupSize
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
 from jpaged.engine.engine import Engine
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_result
-from jpaged.engine.plan import Plan, PlanEntry, StepResult
+from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
@@ -82,15 +84,24 @@ class MockRunner:
     """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to
     raise.
 
-    windows: of the groups of layers. pools: of each group, the KV in every slot. born: the era in
-    which each slot was written, or the oldest one in what that was computed from.
+    windows: of the groups of layers; those with one have `windowed_blocks` blocks, if that is not
+    None. pools: of each group, the KV in every slot. born: the era in which each slot was written,
+    or the oldest one in what that was computed from.
     """
 
-    def __init__(self, config: EngineConfig, windows: tuple[int | None, ...] = (None,)):
+    def __init__(
+        self,
+        config: EngineConfig,
+        windows: tuple[int | None, ...] = (None,),
+        windowed_blocks: int | None = None,
+    ):
         self.config = config
-        assert config.num_blocks is not None
+        most = config.num_blocks
+        assert most is not None
+        windowed = most if windowed_blocks is None else windowed_blocks
         self.kv_groups = tuple(
-            GroupSize(config.num_blocks, window, 2**20 // len(windows)) for window in windows
+            GroupSize(most if window is None else windowed, window, 2**20 // len(windows))
+            for window in windows
         )
         self.fail: set[tuple[str, int]] = set()
         self.calls: dict[str, int] = dict.fromkeys(
@@ -129,15 +140,13 @@ class MockRunner:
                 drawn = _views(outs[1], output_sections(batch.sample, self.config)[0])
                 assert not rows["context_lens"][batch.num_rows :].any()
                 for row, at in enumerate(view["logits_indices"][: batch.num_rows]):
-                    length, kv = contexts[at]
+                    length, kv, last = contexts[at]
                     assert length == rows["context_lens"][row], "drawn after another's context"
-                    device_row = rows["device_rows"][row]
-                    if "follows" in rows and rows["follows"][row]:
-                        drawn["num_drawn"][row] = self.last[device_row] != STOPPED
-                    else:
-                        drawn["num_drawn"][row] = 1
-                    if drawn["num_drawn"][row]:
+                    follows = "follows" in rows and bool(rows["follows"][row])
+                    assert follows == (last is not None), "whose token is on the device follows it"
+                    if last != STOPPED:
                         self._draw(rows, drawn, row, 0, kv)
+                    drawn["num_drawn"][row] = last != STOPPED
                     forks[at] += 1
             spans = []
             for at, (start, end) in chunks.items():
@@ -152,9 +161,9 @@ class MockRunner:
 
     def _prefill(
         self, view: Views, out: Views
-    ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, int]]]:
-        """The length and visible KV of each row's context, and (start, end) of each row's chunk, by
-        the place of its last token.
+    ) -> tuple[dict[int, tuple[int, list[int], int | None]], dict[int, tuple[int, int]]]:
+        """The length and visible KV of each row's context with its last token if the device alone
+        knows it, and (start, end) of each row's chunk, by the place of its last token.
         """
         contexts, chunks = {}, {}
         self._copy(view)
@@ -164,10 +173,13 @@ class MockRunner:
             if not tokens:
                 assert end == 0, "a row without tokens has no context"
                 continue
+            last = None
             if tokens[0] == ON_DEVICE:
-                tokens = [max(self.last[view["device_rows"][row]], 0)]
+                last = self.last[view["device_rows"][row]]
+                assert last != POISON, f"row {row} decodes from a row of the device without a token"
+                tokens = [max(last, 0)]
             own, seen = self._attend(view["block_tables"][:, row], int(end), tokens)
-            contexts[past - 1] = int(end), seen
+            contexts[past - 1] = int(end), seen, last
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, own, view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
@@ -435,24 +447,41 @@ class Letters:
         return "".join(chr(ord("a") + t % 26) for t in ids)
 
 
-class CheckedScheduler(Scheduler):
-    """Asserts the invariants of every plan as it is made, and counts forks: `joined` at a prompt,
-    `split` of a beam.
-    """
+class CountedBlocks(BlockManager):
+    """Counts blocks that windows leave while their sequence runs."""
+
+    given_back: ClassVar[int] = 0
+
+    def trim(self, seq: Sequence) -> None:
+        before = sum(seq.first_held)
+        super().trim(seq)
+        CountedBlocks.given_back += sum(seq.first_held) - before
+
+
+class CountedQueues(Queues):
+    """Counts forks: `joined` at a prompt, `split` of a beam."""
 
     forks: ClassVar[Counter[str]] = Counter()
 
-    def _join(self, seq: Sequence, leader: Sequence) -> PlanEntry:
+    def join(self, seq: Sequence, leader: Sequence) -> None:
         self.forks["joined"] += 1
-        return super()._join(seq, leader)
+        super().join(seq, leader)
 
     def fork(self, parent: Sequence) -> Sequence:
         self.forks["split"] += 1
         return super().fork(parent)
 
+
+class CheckedScheduler(Scheduler):
+    """Asserts the invariants of every plan as it is made, and counts those of mixed rows."""
+
+    mixed: ClassVar[int] = 0
+
     def schedule(self) -> Plan | None:
         plan = super().schedule()
         self.check_integrity(plan)
+        if plan is not None:
+            CheckedScheduler.mixed += len({entry.decodes for entry in plan.entries}) > 1
         return plan
 
 
@@ -460,6 +489,8 @@ class CheckedEngine(Engine):
     def _new_scheduler(self) -> Scheduler:
         scheduler = super()._new_scheduler()
         scheduler.__class__ = CheckedScheduler
+        scheduler.queues.__class__ = CountedQueues
+        scheduler.blocks.__class__ = CountedBlocks
         return scheduler
 
 
@@ -468,7 +499,13 @@ class Host:
     test needs.
     """
 
-    def __init__(self, depth: int = 1, windows: tuple[int | None, ...] = (None,), **settings: Any):
+    def __init__(
+        self,
+        depth: int = 1,
+        windows: tuple[int | None, ...] = (None,),
+        windowed_blocks: int | None = None,
+        **settings: Any,
+    ):
         self.windows = windows
         sizes: dict[str, Any] = {
             "block_size": 4,
@@ -478,7 +515,7 @@ class Host:
         }
         config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
         self.config = config.resolve(MODEL)
-        self.runner = MockRunner(self.config, windows)
+        self.runner = MockRunner(self.config, windows, windowed_blocks)
         self.engine = CheckedEngine(self.config, self.runner, depth=depth)
         self.era = 0  # of the last reset: what was written before it must not be found
         self._ids = itertools.count()
@@ -568,7 +605,9 @@ class Host:
         scheduler.check_integrity()
         seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
         swapped = sum(seq.swapped.num_bytes for seq in seqs if seq.swapped is not None)
-        assert swapped == scheduler.host_bytes - scheduler.free_host_bytes, "host bytes leaked"
+        assert swapped == scheduler.swapping.host_bytes - scheduler.swapping.free_bytes, (
+            "host bytes leaked"
+        )
         for group, eras in zip(self.blocks.groups, self.runner.born, strict=True):
             for block_id in group.cached.values():
                 born = min(eras[block_id * size : (block_id + 1) * size])
@@ -578,6 +617,10 @@ class Host:
         self.engine.reset_prefix_cache()
         self.runner.era += 1
         self.era = self.runner.era
+
+    def found(self, seq: Sequence) -> list[int]:
+        """The blocks of the first group that hold a sequence's longest cached prefix."""
+        return self.blocks.cache.match(seq).tables[0]
 
     def fits(self, prompt_len: int, count: int) -> bool:
         """Whether so many tokens more fit the pool alone; the KV of the last one is never

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.plan import Plan, PlanEntry
+from jpaged.engine import commit, scheduler
+from jpaged.engine.plan import PlanEntry, StepResult
+from jpaged.engine.prefix_cache import PrefixCache
+from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.request.detokenizer import TextStream
@@ -92,7 +94,7 @@ def test_blocks_ahead_preempt_nobody(depth: int):
     host = Host(depth, decode_steps=16, num_blocks=8)
     seqs = [host.add(prompt(9, first), 8) for first in (1, 40)]
     host.run()
-    assert host.engine.scheduler.preemptions.total() == 0 and all(
+    assert host.engine.scheduler.queues.preemptions.total() == 0 and all(
         seq.finish_reason == "length" for seq in seqs
     )
     crowded = Host(depth, decode_steps=16, num_blocks=7, enable_prefix_caching=False)
@@ -117,12 +119,12 @@ def test_beams_take_one_step_at_a_time():
 def all_drawn_is_kept(patch: pytest.MonkeyPatch) -> None:
     """What comes after a stop string, an unknown stop id or an abort is appended too."""
 
-    def mutated(self: Scheduler, plan: Plan, entry: PlanEntry, row: int, result) -> None:
+    def mutated(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
         for step in range(result.num_drawn[row]):
             entry.seq.status = Status.RUNNING
-            self._append(entry.seq, row, step, result)
+            commit._append(queues, entry.seq, row, step, result)
 
-    patch.setattr(Scheduler, "_append_drawn", mutated)
+    patch.setattr(commit, "_append_drawn", mutated)
 
 
 def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
@@ -138,27 +140,25 @@ def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
 def drawn_once(patch: pytest.MonkeyPatch) -> None:
     """All tokens of a dispatch count as one in flight."""
 
-    def mutated(
-        self: Scheduler, seq: Sequence, start: int, num_tokens: int, *, draws: int
-    ) -> PlanEntry:
-        entry = dispatched(self, seq, start, num_tokens, draws=draws)
+    def mutated(seq: Sequence, start: int, num_tokens: int, *, draws: int, **rest) -> PlanEntry:
+        entry = dispatch(seq, start, num_tokens, draws=draws, **rest)
         seq.pending -= max(draws - 1, 0)
         return entry
 
-    dispatched = Scheduler._dispatched
-    patch.setattr(Scheduler, "_dispatched", mutated)
+    dispatch = scheduler.dispatch
+    patch.setattr(scheduler, "dispatch", mutated)
 
 
 def hashed_too_early(patch: pytest.MonkeyPatch) -> None:
     """A block is hashed when its last token is drawn, before that token's KV is written."""
-    written = Scheduler._written
-    patch.setattr(Scheduler, "_written", lambda self, entry, n: written(self, entry, n + 1))
+    close = commit._close_written
+    patch.setattr(commit, "_close_written", lambda queues, entry, n: close(queues, entry, n + 1))
 
 
 def never_hashed(patch: pytest.MonkeyPatch) -> None:
-    close = BlockManager.close
+    close = PrefixCache.close
     patch.setattr(
-        BlockManager, "close", lambda self, seq, n: close(self, seq, min(n, seq.prompt_len))
+        PrefixCache, "close", lambda self, seq, n: close(self, seq, min(n, seq.prompt_len))
     )
 
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine import block_manager
+from jpaged.engine import integrity, prefix_cache
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import BlockGroup, Content
 from jpaged.engine.engine import EngineState
-from jpaged.engine.plan import Plan, PlanEntry
+from jpaged.engine.plan import Plan
+from jpaged.engine.prefill import PrefillPlanner
+from jpaged.engine.prefix_cache import Match, PrefixCache
+from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
-from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from jpaged.search.beam import BeamSearch
 from tests.engine.mock import ROOTS, Host, Letters, check_ended
@@ -37,7 +41,7 @@ def workload(depth: int, seed: int, **settings: Any) -> None:
         host.add(prompt, rng.randrange(1, 8), eos_ids=frozenset(rng.sample(range(100), 6)))
         for _ in range(rng.randrange(4)):
             ended += host.step()
-        prefilling = [seq for seq in host.engine.scheduler.running if seq.is_prefilling]
+        prefilling = [seq for seq in host.engine.scheduler.queues.running if seq.is_prefilling]
         if prefilling and rng.random() < 0.3:  # given up half-way, and asked again
             host.engine.abort(prefilling[0].request_id)
             host.add(prefilling[0].token_ids[: prefilling[0].prompt_len], 3)
@@ -51,104 +55,97 @@ SEEDS = range(8)
 
 def weak_hash(patch: pytest.MonkeyPatch) -> None:
     """Equal tokens hash alike, whatever comes before them."""
-    real = block_manager._digest
-    patch.setattr(block_manager, "_digest", lambda previous, token_ids: real(None, token_ids))
+    real = prefix_cache.digest
+    for module in (prefix_cache, integrity):
+        patch.setattr(module, "digest", lambda previous, token_ids: real(None, token_ids))
 
 
 def constant_hash(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_manager, "_digest", lambda previous, token_ids: 7)
+    for module in (prefix_cache, integrity):
+        patch.setattr(module, "digest", lambda previous, token_ids: 7)
 
 
 def share_without_counting(patch: pytest.MonkeyPatch) -> None:
-    admit = BlockManager.admit
+    share = BlockGroup.share
 
-    def mutated(self: BlockManager, seq: Sequence, matched: list[int]) -> None:
-        admit(self, seq, matched)
-        for block in matched:
-            self.blocks[block].ref_count -= self.blocks[block].ref_count > 1
+    def mutated(self: BlockGroup, block_id: int) -> int:
+        share(self, block_id)
+        self.blocks[block_id].ref_count -= self.blocks[block_id].ref_count > 1
+        return block_id
 
-    patch.setattr(BlockManager, "admit", mutated)
+    patch.setattr(BlockGroup, "share", mutated)
 
 
 def no_parent_check(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: BlockManager, key: int, token_ids: bytes, parent: int):
-        block = self.blocks[self._by_hash[key]] if key in self._by_hash else None
-        return block if block is not None and block.token_ids == token_ids else None
+    def mutated(self: PrefixCache, seq: Sequence, i: int, parent: Content | None) -> Content | None:
+        content = self._contents.get(self._chain_hash(seq, i))
+        is_same = content is not None and content.token_ids == self.token_bytes(seq, i)
+        return content if is_same else None
 
     weak_hash(patch)
-    patch.setattr(BlockManager, "_lookup", mutated)
+    patch.setattr(PrefixCache, "_find", mutated)
 
 
 def no_token_check(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: BlockManager, key: int, token_ids: bytes, parent: int):
-        block = self.blocks[self._by_hash[key]] if key in self._by_hash else None
-        return block if block is not None and block.parent == parent else None
+    def mutated(self: PrefixCache, seq: Sequence, i: int, parent: Content | None) -> Content | None:
+        content = self._contents.get(self._chain_hash(seq, i))
+        return content if content is not None and content.parent is parent else None
 
     constant_hash(patch)
-    patch.setattr(BlockManager, "_lookup", mutated)
+    patch.setattr(PrefixCache, "_find", mutated)
 
 
 def stale_hash_entry(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: BlockManager) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        self.blocks[block_id].ref_count = 1
-        return block_id
-
-    patch.setattr(BlockManager, "_take", mutated)
+    patch.setattr(BlockGroup, "forget", lambda self, block: None)
 
 
 def half_stale_hash_entry(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: BlockManager) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        self.blocks[block_id].open(0)
-        self.blocks[block_id].ref_count = 1
-        return block_id
-
-    patch.setattr(BlockManager, "_take", mutated)
+    patch.setattr(BlockGroup, "forget", lambda self, block: setattr(block, "content", None))
 
 
 def surplus_hashed(patch: pytest.MonkeyPatch) -> None:
     """The last token of an ended sequence is hashed, though nothing has written its KV."""
-    release = Scheduler._release
+    release = Queues._release
 
-    def mutated(self: Scheduler, seq: Sequence) -> None:
-        self.blocks.close(seq, min(len(seq), len(seq.block_table) * self.blocks.block_size))
+    def mutated(self: Queues, seq: Sequence) -> None:
+        reach = len(seq.block_tables[0]) * self.blocks.block_size
+        self.blocks.cache.close(seq, min(len(seq), reach))
         release(self, seq)
 
-    patch.setattr(Scheduler, "_release", mutated)
+    patch.setattr(Queues, "_release", mutated)
 
 
 def surplus_emitted(patch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
-    def mutated(self: Scheduler, plan: Plan, result: Any) -> None:
+    def mutated(self: Scheduler, plan: Plan, result: Any) -> list[Request]:
         drawing = [entry for entry in plan.entries if entry.draws]
         for entry, tokens in zip(drawing, result.tokens, strict=True):
             if entry.seq.status is Status.FINISHED:
                 entry.seq.token_ids.append(tokens[0])
-        commit(self, plan, result)
+        return commit(self, plan, result)
 
     patch.setattr(Scheduler, "commit", mutated)
 
 
 def hashed_before_written(patch: pytest.MonkeyPatch) -> None:
     """A chunk hashes the whole prompt."""
-    close = BlockManager.close
+    close = PrefixCache.close
     patch.setattr(
-        BlockManager, "close", lambda self, seq, written: close(self, seq, max(written, seq.fill))
+        PrefixCache, "close", lambda self, seq, written: close(self, seq, max(written, seq.fill))
     )
 
 
 def whole_prompt_cached(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: BlockManager, seq: Sequence) -> list[int]:
+    def mutated(self: PrefixCache, seq: Sequence) -> Match:
         seq.token_ids.append(1)
         try:
             return match(self, seq)
         finally:
             seq.token_ids.pop()
 
-    match = BlockManager.match
-    patch.setattr(BlockManager, "match", mutated)
+    match = PrefixCache.match
+    patch.setattr(PrefixCache, "match", mutated)
 
 
 def epochs_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -157,21 +154,22 @@ def epochs_ignored(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def slot_kept(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler.preempt
+def row_kept(patch: pytest.MonkeyPatch) -> None:
+    preempt = Queues.preempt
 
-    def mutated(self: Scheduler, seq: Sequence) -> None:
+    def mutated(self: Queues, seq: Sequence) -> None:
         preempt(self, seq)
-        self._slots.pop()
+        self.free_rows.pop()
 
-    patch.setattr(Scheduler, "preempt", mutated)
+    patch.setattr(Queues, "preempt", mutated)
 
 
 def blocks_kept(patch: pytest.MonkeyPatch) -> None:
     free = BlockManager.free
 
     def mutated(self: BlockManager, seq: Sequence) -> None:
-        del seq.block_table[-1:]
+        for table in seq.block_tables:
+            del table[-1:]
         free(self, seq)
 
     patch.setattr(BlockManager, "free", mutated)
@@ -179,14 +177,14 @@ def blocks_kept(patch: pytest.MonkeyPatch) -> None:
 
 def generated_tokens_lost(patch: pytest.MonkeyPatch) -> None:
     """A re-admission prefills the prompt alone."""
-    chunk = Scheduler._chunk
+    add_chunk = PrefillPlanner._add_chunk
 
-    def mutated(self: Scheduler, seq: Sequence, *rest) -> list[PlanEntry]:
+    def mutated(self: PrefillPlanner, seq: Sequence) -> None:
         if seq.is_new:
             seq.fill = max(seq.prompt_len, seq.num_dispatched + 1)
-        return chunk(self, seq, *rest)
+        add_chunk(self, seq)
 
-    patch.setattr(Scheduler, "_chunk", mutated)
+    patch.setattr(PrefillPlanner, "_add_chunk", mutated)
 
 
 MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -200,7 +198,7 @@ MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     hashed_before_written,
     whole_prompt_cached,
     epochs_ignored,
-    slot_kept,
+    row_kept,
     blocks_kept,
     generated_tokens_lost,
 ]
@@ -228,8 +226,8 @@ def test_a_broken_rule_is_noticed(depth: int, mutate: Callable, monkeypatch: pyt
 NAMED = {
     share_without_counting: "owners",
     stale_hash_entry: "closed|stale",
-    half_stale_hash_entry: "stale hash entry",
-    slot_kept: "slots leaked",
+    half_stale_hash_entry: "stale entry",
+    row_kept: "rows leaked",
     blocks_kept: "owners",
 }
 
@@ -259,7 +257,7 @@ def busy(depth: int, **settings: Any) -> Host:
     host.add(prompt(9, 3), 8, prompt_logprobs=0)
     for _ in range(5):
         host.step()
-    host.engine.scheduler.preempt(list(host.engine.scheduler.running)[-1])
+    host.engine.scheduler.queues.preempt(list(host.engine.scheduler.queues.running)[-1])
     return host
 
 
@@ -310,12 +308,10 @@ def test_what_was_merely_cached_is_not_restored(depth: int):
     running = host.add(prompt(9, 1))
     host.step()
     state = host.engine.snapshot()
-    assert (
-        len(host.blocks.match(host.sequence(prompt(12)))) == 2
-    )  # taking one does not change the engine
+    assert len(host.found(host.sequence(prompt(12)))) == 2  # taking one does not change the engine
     host.engine.restore(state)
-    assert host.blocks.match(host.sequence(prompt(12))) == []
-    assert host.blocks.match(host.sequence(prompt(9, 1))) == list(running.block_table[:2])
+    assert host.found(host.sequence(prompt(12))) == []
+    assert host.found(host.sequence(prompt(9, 1))) == list(running.block_tables[0][:2])
     assert host.generate(prompt(12))[0].num_cached == 0
 
 

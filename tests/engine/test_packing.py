@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from array import array
 from collections import Counter
 from typing import Any, Literal
 
@@ -46,9 +47,10 @@ def entry(
     *,
     prompt: int = 6,
     generated: int = 0,
-    slot: int = 3,
+    device_row: int = 3,
     draws: int = 1,
-    first: bool = False,
+    decodes: bool = False,
+    is_new: bool = False,
     eos: frozenset[int] = frozenset(),
     **params: Any,
 ) -> PlanEntry:
@@ -63,9 +65,18 @@ def entry(
         eos_ids=eos,
     )
     seq.token_ids += range(60, 60 + generated)
-    seq.slot = slot
-    seq.block_table.extend(range(5, 5 + -(-(start + num_tokens) // 4)))
-    return PlanEntry(seq=seq, start=start, num_tokens=num_tokens, draws=draws, first=first, epoch=0)
+    seq.device_row = device_row
+    seq.block_tables = (array("i", range(5, 5 + -(-(start + num_tokens) // 4))),)
+    seq.first_held = [0]
+    return PlanEntry(
+        seq=seq,
+        start=start,
+        num_tokens=num_tokens,
+        draws=draws,
+        decodes=decodes,
+        is_new=is_new,
+        epoch=0,
+    )
 
 
 def plan(*entries: PlanEntry, phase: Literal["prefill", "decode"] = "prefill") -> Plan:
@@ -93,28 +104,35 @@ def drawing(batch: Batch) -> dict[str, np.ndarray]:
 def test_prefill():
     rows = (
         entry(4, 2, prompt=8, draws=0),
-        entry(0, 3, prompt=3, slot=1),
-        entry(5, 1, slot=0),
-        entry(6, 0, slot=2),
+        entry(0, 3, prompt=3, device_row=1),
+        entry(5, 1, device_row=0),
+        entry(6, 0, device_row=2),
     )
     batch = pack(plan(*rows), CONFIG)
-    assert batch.bucket == Bucket(phase="prefill", tokens=8, rows=5, blocks=10)
+    assert batch.bucket == Bucket(phase="prefill", tokens=8, rows=5, tables=1, blocks=10)
     assert batch.sample == Bucket(phase="sample", tokens=5, rows=5) and (
         batch.num_tokens,
         batch.num_rows,
     ) == (6, 3)
     view = fields(batch)
     assert view["tokens"].tolist() == [14, 15, 10, 11, 12, 15, 0, 0]
-    assert view["query_starts"].tolist() == [0, 2, 5, 6, 6, 6]  # rows without tokens end the list
+    assert view["query_start_loc"].tolist() == [
+        0,
+        2,
+        5,
+        6,
+        6,
+        6,
+    ]  # rows without tokens end the list
     assert view["context_lens"].tolist() == [6, 3, 6, 0, 0]
-    assert view["block_table"].tolist() == [
+    assert view["block_tables"][0].tolist() == [
         [5, 6] + [0] * 8,
         [5] + [0] * 9,
         [5, 6] + [0] * 8,
         [0] * 10,
         [0] * 10,
     ]
-    assert view["drawn_at"].tolist() == [
+    assert view["logits_indices"].tolist() == [
         4,
         5,
         5,
@@ -123,18 +141,16 @@ def test_prefill():
     ]  # the last is a fork: it draws where the row before it does
     assert set(view) == {
         "tokens",
-        "query_starts",
+        "query_start_loc",
         "context_lens",
-        "block_table",
-        "drawn_at",
+        "block_tables",
+        "logits_indices",
         "sample",
     }
     rows = drawing(batch)
     assert rows["context_lens"].tolist() == [3, 6, 6, 0, 0]
-    assert rows["slots"].tolist() == [1, 0, 2, 5, 5]  # 5 is past the last slot: dropped
-    assert (
-        not rows["controls"][3:].any() and not rows["open_after"].any() and batch.count_rows == ()
-    )
+    assert rows["device_rows"].tolist() == [1, 0, 2, 5, 5]  # 5 is past the last slot: dropped
+    assert not rows["controls"][3:].any() and not rows["open_after"].any() and batch.counts == ()
 
 
 def test_a_prefill_without_a_last_chunk_draws_nothing():
@@ -147,17 +163,21 @@ def test_a_prefill_without_a_last_chunk_draws_nothing():
 
 
 def test_decode():
-    rows = entry(6, 1, generated=1, slot=4), entry(9, 1, generated=4, slot=0)
+    rows = entry(6, 1, generated=1, device_row=4), entry(9, 1, generated=4, device_row=0)
     batch = pack(plan(*rows, phase="decode"), CONFIG)
-    assert batch.bucket == batch.drawing == Bucket(phase="decode", tokens=2, rows=2, blocks=10)
+    assert (
+        batch.bucket
+        == batch.drawing
+        == Bucket(phase="decode", tokens=2, rows=2, tables=1, blocks=10)
+    )
     view = fields(batch)
     assert (
-        "query_starts" not in view
+        "query_start_loc" not in view
         and view["tokens"].tolist() == [60, 63]
         and not view["copies"].any()
     )
-    assert view["context_lens"].tolist() == [7, 10] and view["slots"].tolist() == [4, 0]
-    assert view["steps"].tolist() == [1, 1] and view["block_table"][:, :4].tolist() == [
+    assert view["context_lens"].tolist() == [7, 10] and view["device_rows"].tolist() == [4, 0]
+    assert view["steps"].tolist() == [1, 1] and view["block_tables"][0][:, :4].tolist() == [
         [5, 6, 0, 0],
         [5, 6, 7, 0],
     ]
@@ -166,12 +186,12 @@ def test_decode():
 def test_several_steps():
     config = dataclasses.replace(CONFIG, decode_steps=8)
     rows = (
-        entry(6, 5, draws=5, generated=1, slot=4, min_tokens=4),
-        entry(9, 2, draws=2, generated=3, slot=0),
+        entry(6, 5, draws=5, generated=1, device_row=4, min_tokens=4),
+        entry(9, 2, draws=2, generated=3, device_row=0),
     )
     batch = pack(plan(*rows, phase="decode"), config)
     assert batch.bucket == Bucket(
-        phase="decode", tokens=2, rows=2, blocks=10, steps=8, features="full"
+        phase="decode", tokens=2, rows=2, tables=1, blocks=10, steps=8, features="full"
     )
     assert (batch.steps, batch.num_tokens, batch.num_rows, batch.padded_tokens) == (5, 7, 2, 10)
     sections, _ = input_sections(batch.bucket, config)
@@ -240,13 +260,13 @@ def test_controls_are_packed_once_a_request():
     ids=str,
 )
 def test_one_row_decides_the_features(params: dict[str, Any], prefill: Features, drawing: Features):
-    rows = entry(0, 3, prompt=3), entry(0, 4, prompt=4, slot=0, **params)
+    rows = entry(0, 3, prompt=3), entry(0, 4, prompt=4, device_row=0, **params)
     bucket, sample = choose_buckets(plan(*rows), CONFIG)
     assert sample is not None and (bucket.features, sample.features) == (prefill, drawing)
     assert choose_buckets(plan(*rows, phase="decode"), CONFIG)[0].features == drawing
     # A row that draws nothing yet asks nothing of the draw.
     _, sample = choose_buckets(
-        plan(rows[0], entry(0, 2, prompt=4, slot=0, draws=0, **params)), CONFIG
+        plan(rows[0], entry(0, 2, prompt=4, device_row=0, draws=0, **params)), CONFIG
     )
     assert sample is not None and sample.features == "plain"
 
@@ -254,8 +274,10 @@ def test_one_row_decides_the_features(params: dict[str, Any], prefill: Features,
 def test_full_fields():
     rows = (
         entry(0, 6, logit_bias={30: 1.5, 7: -2.0}),
-        entry(0, 3, prompt=3, slot=1, min_tokens=2, eos=frozenset({9, 4}), stop_token_ids=[6, 4]),
-        entry(0, 2, prompt=2, slot=2, stop_token_ids=range(20, 26)),
+        entry(
+            0, 3, prompt=3, device_row=1, min_tokens=2, eos=frozenset({9, 4}), stop_token_ids=[6, 4]
+        ),
+        entry(0, 2, prompt=2, device_row=2, stop_token_ids=range(20, 26)),
     )
     view = drawing(pack(plan(*rows), CONFIG))
     pad = int(PAD_TOKEN)
@@ -289,7 +311,7 @@ def test_targets_are_the_tokens_that_follow():
     scored = entry(
         2, 3, prompt=6, prompt_logprobs=1, draws=0, temperature=0.5, logprobs_mode="tempered"
     )
-    rows = scored, entry(0, 4, prompt=4, slot=0)
+    rows = scored, entry(0, 4, prompt=4, device_row=0)
     view = fields(pack(plan(*rows), CONFIG))
     assert view["tokens"].tolist()[:7] == [12, 13, 14, 10, 11, 12, 13]
     assert view["targets"].tolist() == [13, 14, 15, 11, 12, 13, 0, 0]
@@ -302,23 +324,23 @@ def test_targets_are_the_tokens_that_follow():
 
 def test_counts_of_rows_just_admitted():
     rows = (
-        entry(0, 6, first=True, presence_penalty=1.0),
-        entry(2, 2, prompt=6, slot=1, first=False, presence_penalty=1.0),
-        entry(0, 2, prompt=2, slot=2, first=True),
-        entry(4, 4, prompt=5, generated=3, slot=4, first=True, repetition_penalty=1.5),
+        entry(0, 6, is_new=True, presence_penalty=1.0),
+        entry(2, 2, prompt=6, device_row=1, is_new=False, presence_penalty=1.0),
+        entry(0, 2, prompt=2, device_row=2, is_new=True),
+        entry(4, 4, prompt=5, generated=3, device_row=4, is_new=True, repetition_penalty=1.5),
     )
-    assert pack(plan(*rows), CONFIG).count_rows == (
+    assert pack(plan(*rows), CONFIG).counts == (
         (3, list(range(10, 16)), 6),
         (4, [10, 11, 12, 13, 14, 60, 61, 62], 5),
     )
 
 
 def test_plans_fill_their_bucket():
-    rows = [entry(0, n, prompt=n, slot=i) for i, n in enumerate((4, 4, 4, 3, 1))]
+    rows = [entry(0, n, prompt=n, device_row=i) for i, n in enumerate((4, 4, 4, 3, 1))]
     batch = pack(plan(*rows), CONFIG)
     view = fields(batch)
     assert batch.bucket.tokens == 16 and batch.bucket.rows == 5
-    assert view["query_starts"].tolist() == [0, 4, 8, 12, 15, 16] and (view["tokens"] > 0).all()
+    assert view["query_start_loc"].tolist() == [0, 4, 8, 12, 15, 16] and (view["tokens"] > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -327,7 +349,7 @@ def test_plans_fill_their_bucket():
 def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[int, int]):
     lengths = [tokens - rows + 1, *[1] * (rows - 1)]
     bucket, sample = choose_buckets(
-        plan(*(entry(0, n, prompt=n, slot=i) for i, n in enumerate(lengths))), CONFIG
+        plan(*(entry(0, n, prompt=n, device_row=i) for i, n in enumerate(lengths))), CONFIG
     )
     assert (
         (bucket.tokens, bucket.rows) == want
@@ -337,7 +359,7 @@ def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[i
 
 
 def test_forks_are_rows_of_the_draw_alone():
-    rows = [entry(0, 4, prompt=4), *(entry(4, 0, prompt=4, slot=i) for i in range(3))]
+    rows = [entry(0, 4, prompt=4), *(entry(4, 0, prompt=4, device_row=i) for i in range(3))]
     bucket, sample = choose_buckets(plan(*rows), CONFIG)
     assert (bucket.tokens, bucket.rows) == (4, 2) and sample is not None and sample.rows == 5
 
@@ -426,7 +448,9 @@ def batch_of(bucket: Bucket, sample: Bucket | None, num_rows: int) -> Batch:
 @pytest.mark.parametrize("features", ["plain", "full"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_results_round_trip(features: Features, steps: int):
-    bucket = Bucket(phase="decode", tokens=2, rows=2, blocks=3, steps=steps, features=features)
+    bucket = Bucket(
+        phase="decode", tokens=2, rows=2, tables=1, blocks=3, steps=steps, features=features
+    )
     packed, want = filled(bucket, 0)
     result = unpack_result(batch_of(bucket, None, 1), CONFIG, [packed])
     assert result.num_drawn == want["num_drawn"][:1].tolist()
@@ -452,14 +476,14 @@ def test_results_round_trip(features: Features, steps: int):
 
 def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
     sample = Bucket(phase="sample", tokens=2, rows=2)
-    scored = Bucket(phase="prefill", tokens=4, rows=2, blocks=3, features="prompt")
+    scored = Bucket(phase="prefill", tokens=4, rows=2, tables=1, blocks=3, features="prompt")
     (one, tokens), (two, prompt) = filled(sample, 1), filled(scored, 2)
     result = unpack_result(batch_of(scored, sample, 2), CONFIG, [one, two])
     assert result.tokens == tokens["tokens"].T.tolist() and result.prompt_logprobs is not None
     np.testing.assert_array_equal(result.prompt_logprobs, prompt["prompt_logprobs"])
     result = unpack_result(batch_of(scored, None, 0), CONFIG, [two])
     assert result.tokens == result.num_drawn == [] and result.prompt_ranks is not None
-    plain = Bucket(phase="prefill", tokens=4, rows=2, blocks=3)
+    plain = Bucket(phase="prefill", tokens=4, rows=2, tables=1, blocks=3)
     assert (
         unpack_result(batch_of(plain, sample, 1), CONFIG, [one]).logprobs
         == tokens["logprobs"][:, :1].T.tolist()
@@ -469,7 +493,7 @@ def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
 
 def test_prompt_rows():
     """Position p scores the prompt token at p + 1; the last token of the prompt scores nothing."""
-    bucket = Bucket(phase="prefill", tokens=8, rows=5, blocks=3, features="prompt")
+    bucket = Bucket(phase="prefill", tokens=8, rows=5, tables=1, blocks=3, features="prompt")
     sections, size = output_sections(bucket, CONFIG)
     packed = np.zeros(size, np.int32)
     for name, unit in (("prompt_logprobs", 1.0), ("prompt_top_logprobs", 10.0)):
@@ -482,8 +506,8 @@ def test_prompt_rows():
     packed[offset : offset + 8] = np.arange(8) + 100
     rows = (
         entry(0, 3, prompt=3),
-        entry(2, 2, prompt=6, slot=1, prompt_logprobs=1, draws=0),
-        entry(3, 3, prompt=5, generated=1, slot=2, prompt_logprobs=0),
+        entry(2, 2, prompt=6, device_row=1, prompt_logprobs=1, draws=0),
+        entry(3, 3, prompt=5, generated=1, device_row=2, prompt_logprobs=0),
     )
     result = unpack_result(batch_of(bucket, None, 0), CONFIG, [packed])
     of = plan(*rows)

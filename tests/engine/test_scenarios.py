@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jpaged.engine import engine
+from jpaged.engine.plan import Plan
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.errors import CapacityError, RequestError
@@ -63,8 +64,8 @@ def test_scenario_03_nothing_unwritten_is_hit(depth: int):
     host.add([*shared, 1], max_tokens=4)
     host.step()
     scheduler = host.engine.scheduler
-    assert scheduler.blocks.match(host.sequence([*shared, 2])) == list(
-        scheduler.running.copy().popitem()[0].block_table[:2]
+    assert host.found(host.sequence([*shared, 2])) == list(
+        scheduler.queues.running.copy().popitem()[0].block_tables[0][:2]
     )
     second = host.add([*shared, 2], max_tokens=4)
     host.run()
@@ -76,7 +77,7 @@ def test_scenario_04_preempted_while_its_blocks_are_cached(depth: int):
     old, young = host.add(prompt(10), max_tokens=14), host.add(prompt(10, seed=1), max_tokens=20)
     seen = watch_admissions(host.engine.scheduler)
     host.run()
-    assert host.engine.scheduler.preemptions.total() > 0
+    assert host.engine.scheduler.queues.preemptions.total() > 0
     readmitted = [entry for entry in seen if entry[0] is young and entry[3] > 0]
     assert readmitted and any(cached > 0 for _, cached, _, _ in readmitted)
     for _, cached, scheduled, generated_before in seen:
@@ -88,15 +89,16 @@ def watch_admissions(scheduler: Scheduler) -> list[tuple[Sequence, int, int, int
     """(sequence, tokens cached, tokens scheduled, tokens generated before) of each admission from
     now on.
     """
-    seen, plan_chunk = [], scheduler._chunk
+    seen, schedule = [], scheduler.schedule
 
-    def chunk(seq: Sequence, *rest):
-        planned = plan_chunk(seq, *rest)
-        if planned[0].first:
-            seen.append((seq, planned[0].start, planned[0].num_tokens, seq.num_generated))
-        return planned
+    def watched() -> Plan | None:
+        plan = schedule()
+        for entry in plan.entries if plan is not None else ():
+            if entry.is_new:
+                seen.append((entry.seq, entry.start, entry.num_tokens, entry.seq.num_generated))
+        return plan
 
-    scheduler._chunk = chunk  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler.schedule = watched  # pyright: ignore[reportAttributeAccessIssue]
     return seen
 
 
@@ -117,7 +119,7 @@ def test_scenario_06_07_preempted_at_every_offset_in_a_block(depth: int, length:
     seq = host.add(prompt(5), max_tokens=16)
     while len(seq) < length:
         host.step()
-    host.engine.scheduler.preempt(seq)
+    host.engine.scheduler.queues.preempt(seq)
     before, host.runner.dispatched = len(seq), []
     host.run()
     assert generated(seq) == expected(seq)
@@ -137,7 +139,7 @@ def test_scenario_07_generated_tokens_are_prefilled_again(depth: int):
     seq = host.add(prompt(6), max_tokens=12)
     for _ in range(8):
         host.step()
-    host.engine.scheduler.preempt(seq)
+    host.engine.scheduler.queues.preempt(seq)
     while seq.in_flight:
         host.step()
     known, before = len(seq), host.runner.computed("prefill")
@@ -198,15 +200,15 @@ def test_scenario_11_same_prompt_in_one_call(depth: int):
     assert host.runner.computed("prefill") == 20
     assert host.runner.dispatched[0][1] == [(0, 17), (16, 17), (16, 17), (16, 17)]
     first, *others = seqs
-    shared = list(first.block_table[:4])
-    assert all(list(seq.block_table[:4]) == shared for seq in others)
+    shared = list(first.block_tables[0][:4])
+    assert all(list(seq.block_tables[0][:4]) == shared for seq in others)
     assert host.blocks.num_used == 4 + 4
     while first.status is not Status.FINISHED:
         host.step()
-    assert [host.blocks.blocks[b].ref_count for b in shared] == [3] * 4
+    assert [host.blocks.groups[0].blocks[b].ref_count for b in shared] == [3] * 4
     late = host.add(prompt(17), max_tokens=3)
     host.step()
-    assert late.num_cached == 16 and list(late.block_table[:4]) == shared
+    assert late.num_cached == 16 and list(late.block_tables[0][:4]) == shared
     host.run()
 
 
@@ -233,7 +235,9 @@ def test_scenario_14_block_size_one(depth: int):
     host = Host(depth, block_size=1, num_blocks=24)
     shared = prompt(5)
     seqs = host.generate(*([*shared, i] for i in range(6)), max_tokens=9)
-    assert host.engine.scheduler.preemptions.total() > 0 and [seq.num_cached for seq in seqs] == [
+    assert host.engine.scheduler.queues.preemptions.total() > 0 and [
+        seq.num_cached for seq in seqs
+    ] == [
         0,
         5,
         5,
@@ -333,7 +337,7 @@ def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
     except KeyboardInterrupt:
         return host, seqs, True
     assert not host.engine.has_unfinished()
-    assert host.engine.scheduler.preemptions.total()
+    assert host.engine.scheduler.queues.preemptions.total()
     return host, seqs, False
 
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
@@ -18,7 +19,9 @@ def scheduler(
     num_blocks: int = 32, block_size: int = 4, *, rows: int = 4, tokens: int = 16
 ) -> Scheduler:
     return Scheduler(
-        BlockManager(num_blocks, block_size), max_num_seqs=rows, max_num_batched_tokens=tokens
+        BlockManager([GroupSize(num_blocks)], block_size),
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
     )
 
 
@@ -29,7 +32,7 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
         SamplingParams(max_tokens=max_tokens),
         max_model_len=4096,
     )
-    s.add(Request([seq]).sequences[0])
+    s.queues.add(Request([seq]).sequences[0])
     return seq
 
 
@@ -54,12 +57,12 @@ def step(s: Scheduler) -> Plan | None:
 def spans(plan: Plan | None) -> list[tuple[str, int, int, bool, bool]]:
     """(request, start, end, whether it draws, first) of each row."""
     assert plan is not None
-    return [(e.seq.request_id, e.start, e.end, e.draws > 0, e.first) for e in plan.entries]
+    return [(e.seq.request_id, e.start, e.end, e.draws > 0, e.is_new) for e in plan.entries]
 
 
 def test_idle():
     s = scheduler()
-    assert s.schedule() is None and not s.has_unfinished() and s.take_finished() == []
+    assert s.schedule() is None and not s.queues.waiting and s.queues.take_finished() == []
 
 
 def test_prefill_fills_its_budget_and_no_more():
@@ -101,7 +104,7 @@ def test_admission_is_first_come_first_served():
     s = scheduler(num_blocks=8, tokens=64)
     first, large, small = add(s, 16), add(s, 20, first=100), add(s, 3, first=200)
     step(s)
-    assert list(s.running) == [first] and list(s.waiting) == [
+    assert list(s.queues.running) == [first] and list(s.queues.waiting) == [
         large,
         small,
     ]  # the small one does not overtake
@@ -115,34 +118,39 @@ def test_admission_leaves_a_block_for_every_row_that_runs():
     for i, length in enumerate((8, 12, 3)):  # 2, 3 and 1 blocks
         add(s, length, first=100 * i)
     step(s)
-    assert [seq.prompt_len for seq in s.running] == [8, 12] and s.blocks.num_free == 1
+    assert [seq.prompt_len for seq in s.queues.running] == [8, 12] and s.blocks.num_used == 5
 
 
 def test_hits_within_a_plan_follow_the_order_of_its_entries():
     s = scheduler(tokens=64)
     one, two = add(s, 9), Sequence("b", [*range(8), 50], SamplingParams(), max_model_len=64)
-    s.add(two)
+    s.queues.add(two)
     assert spans(step(s)) == [("0", 0, 9, True, True), ("b", 8, 9, True, True)]
-    assert one.block_table[:2] == two.block_table[:2] and (one.num_cached, two.num_cached) == (0, 8)
+    assert one.block_tables[0][:2] == two.block_tables[0][:2] and (
+        one.num_cached,
+        two.num_cached,
+    ) == (0, 8)
 
 
 def test_preempts_the_youngest_and_readmits_in_order():
     s = scheduler(num_blocks=9, tokens=64)
     seqs = [add(s, 4, max_tokens=16, first=100 * i) for i in range(4)]
     step(s)
-    assert len(s.running) == 4
+    assert len(s.queues.running) == 4
     preempted = []
-    while s.has_unfinished():
-        before = list(s.running)
+    while s.queues.running or s.queues.waiting:
+        before = list(s.queues.running)
         step(s)
-        gone = [seq for seq in before if seq not in s.running and seq.status is Status.WAITING]
+        gone = [
+            seq for seq in before if seq not in s.queues.running and seq.status is Status.WAITING
+        ]
         assert gone == before[len(before) - len(gone) :]  # always from the young end
         preempted += gone
-        assert [*s.running, *s.waiting] == [
+        assert [*s.queues.running, *s.queues.waiting] == [
             seq for seq in seqs if seq.status is not Status.FINISHED
         ]  # by arrival
-    assert preempted and seqs[0] not in preempted and s.preemptions.total() >= len(preempted)
-    assert [seq.finish_reason for seq in s.take_finished()] == ["length"] * 4
+    assert preempted and seqs[0] not in preempted and s.queues.preemptions.total() >= len(preempted)
+    assert [seq.finish_reason for seq in s.queues.take_finished()] == ["length"] * 4
 
 
 def test_the_oldest_is_never_preempted():
@@ -153,7 +161,9 @@ def test_the_oldest_is_never_preempted():
         was_running, epoch = oldest.status is Status.RUNNING, oldest.epoch
         host.step()
         assert not was_running or oldest.epoch == epoch
-    assert host.engine.scheduler.preemptions.total() and all(seq.error is None for seq in seqs)
+    assert host.engine.scheduler.queues.preemptions.total() and all(
+        seq.error is None for seq in seqs
+    )
 
 
 def test_work_is_not_thrown_away_again_and_again(depth: int):
@@ -166,7 +176,7 @@ def test_work_is_not_thrown_away_again_and_again(depth: int):
     ]
     host.run()
     tokens = sum(len(seq) for seq in seqs)
-    assert host.engine.scheduler.preemptions.total() <= 2 * len(seqs)
+    assert host.engine.scheduler.queues.preemptions.total() <= 2 * len(seqs)
     assert host.runner.computed("prefill") <= 2 * tokens
 
 
@@ -176,7 +186,7 @@ def test_a_preempted_row_waits_for_its_step_in_flight():
     step(s)
     plan = s.schedule()
     assert plan is not None and seq.in_flight == 1
-    s.preempt(seq)
+    s.queues.preempt(seq)
     s.check_integrity()
     assert s.schedule() is None  # its last token is on its way
     s.commit(plan, drawn(plan, 3))
@@ -190,9 +200,11 @@ def test_a_preempted_row_may_end_while_it_waits():
     step(s)
     plan = s.schedule()
     assert plan is not None
-    s.preempt(seq)
+    s.queues.preempt(seq)
     s.commit(plan, drawn(plan, 3))
-    assert seq.finish_reason == "length" and not s.waiting and list(s.running) == [other]
+    assert (
+        seq.finish_reason == "length" and not s.queues.waiting and list(s.queues.running) == [other]
+    )
     s.check_integrity()
 
 
@@ -202,7 +214,7 @@ def test_slots_are_distinct_and_come_back(depth: int, rows: int):
     for i in range(9):
         host.add([i, i + 1, i + 2], max_tokens=5)
     host.run()
-    assert sorted(host.engine.scheduler._slots) == list(range(rows))
+    assert sorted(host.engine.scheduler.queues.free_rows) == list(range(rows))
 
 
 def test_decode_comes_at_least_every_so_many_steps():
@@ -212,7 +224,7 @@ def test_decode_comes_at_least_every_so_many_steps():
     for i in range(20):
         add(s, 8, max_tokens=1, first=100 * i)
     phases = []
-    while s.waiting:
+    while s.queues.waiting:
         plan = step(s)
         phases.append(plan.phase if plan is not None else None)
     streaks = "".join(phase[0] for phase in phases if phase is not None).split("d")
@@ -258,16 +270,16 @@ def test_a_waiting_crowd_costs_nothing():
                 yield seq
 
     s = scheduler(num_blocks=4, rows=2)
-    s.waiting = crowd = Crowd()
+    s.queues.waiting = crowd = Crowd()
     seqs = [add(s, 6, max_tokens=9, first=10 * i) for i in range(100)]
     for i in range(40):
         crowd.seen = 0
-        s.finish(seqs[99 - i], "abort")
+        s.queues.finish(seqs[99 - i], "abort")
         plan = s.schedule()
         assert plan is not None
         s.commit(plan, drawn(plan))
         assert crowd.seen <= 3
-    assert len(s.finished) > 42
+    assert len(s.queues.finished) > 42
 
 
 def test_stops(depth: int):

@@ -13,7 +13,7 @@ import pytest
 from jpaged.engine.plan import Plan
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.errors import CapacityError
-from tests.engine.mock import CheckedScheduler, Host, check_ended, expected, generated
+from tests.engine.mock import CountedQueues, Host, check_ended, expected, generated
 
 MIB = 2**20  # of a block of the mock device
 
@@ -39,9 +39,9 @@ def watch(host: Host) -> list[tuple[Plan, list[int]]]:
         if plan is not None:
             size = host.config.block_size
             places = {(e.seq, p // size) for e in plan.entries for p in range(e.start, e.end)}
-            written = [seq.block_table[i] for seq, i in places]
+            written = [seq.block_tables[0][i] for seq, i in places]
             if plan.phase == "decode":
-                assert all(host.blocks.blocks[b].ref_count == 1 for b in written), (
+                assert all(host.blocks.groups[0].blocks[b].ref_count == 1 for b in written), (
                     "a shared block is written"
                 )
             plans.append((plan, written))
@@ -71,14 +71,14 @@ def test_identical_prompts_with_an_open_tail(depth: int):
     host.step()
     assert prefills(host) == [[(0, 18), (18, 18), (18, 18), (18, 18)]] and host.blocks.num_used == 5
     assert [seq.num_cached for seq in seqs] == [0, 18, 18, 18]
-    shared = list(seqs[0].block_table)
-    assert all(list(seq.block_table) == shared for seq in seqs)
+    shared = list(seqs[0].block_tables[0])
+    assert all(list(seq.block_tables[0]) == shared for seq in seqs)
     host.step()
     decode, _ = plans[1]
-    assert [source for source, _ in decode.copies] == [
+    assert [source for source, _ in decode.copies[0]] == [
         shared[4]
     ] * 3 and host.blocks.num_used == 4 + 4
-    assert seqs[3].block_table[4] == shared[4]
+    assert seqs[3].block_tables[0][4] == shared[4]
     host.run()
     assert host.runner.computed("prefill") == 18 and host.engine.stats.copied_blocks == 3
 
@@ -125,7 +125,10 @@ def test_equal_salts_share(depth: int):
     seqs = [host.add(prompt(18), salt=salt) for salt in ("a", "b", "a", "b")]
     host.step()
     assert prefills(host) == [[(0, 18), (18, 18), (0, 18), (18, 18)]]
-    assert seqs[0].block_table == seqs[2].block_table and seqs[1].block_table == seqs[3].block_table
+    assert (
+        seqs[0].block_tables[0] == seqs[2].block_tables[0]
+        and seqs[1].block_tables[0] == seqs[3].block_tables[0]
+    )
     host.run()
 
 
@@ -185,10 +188,10 @@ def test_scenario_20_preempted_while_forked(depth: int, kind: str, which: int, s
     seqs = host.add_samples(prompt(10), 4)
     for _ in range(1 + steps):
         host.step()
-    shared = seqs[which].block_table[0]
-    host.engine.scheduler.preempt(seqs[which])
+    shared = seqs[which].block_tables[0][0]
+    host.engine.scheduler.queues.preempt(seqs[which])
     host.check()
-    assert host.blocks.blocks[shared].ref_count == 3
+    assert host.blocks.groups[0].blocks[shared].ref_count == 3
     host.step()
     host.run()
     assert host.engine.stats.preemptions == {kind: 1} and all(
@@ -213,7 +216,7 @@ def test_scenario_20_one_of_four_is_aborted(depth: int, which: int, steps: int):
     seqs = host.add_samples(prompt(10), 4)
     for _ in range(steps):
         host.step()
-    host.engine.scheduler.finish(seqs[which], "abort")
+    host.engine.scheduler.queues.finish(seqs[which], "abort")
     host.check()
     assert host.run() == seqs
     assert [seq.finish_reason for seq in seqs] == [
@@ -227,7 +230,7 @@ def test_scenario_20_a_search_drops_beams(depth: int):
     """A beam that nothing continues is gone at once, though others were forked from it and share
     its blocks.
     """
-    dropped, splits = 0, CheckedScheduler.forks["split"]
+    dropped, splits = 0, CountedQueues.forks["split"]
     for seed in range(4):
         host = roomy(depth)
         search, seen = host.add_beams(prompt(6, seed), 3, 12, eos_ids=frozenset({3})), set()
@@ -235,10 +238,10 @@ def test_scenario_20_a_search_drops_beams(depth: int):
             seen |= set(search.sequences)
             host.step()
             for seq in seen - set(search.sequences):
-                assert not seq.block_table and seq.status is Status.FINISHED
+                assert not seq.block_tables and seq.status is Status.FINISHED
         dropped += len(seen - set(search.sequences))
         assert host.blocks.num_used == 0 and host.engine.stats.copied_blocks > 0
-    assert dropped > 3 and CheckedScheduler.forks["split"] - splits > 3
+    assert dropped > 3 and CountedQueues.forks["split"] - splits > 3
 
 
 @pytest.mark.parametrize("length", [4, 8, 16])
@@ -250,9 +253,9 @@ def test_scenario_21_no_open_block_no_copy(depth: int, length: int):
     plans = watch(host)
     seqs = host.add_samples(prompt(length), 4)
     host.step()
-    shared = set(seqs[0].block_table)
+    shared = set(seqs[0].block_tables[0])
     host.run()
-    assert host.engine.stats.copied_blocks == 0 and not any(plan.copies for plan, _ in plans)
+    assert host.engine.stats.copied_blocks == 0 and not any(plan.copies[0] for plan, _ in plans)
     assert not any(shared & set(written) for _, written in plans[1:])
 
 
@@ -266,10 +269,10 @@ def test_scenario_21_one_copy_a_writer(depth: int, length: int, n: int):
     plans = watch(host)
     seqs = host.add_samples(prompt(length), n)
     host.step()
-    shared = list(seqs[0].block_table)
+    shared = list(seqs[0].block_tables[0])
     host.run()
-    (copies,) = [plan.copies for plan, _ in plans if plan.copies]
-    assert plans[1][0].copies is copies and [source for source, _ in copies] == [shared[-1]] * (
+    (copies,) = [plan.copies[0] for plan, _ in plans if plan.copies[0]]
+    assert plans[1][0].copies[0] is copies and [source for source, _ in copies] == [shared[-1]] * (
         n - 1
     )
     assert len({target for _, target in copies} | {*shared}) == n - 1 + len(shared)
@@ -342,7 +345,7 @@ def test_a_beam_is_preempted(depth: int, steps: int, rows: int, host_blocks: int
     search = host.add_beams(prompt(6), 3, 8)
     for _ in range(steps):
         host.step()
-    preempted(host, list(host.engine.scheduler.running)[-1])
+    preempted(host, list(host.engine.scheduler.queues.running)[-1])
     decoded = host.runner.computed("decode")
     host.run()
     assert search.error is None and host.runner.computed("decode") - decoded <= 3 * 8
@@ -374,7 +377,7 @@ def preempted(host: Host, *seqs: Sequence) -> list[int]:
     """Preempt running sequences; how many blocks their KV lay in."""
     held = [host.blocks.blocks_for(seq.num_dispatched) for seq in seqs]
     for seq in seqs:
-        host.engine.scheduler.preempt(seq)
+        host.engine.scheduler.queues.preempt(seq)
     host.check()
     return held
 
@@ -422,7 +425,7 @@ def test_the_cache_comes_before_the_host(depth: int):
         host.step()
     preempted(host, seq)
     host.run()
-    ((_, blocks),) = [ins for plan, _ in plans for ins in plan.swap_ins]
+    ((_, (blocks,)),) = [ins for plan, _ in plans for ins in plan.swap_ins]
     assert blocks[:4] == [-1] * 4 and len(blocks) == 5 and blocks[4] >= 0
 
 
@@ -436,7 +439,7 @@ def test_a_full_host_falls_back_to_recomputing(depth: int):
         host.step()
     preempted(host, *seqs)
     assert host.engine.stats.preemptions == {"swapped": 1, "recomputed": 1}
-    assert host.engine.scheduler.free_host_blocks == 1 and seqs[1].swapped is None
+    assert host.engine.scheduler.swapping.free_bytes == 1 * MIB and seqs[1].swapped is None
     host.run()
 
 
@@ -463,15 +466,15 @@ def test_a_swapped_sequence_is_aborted(depth: int, moved: bool):
         host.step()
     preempted(host, seq)
     first = host.add(prompt(5))
-    host.engine.scheduler.waiting.move_to_end(first, last=False)
+    host.engine.scheduler.queues.waiting.move_to_end(first, last=False)
     for _ in range(2 * moved):
         host.step()
     assert (
-        host.engine.scheduler.free_host_blocks == 12
+        host.engine.scheduler.swapping.free_bytes == 12 * MIB
         and (host.engine.stats.swap_out_bytes > 0) == moved
     )
     host.engine.abort(seq.request_id)
-    assert host.engine.scheduler.free_host_blocks == 16
+    assert host.engine.scheduler.swapping.free_bytes == 16 * MIB
     host.run()
 
 
@@ -483,7 +486,7 @@ def test_a_reset_drops_what_is_on_the_host(depth: int):
         host.step()
     preempted(host, seq)
     host.reset()
-    assert seq.swapped is None and host.engine.scheduler.free_host_blocks == 16
+    assert seq.swapped is None and host.engine.scheduler.swapping.free_bytes == 16 * MIB
     host.run()
     assert host.engine.stats.swap_in_bytes == 0 and prefills(host)[-1][0][0] == 0
 
@@ -498,7 +501,7 @@ def test_nothing_from_before_a_reset_is_found_by_a_copy(depth: int):
     host.reset()
     for _ in range(4):
         host.step()
-    assert not any(host.blocks.match(seq) for seq in seqs)
+    assert not any(host.found(seq) for seq in seqs)
     host.run()
 
 
@@ -513,7 +516,7 @@ def test_what_is_preempted_after_a_reset_is_computed_again(depth: int, n: int):
     preempted(host, seqs[-1])
     assert host.engine.stats.preemptions == {"recomputed": 1}
     host.run()
-    assert len(host.blocks.match(seqs[-1])) == 4  # all of it is new
+    assert len(host.found(seqs[-1])) == 4  # all of it is new
 
 
 # What the cache keeps
@@ -527,7 +530,7 @@ def test_least_recently_freed_is_reused_first(depth: int):
     for seed in range(2):
         host.generate(prompt(16, seed), max_tokens=1)
     host.generate(prompt(32, 2), max_tokens=1)
-    found = [len(host.blocks.match(host.sequence([*prompt(16, seed), 1]))) for seed in range(2)]
+    found = [len(host.found(host.sequence([*prompt(16, seed), 1]))) for seed in range(2)]
     assert found == [0, 4]
 
 
@@ -539,7 +542,7 @@ def test_blocks_that_nothing_can_find_go_first(depth: int):
     for seed in range(4):  # two closed blocks and a tail each
         host.generate(prompt(10, seed), max_tokens=1)
     host.generate(prompt(15, 9), max_tokens=1)  # 4 blocks: there were 4 that nothing could find
-    assert [len(host.blocks.match(host.sequence(prompt(10, seed)))) for seed in range(4)] == [2] * 4
+    assert [len(host.found(host.sequence(prompt(10, seed)))) for seed in range(4)] == [2] * 4
 
 
 def test_a_shared_prefix_outlives_its_tails(depth: int):
@@ -552,7 +555,7 @@ def test_a_shared_prefix_outlives_its_tails(depth: int):
     for seed in range(10, 14):
         host.generate(prompt(4 + 8 * (seed - 10), seed), max_tokens=1)
         left.append(
-            [len(host.blocks.match(host.sequence([*prompt(8), *prompt(8, i), 1]))) for i in (1, 2)]
+            [len(host.found(host.sequence([*prompt(8), *prompt(8, i), 1]))) for i in (1, 2)]
         )
     assert left == sorted(left, reverse=True) and left[0] == [4, 4] and left[-1] == [0, 0]
     assert any(min(found) > 0 and max(found) < 4 for found in left)

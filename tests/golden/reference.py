@@ -46,7 +46,7 @@ class Golden:
         """
         tensors = state_dict(self.name, self.config)
         assert checksum(tensors) == self.weights_sha256, (
-            f"{self.name}: run scripts/make_golden.py, its weights changed"
+            f"{self.name}: run tests/golden/make_golden.py, its weights changed"
         )
         return tensors
 
@@ -97,7 +97,7 @@ def load_beams() -> list[BeamCase]:
     stored = json.loads((Path(__file__).parent / "beams.json").read_text())
     for name, expected in stored["weights_sha256"].items():
         assert load(name).weights_sha256 == expected, (
-            f"run scripts/make_golden.py beams, the weights of {name} changed"
+            f"run tests/golden/make_golden.py beams, the weights of {name} changed"
         )
     return [BeamCase(**case) for case in stored["cases"]]
 
@@ -107,7 +107,7 @@ def load(name: str) -> Golden:
     with np.load(Path(__file__).parent / f"{name}.npz", allow_pickle=False) as stored:
         meta = json.loads(str(stored["meta"]))
         assert meta.pop("config") == CONFIGS[name], (
-            f"{name}: run scripts/make_golden.py, its config changed"
+            f"{name}: run tests/golden/make_golden.py, its config changed"
         )
         prompts = [
             Prompt(

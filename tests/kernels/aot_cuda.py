@@ -5,63 +5,23 @@ program, with MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles all of KERN
 each takes.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.paged_attention import mosaic_gpu
-
-# An H200 as XLA describes it (GpuTargetConfigProto): what a compiler may know of a device that is
-# not there.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation"
-  name: "NVIDIA H200"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
+from kernels_pallas.paged_attention.interface import Options
+from scripts._common import H200, absent_devices, hopper
 
 # name: head dim, block size, query heads, KV heads, options
 KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
@@ -89,7 +49,7 @@ def kernel(name: str) -> tuple[Any, ...]:
     """One of KERNELS and the shapes of its arguments: 32 rows, 2048 packed tokens, 4 layers of 1000
     blocks.
     """
-    D, P, H, K, options = KERNELS[name]
+    D, P, H, K, more = KERNELS[name]
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
     tables = (
         shape((4 * 1000, P, 2 * K, D), jnp.bfloat16),
@@ -97,11 +57,13 @@ def kernel(name: str) -> tuple[Any, ...]:
         shape((32, 32), i32),
         shape((32,), i32),
     )
-    options = options | {"num_layers": 4, "scale": D**-0.5, "interpret": False}
+    splits = {"splits": more["splits"]} if "splits" in more else {}
+    masks = {key: value for key, value in more.items() if key != "splits"}
+    options = Options(num_layers=4, scale=D**-0.5, interpret=False, **masks)
     if name.startswith("decode"):
-        function = functools.partial(mosaic_gpu.paged_attention_decode, **options)
+        function = functools.partial(mosaic_gpu.decode, options=options, **splits)
         return function, shape((32, H, D), jnp.bfloat16), *tables
-    function = functools.partial(mosaic_gpu.paged_attention, **options)
+    function = functools.partial(mosaic_gpu.prefill, options=options)
     return function, shape((2048, H, D), jnp.bfloat16), *tables, shape((33,), i32)
 
 
@@ -117,35 +79,10 @@ class Resources:
     seconds: float
 
 
-H200 = ("NVIDIA H200", 132)
-
-
-@contextlib.contextmanager
-def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
-    """Lowering inside takes the target for a device of that name and number of cores."""
-    abstract_device = jax.sharding.AbstractDevice(*device, "gpu")
-    with jax.sharding.use_abstract_mesh(
-        jax.sharding.AbstractMesh((), (), abstract_device=abstract_device)
-    ):
-        yield
-
-
 def lower(function: Callable[..., Any], *args: Any, device: tuple[str, int] = H200) -> str:
     """StableHLO of a function of ShapeDtypeStructs for CUDA, kernels included."""
     with hopper(device):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def missing() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        return (
-            "no CUDA plugin: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, at "
-            "jax's version"
-        )
-    if shutil.which("ptxas") is None:
-        return "no ptxas on PATH: it comes with CUDA's toolkit"
-    return None
 
 
 def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Resources:
@@ -157,10 +94,7 @@ def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Reso
     assert os.environ.get("MOSAIC_GPU_DUMP_TO") == str(dump)
     for file in dump.iterdir():
         file.unlink()
-    topology = topologies.get_topology_desc(
-        "", platform="cuda", topology="1x1x1", target_config=TARGET
-    )
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding = SingleDeviceSharding(absent_devices("cuda", "sm_90a")[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     start = time.perf_counter()
     with hopper():
@@ -173,7 +107,7 @@ def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Reso
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", ptxas)),
         spills=sum(int(n) for n in spills),
         shared_memory=max(int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", resources)),
-        seconds=seconds,
+        seconds=round(seconds, 1),
     )
 
 

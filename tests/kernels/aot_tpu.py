@@ -7,7 +7,6 @@ for each.
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -21,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.paged_attention import tpu
+from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
+from scripts._common import LIBTPU, absent_devices
 from tests.hlo import pool_copies
 
 LAYERS = 3
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 CHIPS = ("v5e:2x2", "v6e:2x2")
 
 
@@ -57,7 +56,8 @@ class Program:
 
     @property
     def pool(self) -> tuple[int, ...]:
-        return (LAYERS * self.N, self.P, *tpu.pool_shape(self.K, self.D))
+        layout = tpu.pool_layout(self.K, self.D)
+        return (LAYERS * self.N, self.P, layout.rows, layout.width)
 
 
 PROGRAMS = (
@@ -85,20 +85,20 @@ def step(program: Program) -> Callable[..., Any]:
     """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts,
     starts.
     """
-    options = {"num_layers": LAYERS, "scale": 0.1, "num_kv_heads": program.K, "interpret": False}
+    options = Options(num_layers=LAYERS, scale=0.1, num_kv_heads=program.K, interpret=False)
+    how: Any = {"options": options, "kernel": program.kernel}
+    layout = tpu.pool_layout(program.K, program.D)
 
     def run(
         pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array
     ) -> tuple[Array, Array]:
         def run_layer(layer: Array | int, state: tuple[Array, Array]) -> tuple[Array, Array]:
             pool, x = state
-            pool = write_kv(pool, layer, tpu.to_pool(kv_T2KD), slots_T, num_layers=LAYERS)
+            pool = write_kv(pool, layer, layout.pack(kv_T2KD), slots_T, num_layers=LAYERS)
             if program.T == program.S:
-                o = tpu.paged_attention_decode(
-                    x, pool, layer, *rows[:2], kernel=program.kernel, **options
-                )
+                o = tpu.decode(x, pool, layer, *rows[:2], **how)
             else:
-                o = tpu.paged_attention(x, pool, layer, *rows, kernel=program.kernel, **options)
+                o = tpu.prefill(x, pool, layer, *rows, **how)
             return pool, x + o
 
         if program.loop:
@@ -140,15 +140,6 @@ def lower(program: Program) -> str:
         )
 
 
-def without_libtpu() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    return (
-        None
-        if importlib.util.find_spec("libtpu")
-        else "libtpu is not installed: pip install libtpu"
-    )
-
-
 def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
     """What `main` prints, by program."""
     command = [sys.executable, "-m", "tests.kernels.aot_tpu", chip]
@@ -156,7 +147,7 @@ def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
     run = subprocess.run(
         command,
         cwd=root,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | LIBTPU | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -168,8 +159,7 @@ def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
 
 
 def main(chip: str) -> None:
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip)
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(absent_devices("tpu", chip)[:1]), ("x",), axis_types=(AxisType.Auto,))
     for program in PROGRAMS:
         start = time.perf_counter()
         # The abstract mesh tells Pallas which chip it is.

@@ -23,20 +23,20 @@ F32_TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one call, in numpy; query_starts is None for decode."""
+    """The arrays of one call, in numpy; query_start_loc is None for decode."""
 
     q: np.ndarray
     pool: np.ndarray
     layer: int
     block_table: np.ndarray
     context_lens: np.ndarray
-    query_starts: np.ndarray | None
+    query_start_loc: np.ndarray | None
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments of the call."""
         args = (self.q, self.pool, self.layer, self.block_table, self.context_lens)
-        return args if self.query_starts is None else (*args, self.query_starts)
+        return args if self.query_start_loc is None else (*args, self.query_start_loc)
 
 
 def build(
@@ -83,16 +83,38 @@ def build(
     )
 
 
-def call(implementation: Any, case: Case, inputs: Inputs, **options: Any) -> Any:
-    """The case's entry point of an implementation (a module or any object with the two
-    functions).
+def call(
+    implementation: Any,
+    case: Case,
+    inputs: Inputs,
+    *,
+    how: dict[str, Any] | None = None,
+    **own: Any,
+) -> Any:
+    """The case's entry point of an implementation (a module or any object with the two functions).
+
+    how: fields of its Options beside the case's. own: arguments that this implementation alone
+    takes.
     """
-    name = "paged_attention_decode" if case.queries is None else "paged_attention"
-    return getattr(implementation, name)(*inputs.args, **case.options, **options)
+    options = dataclasses.replace(case.options, **(how or {}))
+    function = implementation.decode if case.queries is None else implementation.prefill
+    return function(*inputs.args, options=options, **own)
+
+
+def prepared(implementation: Any, case: Case, inputs: Inputs) -> Any:
+    """What an implementation prepares once a step for a case's prefill."""
+    assert inputs.query_start_loc is not None
+    return implementation.prepare(
+        jnp.asarray(inputs.query_start_loc),
+        jnp.asarray(inputs.context_lens),
+        num_tokens=len(inputs.q),
+        shapes=case.shapes,
+        sliding_window=case.sliding_window,
+    )
 
 
 def check(
-    implementation: Any, case: Case, values: Literal["random", "coded"] = "random", **options: Any
+    implementation: Any, case: Case, values: Literal["random", "coded"] = "random", **own: Any
 ) -> None:
     """Hold one call to the float64 reference: f32 to 1e-5, others to twice the reference's own
     error in that dtype.
@@ -100,7 +122,7 @@ def check(
     inputs = build(case, values=values)
     exact = call(reference, case, inputs, exact=True)
     assert np.isfinite(exact).all()
-    result = call(implementation, case, inputs, **options)
+    result = call(implementation, case, inputs, **own)
     assert result.shape == exact.shape and result.dtype == inputs.q.dtype
     tolerance = F32_TOLERANCE
     if case.dtype != "float32":
@@ -109,8 +131,8 @@ def check(
     assert _error(result, exact) <= tolerance  # false for NaN
     padding = (
         inputs.context_lens == 0
-        if inputs.query_starts is None
-        else slice(inputs.query_starts[-1], None)
+        if inputs.query_start_loc is None
+        else slice(inputs.query_start_loc[-1], None)
     )
     assert not np.asarray(result)[padding].any()
 
@@ -140,7 +162,7 @@ def check_bits_in_any_batch(implementation: Any, **shape: Any) -> None:
             context_lens=np.array(
                 [context for _, context, _ in rows] + [0] * (S - len(rows)), np.int32
             ),
-            query_starts=np.cumsum([0, *(n for *_, n in rows), *[0] * (S - len(rows))]).astype(
+            query_start_loc=np.cumsum([0, *(n for *_, n in rows), *[0] * (S - len(rows))]).astype(
                 np.int32
             ),
         )
@@ -204,7 +226,7 @@ class PagedAttentionSuite:
 
     def test_layer_may_be_traced_and_the_table_wide(self, plain_case: Case) -> None:
         inputs = build(plain_case)
-        options = (
+        options: dict[str, Any] = (
             {"splits": self.plain_splits}
             if plain_case.queries is None and self.plain_splits
             else {}
@@ -213,7 +235,7 @@ class PagedAttentionSuite:
         def run(
             layer: jax.Array, q: jax.Array, pool: jax.Array, table: jax.Array, *rest: jax.Array
         ) -> jax.Array:
-            names = ("context_lens", "query_starts")
+            names = ("context_lens", "query_start_loc")
             traced: Any = {"q": q, "pool": pool, "layer": layer, "block_table": table}
             traced |= dict(zip(names, rest, strict=False))
             return call(
@@ -226,3 +248,12 @@ class PagedAttentionSuite:
         arrays = [jnp.asarray(x) for x in wide.args if isinstance(x, np.ndarray)]
         result = jax.jit(run)(jnp.int32(plain_case.layer), *arrays)
         assert np.array_equal(result, call(self.implementation, plain_case, inputs, **options))
+
+    def test_what_is_prepared_serves_every_layer(self, plain_case: Case) -> None:
+        """Bit for bit as when each call prepares for itself."""
+        if plain_case.queries is None:
+            return
+        inputs = build(plain_case)
+        ready = prepared(self.implementation, plain_case, inputs)
+        result = call(self.implementation, plain_case, inputs, prepared=ready)
+        assert np.array_equal(result, call(self.implementation, plain_case, inputs))

@@ -81,13 +81,13 @@ def test_a_nan_that_is_seen_shows(case: Case, part: str) -> None:
     block = case.layer * (len(inputs.pool) // case.num_layers) + inputs.block_table[row, 1]
     inputs.pool[block, 3, 0 if part == "key" else 1] = np.nan  # position 11, first KV head
     result = np.asarray(call(paged_attention, case, inputs))
-    last = row if inputs.query_starts is None else inputs.query_starts[row + 1] - 1
+    last = row if inputs.query_start_loc is None else inputs.query_start_loc[row + 1] - 1
     assert (
         np.isnan(result[last, : case.H // case.K]).all()
         and not np.isnan(result[last, case.H // case.K :]).any()
     )
     assert not np.isnan(
-        np.delete(result, slice(last - (0 if inputs.query_starts is None else 27), last + 1), 0)
+        np.delete(result, slice(last - (0 if inputs.query_start_loc is None else 27), last + 1), 0)
     ).any()
 
 

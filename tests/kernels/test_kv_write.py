@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import xla
+from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
 from tests.hlo import pool_copies
 
@@ -57,14 +58,15 @@ def test_writes_its_slots_and_nothing_else(dtype: Any) -> None:
 
 def _layers(pool, x_THD, slots_T, table_SM, contexts_S, starts_S1, *, decode: bool):
     """Write, then attend, in each of several unrolled layers."""
+    options = Options(num_layers=L, scale=0.25)
     for layer in range(L):
         kv = jnp.concatenate([x_THD[:, ::G], x_THD[:, 1::G]], axis=1)
         pool = write_kv(pool, layer, kv, slots_T, num_layers=L)
         args = (x_THD, pool, layer, table_SM, contexts_S)
         if decode:
-            o = xla.paged_attention_decode(*args, num_layers=L, scale=0.25)
+            o = xla.decode(*args, options=options)
         else:
-            o = xla.paged_attention(*args, starts_S1, num_layers=L, scale=0.25)
+            o = xla.prefill(*args, starts_S1, options=options)
         x_THD = x_THD + o
     return pool, x_THD
 

@@ -2,6 +2,7 @@
 for CUDA, compiled for sm_90a.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -24,11 +25,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.cases import GPU, Case
+from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
+from scripts._common import cannot_compile
 from tests.kernels import aot_cuda
-from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check
+from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check, prepared
 
 SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise never end
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+SUPPORTED = Shapes(dtype=jnp.bfloat16, head_dim=128, block_size=64, num_heads=16, num_kv_heads=8)
 
 DECODE, PREFILL = (
     [case for case in GPU if (case.queries is None) == is_decode] for is_decode in (True, False)
@@ -38,8 +44,9 @@ DECODE, PREFILL = (
 def _without_races(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function interpreted; each call fails if a race was found in it."""
 
-    def run(*args: Any, **options: Any) -> Any:
-        result = jax.block_until_ready(function(*args, interpret=INTERPRET, **options))
+    def run(*args: Any, options: Options, **own: Any) -> Any:
+        options = dataclasses.replace(options, interpret=INTERPRET)
+        result = jax.block_until_ready(function(*args, options=options, **own))
         assert isinstance(result, Tracer) or not interpreter.get_races().races_found
         return result
 
@@ -47,8 +54,9 @@ def _without_races(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 INTERPRETED = SimpleNamespace(
-    paged_attention_decode=_without_races(mosaic_gpu.paged_attention_decode),
-    paged_attention=_without_races(mosaic_gpu.paged_attention),
+    prepare=mosaic_gpu.prepare,
+    prefill=_without_races(mosaic_gpu.prefill),
+    decode=_without_races(mosaic_gpu.decode),
 )
 
 
@@ -97,27 +105,17 @@ def test_prefill_group_sizes(group: int) -> None:
     )
 
 
-def test_tiles_may_come_from_outside() -> None:
-    case = PREFILL[5]
-    inputs = build(case)
-    starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
-    tiles = mosaic_gpu.prefill_tiles(
-        starts, contexts, num_tokens=len(inputs.q), num_heads=case.H, num_kv_heads=case.K
-    )
-    check(INTERPRETED, case, tiles=tiles)
-
-
 @pytest.mark.parametrize("group", [1, 2])
 def test_tiles_cover_each_token_once(group: int) -> None:
     lens, contexts = np.array([1, 0, 64, 65, 0, 129, 200]), np.array([7, 9, 64, 100, 0, 129, 333])
     starts, tokens = np.concatenate([[0], np.cumsum(lens)]), int(lens.sum()) + 70
     table = np.asarray(
-        mosaic_gpu.prefill_tiles(
+        mosaic_gpu.prepare(
             jnp.asarray(starts, jnp.int32),
             jnp.asarray(contexts, jnp.int32),
             num_tokens=tokens,
-            num_heads=group,
-            num_kv_heads=1,
+            shapes=dataclasses.replace(SUPPORTED, num_heads=group, num_kv_heads=1),
+            sliding_window=None,
         )
     )
     seen = []
@@ -144,17 +142,17 @@ def _changed(**changes: Callable[[Any], Any]) -> Any:
     """The implementation called with other arguments, by their names."""
 
     def wrap(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-        def mutant(*args: Any, **options: Any) -> Any:
+        def mutant(*args: Any, options: Options) -> Any:
             named = dict(zip(names, args, strict=True))
             named |= {name: change(named[name]) for name, change in changes.items()}
-            return function(*named.values(), **options)
+            return function(*named.values(), options=options)
 
         return mutant
 
     names = ("q", "pool", "layer", "table", "contexts")
     return SimpleNamespace(
-        paged_attention_decode=wrap(INTERPRETED.paged_attention_decode, *names),
-        paged_attention=wrap(INTERPRETED.paged_attention, *names, "starts"),
+        decode=wrap(INTERPRETED.decode, *names),
+        prefill=wrap(INTERPRETED.prefill, *names, "query_start_loc"),
     )
 
 
@@ -192,32 +190,31 @@ def test_zeros_fail() -> None:
         return 0 * q
 
     with pytest.raises(AssertionError):
-        check(SimpleNamespace(paged_attention_decode=zeros), SMALL_DECODE)
+        check(SimpleNamespace(decode=zeros), SMALL_DECODE)
 
 
 @pytest.mark.parametrize("change", ["a tile less", "causal mask off by one"])
 def test_wrong_tiles_fail(change: str) -> None:
     inputs = build(SMALL_PREFILL)
-    starts, contexts = jnp.asarray(inputs.query_starts), jnp.asarray(inputs.context_lens)
-    tiles = mosaic_gpu.prefill_tiles(
-        starts, contexts, num_tokens=len(inputs.q), num_heads=2, num_kv_heads=1
-    )
+    tiles = prepared(mosaic_gpu, SMALL_PREFILL, inputs)
     wrong = tiles.at[0, 2].set(0) if change == "a tile less" else tiles.at[:, 3].add(1)
-    check(INTERPRETED, SMALL_PREFILL, tiles=tiles)
+    check(INTERPRETED, SMALL_PREFILL, prepared=tiles)
     with pytest.raises(AssertionError):
-        check(INTERPRETED, SMALL_PREFILL, tiles=wrong)
+        check(INTERPRETED, SMALL_PREFILL, prepared=wrong)
 
 
 @pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
-    """Replaces a function of the module; nothing compiled with or without it is used on the other
-    side.
+    """Replaces a function that the kernels use; nothing compiled with or without it is used on the
+    other side.
     """
-    functions = (mosaic_gpu.paged_attention_decode, mosaic_gpu.paged_attention)
+    functions = (mosaic_gpu.decode, mosaic_gpu.prefill)
 
     def replace(name: str, value: Any) -> None:
-        assert callable(getattr(mosaic_gpu, name))
-        monkeypatch.setattr(mosaic_gpu, name, value)
+        users = [m for m in (decode_kernel, prefill_kernel) if hasattr(m, name)]
+        assert users and all(callable(getattr(m, name)) for m in users)
+        for module in users:
+            monkeypatch.setattr(module, name, value)
         for function in functions:
             function.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -227,7 +224,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], Non
 
 
 def test_a_split_ignored_fails(mutate: Callable[[str, Any], None]) -> None:
-    combine = mosaic_gpu.combine
+    combine = decode_kernel.combine
     mutate("combine", lambda o, lse: combine(o[:, :-1], lse[:, :-1]))
     with pytest.raises(AssertionError):
         check(INTERPRETED, SMALL_DECODE, splits=2)
@@ -235,7 +232,7 @@ def test_a_split_ignored_fails(mutate: Callable[[str, Any], None]) -> None:
 
 @pytest.mark.parametrize("case", [SMALL_DECODE, SMALL_PREFILL], ids=str)
 def test_unseen_values_let_through_fail(case: Case, mutate: Callable[[str, Any], None]) -> None:
-    mutate("_zero_unseen", lambda *_: None)
+    mutate("zero_unseen", lambda *_: None)
     with pytest.raises(AssertionError):
         check(INTERPRETED, case)
 
@@ -261,10 +258,11 @@ def test_a_stage_refilled_too_early_is_a_race(
         def _(i):
             plgpu.barrier_wait(empty.at[i])
 
-    mutate("_stream", stream)
-    options = {"splits": 1} if case.queries is None else {}
+    mutate("stream_tiles", stream)
+    splits = {"splits": 1} if case.queries is None else {}
+    how = {"interpret": INTERPRET}
     try:  # jax 0.11 only notes a race, later versions raise
-        jax.block_until_ready(call(mosaic_gpu, case, build(case), interpret=INTERPRET, **options))
+        jax.block_until_ready(call(mosaic_gpu, case, build(case), how=how, **splits))
     except jax.errors.JaxRuntimeError as error:
         assert "RACE DETECTED" in str(error)
     else:
@@ -272,14 +270,6 @@ def test_a_stage_refilled_too_early_is_a_race(
 
 
 # Without interpretation.
-
-SUPPORTED: dict[str, Any] = {
-    "dtype": jnp.bfloat16,
-    "head_dim": 128,
-    "block_size": 64,
-    "num_heads": 16,
-    "num_kv_heads": 8,
-}
 
 
 @pytest.mark.parametrize(
@@ -291,25 +281,31 @@ SUPPORTED: dict[str, Any] = {
         ({"block_size": 192}, "block_size 192"),
         ({"num_heads": 12}, "12 query heads"),
         ({"num_heads": 130, "num_kv_heads": 2}, "130 query heads"),
-        ({"compute_capability": "8.0"}, "compute capability 8.0"),
-        ({"compute_capability": "10.0"}, "compute capability 10.0"),
     ],
 )
 def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
-    arguments: dict[str, Any] = SUPPORTED | change
-    assert reason in str(mosaic_gpu.unsupported(**arguments))
+    shapes = dataclasses.replace(SUPPORTED, **change)
+    assert reason in str(mosaic_gpu.unsupported(shapes, None))
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0"])
+def test_other_cards_are_not_supported(capability: str) -> None:
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    reason = mosaic_gpu.unsupported(SUPPORTED, device)
+    assert f"compute capability {capability}" in str(reason)
 
 
 def test_supported() -> None:
-    for change in (
+    hopper = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert mosaic_gpu.unsupported(SUPPORTED, hopper) is None
+    changes: tuple[dict[str, Any], ...] = (
         {},
-        {"compute_capability": "9.0"},
         {"dtype": jnp.float16},
         {"block_size": 256},
         {"num_heads": 56},
-    ):
-        arguments: dict[str, Any] = SUPPORTED | change
-        assert mosaic_gpu.unsupported(**arguments) is None
+    )
+    for change in changes:
+        assert mosaic_gpu.unsupported(dataclasses.replace(SUPPORTED, **change), None) is None
 
 
 @pytest.mark.parametrize("queries", [None, (9,)])
@@ -325,7 +321,7 @@ def test_lowers_for_cuda(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot_cuda.missing() is not None, reason=str(aot_cuda.missing()))
+@pytest.mark.skipif(cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda")))
 def test_compiles_for_sm_90a_without_spills(tmp_path: Path) -> None:
     """In a process of its own: the folder that the compiler reports to has to be known before jax
     is imported.

@@ -85,9 +85,7 @@ def fake(case: Case, values: Any, **options: Any) -> Any:
     dtype.
     """
     result = dense(case, values, **options).astype(build(case).q.dtype)
-    return SimpleNamespace(
-        paged_attention=lambda *a, **k: result, paged_attention_decode=lambda *a, **k: result
-    )
+    return SimpleNamespace(prefill=lambda *a, **k: result, decode=lambda *a, **k: result)
 
 
 WRONG_MASK = {

@@ -23,6 +23,9 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel
 
 from kernels_pallas.paged_attention import reference, tpu
 from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.tpu import attention, kernel
+from scripts._common import cannot_compile
 from tests.kernels import aot_tpu
 from tests.kernels.suite import CASES, PagedAttentionSuite, bounded, build, call, check
 
@@ -54,16 +57,21 @@ class Interpreted:
     def __init__(self, interpret: pltpu.InterpretParams, module: Any = tpu) -> None:
         self.interpret, self.module = interpret, module
 
-    def _options(self, pool: Any) -> dict[str, Any]:
-        return {"interpret": self.interpret, "tiles": (8, max(1, 32 // pool.shape[1]))}
+    def _how(self, pool: Any, options: Options) -> dict[str, Any]:
+        options = dataclasses.replace(options, interpret=self.interpret)
+        return {"options": options, "tiles": (8, max(1, 32 // pool.shape[1]))}
 
-    def paged_attention(self, q: Any, pool: Any, *args: Any, **options: Any) -> Any:
-        return self.module.paged_attention(q, pool, *args, **self._options(pool), **options)
+    def prepare(self, *args: Any, **how: Any) -> Any:
+        return self.module.prepare(*args, **how)
 
-    def paged_attention_decode(self, q: Any, pool: Any, *args: Any, **options: Any) -> Any:
-        return self.module.paged_attention_decode(q, pool, *args, **self._options(pool), **options)
+    def prefill(self, q: Any, pool: Any, *args: Any, options: Options, **own: Any) -> Any:
+        return self.module.prefill(q, pool, *args, **self._how(pool, options), **own)
+
+    def decode(self, q: Any, pool: Any, *args: Any, options: Options) -> Any:
+        return self.module.decode(q, pool, *args, **self._how(pool, options))
 
 
+SOURCE = Path(attention.__file__).read_text()
 QUICK = ("decode", "decode_bf16", "decode_block256_g8_cap", "prefill", "prefill_block4_g4_window")
 AGAIN = [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
 
@@ -113,7 +121,7 @@ MUTATIONS = {
     "window starts late": [("(sliding_window - 1), 0)", "(sliding_window - 2), 0)")],
     "sees another row": [("(r >= (start_S1[row] - tile * B) * G)", "(r >= 0)")],
     "zeros": [("o[h] = (acc[h] /", "o[h] = (0 * acc[h] /")],
-    "one buffer": [("lax.rem(turn[0], 2)", "0 * turn[0]"), ('1 - slot, "start"', 'slot, "start"')],
+    "one buffer": [("lax.rem(turn[0], 2)", "0 * turn[0]"), ("1 - slot,", "slot,")],
     "keys and values swapped": [("(2 * h, 2 * h + 1)", "(2 * h + 1, 2 * h)")],
     "a wait missing": [('copy(item, j, slot, "wait")', "pass")],
     "unseen slots kept": [
@@ -130,12 +138,14 @@ MUTATIONS = {
     ids=lambda x: x if isinstance(x, str) else x.dma_execution_mode,
 )
 def test_a_mutation_fails(name: str, interpret: pltpu.InterpretParams) -> None:
-    source = Path(tpu.__file__).read_text()
+    source = Path(kernel.__file__).read_text()
     for old, new in MUTATIONS[name]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    mutant = types.ModuleType("mutant")
-    exec(compile(source, name, "exec"), mutant.__dict__)
+    wrong, mutant = types.ModuleType("wrong"), types.ModuleType("mutant")
+    exec(compile(source, name, "exec"), wrong.__dict__)
+    exec(SOURCE, mutant.__dict__)
+    mutant.__dict__["own_kernel"] = wrong.kernel
     try:
         check(Interpreted(interpret, mutant), WINDOW)
         failed = _race_found()
@@ -152,8 +162,8 @@ def test_nothing_to_do(case: Case) -> None:
     """Padding rows only: no item exists, zeros come out."""
     inputs = build(case)
     idle = dataclasses.replace(inputs, context_lens=0 * inputs.context_lens)
-    if inputs.query_starts is not None:
-        idle = dataclasses.replace(idle, query_starts=0 * inputs.query_starts)
+    if inputs.query_start_loc is not None:
+        idle = dataclasses.replace(idle, query_start_loc=0 * inputs.query_start_loc)
     result = np.asarray(call(Interpreted(NAN), case, idle))
     assert result.shape == inputs.q.shape and not result.any()
 
@@ -165,9 +175,9 @@ def test_takes_a_padded_pool(K: int, D: int, shape: tuple[int, int]) -> None:
     """As an engine keeps it, with the interpreter and the tiles that the function picks."""
     case = Case(name="padded", contexts=(9, 0, 30), H=2 * K, K=K, D=D)
     inputs = build(case)
-    padded = dataclasses.replace(inputs, pool=np.asarray(tpu.to_pool(jnp.asarray(inputs.pool))))
-    assert padded.pool.shape[2:] == tpu.pool_shape(K, D) == shape
-    result = call(tpu, case, padded, num_kv_heads=K)
+    pool = np.asarray(tpu.pool_layout(K, D).pack(jnp.asarray(inputs.pool)))
+    assert pool.shape[2:] == shape
+    result = call(tpu, case, dataclasses.replace(inputs, pool=pool), how={"num_kv_heads": K})
     assert np.array_equal(result, call(tpu, case, inputs))
     np.testing.assert_allclose(result, call(reference, case, inputs, exact=True), atol=1e-5)
 
@@ -176,19 +186,17 @@ def test_pool_rows() -> None:
     """Row counts that keep a pool in place: 2, 4 and multiples of 8; K and V of a head stay
     together.
     """
-    assert [tpu.pool_shape(K, 128)[0] for K in (1, 2, 3, 4, 5, 8, 9)] == [2, 4, 8, 8, 16, 16, 24]
-    assert [tpu.pool_shape(1, D)[1] for D in (16, 64, 65, 128, 129, 256)] == [
-        128,
-        128,
-        128,
-        128,
-        256,
-        256,
-    ]
+    rows = [tpu.pool_layout(K, 128).rows for K in (1, 2, 3, 4, 5, 8, 9)]
+    assert rows == [2, 4, 8, 8, 16, 16, 24]
+    widths = [tpu.pool_layout(1, D).width for D in (16, 64, 65, 128, 129, 256)]
+    assert widths == [128, 128, 128, 128, 256, 256]
     kv = jnp.arange(1.0, 1 + 6 * 40).reshape(6, 40)
     packed = np.zeros((4, 2, 64), np.float32)
     packed[:3, :, :40] = kv.reshape(3, 2, 40)
-    assert np.array_equal(tpu.to_pool(kv), packed.reshape(4, 128))
+    assert np.array_equal(tpu.pool_layout(3, 40).pack(kv), packed.reshape(4, 128))
+    wide = np.zeros((8, 128), np.float32)
+    wide[:6, :80] = np.tile(kv, 2)
+    assert np.array_equal(tpu.pool_layout(3, 80).pack(jnp.tile(kv, 2)), wide)
 
 
 @pytest.mark.parametrize(
@@ -220,20 +228,17 @@ def test_refuses_with_the_reason(
 
 
 def test_refuses_other_devices_and_pools() -> None:
-    sizes: dict[str, Any] = {
-        "dtype": jnp.bfloat16,
-        "head_dim": 128,
-        "block_size": 64,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-    }
-    assert tpu.unsupported(**sizes) is tpu.unsupported(**sizes, device_kind="TPU v5 lite") is None
+    shapes = Shapes(dtype=jnp.bfloat16, head_dim=128, block_size=64, num_heads=8, num_kv_heads=4)
+    v5 = types.SimpleNamespace(device_kind="TPU v5 lite")
+    assert tpu.unsupported(shapes, None) is tpu.unsupported(shapes, v5) is None
     for device_kind in ("NVIDIA H200", "TPU v3"):
-        assert device_kind in (tpu.unsupported(**sizes, device_kind=device_kind) or "")
+        device = types.SimpleNamespace(device_kind=device_kind)
+        assert device_kind in (tpu.unsupported(shapes, device) or "")
     case = Case(name="unpadded", contexts=(9,), D=80)
-    for options in ({"interpret": False}, {"interpret": NAN, "kernel": "jax"}):
-        with pytest.raises(NotImplementedError, match="pool"):
-            call(tpu, case, build(case), **options)
+    with pytest.raises(NotImplementedError, match="pool"):
+        call(tpu, case, build(case), how={"interpret": False})
+    with pytest.raises(NotImplementedError, match="pool"):
+        call(tpu, case, build(case), how={"interpret": NAN}, kernel="jax")
 
 
 class ByJax:
@@ -259,19 +264,19 @@ class ByJax:
             o, ((0, len(q) - len(o)), (0, 0), (0, 0)), constant_values=jnp.nan
         )  # left as they were
 
-    def _run(self, name: str, q: Any, pool: Any, layer: int, *args: Any, **options: Any) -> Any:
+    def _run(self, name: str, q: Any, pool: Any, layer: int, *args: Any, options: Options) -> Any:
         arrays = [jnp.asarray(q), jnp.nan_to_num(jnp.asarray(pool), nan=100.0)]
         with jax.disable_jit():
             function = getattr(self.module, name)
-            return function(
-                *arrays, layer, *map(jnp.asarray, args), kernel="jax", interpret=False, **options
-            )
+            compiled = dataclasses.replace(options, interpret=False)
+            rest = map(jnp.asarray, args)
+            return function(*arrays, layer, *rest, kernel="jax", options=compiled)
 
-    def paged_attention(self, *args: Any, **options: Any) -> Any:
-        return self._run("paged_attention", *args, **options)
+    def prefill(self, *args: Any, options: Options) -> Any:
+        return self._run("prefill", *args, options=options)
 
-    def paged_attention_decode(self, *args: Any, **options: Any) -> Any:
-        return self._run("paged_attention_decode", *args, **options)
+    def decode(self, *args: Any, options: Options) -> Any:
+        return self._run("decode", *args, options=options)
 
 
 BY_JAX = (
@@ -304,7 +309,6 @@ BY_JAX = (
         dtype="bfloat16",
     ),
 )
-SOURCE = Path(tpu.__file__).read_text()
 
 
 @pytest.mark.parametrize("values", ["random", "coded"])
@@ -318,10 +322,14 @@ def test_jax_kernel_is_given_the_right_arguments(case: Case, values: Any) -> Non
     [
         ("block_table_SM + first_block", "block_table_SM", 0),
         ("jnp.maximum(context_lens_S, 1)", "jnp.maximum(context_lens_S - 1, 1)", 0),
-        ("jnp.sum(starts_S < query_starts_S1[-1]", "jnp.sum(starts_S < query_starts_S1[-1] - 5", 2),
-        ("sm_scale=scale", "sm_scale=1.0", 2),
-        ("sm_scale=scale, sliding_window=sliding_window", "sm_scale=scale", 3),
-        ("sm_scale=scale, sliding_window=sliding_window, soft_cap=soft_cap", "sm_scale=scale", 4),
+        (
+            "jnp.sum(starts_S < query_start_loc_S1[-1]",
+            "jnp.sum(starts_S < query_start_loc_S1[-1] - 5",
+            2,
+        ),
+        ("sm_scale=options.scale,", "sm_scale=1.0,", 2),
+        ("sliding_window=options.sliding_window,", "", 3),
+        ("soft_cap=options.soft_cap,", "", 4),
         (
             "return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)",
             "return o_THD",
@@ -340,7 +348,7 @@ def test_lowers(program: aot_tpu.Program) -> None:
     assert aot_tpu.lower(program).count("tpu_custom_call") > 0
 
 
-@pytest.mark.skipif(aot_tpu.without_libtpu() is not None, reason=str(aot_tpu.without_libtpu()))
+@pytest.mark.skipif(cannot_compile("tpu") is not None, reason=str(cannot_compile("tpu")))
 @pytest.mark.parametrize("chip", aot_tpu.CHIPS)
 def test_compiles_and_leaves_the_pool_in_place(chip: str) -> None:
     results = aot_tpu.compile_all(chip, timeout=TIMEOUT - 10)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,14 +10,13 @@ import pytest
 
 from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from kernels_pallas.paged_attention.interface import Options
 from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
 # 16-bit cases of the others too; a head of 24, 80 or f32 is not taken.
 CASES = [
-    case
-    for case in (*GPU, *DECODE, *PREFILL)
-    if triton.unsupported(dtype=case.dtype, head_dim=case.D) is None
+    case for case in (*GPU, *DECODE, *PREFILL) if triton.unsupported(case.shapes, None) is None
 ]
 
 
@@ -42,12 +40,10 @@ def test_splits_without_steps() -> None:
     check(triton, GPU[0], splits=7)
 
 
-@pytest.mark.parametrize(
-    "options", [{"dtype": "float32", "head_dim": 64}, {"dtype": "bfloat16", "head_dim": 80}]
-)
-def test_unsupported(options: dict[str, Any]) -> None:
-    assert triton.unsupported(**options)
-    case = Case(name="odd", contexts=(3,), D=options["head_dim"], dtype=options["dtype"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 64), ("bfloat16", 80)])
+def test_unsupported(dtype: str, head_dim: int) -> None:
+    case = Case(name="odd", contexts=(3,), D=head_dim, dtype=dtype)
+    assert triton.unsupported(case.shapes, None)
     with pytest.raises(NotImplementedError, match=r"triton: (dtype float32|head_dim 80): only"):
         call(triton, case, build(case))
 
@@ -65,21 +61,17 @@ def test_lowers_for_cuda(G: int, D: int, P: int, soft_cap: float | None) -> None
     def shape(*sizes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    options = {
-        "num_layers": 2,
-        "scale": D**-0.5,
-        "sliding_window": 30,
-        "soft_cap": soft_cap,
-        "interpret": False,
-    }
+    options = Options(
+        num_layers=2, scale=D**-0.5, sliding_window=30, soft_cap=soft_cap, interpret=False
+    )
     pool, rest = shape(200, P, 8, D, dtype=jnp.bfloat16), (shape(), shape(8, 20), shape(8))
 
     def q(tokens: int) -> Any:
         return shape(tokens, G * 4, D, dtype=jnp.bfloat16)
 
     for text in (
-        lower(lambda *a: triton.paged_attention_decode(*a, **options), q(8), pool, *rest),
-        lower(lambda *a: triton.paged_attention(*a, **options), q(256), pool, *rest, shape(9)),
+        lower(lambda *a: triton.decode(*a, options=options), q(8), pool, *rest),
+        lower(lambda *a: triton.prefill(*a, options=options), q(256), pool, *rest, shape(9)),
     ):
         assert "triton" in text and f"{256 if 'tensor<256x' in text else 8}" in text
 
@@ -110,13 +102,10 @@ def _zero_ints(load: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.parametrize("case", [GPU[0], GPU[5]], ids=str)
 def test_a_broken_kernel_is_noticed(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = SimpleNamespace(
-        paged_attention=triton.paged_attention, paged_attention_decode=triton.paged_attention_decode
-    )
     triton._attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     with monkeypatch.context() as patch:
         MUTATIONS[name](patch)
         with pytest.raises(AssertionError):
-            check(broken, case)
-            check(broken, case, "coded")
+            check(triton, case)
+            check(triton, case, "coded")
     triton._attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]

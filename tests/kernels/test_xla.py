@@ -19,8 +19,8 @@ def test_nothing_to_do(case: Case) -> None:
     """Padding rows only: no work item exists, zeros come out."""
     inputs = build(case)
     idle = dataclasses.replace(inputs, context_lens=0 * inputs.context_lens)
-    if inputs.query_starts is not None:
-        idle = dataclasses.replace(idle, query_starts=0 * inputs.query_starts)
+    if inputs.query_start_loc is not None:
+        idle = dataclasses.replace(idle, query_start_loc=0 * inputs.query_start_loc)
     result = np.asarray(call(xla, case, idle))
     assert result.shape == inputs.q.shape and not result.any()
 

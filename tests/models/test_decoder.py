@@ -1,5 +1,6 @@
 """One definition, two ways to run it: dense (training) and paged (serving)."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,14 +13,18 @@ from flax import nnx
 
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.decoder import Decoder, bind, to_tree
-from jpaged.models.kv_view import DenseKV, kv_groups
+from jpaged.models.kv_view import DenseKV
 from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.params import Params
-from jpaged.runtime.attention import PagedCache
-from tests.tiny import CONFIG, config, make_params, make_prompts
+from jpaged.runtime.kv_cache import pool_specs
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.paged_kv import PagedKV, view_of
+from tests.tiny import CONFIG, config, engine, make_params, make_prompts
 
 VARIANTS = {
-    "qwen3_tied_window_mix": config(tie_word_embeddings=True, sliding_windows=(5, None)),
+    "qwen3_tied_window_mix": config(
+        tie_word_embeddings=True, num_layers=3, sliding_windows=(5, None, 5)
+    ),
     "biases_yarn": config(
         family="llama",
         qk_norm=False,
@@ -41,11 +46,11 @@ def dense(
     return bind(model_config, tree)(tokens, positions)[0]
 
 
-@functools.partial(jax.jit, static_argnames="model_config", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="model_config", donate_argnames="kv")
 def paged(
-    model_config: ModelConfig, tree: Any, tokens: jax.Array, positions: jax.Array, cache: PagedCache
+    model_config: ModelConfig, tree: Any, tokens: jax.Array, positions: jax.Array, kv: PagedKV
 ):
-    return bind(model_config, tree)(tokens, positions, cache)
+    return bind(model_config, tree)(tokens, positions, kv)
 
 
 @pytest.mark.parametrize("model_config", VARIANTS.values(), ids=VARIANTS)
@@ -58,45 +63,40 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
     expected = [np.asarray(dense(model_config, tree, jnp.asarray([row])))[0] for row in rows]
     blocks = np.random.default_rng(0).permutation(12)
     table = np.array([[*blocks[:5], 0], [*blocks[5:9], 0, 0]], np.int32)
-    shape = (
-        model_config.num_layers * 12,
-        BLOCK,
-        2 * model_config.num_kv_heads,
-        model_config.head_dim,
+    settings = engine(block_size=BLOCK, attention="xla").resolve(model_config)
+    where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    specs = tuple(
+        dataclasses.replace(spec, num_blocks=12)
+        for spec in pool_specs(model_config, settings, where, jnp.float32, 12)
     )
-    pool = jnp.full(shape, 7.0, jnp.float32)
+    pools = tuple(jnp.full(spec.shape, 7.0, jnp.float32) for spec in specs)
 
     def run(spans: list[tuple[int, int]], decode: bool) -> list[np.ndarray]:
         """Compute tokens [start, end) of each row, padded to 24 packed tokens; hidden states of
         each row.
         """
-        nonlocal pool
+        nonlocal pools
         at = [(row, p) for row, (start, end) in enumerate(spans) for p in range(start, end)]
         size = len(spans) if decode else 24
-        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        slots = np.full(size, shape[0] * BLOCK, np.int32)  # past the end: dropped
+        tokens = np.zeros(size, np.int32)
+        row_T, positions = np.full(size, len(spans), np.int32), np.full(size, -1, np.int32)
         for i, (row, p) in enumerate(at):
-            tokens[i], positions[i], slots[i] = (
-                rows[row][p],
-                p,
-                table[row, p // BLOCK] * BLOCK + p % BLOCK,
-            )
-        cache = PagedCache(
-            pool=pool,
-            block_table_SM=jnp.asarray(table),
+            tokens[i], row_T[i], positions[i] = rows[row][p], row, p
+        starts = np.cumsum([0] + [end - start for start, end in spans])
+        kv = view_of(
+            specs,
+            pools,
+            block_tables_GSM=jnp.asarray(np.stack([table] * len(specs))),
             context_lens_S=jnp.asarray([end for _, end in spans], jnp.int32),
-            query_starts_S1=jnp.asarray(
-                np.cumsum([0] + [end - start for start, end in spans]), jnp.int32
-            ),
-            slot_mapping_T=jnp.asarray(slots),
-            num_layers=model_config.num_layers,
-            decode=decode,
-            groups=kv_groups(model_config),
+            query_start_loc_S1=jnp.asarray(starts, jnp.int32),
+            row_T=jnp.asarray(row_T),
+            positions_T=jnp.asarray(positions),
+            is_decode=decode,
         )
-        hidden, cache = paged(
-            model_config, tree, jnp.asarray(tokens), jnp.asarray(positions), cache
+        hidden, kv = paged(
+            model_config, tree, jnp.asarray(tokens), jnp.asarray(positions.clip(0)), kv
         )
-        pool = cache.pool
+        pools = kv.pools
         out = np.asarray(hidden)
         return [out[[i for i, (r, _) in enumerate(at) if r == row]] for row in range(len(spans))]
 
@@ -104,9 +104,10 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
     for spans, decode in [*steps, ([(18, 19), (13, 14)], True)]:
         for row, (hidden, (start, end)) in enumerate(zip(run(spans, decode), spans, strict=True)):
             np.testing.assert_allclose(hidden, expected[row][start:end], atol=2e-5, rtol=2e-5)
-    written = np.asarray(pool).reshape(model_config.num_layers, 12, *shape[1:])
     spare = np.setdiff1d(np.arange(12), blocks[:9])
-    assert (written[:, spare] == 7.0).all(), "blocks of no row are untouched"
+    for spec, pool in zip(specs, pools, strict=True):
+        written = np.asarray(pool).reshape(spec.num_layers, 12, *spec.shape[1:])
+        assert (written[:, spare] == 7.0).all(), "blocks of no row are untouched"
 
 
 def test_dense_is_causal_and_batched() -> None:

@@ -150,7 +150,7 @@ def test_live_transformers(name: str, params: Params) -> None:
     )
     import torch  # pyright: ignore[reportMissingImports]
 
-    from scripts.make_golden import build, forward, tokens
+    from tests.golden.make_golden import build, forward, tokens
 
     ids = tokens(f"{name}/live", 70, params.config.vocab_size)
     theirs = forward(build(golden(name).config, golden(name).tensors(), torch.float32), ids).numpy()

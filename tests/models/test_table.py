@@ -1,21 +1,36 @@
-"""The canonical tree: its names and shapes are the module's own, and a mesh axis splits what it is
-said to split.
+"""The table of parameters: its names and shapes are the module's own, a mesh axis splits what it is
+said to split, and one line of it is all that a parameter takes.
 """
 
 import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpaged.checkpoint import params_from
+from jpaged.checkpoint.hf import stored_names
+from jpaged.checkpoint.name_maps import TUNIX_QWEN3
+from jpaged.checkpoint.tensors import flat
 from jpaged.errors import ConfigError
+from jpaged.models import params as table
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, to_tree
-from jpaged.models.params import choose_tensor_axis, param_shapes, param_specs
-from tests.tiny import CONFIG
+from jpaged.models.params import (
+    ParamSpec,
+    Part,
+    choose_tensor_axis,
+    param_shapes,
+    param_specs,
+    random_params,
+)
+from jpaged.runtime.footprint import bound
+from tests.checkpoint.test_name_maps import hf_tensors, tunix_tree
+from tests.tiny import CONFIG, engine
 
 VARIANTS = {
     "qwen3": CONFIG,
@@ -90,3 +105,59 @@ def test_choose_tensor_axis(names: tuple[str, ...], chosen: str) -> None:
         choose_tensor_axis(Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(names)), names))
         == chosen
     )
+
+
+def test_random_params() -> None:
+    """What the table says of each: norms of one, no bias, matrices of the deviation that it has."""
+    config = VARIANTS["llama"]
+    params = random_params(config, seed=3, dtype=jnp.bfloat16)
+    assert params.config == config
+    assert jax.tree.map(lambda leaf: leaf.shape, dict(params)) == param_shapes(config)
+    leaves = {name: np.asarray(leaf, np.float32) for name, leaf in flat(params).items()}
+    residual = 0.02 * (2 * config.num_layers) ** -0.5
+    for name, x in leaves.items():
+        if name.endswith(("scale", "bias")):
+            assert (x == float("norm" in name)).all(), name
+        else:
+            deviation = residual if name.endswith(("out", "down")) else 0.02
+            assert 0.9 < x.std() / deviation < 1.1, name
+    again, other = (flat(random_params(config, seed, jnp.bfloat16)) for seed in (3, 4))
+    assert all((np.asarray(again[name], np.float32) == x).all() for name, x in leaves.items())
+    assert (np.asarray(other["embed.weight"], np.float32) != leaves["embed.weight"]).any()
+
+
+def test_adding_a_parameter_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more, one behind a switch, one stored in parts: every view has them."""
+    gain = ParamSpec(
+        "layers.{i}.gain", "K G D", "model.layers.{i}.gain", "ones", "qk_norm", "kv_heads"
+    )
+    parts = (Part("a", "F 1, E", "model.a"), Part("b", "F 1, E", "model.b"))
+    before, settings = flat(param_shapes(CONFIG)), engine().resolve(CONFIG)
+    needed = bound(CONFIG, settings, jnp.float16).total
+    theirs = tunix_tree(hf_tensors(), CONFIG)
+    monkeypatch.setattr(table, "TABLE", (*table.TABLE, gain, ParamSpec("ab", "F 2, E", parts)))
+    shapes, specs = param_shapes(CONFIG), param_specs(CONFIG, "tp", 2)
+    assert flat(shapes) == before | {
+        "layers.0.gain": (2, 2, 16),
+        "layers.1.gain": (2, 2, 16),
+        "ab": (48, 2, 32),
+    }
+    assert specs["layers"]["1"]["gain"] == PartitionSpec("tp") and specs["ab"] == PartitionSpec()
+    assert "gain" not in param_shapes(VARIANTS["mistral"])["layers"]["0"], "its switch is off"
+    stored = stored_names(CONFIG)
+    assert [part[:2] for part in stored["layers.1.gain"]] == [("model.layers.1.gain", (64,))]
+    assert [part[:2] for part in stored["ab"]] == [("model.a", (48, 32)), ("model.b", (48, 32))]
+    assert bound(CONFIG, settings, jnp.float16).total - needed == 4 * (2 * 64 + 48 * 2 * 32)
+    params = random_params(CONFIG)
+    assert (np.asarray(params["layers"]["0"]["gain"]) == 1).all()
+    assert 0.01 < np.asarray(params["ab"]).std() < 0.03
+    a, b = np.arange(48 * 32.0).reshape(48, 32), np.ones((32, 48))
+    theirs |= {"a": a, "b": b, "gain": np.arange(2 * 64.0).reshape(2, 64)}
+    names = dict(TUNIX_QWEN3) | {
+        "layers.{i}.gain": ("gain", "L (K G D)"),
+        "a": ("a", "F E"),
+        "b": ("b", "E F"),
+    }
+    found = params_from(theirs, names, config=CONFIG)
+    np.testing.assert_array_equal(found["ab"], np.stack([a, b.T], 1))
+    np.testing.assert_array_equal(found["layers"]["1"]["gain"].ravel(), np.arange(64, 128))

@@ -3,6 +3,9 @@ them holds.
 """
 
 import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jpaged
-from jpaged import EngineConfig, ModelConfig, SamplingParams
+from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.buckets import bucket_table
 from jpaged.models.params import param_shapes
 from jpaged.runtime import footprint, memory
@@ -183,3 +186,36 @@ def test_the_plan_holds_with_the_pool_full(monkeypatch: pytest.MonkeyPatch, need
     assert llm.stats()["peak_blocks_in_use"] == found.num_blocks, "to the last block"
     held = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
     assert held == found.account["pool"] + found.needs.state
+
+
+def test_weights_count_before_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 1000)
+    device: Any = SimpleNamespace(platform="cpu")
+    limits = footprint.limits_to_come(device, 0.9, weights=400)
+    assert (limits.total, limits.pool) == (1000, 300)
+    device = SimpleNamespace(
+        platform="gpu", memory_stats=lambda: {"bytes_limit": 9, "bytes_in_use": 2}
+    )
+    limits = footprint.limits_to_come(device, 1.0, weights=4)
+    assert (limits.total, limits.in_use, limits.pool) == (9, 6, None)
+
+
+def test_a_plan_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ModelConfig, its dict and its folder give one plan, that of an engine that has them."""
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
+    raw = CONFIG.to_hf() | {"dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    sizes = EngineConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=16)
+    found = jpaged.plan_memory(tmp_path, sizes)
+    assert found == jpaged.plan_memory(raw, sizes)
+    named = dataclasses.replace(sizes, dtype="float32")
+    assert found == jpaged.plan_memory(CONFIG, named)
+    assert found.weights == 2 * jpaged.plan_memory(CONFIG, sizes).weights, "bfloat16, unless told"
+    params = abstract(CONFIG, "float32")
+    there = footprint.plan_pool(CONFIG, sizes.resolve(CONFIG), HERE, params)
+    assert (found.num_blocks, found.needs) == (there.num_blocks, there.needs)
+    limits = jpaged.Limits(total=256 << 20)
+    card = jpaged.plan_memory(CONFIG, named, limits=limits, compiled=False)
+    assert card.limit == 256 << 20 and card.needs.source == "an upper bound"
+    with pytest.raises(ConfigError, match="no KV block of"):
+        jpaged.plan_memory(CONFIG, named, limits=jpaged.Limits(total=1 << 20), compiled=False)

@@ -1,11 +1,11 @@
-"""scripts/bench.py: the workloads' draws, the figures, and one real run on a random model."""
+"""scripts/bench.py: the workloads' draws, the figures, and real runs on a random model."""
 
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
+import _common as common
+import bench
 import jax
 import numpy as np
 import pytest
@@ -13,18 +13,8 @@ import pytest
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_shapes
 
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_script("bench")
+SMALL = "--requests 3 --input 4 9 --output 3 6 --max-model-len 16 --num-blocks 40 --dtype float32"
+SMALL += " --max-num-seqs 8 --max-num-batched-tokens 64 --block-size 4"
 
 
 def test_peers_draws():
@@ -32,15 +22,14 @@ def test_peers_draws():
     prompts = [[r.randint(10, 1900) for _ in range(r.randint(50, 200))] for _ in range(32)]
     outputs = [r.randint(50, 200) for _ in range(32)]
     args = bench.parse_args(["--random", "60m"])
-    work = bench.workload(args, vocab_size=32000)
+    work = bench.full_workload(args, vocab_size=32000)
     assert work.requests_of() == (prompts, outputs)
     assert (work.temperature, work.max_len) == (1.0, 1024)
 
 
 def test_nano_draws_and_flags():
-    work = bench.workload(
-        bench.parse_args(["--random", "0.6b", "--workload", "nano"]), vocab_size=151936
-    )
+    args = bench.parse_args(["--random", "0.6b", "--workload", "nano"])
+    work = bench.full_workload(args, vocab_size=151936)
     prompts, outputs = work.requests_of()
     assert len(prompts) == len(outputs) == 256
     assert (
@@ -48,23 +37,10 @@ def test_nano_draws_and_flags():
         and max(map(len, prompts)) <= 1024
         and max(map(max, prompts)) <= 10000
     )
-    flags = [
-        "--requests",
-        "3",
-        "--input",
-        "2",
-        "4",
-        "--output",
-        "5",
-        "5",
-        "--max-model-len",
-        "64",
-        "--temperature",
-        "0",
-    ]
-    work = bench.workload(
-        bench.parse_args(["--random", "tiny", "--workload", "nano", *flags]), vocab_size=2048
-    )
+    flags = ["--requests", "3", "--input", "2", "4", "--output", "5", "5"]
+    flags += ["--max-model-len", "64", "--temperature", "0"]
+    args = bench.parse_args(["--random", "tiny", "--workload", "nano", *flags])
+    work = bench.full_workload(args, vocab_size=2048)
     prompts, outputs = work.requests_of()
     assert (
         len(prompts) == 3
@@ -75,10 +51,10 @@ def test_nano_draws_and_flags():
 
 
 def test_weights_that_decode_reads():
-    for config in bench.MODELS.values():
+    for config in common.MODELS.values():
         shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
         matrices = sum(int(np.prod(shape)) for shape in shapes if len(shape) > 1)
-        assert bench.num_weights(config) == matrices  # tied: the embedding is the head
+        assert common.num_weights(config) == matrices  # tied: the embedding is the head
 
 
 def test_models_are_those_of_the_comparison(tmp_path):
@@ -102,8 +78,10 @@ def test_models_are_those_of_the_comparison(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     for path in (tmp_path, tmp_path / "config.json"):
-        assert bench.model_config(bench.parse_args(["--random", str(path)])) == bench.MODELS["60m"]
-    assert bench.model_config(bench.parse_args([str(tmp_path)])) == ModelConfig.coerce(tmp_path)
+        assert (
+            common.model_config(bench.parse_args(["--random", str(path)])) == common.MODELS["60m"]
+        )
+    assert common.model_config(bench.parse_args([str(tmp_path)])) == ModelConfig.coerce(tmp_path)
 
 
 def test_figures():
@@ -121,6 +99,7 @@ def test_figures():
         "compile_time_s": 0.0,
         "preemptions": 2,
     }
+    best |= {"copied_blocks": 4, "swap_out_bytes": 0, "swap_in_bytes": 0}
     best |= {"prefill_tokens": 100, "prefill_time_s": 0.5, "prefill_steps": 2}
     best |= {"decode_tokens": 60, "decode_time_s": 3.0, "decode_steps": 8, "padded_tokens": 200}
     best |= {"host_time_s": 0.5, "device_time_s": 2.5}
@@ -146,42 +125,64 @@ def test_figures():
     assert {k: found[k] for k in wanted} == pytest.approx(wanted)
 
 
-def test_a_run_on_a_random_model(capsys):
-    flags = [
-        "--requests",
-        "3",
-        "--input",
-        "4",
-        "9",
-        "--output",
-        "3",
-        "6",
-        "--max-model-len",
-        "32",
-        "--num-blocks",
-        "8",
-    ]
-    assert (
-        bench.main(["--random", "tiny", "--dtype", "float32", "--max-num-seqs", "8", *flags]) == 0
-    )
+def run(folder: Path, *flags: str) -> None:
+    assert bench.main(["--random", str(folder), *SMALL.split(), *flags]) == 0
+
+
+@pytest.mark.usefixtures("few_shapes")
+def test_a_run_on_a_random_model(random_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(random_folder)
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])
     _, outputs = bench.Workload(
-        requests=3, input=(4, 9), output=(3, 6), ids=(10, 1900), temperature=1.0, max_len=32
+        requests=3, input=(4, 9), output=(3, 6), ids=(10, 96), temperature=1.0, max_len=16
     ).requests_of()
     assert record["output_tokens"] == sum(outputs)
-    assert (
-        record["compiles"] > 0
-        and record["compile_s"] > 0
-        and record["first_s"] >= record["best_s"] > 0
-    )
+    assert record["compiles"] > 0 and record["compile_s"] > 0
+    assert record["first_s"] >= record["best_s"] > 0
     assert 0 <= record["padding_waste"] < 1 and 0 < record["host_share"] < 1
     assert {line.split()[0] for line in lines[:-1] if not line.startswith(" ")} == set(record)
 
 
-def test_errors_are_one_sentence(capsys, tmp_path):
+@pytest.mark.usefixtures("few_shapes")
+def test_what_samples_share(random_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2 full blocks of the prompt are held once, and each sample's own 2; the open one is copied
+    for all but the last, which writes the original.
+    """
+    found = []
+    one = ["--input", "10", "10", "--output", "6", "6"]
+    for more in (["--requests", "1", "--n", "4"], ["--requests", "4"]):
+        run(random_folder, *one, *more)
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    names = ("prefill_tokens", "output_tokens", "peak_blocks_in_use", "copied_blocks")
+    assert [[record[name] for name in names] for record in found] == [
+        [10, 24, 2 + 4 * 2, 3],
+        [40, 24, 4 * 4, 0],
+    ]
+
+
+@pytest.mark.usefixtures("few_shapes")
+def test_a_batch_file_beside_generate(
+    random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llms, make_llm = [], bench.make_llm
+    monkeypatch.setattr(bench, "make_llm", lambda *args: llms.append(make_llm(*args)) or llms[0])
+    run(random_folder, "--mode", "batch")
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # Both ways answer the same requests: one round that compiles, and two.
+    assert llms[0].stats()["generated_tokens"] == 2 * 3 * record["output_tokens"]
+    for clock in ("wall", "cpu"):
+        ours, theirs = (record[f"{name}_{clock}_s"] for name in ("batch", "generate"))
+        assert len(ours) == len(theirs) == 2 and 0 < ours[0] <= ours[1]
+        assert record[f"{clock}_ratio_of_best"] == pytest.approx(theirs[0] / ours[0], rel=1e-4)
+        medians = [sum(seconds) / 2 for seconds in (theirs, ours)]
+        assert record[f"{clock}_ratio_of_median"] == pytest.approx(medians[0] / medians[1], 1e-4)
+
+
+def test_errors_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench.main([str(tmp_path / "none")]) == 1
     err = capsys.readouterr().err
     assert err.startswith("bench: ") and err.count("\n") == 1
-    with pytest.raises(SystemExit):
-        bench.main([])
+    for wrong in ([], ["--random", "tiny", "--repeat", "0"], ["--random", "tiny", "--n", "0"]):
+        with pytest.raises(SystemExit):
+            bench.main(wrong)

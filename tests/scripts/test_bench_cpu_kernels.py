@@ -1,29 +1,17 @@
 """scripts/bench_cpu_kernels.py: a run on small shapes, and where the kernels cannot run."""
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
+import bench_cpu_kernels as bench
 import pytest
 
 from kernels_cpu.library import unavailable
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_cpu_kernels.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench_cpu_kernels", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 def test_a_run(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "WEIGHTS", [(96, 64)])
     monkeypatch.setattr(bench, "ROWS", (8,))
@@ -35,18 +23,20 @@ def test_a_run(
         product["product"] == "[8, 64] . [96, 64]"
         and product["xla_gflops"] / product["native_gflops"] > 0
     )
-    assert product["ratio"] == pytest.approx(product["xla_gflops"] / product["native_gflops"])
+    assert product["ratio"] == pytest.approx(
+        product["xla_gflops"] / product["native_gflops"], rel=1e-4
+    )
     assert (decode["attention"], prefill["attention"]) == (
         "60m decode 2 x 70",
         "60m prefill 1 x 65",
     )
-    assert decode["ratio"] == pytest.approx(decode["native_ms"] / decode["xla_ms"])
+    assert decode["ratio"] == pytest.approx(decode["native_ms"] / decode["xla_ms"], rel=1e-4)
     printed = capsys.readouterr().out
-    assert "[8, 64] . [96, 64]" in printed and f"{prefill['native_ms']:.3f}" in printed
+    assert "[8, 64] . [96, 64]" in printed and f"{prefill['native_ms']:.2f}" in printed
 
 
 def test_without_the_kernels(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "unavailable", lambda: "no compiler")
     assert bench.main([]) == 1 and "no compiler" in capsys.readouterr().err

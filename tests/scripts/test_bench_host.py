@@ -1,24 +1,10 @@
 """scripts/bench_host.py: a line for each number of rows, each with positive times."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
+import bench_host
 import pytest
 
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench_host = load_script("bench_host")
 LINE = r" *(\d+) +(\d+) us +(\d+) us +(\d+) us +([\d.]+) ms a step, +([\d.]+) us a sequence"
 
 

@@ -1,40 +1,27 @@
 """scripts/plan_memory.py: the account of the machine at hand and of cards that are not here."""
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import _common as common
+import plan_memory
 import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.runtime import memory
-from tests.kernels import aot_cuda, aot_tpu
 from tests.tiny import CONFIG, config
 
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-plan_memory, kernel_report = load_script("plan_memory"), load_script("kernel_report")
+ROOT = Path(__file__).parents[2]
 SMALL = ["--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--block-size", "16"]
 
 
 @pytest.fixture(autouse=True)
 def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for name, value in kernel_report.QUIET.items():
+    for name, value in common.LIBTPU.items():
         monkeypatch.setenv(name, value)
 
 
@@ -80,11 +67,9 @@ def test_the_machine_at_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_account_as_a_table() -> None:
-    limits, sizes = (
-        memory.Limits(total=64 << 20),
-        EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG),
-    )
-    found = memory.plan(sizes, limits, block_bytes=1 << 20, weights=16 << 20, needs=memory.Needs())
+    limits, pool = memory.Limits(total=64 << 20), memory.PoolCost(((1 << 20, None),))
+    sizes = EngineConfig(block_size=16, max_num_seqs=4).resolve(CONFIG)
+    found = memory.plan(sizes, limits, pool=pool, weights=16 << 20, needs=memory.Needs())
     *rows, last = plan_memory.table(found).splitlines()
     assert [row.split()[0] for row in rows] == [
         "weights",
@@ -108,7 +93,7 @@ def test_the_account_as_a_table() -> None:
 def test_a_card_that_nothing_here_compiles_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(aot_cuda, "missing", lambda: "no plugin")
+    monkeypatch.setattr(common, "cannot_compile", lambda platform: "no plugin")
     flags = [
         "--card",
         "h100",
@@ -163,26 +148,13 @@ def test_what_does_not_fit_is_one_sentence(
             plan_memory.main(bad)
 
 
-def test_weights_count_before_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jpaged.runtime.memory.free_memory", lambda: 1000)
-    device: Any = type("Device", (), {"platform": "cpu"})()
-    limits = plan_memory.limits_of(
-        None, device, EngineConfig().resolve(CONFIG).memory_utilization, weights=400
-    )
-    assert (limits.total, limits.pool) == (1000, 300)
-    gpu: Any = type(
-        "Device",
-        (),
-        {"platform": "gpu", "memory_stats": lambda self: {"bytes_limit": 9, "bytes_in_use": 2}},
-    )()
-    limits = plan_memory.limits_of(None, gpu, 1.0, weights=4)
-    assert (limits.total, limits.in_use, limits.pool) == (9, 6, None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "kind", "reason"),
-    [("h200", "NVIDIA H200", aot_cuda.missing()), ("v5e", "TPU v5 lite", aot_tpu.without_libtpu())],
+    [
+        ("h200", "NVIDIA H200", common.cannot_compile("cuda")),
+        ("v5e", "TPU v5 lite", common.cannot_compile("tpu")),
+    ],
 )
 def test_steps_compiled_for_a_card_that_is_not_here(
     card: str, kind: str, reason: str | None
@@ -193,7 +165,7 @@ def test_steps_compiled_for_a_card_that_is_not_here(
     command = [sys.executable, "scripts/plan_memory.py", "--random", "tiny", *flags]
     done = subprocess.run(
         command,
-        cwd=plan_memory.ROOT,
+        cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
         text=True,

@@ -2,46 +2,17 @@
 time.
 """
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
+import profile_step
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-
-@pytest.fixture(scope="module")
-def profile_step():
-    """The script as a module; it imports its neighbour bench."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        spec = importlib.util.spec_from_file_location("profile_step", SCRIPTS / "profile_step.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-def test_run(profile_step, capsys, tmp_path):
-    small = [
-        "--random",
-        "tiny",
-        "--rows",
-        "8",
-        "--context",
-        "20",
-        "--steps",
-        "2",
-        "--phase",
-        "both",
-        "--ops",
-        "3",
-    ]
-    assert profile_step.main([*small, "--trace", str(tmp_path)]) == 0
+@pytest.mark.usefixtures("few_shapes")
+def test_run(random_folder, capsys, tmp_path):
+    small = f"--random {random_folder} --rows 8 --context 20 --steps 2 --phase both --ops 3"
+    small += " --max-model-len 64 --block-size 4 --num-blocks 200"
+    assert profile_step.main([*small.split(), "--trace", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     for phase in ("prefill", "decode"):
         table = printed.split(f"{phase}: ")[1].split("\n\n")
@@ -54,20 +25,20 @@ def test_run(profile_step, capsys, tmp_path):
         assert {"attention/paged_attention", "mlp", "(no"} < shares.keys()
         assert sum(shares.values()) == pytest.approx(200, abs=1)  # all the scopes, and "all"
         assert re.search(
-            r"bf16\[\d+, 128\] . bf16\[768, 128\] +4 ", table[2]
-        )  # gate_up, once in each of four layers
+            r"bf16\[\d+, 32\] . bf16\[96, 32\] +2 ", table[2]
+        )  # gate_up, once in each of two layers
     assert "GB/s in a plain read" in printed
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_arguments(profile_step, capsys):
+def test_arguments(capsys):
     for wrong in ([], ["folder", "--random", "tiny"], ["--random", "tiny", "--phase", "both!"]):
         with pytest.raises(SystemExit):
             profile_step.parse_args(wrong)
     capsys.readouterr()
 
 
-def test_parse_hlo(profile_step):
+def test_parse_hlo():
     ops = profile_step.parse_hlo(
         """HloModule jit_step
 
@@ -80,11 +51,11 @@ def test_parse_hlo(profile_step):
 ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
   %x = bf16[8,64]{1,0} parameter(0), metadata={op_name="x"}
   %w = bf16[32,64]{1,0} parameter(1)
-  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, metadata={op_name="jit(f)/mlp/while/up/dot"}
+  %fused = f32[8,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%inside, FUSED
   %copy.2 = f32[8,32]{1,0} copy(%fused)
   ROOT %loop = (f32[8,32]{1,0}, s32[]) while(%copy.2), body=%b, metadata={op_name="jit(f)/while"}
 }
-"""
+""".replace("FUSED", 'metadata={op_name="jit(f)/mlp/while/body/up/dot"}')
     )
     assert ops["fused"].scope == "mlp/up"
     assert ops["fused"].matmul.flops == 2 * 8 * 32 * 64
@@ -96,7 +67,7 @@ ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
     )
 
 
-def test_wall_shares(profile_step):
+def test_wall_shares():
     events = [
         profile_step.Event(start, end, "op", ("", ""))
         for start, end in ((0, 10), (5, 20), (30, 40))

@@ -313,33 +313,37 @@ def test_a_slow_pipe_is_answered_as_it_comes_and_interrupted_cleanly():
     assert err.splitlines()[-1] == b"serve_batch: interrupted: 2 lines were answered"
 
 
+class Signalled(FakeLLM):
+    """Sends its own process signals before some of its steps."""
+
+    def __init__(self, **signals_at: int):
+        super().__init__(delay=0.001)
+        self.signals_at = {int(step.strip("_")): number for step, number in signals_at.items()}
+
+    def step(self) -> list[Any]:
+        if number := self.signals_at.get(self.steps):
+            os.kill(os.getpid(), number)
+        return super().step()
+
+
 class TestInterrupted:
-    """While 300 lines run, 0.01 s each: what was answered is whole, and the command that is told
-    goes on with it.
+    """While 300 lines run: what was answered is whole, and the command that is told goes on with
+    it.
     """
 
-    def run(self, tmp_path, *flags, signals, twice=False):
+    def run(self, tmp_path, capfd, llm, *flags, status):
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(300)))
-        with start(source, "--output", target, *flags, delay=0.01) as process:
-            while not (target.exists() and target.stat().st_size):
-                assert process.poll() is None
-                time.sleep(0.01)
-            process.send_signal(signals)
-            if twice:
-                while b"a second signal stops at once" not in process.stderr.readline():
-                    assert process.poll() is None
-                process.send_signal(signals)
-            err = process.communicate(timeout=60)[1].decode()
-        assert process.returncode == 128 + signals
+        assert serve(source, "--output", target, *flags, llm=llm) == status
+        err = capfd.readouterr().err
         answered = [json.loads(line)["line"] for line in target.read_text().splitlines()]
-        assert len(set(answered)) == len(answered)
+        assert len(set(answered)) == len(answered) and 0 < len(answered) < 300
         last = err.splitlines()[-1]
         said = (
             f"serve_batch: interrupted: {len(answered)} lines were answered in {target}; "
             "to go on: python "
         )
-        assert last.startswith(said) and "Traceback" not in err
+        assert last.startswith(said) and "a second signal stops at once" in err
         again = shlex.split(last.split("; to go on: ")[1])
         assert serve(*again[2:]) == 0
         assert sorted(json.loads(x)["line"] for x in target.read_text().splitlines()) == [
@@ -347,27 +351,28 @@ class TestInterrupted:
         ]
         return answered
 
-    def test_what_runs_is_finished(self, tmp_path):
-        answered = self.run(tmp_path, "--window", "5", signals=signal.SIGINT)
-        assert set(answered) == set(
-            range(1, len(answered) + 1)
-        )  # the fake engine leaves the oldest to the last
+    def test_what_runs_is_finished(self, tmp_path, capfd):
+        llm = Signalled(_20=signal.SIGINT)
+        answered = self.run(tmp_path, capfd, llm, "--window", "5", status=130)
+        assert set(answered) == set(range(1, 26)), "20 before it, and the 5 that were running"
 
-    def test_grace_ends(self, tmp_path):
-        answered = self.run(tmp_path, "--grace", "0.05", "--overwrite", signals=signal.SIGTERM)
-        assert set(answered) != set(
-            range(1, len(answered) + 1)
-        )  # what had waited in the engine was cut off
+    def test_grace_ends(self, tmp_path, capfd):
+        llm = Signalled(_20=signal.SIGTERM)
+        flags = ("--grace", "0.05", "--overwrite")
+        answered = self.run(tmp_path, capfd, llm, *flags, status=143)
+        assert len(answered) > 20 and not llm.waiting
+        assert set(answered) != set(range(1, len(answered) + 1)), "what had waited was cut off"
 
-    def test_a_second_signal(self, tmp_path):
-        self.run(tmp_path, "--grace", "1000", signals=signal.SIGTERM, twice=True)
+    def test_a_second_signal(self, tmp_path, capfd):
+        llm = Signalled(_20=signal.SIGTERM, _25=signal.SIGINT)
+        assert len(self.run(tmp_path, capfd, llm, "--grace", "1000", status=143)) == 25
 
 
 def test_a_step_that_does_not_return_ends_with_the_grace_period(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with start(
-        source, "--output", target, "--grace", "0.1", delay=4, stdout=subprocess.PIPE
+        source, "--output", target, "--grace", "0.1", delay=2, stdout=subprocess.PIPE
     ) as process:
         while not (target.exists() and target.stat().st_size):
             assert process.poll() is None
@@ -393,16 +398,10 @@ def test_a_broken_pipe_is_quiet(tmp_path):
 class TestEmbeddedModel:
     """The same, with nothing faked: small shapes, so that few steps compile."""
 
-    FLAGS = (
-        "--dtype",
-        "float32",
-        "--max-num-seqs",
-        "8",
-        "--max-model-len",
-        "512",
-        "--num-blocks",
-        "64",
-    )
+    # One bucket a phase, so that few steps compile.
+    SIZES = "--max-num-seqs 8 --max-num-batched-tokens 64 --token-buckets 64 --seq-buckets 8"
+    MODEL = "--dtype float32 --max-model-len 512 --num-blocks 64"
+    FLAGS = tuple(f"{SIZES} {MODEL}".split())
 
     @pytest.fixture(autouse=True)
     def _engine_is_freed(self, monkeypatch):

@@ -3,11 +3,13 @@ error rates.
 """
 
 import argparse
+import dataclasses
+import io
 import json
 import os
 import pty
 import re
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.batch_engine import ROOT, FakeLLM, load_script, serve, start
+from jpaged.config import EngineConfig
+from tests.batch_engine import ROOT, FakeLLM, load_script, serve
 
 serve_batch = load_script("serve_batch")
 
@@ -46,7 +49,7 @@ class TestHelp:
                     action.dest
                 )
                 told = re.search(r"\(default: ([^:,)]*)", action.help)
-                if told is not None and not isinstance(action.default, bool | None):
+                if told is not None and type(action.default) in (int, float):
                     assert told[1] == (
                         f"{action.default:g}" if action.type is float else str(action.default)
                     )
@@ -54,6 +57,89 @@ class TestHelp:
             serve_batch.main(["--help"])
         out = capsys.readouterr().out
         assert caught.value.code == 0 and all(group.split(",")[0] in out for group in groups)
+
+
+# A value of each field of EngineConfig that is not its default, as a command line has it.
+SETTINGS: dict[str, tuple[list[str], Any]] = {
+    "max_model_len": (["--max-model-len", "100"], 100),
+    "max_num_seqs": (["--max-num-seqs", "3"], 3),
+    "max_num_batched_tokens": (["--max-num-batched-tokens", "48"], 48),
+    "block_size": (["--block-size", "16"], 16),
+    "num_blocks": (["--num-blocks", "9"], 9),
+    "memory_utilization": (["--memory-utilization", "0.5"], 0.5),
+    "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "max_n": (["--max-n", "4"], 4),
+    "swap_space_gib": (["--swap-space-gib", "1.5"], 1.5),
+    "swap_min_tokens": (["--swap-min-tokens", "0"], 0),
+    "dtype": (["--dtype", "float32"], "float32"),
+    "attention": (["--attention", "xla"], "xla"),
+    "token_buckets": (["--token-buckets", "16", "48"], (16, 48)),
+    "seq_buckets": (["--seq-buckets", "8"], (8,)),
+    "decode_steps": (["--decode-steps", "4"], 4),
+    "max_logprobs": (["--max-logprobs", "5"], 5),
+    "max_logit_bias": (["--max-logit-bias", "6"], 6),
+    "max_stop_ids": (["--max-stop-ids", "7"], 7),
+    "strict": (["--strict"], True),
+    "deterministic": (["--deterministic"], True),
+    "tensor_axis": (["--tensor-axis", "none"], None),
+    "compilation_cache_dir": (["--compilation-cache-dir", "none"], None),
+}
+
+
+class TestEngineFlags:
+    """Every field of EngineConfig is a flag, and its value arrives in the engine."""
+
+    def given(self, monkeypatch: pytest.MonkeyPatch, *flags: str) -> EngineConfig:
+        seen: list[EngineConfig] = []
+
+        def llm(model: Any, *, seed: int, **fields: Any) -> None:
+            seen.append(EngineConfig(**fields))
+
+        monkeypatch.setattr("jpaged.LLM", llm)
+        serve_batch.make_llm(serve_batch.parse_args(["in.jsonl", *flags]))
+        return seen[0]
+
+    def test_the_table_has_every_field(self) -> None:
+        """The table above is this test's own: the flags are made of the fields themselves."""
+        fields = {field.name: field for field in dataclasses.fields(EngineConfig)}
+        flags = {action.dest: action for action in serve_batch.make_parser()._actions}
+        assert fields.keys() <= flags.keys()
+        assert all(flags[name].help for name in fields)
+        assert SETTINGS.keys() == fields.keys(), "give a new field a value here"
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_it_arrives(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        flags, value = SETTINGS[name]
+        assert getattr(EngineConfig(), name) != value
+        assert self.given(monkeypatch, *flags) == EngineConfig(**{name: value})
+
+    def test_none_is_given_none_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.given(monkeypatch) == EngineConfig()
+
+    def test_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = "token_buckets: [16, 48]\nmax_num_batched_tokens: 48\nstrict: true\nblock-size: 8\n"
+        (tmp_path / "c.yaml").write_text(text + "swap_min_tokens: 9\n")
+        flags = ("--config", str(tmp_path / "c.yaml"), "--block-size", "16")
+        found = self.given(monkeypatch, *flags)
+        sizes = {"token_buckets": (16, 48), "max_num_batched_tokens": 48, "swap_min_tokens": 9}
+        assert found == EngineConfig(block_size=16, strict=True, **sizes)
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            (["--memory-utilization", "3"], "memory_utilization=3.0: must be in (0, 1]"),
+            (["--dtype", "int8"], "dtype='int8': must be float32"),
+            (["--attention", "magic"], "--attention: invalid choice: 'magic'"),
+            (["--max-model-len", "x"], "--max-model-len: invalid int value: 'x'"),
+            (["--deterministic", "--decode-steps", "4"], "decode_steps=4: deterministic=True"),
+            (["--token-buckets", "64", "16"], "must be positive and strictly ascending"),
+        ],
+    )
+    def test_what_cannot_be(self, flags: list[str], said: str, capsys: Any) -> None:
+        with pytest.raises(SystemExit) as caught:
+            serve_batch.main(["in.jsonl", *flags])
+        err = capsys.readouterr().err
+        assert caught.value.code == 1 and said in err and err.count("\n") == 1
 
 
 class TestConfig:
@@ -395,9 +481,9 @@ BAD_LINES = st.one_of(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(BAD_LINES, min_size=40, max_size=40), st.sampled_from(["openai", "vllm"]))
-def test_a_thousand_malformed_lines(tmp_path: Path, lines: list[bytes], style: str) -> None:
+def test_hundreds_of_malformed_lines(tmp_path: Path, lines: list[bytes], style: str) -> None:
     source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     assert serve(source, "--output", output, "--overwrite", "--error-style", style) in (0, 2)
     numbers = sorted(
@@ -484,10 +570,9 @@ class TestCheck:
         )
         assert self.check(write(tmp_path / "in", {"prompt": "a"}), "--model", tmp_path) == 1
         assert "cannot plan for" in capsys.readouterr().err
-        assert self.check(tmp_path / "in", "--memory-utilization", "3") == 1
 
 
-def test_the_offer_on_a_terminal(tmp_path: Path) -> None:
+def test_the_offer_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = (
         write(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "b"}),
         tmp_path / "out.jsonl",
@@ -497,19 +582,15 @@ def test_the_offer_on_a_terminal(tmp_path: Path) -> None:
 
     def answer(text: str) -> tuple[int, str]:
         ours, theirs = pty.openpty()
-        with start(
-            source, "--output", output, stdin=theirs, terminal=theirs, stdout=subprocess.DEVNULL
-        ) as process:
-            os.close(theirs)
+        raw = open(theirs, "r+b", buffering=0)  # noqa: SIM115
+        with io.TextIOWrapper(raw, write_through=True) as terminal, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", terminal)
+            patch.setattr(sys, "stderr", terminal)
             os.write(ours, text.encode())
-            status, said = process.wait(timeout=60), b""
-            while True:
-                try:
-                    said += os.read(ours, 1 << 16)
-                except OSError:
-                    break
-            os.close(ours)
-        return status, said.decode()
+            status = serve(source, "--output", output)
+            said = os.read(ours, 1 << 16).decode()
+        os.close(ours)
+        return status, said
 
     status, said = answer("q\n")
     assert (

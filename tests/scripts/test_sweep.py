@@ -4,36 +4,23 @@ model.
 
 import contextlib
 import csv
-import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _common as common
 import jax
+import numpy as np
 import pytest
+import sweep
+import sweep_report as report
 from matplotlib import pyplot
 
 import jpaged.config
 from jpaged import LLM
-from tests.tiny import CONFIG, compile_cache
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench, report = load_script("bench"), load_script("sweep_report")
-sweep = load_script("sweep")  # last: it imports the others by name
 
 # Of the JSON that `vllm bench serve` writes.
 VLLM_KEYS = {
@@ -78,33 +65,30 @@ OWN_KEYS |= {"duration_spread"}
 
 
 @contextlib.contextmanager
-def quickly(folder: Path) -> Iterator[None]:
-    """Two shapes to compile an engine, loaded from a folder once they were compiled; no measuring
-    of the memory.
-    """
-    with pytest.MonkeyPatch.context() as patch, compile_cache(folder):
+def quickly() -> Iterator[None]:
+    """Two shapes to compile an engine; no measuring of the memory."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jpaged.config, "TOKEN_BUCKETS", (64,))
         patch.setattr(jpaged.config, "SEQ_BUCKETS", (8,))
-        patch.setattr(bench, "read_bandwidth", lambda: 10.0)
+        patch.setattr(common, "read_bandwidth", lambda: 10.0)
         yield
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config.json of a tiny model."""
-    folder = tmp_path_factory.mktemp("base")
-    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    return folder
 
 
 @pytest.fixture(autouse=True)
-def _quick(base: Path) -> Iterator[None]:
-    with quickly(base / "compiled"):
+def _quick() -> Iterator[None]:
+    with quickly():
         yield
 
 
-def flags(base: Path, out: Path, *more: str) -> list[str]:
-    model = ["--random", str(base / "config.json"), "--dtype", "float32", "--block-size", "4"]
+def flags(random_folder: Path, out: Path, *more: str) -> list[str]:
+    model = [
+        "--random",
+        str(random_folder / "config.json"),
+        "--dtype",
+        "float32",
+        "--block-size",
+        "4",
+    ]
     return [*model, "--output", "4", "--repeat", "1", "--out", str(out), *more]
 
 
@@ -112,11 +96,12 @@ SWEPT = ("--batch", "1", "3", "--input", "5", "9", "--num-blocks", "40")
 
 
 @pytest.fixture(scope="module")
-def swept(base: Path) -> Path:
+def swept(random_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the results of four points of one engine."""
-    with quickly(base / "compiled"):
-        assert sweep.main(flags(base, base / "swept", *SWEPT)) == 0
-    return base / "swept"
+    with quickly():
+        folder = tmp_path_factory.mktemp("swept")
+        assert sweep.main(flags(random_folder, folder, *SWEPT)) == 0
+    return folder
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -175,14 +160,13 @@ def test_rows_of_a_sweep(swept: Path) -> None:
     assert [float(row["median_tpot_ms"]) for row in summary] == pytest.approx(
         [r["median_tpot_ms"] for r in rows], 1e-4
     )
-    assert not (swept / "running.json").exists()
     for name in ("throughput", "ttft", "users", "compile"):
         assert (swept / f"{name}.png").stat().st_size > 5000
 
 
 def test_a_broken_sweep_goes_on(
     swept: Path,
-    base: Path,
+    random_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -196,7 +180,7 @@ def test_a_broken_sweep_goes_on(
         "run_once",
         lambda llm, prompts, point: ran.append(point) or run_once(llm, prompts, point),
     )
-    again = flags(base, out, *SWEPT, "--no-plots")
+    again = flags(random_folder, out, *SWEPT, "--no-plots")
     assert sweep.main(again) == 0
     assert [(p["num_prompts"], p["random_input_len"]) for p in ran] == [
         (3, 9)
@@ -217,13 +201,16 @@ def test_a_broken_sweep_goes_on(
         ["spread"]
         + ["tok/s"] * 3
         + ["p50", "ms", "p99", "ms"] * 2
-        + ["waste", "steps", "in", "s", "MiB", "GB/s", "peak"]
+        + ["waste", "%", "steps", "in", "s", "MiB", "GB/s", "peak", "%"]
     )
     assert table.splitlines()[1].split() == head
 
 
 def test_out_of_memory_is_a_row(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    random_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # not needed without plots
     stream, errors = (
@@ -237,7 +224,7 @@ def test_out_of_memory_is_a_row(
         return stream(self, prompts, *args)
 
     monkeypatch.setattr(LLM, "stream", full)
-    again = flags(base, tmp_path, *SWEPT, "--batch", "3", "2", "1", "--no-plots")
+    again = flags(random_folder, tmp_path, *SWEPT, "--batch", "3", "2", "1", "--no-plots")
     assert sweep.main(again) == 2
     rows = lines(tmp_path)
     failed = ["MemoryError: no room", "JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GB"]
@@ -263,12 +250,12 @@ def test_out_of_memory_is_a_row(
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 1 + 6
 
 
-def test_what_does_not_fit_is_a_row(base: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_a_row(random_folder: Path, tmp_path: Path) -> None:
     """In a pool of 12 tokens a prompt does not fit, or what follows it; nor does more than the
     model's 64 tokens.
     """
     more = ["--batch", "1", "--input", "5", "10", "20", "61", "--num-blocks", "3", "--no-plots"]
-    assert sweep.main(flags(base, tmp_path, *more)) == 2
+    assert sweep.main(flags(random_folder, tmp_path, *more)) == 2
     fits, outgrows, prompt, model = lines(tmp_path)
     assert "error" not in fits
     assert outgrows["out_of_memory"] and prompt["out_of_memory"] and not model["out_of_memory"]
@@ -278,9 +265,9 @@ def test_what_does_not_fit_is_a_row(base: Path, tmp_path: Path) -> None:
     assert model["error"] == "ConfigError: 65 tokens: the model has max_position_embeddings=64"
 
 
-def test_settings_that_are_refused_are_rows(base: Path, tmp_path: Path) -> None:
+def test_settings_that_are_refused_are_rows(random_folder: Path, tmp_path: Path) -> None:
     more = ["--batch", "3", "--input", "9", "--attention", "none", "auto", "--no-plots"]
-    assert sweep.main(flags(base, tmp_path, *SWEPT, *more)) == 2
+    assert sweep.main(flags(random_folder, tmp_path, *SWEPT, *more)) == 2
     refused, served = lines(tmp_path)
     assert refused["error"].startswith("ConfigError: attention='none'") and "error" not in served
     assert (served["attention"], served["attention_used"]) == ("auto", "xla")
@@ -288,7 +275,7 @@ def test_settings_that_are_refused_are_rows(base: Path, tmp_path: Path) -> None:
 
 def test_an_interrupt_keeps_what_is_done(
     swept: Path,
-    base: Path,
+    random_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -301,35 +288,31 @@ def test_an_interrupt_keeps_what_is_done(
         return run_once(llm, prompts, point)
 
     monkeypatch.setattr(sweep, "run_once", interrupted)
-    assert sweep.main(flags(base, tmp_path, *SWEPT, "--no-plots")) == 130
+    assert sweep.main(flags(random_folder, tmp_path, *SWEPT, "--no-plots")) == 130
     assert [row["point"] for row in lines(tmp_path)] == [lines(swept)[0]["point"]]
-    assert (tmp_path / "summary.csv").exists() and not (tmp_path / "running.json").exists()
+    assert (tmp_path / "summary.csv").exists()
     assert capsys.readouterr().err == "sweep: interrupted; the same command goes on from here\n"
 
 
 def test_a_point_that_kills_the_process_twice_is_a_row(tmp_path: Path) -> None:
-    kill = "import sys, os, pathlib; sys.path.insert(0, 'scripts'); import sweep_report\n"
-    kill += (
-        "with sweep_report.Results(pathlib.Path(sys.argv[1])).running('p') as killed: "
-        "print(killed); os._exit(9)"
-    )
+    killed_in = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", kill, str(tmp_path)], capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (
-            9,
-            "",
-            "",
-        ) or done.stdout == "False\n"
+        results = report.Results(tmp_path)
+        assert results.is_wanted("p", retry_failed=False)
+        killed_in.append(results.attempt({"point": "p"}))  # and never left, as if killed
+        killed_in[-1].__enter__()
     results = report.Results(tmp_path)
-    with results.running("p") as was_killed:
-        assert was_killed
-    with results.running("p") as was_killed:  # the count starts again
-        assert not was_killed
-    (tmp_path / "running.json").write_text('{"poi')
-    with results.running("p") as was_killed:
-        assert not was_killed
+    killed = {"error": "the process was killed in this point", "out_of_memory": None, "starts": 2}
+    assert results.rows == {"p": {"point": "p"} | killed}
+    assert not results.is_wanted("p", retry_failed=False)
+    assert results.is_wanted("p", retry_failed=True)
+    with pytest.raises(KeyboardInterrupt), results.attempt({"point": "q"}):
+        raise KeyboardInterrupt
+    assert results.rows.keys() == {"p"} == report.Results(tmp_path).rows.keys()
+    with results.attempt({"point": "p"}):
+        pass
+    results.append({"point": "p", "figure": 1})
+    assert report.Results(tmp_path).rows == {"p": {"point": "p", "figure": 1}}
 
 
 # ---- settings ----
@@ -450,8 +433,6 @@ def test_steps_of_a_dispatch_are_counted_by_the_buckets() -> None:
         stats=lambda: {"decode_steps": 5, "attention": "xla"}, buckets=lambda: buckets
     )
     assert sweep.counters(llm) == {"decode_steps": 5, "device_decode_steps": 26}
-    del llm.buckets
-    assert sweep.counters(llm) == {"decode_steps": 5, "device_decode_steps": 5}
 
 
 def row(
@@ -471,6 +452,7 @@ def row(
         "decode_steps": 1,
         "temperature": 1.0,
     }
+    made |= {"max_num_seqs": None}
     made |= {"max_num_batched_tokens": None, "num_blocks": None, "device": "cpu", "num_devices": 1}
     made |= changes | {"point": json.dumps([batch, length, *map(str, changes.values())])}
     if rate is None:
@@ -584,7 +566,7 @@ def test_plots() -> None:
     )
     assert legends["ttft"] == ["batch 1", "batch 4", "batch 8"]
     [x, y] = axes["throughput"].lines[0].get_data()
-    assert list(x) == [1, 4, 8] and list(y) == [100, 400, 800]
+    assert np.array_equal(x, [1, 4, 8]) and np.array_equal(y, [100, 400, 800])
     assert [tick.get_text() for tick in axes["throughput"].get_xticklabels()] == ["1", "4", "8"]
     assert sorted(text.get_text() for text in axes["users"].texts) == ["1", "1", "4", "4", "8", "8"]
     title = axes["users"].get_title(loc="left")

@@ -3,15 +3,14 @@ the engine has.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tune_buckets
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,18 +18,6 @@ import jpaged
 from jpaged import EngineConfig, SamplingParams
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tune_buckets = load_script("tune_buckets")
 COST = tune_buckets.Cost(step=1.0, unit=0.5, compile=10.0)
 
 

@@ -1,74 +1,24 @@
-"""Small charts as inline SVG: lines over time and histograms. Colours and fonts are the page's
-(report.py).
-
-A chart is drawn at 400 x 220 and scaled to its place; legends are HTML beside it, so that they
-wrap.
+"""The report's charts as inline SVG, drawn by matplotlib: lines over time and histograms. Colours
+and fonts are the page's (report.html.jinja), by the classes that a chart's parts carry.
 """
 
-import dataclasses
 import html
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-WIDTH, HEIGHT = 400, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, 20, 22, 40  # margins of the plot
 BINS = 45  # of a histogram, about
 LOG_FROM = 12  # a largest value of so many medians is shown on a logarithmic axis
+# Text as text, so that the page's fonts and colours hold for it.
+STYLE: Any = {"svg.fonttype": "none", "font.size": 9.5, "axes.spines.right": False}
+STYLE |= {"axes.spines.top": False, "axes.spines.left": False, "axes.axisbelow": True}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Axis:
-    """From low to high, linear or logarithmic, with round ticks; is_whole: at whole numbers
-    alone.
-    """
-
-    low: float
-    high: float
-    is_log: bool = False
-    is_whole: bool = False
-
-    def at(self, value: float) -> float:
-        """0 at low, 1 at high."""
-        low, high, value = (
-            (math.log(x) for x in (self.low, self.high, value))
-            if self.is_log
-            else (self.low, self.high, value)
-        )
-        return (value - low) / (high - low)
-
-    def ticks(self, most: int = 6) -> list[float]:
-        """At most so many round values between low and high."""
-        if self.is_log:
-            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            for mantissas in ((1, 2, 5), (1, 3), (1,)):
-                found = [
-                    m * 10.0**p
-                    for p in powers
-                    for m in mantissas
-                    if self.low <= m * 10.0**p <= self.high
-                ]
-                if len(found) <= most:
-                    return found
-            return found[:: math.ceil(len(found) / most)]
-        step = round_up((self.high - self.low) / most)
-        step = max(step, 1.0) if self.is_whole else step
-        return [
-            i * step
-            for i in range(
-                math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1
-            )
-        ]
-
-
-def round_up(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ... and their fractions."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= value * (1 - 1e-9))
-
-
-def number(value: float) -> str:
+def number(value: float, _: Any = None) -> str:
     """Three significant digits and k, M or G: 0.25, 12, 1.5k."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= 0.9995 * scale:
@@ -78,119 +28,106 @@ def number(value: float) -> str:
 
 def line_chart(
     title: str, times: Sequence[float], series: Mapping[str, Sequence[float]], unit: str
-) -> str:
+) -> dict[str, Any]:
     """Rates over time as steps: series[name][i] held between times[i] and times[i + 1], in
     seconds.
     """
-    scale, time_unit = next(
-        (s, u)
-        for s, u in ((3600, "h"), (60, "min"), (1, "s"))
-        if times[-1] - times[0] >= 3 * s or s == 1
-    )
-    x = Axis(low=0, high=max(times[-1], 1e-3) / scale)
-    y = Axis(low=0, high=1.05 * max([*(v for values in series.values() for v in values), 1e-9]))
-    body = _frame(x, y, f"time, {time_unit}", unit)
-    for i, values in enumerate(series.values()):
-        points = [(t / scale, v) for j, v in enumerate(values) for t in (times[j], times[j + 1])]
-        path = " ".join(f"{_x(x, t):.1f},{_y(y, v):.1f}" for t, v in points)
-        body += f'<polyline class="line s{i}" points="{path}"/>'
-    keys = "".join(
-        f'<li><i class="s{i}"></i>{html.escape(name)}</li>' for i, name in enumerate(series)
-    )
-    return _figure(title, body, keys)
+    seconds = times[-1] - times[0]
+    scale, time_unit = (3600, "h") if seconds >= 3 * 3600 else (60, "min")
+    if seconds < 3 * 60:
+        scale, time_unit = 1, "s"
+
+    def draw(axes: Any) -> None:
+        for i, values in enumerate(series.values()):
+            axes.stairs(values, np.asarray(times) / scale, gid=f"line s{i}", baseline=None)
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel=f"time, {time_unit}", title=unit)
+
+    keys = [(f"s{i}", name) for i, name in enumerate(series)]
+    return {"title": title, "keys": keys, "svg": _drawn(title, draw)}
 
 
 def histogram(
     title: str, values: Sequence[float] | np.ndarray, unit: str, *, whole: bool = False
-) -> str:
+) -> dict[str, Any]:
     """How often which value came, with the median and the 99th percentile; whole: the values are
     counts.
     """
     found = np.asarray(values, np.float64)
-    low, median, p99, high = np.percentile(found, (0, 50, 99, 100))
+    low, median, p99, high = np.percentile(found, (0, 50, 99, 100)).tolist()
     is_log = low > 0 and high > LOG_FROM * median
-    edges = _edges(float(low), float(high), is_log, whole)
+    edges = _edges(low, high, is_log, whole)
     counts, _ = np.histogram(found, edges)
-    x = Axis(low=edges[0], high=edges[-1], is_log=is_log, is_whole=whole and not is_log)
-    y = Axis(low=0, high=1.05 * counts.max(), is_whole=True)
-    body = _frame(x, y, f"{unit}, logarithmic" if is_log else unit, "lines")
-    for count, left, right in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
-        if count:
-            left_px, right_px, top = _x(x, left), _x(x, right), _y(y, count)
-            width, height = max(right_px - left_px - 1, 0.5), HEIGHT - BOTTOM - top
-            where = f'x="{left_px:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
+
+    def draw(axes: Any) -> None:
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+        if is_log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=7))
+            axes.xaxis.set_minor_locator(NullLocator())
+        elif whole:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        bars = axes.bar(edges[:-1], counts, np.diff(edges), align="edge")
+        for bar, count, left, right in zip(bars, counts, edges, edges[1:], strict=False):
             name = number(left + 0.5) if left % 1 == 0.5 else f"{number(left)} to {number(right)}"
-            body += f'<rect class="bar" {where}><title>{name}: {count}</title></rect>'
-    for name, value in (("median", median), ("p99", p99)):
-        at = _x(x, min(max(value, edges[0]), edges[-1]))
-        body += (
-            f'<line class="mark {name}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" '
-            f'y2="{HEIGHT - BOTTOM}"/>'
-        )
-    shown = {"median": median, "p99": p99}
+            bar.set(gid=f"bar {name}: {count}", visible=bool(count))
+        for name, value in (("median", median), ("p99", p99)):
+            axes.axvline(value, gid=f"mark {name}")
+        axes.set(xlabel=f"{unit}, logarithmic" if is_log else unit, title="lines")
+
     suffix = "" if whole else f" {unit.rsplit(' ', 1)[-1]}"
-    keys = "".join(
-        f'<li><i class="{name}"></i>{name} {number(v)}{suffix}</li>' for name, v in shown.items()
-    )
-    return _figure(title, body, f"{keys}<li>{number(low)} to {number(high)}{suffix}</li>")
+    keys = [("median", f"median {number(median)}{suffix}"), ("p99", f"p99 {number(p99)}{suffix}")]
+    keys.append(("", f"{number(low)} to {number(high)}{suffix}"))
+    return {"title": title, "keys": keys, "svg": _drawn(title, draw)}
 
 
-def _edges(low: float, high: float, is_log: bool, whole: bool) -> list[float]:
+def _edges(low: float, high: float, is_log: bool, whole: bool) -> np.ndarray:
     """About BINS bins, round ones where the axis is linear; a bin around each where the values are
     few whole ones.
     """
     if is_log:
-        return np.geomspace(low, high * (1 + 1e-9), BINS + 1).tolist()
+        return np.geomspace(low, high * (1 + 1e-9), BINS + 1)
     if whole and high - low <= BINS:
         beside = max(8 - int(high - low), 0) // 2
-        return [i - 0.5 for i in range(max(int(low) - beside, 0), int(high) + beside + 2)]
-    step = round_up((high - low) / BINS if high > low else max(abs(low), 1e-9) / 10)
-    first, last = math.floor(low / step), math.floor(high / step) + 1
-    return [i * step for i in range(first, last + 1)]
+        return np.arange(max(low - beside, 0) - 0.5, high + beside + 1)
+    from matplotlib.ticker import MaxNLocator
+
+    return np.asarray(MaxNLocator(BINS).tick_values(low, math.nextafter(high, math.inf)))
 
 
-def _x(axis: Axis, value: float) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * axis.at(value)
+def _drawn(title: str, draw: Any) -> str:
+    """An <svg> element of what `draw` puts on the axes it is given, its parts' gids as classes.
+
+    The gid of a bar is "bar" and what a pointer on it is told. Raises ImportError without
+    matplotlib.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 3.0), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.title.set(horizontalalignment="left", x=0)
+        axes.grid(axis="y", gid="grid")
+        axes.tick_params(length=0, which="both")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(number))
+        for part in figure.findobj():
+            part.set_clip_on(False)
+        file = io.StringIO()
+        # Nothing that names another place, such as a date, a maker or a vocabulary.
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue()
+    svg = re.sub(r"<svg [^>]*>", _root(title), svg[svg.index("<svg ") :], count=1)
+    svg = re.sub(r'<g id="bar ([^"]*)">', r'<g class="bar"><title>\1</title>', svg)
+    svg = re.sub(r'<g id="((?:line|mark|grid)[^"]*)">', r'<g class="\1">', svg)
+    return re.sub(r' id="[^"]*"', "", svg)
 
 
-def _y(axis: Axis, value: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * axis.at(value)
-
-
-def _frame(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
-    """Grid, ticks and the names of both axes."""
-    parts = [f'<text class="name" x="4" y="12">{html.escape(y_label)}</text>']
-    for value in y.ticks(5):
-        at = _y(y, value)
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        )
-        parts.append(
-            f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" '
-            f'text-anchor="end">{number(value)}</text>'
-        )
-    for value in x.ticks():
-        at, base = _x(x, value), HEIGHT - BOTTOM
-        parts.append(
-            f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>'
-        )
-        parts.append(
-            f'<text class="tick" x="{at:.1f}" y="{base + 17}" '
-            f'text-anchor="middle">{number(value)}</text>'
-        )
-    parts.append(
-        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" '
-        f'y2="{HEIGHT - BOTTOM}"/>'
-    )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(
-        f'<text class="name" x="{middle}" y="{HEIGHT - 5}" '
-        f'text-anchor="middle">{html.escape(x_label)}</text>'
-    )
-    return "".join(parts)
-
-
-def _figure(title: str, body: str, keys: str) -> str:
-    name = html.escape(title)
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{body}</svg>'
-    return f"<figure><figcaption>{name}</figcaption><ul>{keys}</ul>{svg}</figure>"
+def _root(title: str) -> str:
+    return f'<svg viewBox="0 0 396 216" role="img" aria-label="{html.escape(title)}">'

@@ -13,25 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, JpagedError
 from jpaged.integrations.batch.intake import Intake
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.source import BatchError, Source
-from jpaged.integrations.batch.stats import BatchStats, errors_by_kind
+from jpaged.integrations.batch.stats import BatchStats
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import param_shapes
 from jpaged.request.chat import Chat
 from jpaged.request.processor import Processor
 from jpaged.request.sampling_params import SamplingParams
-from jpaged.runtime import footprint
-from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan
-from jpaged.runtime.mesh import Placement
+from jpaged.runtime.footprint import plan_memory
 
 GIB = 1 << 30
 
@@ -77,9 +72,7 @@ class Checker:
         self.model = ModelConfig.coerce(folder)
         self.engine_config = config.resolve(self.model)
         self._processor = Processor(self.model, self.engine_config, None, Path(folder))
-        raw = read_json(Path(folder) / "config.json")
-        self.dtype = config.dtype or raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        self.plan = plan_memory(self.model, self.engine_config, self.dtype)
+        self.plan = plan_memory(folder, config)
 
     @property
     def tokenizer(self) -> Any:
@@ -109,28 +102,6 @@ class Checker:
         return prompt, params.n * min(params.max_tokens or most, most - prompt)
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig, dtype: str) -> MemoryPlan:
-    """Where the memory of the device at hand would go. Raises ConfigError where nothing fits."""
-    where = Placement(mesh=None, axis=None, device=jax.devices()[0])
-    shapes, sharding = param_shapes(model), where.replicated
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
-        shapes,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-    weights = footprint.bytes_on_device(params)
-    limits = Limits.of(where.device, config.memory_utilization)
-    if limits.pool is None:
-        limits = dataclasses.replace(limits, in_use=limits.in_use + weights)
-    else:
-        limits = dataclasses.replace(
-            limits, pool=max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
-        )
-    return footprint.plan_within(
-        config, limits, footprint.probe_runner(model, config, where, params)
-    )
-
-
 def check(
     source: Source,
     folder: str,
@@ -147,7 +118,7 @@ def check(
         checker = Checker(folder, config)
     except JpagedError as e:
         raise BatchError(f"cannot plan for {folder}: {e}") from e
-    stats, prompts, most = BatchStats(), array("I"), 0
+    stats, prompts, most, damaged = BatchStats(), array("I"), 0, False
     intake = Intake(source, make_settings(checker), shard=shard)
     try:
         for line in intake.lines():
@@ -162,46 +133,44 @@ def check(
             prompts.append(prompt)
             most += completion
     except Exception as e:
-        print(
-            f"serve_batch: cannot read the input any further: {type(e).__name__}: {e}",
-            file=sys.stderr,
-        )
-        print(_report(stats, prompts, most, checker, rate))
-        return False
-    print(_report(stats, prompts, most, checker, rate))
-    return not stats.failed
-
-
-def _report(
-    stats: BatchStats, prompts: array, most: int, checker: Checker, rate: Rate | None
-) -> str:
+        said = f"cannot read the input any further: {type(e).__name__}: {e}"
+        print(f"serve_batch: {said}", file=sys.stderr)
+        damaged = True
     rows = {
-        "lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)"
+        "lines": f"{len(prompts) + stats.failed} ({len(prompts)} can run, {stats.failed} errors)",
+        **stats.trouble(),
+        **_of_prompts(prompts, most, rate),
+        **_of_memory(checker, prompts, most),
     }
-    rows |= errors_by_kind(stats)
-    if stats.ignored:
-        rows["ignored"] = "unknown fields " + ", ".join(
-            f"{k} ({n} lines)" for k, n in stats.ignored.most_common(8)
-        )
-    tokens = int(np.frombuffer(prompts, np.uint32).sum(dtype=np.int64)) if prompts else 0
-    if prompts:
-        low, median, high, top = np.percentile(np.frombuffer(prompts, np.uint32), (0, 50, 99, 100))
-        rows["prompts"] = (
-            f"min {low:.0f}, median {median:.0f}, p99 {high:.0f}, max {top:.0f} tokens"
-        )
-        rows["tokens"] = f"{tokens:,} in, at most {most:,} out (every answer up to its limit)"
-        rows["time"] = _time(len(prompts), most, rate)
-    plan = checker.plan
-    rows["memory"] = f"{plan.limit / GIB:.2f} GiB can be used; steps: {plan.needs.source}"
+    print("\n".join(f"{name:<14} {value}" for name, value in rows.items()))
+    return not (stats.failed or damaged)
+
+
+def _of_prompts(prompts: array, most: int, rate: Rate | None) -> dict[str, str]:
+    if not prompts:
+        return {}
+    low, median, high, top = np.percentile(prompts, (0, 50, 99, 100))
+    said = f"{sum(prompts):,} in, at most {most:,} out (every answer up to its limit)"
+    return {
+        "prompts": f"min {low:.0f}, median {median:.0f}, p99 {high:.0f}, max {top:.0f} tokens",
+        "tokens": said,
+        "time": _time(len(prompts), most, rate),
+    }
+
+
+def _of_memory(checker: Checker, prompts: array, most: int) -> dict[str, str]:
+    plan, seqs = checker.plan, checker.engine_config.max_num_seqs
+    held = plan.num_blocks * plan.block_size
+    rows = {"memory": f"{plan.limit / GIB:.2f} GiB can be used; steps: {plan.needs.source}"}
     for name, size in {**plan.account, "unused": plan.waste}.items():
         rows[f"  {name}"] = f"{size / GIB:8.3f} GiB"
-    held = plan.num_blocks * plan.block_size
-    rows["KV pool"] = f"{plan.num_blocks:,} blocks, {held:,} tokens (decided by {plan.decided_by})"
+    blocks = f"{plan.num_blocks:,} blocks, {held:,} tokens"
+    rows["KV pool"] = f"{blocks} (decided by {plan.decided_by})"
     if prompts:
-        mean = -(-(most + tokens) // len(prompts))
-        at_once = min(held // max(mean, 1), checker.engine_config.max_num_seqs)
+        mean = -(-(most + sum(prompts)) // len(prompts))
+        at_once = min(held // max(mean, 1), seqs)
         rows["at once"] = f"{at_once:,} requests of mean length, their answers up to their limit"
-    return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
+    return rows
 
 
 def _time(lines: int, most: int, rate: Rate | None) -> str:

@@ -10,10 +10,9 @@ import time
 from collections.abc import Generator
 
 from jpaged.integrations.batch.compact import IdSet
-from jpaged.integrations.batch.fields import LineError
 from jpaged.integrations.batch.lines import BatchRequest, Settings, identify
 from jpaged.integrations.batch.rows import Found
-from jpaged.integrations.batch.source import Source
+from jpaged.integrations.batch.source import LineError, Source
 
 PIPE_WAIT_S = 0.05
 AHEAD_BYTES = 64 << 20
@@ -47,7 +46,8 @@ class Intake:
         shard: tuple[int, int] | None = None,
         found: Found | None = None,
     ):
-        self._source, self._settings, self._shard, self._found = source, settings, shard, found
+        self._source, self._settings, self._shard = source, settings, shard or (0, 1)
+        self._found = found or Found("")
         self._ids = IdSet()
         self.seen = 0  # lines of this shard so far, those that are skipped too
         self.ended = False
@@ -57,15 +57,15 @@ class Intake:
         answered.
         """
         for number, raw in self._source:
-            mine = self._shard is None or (number - 1) % self._shard[1] == self._shard[0]
+            mine = (number - 1) % self._shard[1] == self._shard[0]
             self.seen += mine
-            if mine and (self._found is None or number not in self._found.done):
+            if mine and number not in self._found:
                 yield self._parse(number, raw)
             elif isinstance(raw, bytes) and not self._source.text:
                 request_id = identify(raw, number)
                 if request_id is not None:
                     self._ids.add(str(request_id))
-                if mine and self._found is not None:
+                if mine:
                     self._found.check_id(number, request_id)
         self.ended = True
 
@@ -75,14 +75,11 @@ class Intake:
         """
         if self.ended:
             return self.seen, True
-        known = self._source.total()
-        if known is not None:
-            i, n = self._shard or (0, 1)
-            return len(range(i, known, n)), True
-        fraction = self._source.fraction()
-        return (
-            (None, False) if not fraction else (max(round(self.seen / fraction), self.seen), False)
-        )
+        if (known := self._source.total()) is not None:
+            return len(range(self._shard[0], known, self._shard[1])), True
+        if not (fraction := self._source.fraction()):
+            return None, False
+        return max(round(self.seen / fraction), self.seen), False
 
     def _parse(self, number: int, raw: bytes | LineError) -> Line:
         request = BatchRequest(number=number)

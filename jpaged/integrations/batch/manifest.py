@@ -11,12 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from jpaged.integrations.batch.source import BatchError
+from jpaged.integrations.batch.source import BatchError, file_identity
 
 VERSION = 1
-SAMPLES, SAMPLE = 32, 1 << 16
 NOT_COMPARED = {"complete", "lines", "input.newline"}  # how the run and its input ended
 
 
@@ -34,7 +31,7 @@ def make_manifest(
     """The manifest of a run. settings: everything that an answer depends on beside the model and
     its line.
     """
-    shards = None if shard is None else f"{shard[0]}/{shard[1]}"
+    shards = None if shard is None else "/".join(map(str, shard))
     return {
         "version": VERSION,
         "model": dict(model),
@@ -51,20 +48,6 @@ def model_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
         identity = file_identity(str(path))
         found[str(path.relative_to(root))] = f"{identity['bytes']} bytes, {identity['digest']}"
     return found
-
-
-def file_identity(path: str, size: int | None = None) -> dict[str, Any]:
-    """Size and digest of a file, or of its first `size` bytes."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size if size is None else size
-        digest = xxhash.xxh3_64()
-        last = max(size - SAMPLE, 0)
-        for i in range(SAMPLES):
-            file.seek(last * i // (SAMPLES - 1))
-            digest.update(file.read(min(SAMPLE, size - file.tell())))
-        file.seek(max(size - 1, 0))
-        ended = size == 0 or file.read(1) == b"\n"
-    return {"bytes": size, "digest": digest.hexdigest(), "newline": ended}
 
 
 def read_manifest(output: str) -> dict[str, Any]:
@@ -104,11 +87,8 @@ def check_same(
     """
     new = {**new, "input": dict(new["input"])}
     before = old["input"]
-    if (
-        source is not None
-        and before.get("newline")
-        and new["input"].get("bytes", 0) > before["bytes"]
-    ):
+    whole_lines, size = before.get("newline"), new["input"].get("bytes", 0)
+    if source is not None and whole_lines and size > before["bytes"]:
         new["input"] |= file_identity(source, before["bytes"])
     was, now = dict(_flat(old)), dict(_flat(new))
     for name in dict.fromkeys((*was, *now)):

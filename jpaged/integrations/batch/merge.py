@@ -1,8 +1,7 @@
 """Shards of one run to one output file, in the order of the input."""
 
 import glob
-import json
-from array import array
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,14 @@ def find_shards(output: str) -> list[str]:
     not whole.
     """
     path = Path(output)
-    pattern = f"{glob.escape(str(path.with_name(path.stem)))}.*-of-*{glob.escape(path.suffix)}"
-    counts = {
-        name[len(str(path.with_name(path.stem))) + 1 :].split("-of-")[1]
-        for name in glob.glob(pattern)
-    }
-    counts = {int(text) for c in counts if (text := c.removesuffix(path.suffix)).isdecimal()}
+    stem = str(path.with_name(path.stem))
+    found = glob.glob(f"{glob.escape(stem)}.*-of-*{glob.escape(path.suffix)}")
+    names = [name[len(stem) + 1 :].removesuffix(path.suffix) for name in found]
+    counts = sorted({int(m[1]) for name in names if (m := re.fullmatch(r"\d+-of-(\d+)", name))})
     if len(counts) != 1:
-        found = (
-            "no shards" if not counts else f"shards of {' and of '.join(map(str, sorted(counts)))}"
-        )
-        raise BatchError(
-            f"{found} of {output} ({shard_path(output, (0, 2))} and so on): name the files"
-        )
+        said = f"shards of {' and of '.join(map(str, counts))}" if counts else "no shards"
+        example = shard_path(output, (0, 2))
+        raise BatchError(f"{said} of {output} ({example} and so on): name the files")
     (count,) = counts
     return [shard_path(output, (i, count)) for i in range(count)]
 
@@ -53,37 +47,17 @@ def merge(shards: list[str], output: str, *, partial: bool = False) -> dict[str,
     for path, manifest in zip(present, manifests, strict=True):
         check_same({**manifest, "shard": None}, whole, path, None)
         if not manifest.get("complete") and not partial:
-            raise BatchError(
-                f"{path} has not ended: go on with it with --resume (--partial merges "
-                "what there is)"
-            )
+            said = "go on with it with --resume (--partial merges what there is)"
+            raise BatchError(f"{path} has not ended: {said}")
     taken = {manifest["shard"] for manifest in manifests}
     if len(taken) != len(present) or (len(taken) != int(count) and not partial):
-        raise BatchError(
-            f"shards {', '.join(sorted(map(str, taken)))} of {len(present)} files are no whole run"
-        )
-    tables = [rows.offsets(path) for path in present]
-    result = {"rows": 0, "failed": 0, "missing": missing}
-    files = [open(path, "rb") for path in present]  # noqa: SIM115
-    try:
-        with rows.Replacement(output) as merged:
-            for number in range(max((len(t) for t in tables), default=0)):
-                for table, file in zip(tables, files, strict=True):
-                    if (offset := _offset(table, number)) >= 0:
-                        file.seek(offset)
-                        raw = file.readline()
-                        merged.write(raw)
-                        result["rows"] += 1
-                        result["failed"] += rows.row_failed(json.loads(raw))
-    finally:
-        for file in files:
-            file.close()
+        names = ", ".join(sorted(map(str, taken)))
+        raise BatchError(f"shards {names} of {len(present)} files are no whole run")
+    files = [rows.scan(path) for path in present]
+    rows.rewrite(files, output, ordered=True)
     complete = not missing and all(manifest.get("complete") for manifest in manifests)
     end = {"complete": True, "lines": sum(m["lines"] for m in manifests)} if complete else {}
     kept = {k: v for k, v in whole.items() if k not in ("complete", "lines")}
     write_json(manifest_path(output), {**kept, **end})
-    return result
-
-
-def _offset(table: array, number: int) -> int:
-    return table[number] if number < len(table) else -1
+    counts = {"rows": sum(f.answered for f in files), "failed": sum(f.failed for f in files)}
+    return {**counts, "missing": missing}

@@ -21,89 +21,55 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        stats, engine = self._stats, dict(self._stats.engine)
-
-        def metric(kind: Any, name: str, what: str, label: str, values: Mapping[str, float]) -> Any:
-            family = kind(f"jpaged_{name}", what, labels=[label] if label else [])
-            for key, value in values.items():
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        for kind, name, what, values, label in self._metrics():
+            family = kinds[kind](f"jpaged_{name}", what, labels=[label] if label else [])
+            for key, value in (values if isinstance(values, Mapping) else {"": values}).items():
                 family.add_metric([key] if label else [], value)
-            return family
+            yield family
 
-        def counter(
-            name: str, what: str, value: float | Mapping[str, float], label: str = ""
-        ) -> Any:
-            return metric(
-                CounterMetricFamily,
-                name,
-                what,
-                label,
-                value if isinstance(value, Mapping) else {"": value},
-            )
-
-        def gauge(name: str, what: str, value: float | Mapping[str, float], label: str = "") -> Any:
-            return metric(
-                GaugeMetricFamily,
-                name,
-                what,
-                label,
-                value if isinstance(value, Mapping) else {"": value},
-            )
-
+    def _metrics(self) -> Iterator[tuple[str, str, str, Any, str]]:
+        """(kind, name, what it is, value or values by label, label) of each."""
+        stats, engine = self._stats, dict(self._stats.engine)
         # Another thread changes them: copied in one go before they are gone through.
         errors, reasons = dict(stats.errors), dict(stats.reasons)
         outcomes = {"ok": stats.ok, "failed": stats.failed}
-        yield counter("requests", "Lines that this run has answered.", outcomes, "outcome")
-        yield counter(
-            "request_errors", "Lines that failed, by the code of their error.", errors, "code"
-        )
-        yield counter("completions", "Completions by what ended them.", reasons, "finish_reason")
-        yield gauge(
-            "requests_running",
-            "Requests in the engine, those that wait for a row too.",
-            stats.running,
-        )
-        if stats.total is not None:
-            yield gauge(
-                "requests_expected",
-                "Lines of the whole run; estimated until all are read.",
-                stats.total,
-            )
-        yield gauge("requests_done", "Lines that have an answer, earlier runs' too.", stats.done)
-        yield counter("prompt_tokens", "Prompt tokens of the answered lines.", stats.tokens_in)
-        yield counter(
-            "cached_prompt_tokens",
-            "Those of them that were found in the cache.",
-            stats.tokens_cached,
-        )
-        yield counter(
-            "generated_tokens", "Generated tokens of the answered lines.", stats.tokens_out
-        )
-        for phase in ("prefill", "decode"):  # these move with every step
-            value = engine.get(f"{phase}_tokens", 0)
-            yield counter(
-                f"{phase}_tokens", f"Tokens that the engine has computed in {phase} steps.", value
-            )
         rates = {"in": stats.tokens_in / stats.seconds, "out": stats.tokens_out / stats.seconds}
-        yield gauge(
-            "throughput_tokens_per_second",
-            "Of the answered lines, on average so far.",
-            rates,
-            "direction",
-        )
-        yield counter(
-            "preemptions",
-            "Sequences preempted for want of KV blocks.",
-            engine.get("preemptions", 0),
-        )
-        yield gauge("kv_blocks", "KV blocks of the pool.", engine.get("num_blocks", 0))
-        yield gauge(
-            "kv_blocks_in_use",
-            "KV blocks that running sequences hold.",
-            engine.get("blocks_in_use", 0),
-        )
-        yield gauge(
-            "run_start_time_seconds", "When the run began, in seconds since 1970.", stats.began_at
-        )
+
+        def of_engine(name: str) -> Any:
+            return engine.get(name, 0)
+
+        lines = "Lines that this run has answered."
+        yield "counter", "requests", lines, outcomes, "outcome"
+        failures = "Lines that failed, by the code of their error."
+        yield "counter", "request_errors", failures, errors, "code"
+        ended = "Completions by what ended them."
+        yield "counter", "completions", ended, reasons, "finish_reason"
+        running = "Requests in the engine, those that wait for a row too."
+        yield "gauge", "requests_running", running, stats.running, ""
+        if stats.total is not None:
+            whole = "Lines of the whole run; estimated until all are read."
+            yield "gauge", "requests_expected", whole, stats.total, ""
+        done = "Lines that have an answer, earlier runs' too."
+        yield "gauge", "requests_done", done, stats.done, ""
+        prompts = "Prompt tokens of the answered lines."
+        yield "counter", "prompt_tokens", prompts, stats.tokens_in, ""
+        cached = "Those of them that were found in the cache."
+        yield "counter", "cached_prompt_tokens", cached, stats.tokens_cached, ""
+        generated = "Generated tokens of the answered lines."
+        yield "counter", "generated_tokens", generated, stats.tokens_out, ""
+        for phase in ("prefill", "decode"):  # these move with every step
+            computed = f"Tokens that the engine has computed in {phase} steps."
+            yield "counter", f"{phase}_tokens", computed, of_engine(f"{phase}_tokens"), ""
+        average = "Of the answered lines, on average so far."
+        yield "gauge", "throughput_tokens_per_second", average, rates, "direction"
+        preempted = "Sequences preempted for want of KV blocks."
+        yield "counter", "preemptions", preempted, of_engine("preemptions"), ""
+        yield "gauge", "kv_blocks", "KV blocks of the pool.", of_engine("num_blocks"), ""
+        held = "KV blocks that running sequences hold."
+        yield "gauge", "kv_blocks_in_use", held, of_engine("blocks_in_use"), ""
+        began = "When the run began, in seconds since 1970."
+        yield "gauge", "run_start_time_seconds", began, stats.began_at, ""
 
 
 @contextlib.contextmanager

@@ -23,13 +23,11 @@ class Progress:
         if mode == "bar":
             from tqdm import tqdm
 
-            bar = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
             self._bar = tqdm(
                 total=stats.total,
                 initial=stats.done,
-                unit="req",
                 dynamic_ncols=True,
-                bar_format=bar,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             )
 
     def update(self, llm: Any, *, now: bool = False) -> None:
@@ -38,30 +36,20 @@ class Progress:
         if now or at - self._watched >= BAR_EVERY_S:
             self._stats.watch(llm)
             self._watched = at
-        elapsed = at - self._shown
-        if self._mode == "none" or not (
-            now or elapsed >= (LINES_EVERY_S if self._mode == "lines" else BAR_EVERY_S)
-        ):
+        every, elapsed = LINES_EVERY_S if self._bar is None else BAR_EVERY_S, at - self._shown
+        if self._mode == "none" or not (now or elapsed >= every):
             return
-        self._shown = at
+        self._shown, stats = at, self._stats
         text = self._text(max(elapsed, 1e-9))
         if self._bar is not None:
-            self._bar.total = self._stats.total
+            self._bar.total = stats.total
             self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(self._stats.done - self._bar.n)
+            self._bar.update(stats.done - self._bar.n)
             self._bar.refresh()
         else:
-            stats = self._stats
-            of = (
-                ""
-                if stats.total is None
-                else f"/{'' if stats.total_is_exact else '~'}{stats.total}"
-            )
-            print(
-                f"[{stats.seconds:.0f} s] {stats.done}{of} done, {text}",
-                file=sys.stderr,
-                flush=True,
-            )
+            of = "" if stats.total is None else f"/{stats.told_total}"
+            line = f"[{stats.seconds:.0f} s] {stats.done}{of} done, {text}"
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -73,15 +61,13 @@ class Progress:
         tokens = stats.counted("prefill_tokens"), stats.counted("decode_tokens")
         rates = [(new - old) / elapsed for new, old in zip(tokens, self._tokens, strict=True)]
         self._tokens = tokens
-        hits = 100 * stats.tokens_cached / max(stats.tokens_in, 1)
-        parts = [
-            f"{stats.all_failed} failed",
-            f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out",
-            f"cache {hits:.0f}%",
-        ]
-        parts += [f"{stats.preemptions} preemptions"] if stats.preemptions else []
-        left = stats.seconds_left
-        return ", ".join(parts + ([f"{duration(left)} left"] if left is not None else []))
+        parts = [f"{stats.all_failed} failed", f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out"]
+        parts.append(f"cache {stats.cached_percent:.0f}%")
+        if stats.preemptions:
+            parts.append(f"{stats.preemptions} preemptions")
+        if (left := stats.seconds_left) is not None:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
 
 
 def duration(seconds: float) -> str:

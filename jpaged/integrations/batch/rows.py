@@ -2,75 +2,77 @@
 alone.
 """
 
-import dataclasses
+import contextlib
 import json
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
 import xxhash
 
 from jpaged.integrations.batch.answers import row_failed, row_id, row_number
-from jpaged.integrations.batch.compact import LineSet
 from jpaged.integrations.batch.source import BatchError
 
+NONE, OK, FAILED, RETRIED = range(4)  # a line without a row, with one, and with one to supersede
 
-@dataclasses.dataclass(kw_only=True)
+
 class Found:
-    """What an output file holds: a bit, a digest and no object a line.
+    """What an output file holds: 13 bytes and no object a line.
 
     size: bytes up to the end of the last whole row. superseded: some line has several rows; the
-    last one counts.
+    last one counts. ascending: the rows come by line number.
     """
 
-    path: str
-    done: LineSet = dataclasses.field(default_factory=LineSet)
-    failed: LineSet = dataclasses.field(default_factory=LineSet)
-    size: int = 0
-    superseded: bool = False
-    ascending: bool = True
-    last: int = 0
-    retried: LineSet = dataclasses.field(
-        default_factory=LineSet
-    )  # lines whose rows are to be superseded
-    _ids: array = dataclasses.field(default_factory=lambda: array("I"))
+    def __init__(self, path: str):
+        self.path, self.size = path, 0
+        self.superseded, self.ascending = False, True
+        self._last = 0
+        # By line number: what its row says, where that begins, and a digest of its id (0: none).
+        self._states, self.places, self._ids = bytearray(), array("q"), array("I")
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the line is done."""
+        return number < len(self._states) and self._states[number] in (OK, FAILED)
+
+    @property
+    def failed(self) -> int:
+        """Lines whose row is an error."""
+        return self._states.count(FAILED)
+
+    @property
+    def answered(self) -> int:
+        """Lines that are done."""
+        return self._states.count(OK) + self.failed
+
+    def note(
+        self, number: int, *, failed: bool, length: int, request_id: str | int | None = None
+    ) -> None:
+        """A row of so many bytes is written, or found, behind those before it."""
+        if (more := number + 1 - len(self._states)) > 0:
+            self._states.extend(bytes(more))
+            self.places.extend([-1] * more)
+            self._ids.extend([0] * more)
+        self.superseded |= self._states[number] != NONE
+        self.ascending &= number > self._last
+        self._last = number
+        self._states[number], self.places[number] = FAILED if failed else OK, self.size
+        self._ids[number] = 0 if request_id is None else _id_digest(request_id)
+        self.size += length
+
+    def retry_failed(self) -> None:
+        """Lines that failed are yet to be done; their old rows are superseded by new ones."""
+        self._states = self._states.replace(bytes([FAILED]), bytes([RETRIED]))
 
     def check_id(self, number: int, request_id: str | int | None) -> None:
         """Raise BatchError when the input's line has another id than the row that answers it."""
-        known = self._ids[number] if number < len(self._ids) else 0
+        known = self._ids[number]
         if known and known != _id_digest(request_id):
             raise BatchError(
-                f"line {number} of the input has the id {request_id!r}, its row in "
-                f"{self.path} another: the input has "
-                "changed since (--overwrite starts again)"
+                f"line {number} of the input has the id {request_id!r}, its row in {self.path} "
+                "another: the input has changed since (--overwrite starts again)"
             )
-
-    def note(self, number: int, *, failed: bool) -> None:
-        """A row is written, or found."""
-        self.superseded |= number in self.done or number in self.retried
-        self.ascending &= number > self.last
-        self.last = number
-        self.done.add(number)
-        if failed:
-            self.failed.add(number)
-        else:
-            self.failed.remove(number)
-
-    def without_failed(self) -> "Found":
-        """The same file, its lines that failed yet to be done; their old rows are superseded by new
-        ones.
-        """
-        return dataclasses.replace(
-            self, done=self.done - self.failed, failed=LineSet(), retried=self.failed
-        )
-
-    def note_id(self, number: int, request_id: str | int | None) -> None:
-        if request_id is not None:
-            if number >= len(self._ids):
-                self._ids.extend([0] * (number + 1 - len(self._ids)))
-            self._ids[number] = _id_digest(request_id)
 
 
 def _id_digest(request_id: str | int | None) -> int:
@@ -83,22 +85,19 @@ def scan(path: str) -> Found:
 
     Raises BatchError for a row in the middle that is none.
     """
-    found, torn = Found(path=path), 0
+    found, torn = Found(path), 0
     with open(path, "rb") as file:
-        for count, (offset, raw) in enumerate(_lines(file), 1):
+        for count, raw in enumerate(file, 1):
             row = _row(raw)
             if row is None:
                 torn = torn or count
                 continue
             if torn:
-                raise BatchError(
-                    f"row {torn} of {path} is not of a batch run: start again with --overwrite"
-                )
-            number = row_number(row)
+                said = "is not of a batch run: start again with --overwrite"
+                raise BatchError(f"row {torn} of {path} {said}")
+            number, failed = row_number(row), row_failed(row)
             assert number is not None
-            found.note(number, failed=row_failed(row))
-            found.note_id(number, row_id(row))
-            found.size = offset + len(raw)
+            found.note(number, failed=failed, length=len(raw), request_id=row_id(row))
     return found
 
 
@@ -113,36 +112,21 @@ def _row(raw: bytes) -> dict[str, Any] | None:
     return row if row_number(row) is not None else None
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    for raw in file:
-        yield offset, raw
-        offset += len(raw)
-
-
-def offsets(path: str, table: array | None = None) -> array:
-    """Where the last row of each line begins, by line number; -1 where there is none."""
-    table = array("q") if table is None else table
-    with open(path, "rb") as file:
-        for offset, raw in _lines(file):
-            row = _row(raw)
-            if row is not None and (number := row_number(row)) is not None:
-                if number >= len(table):
-                    table.extend([-1] * (number + 1 - len(table)))
-                table[number] = offset
-    return table
-
-
-def compact(path: str, *, ordered: bool) -> None:
-    """Replace a file by its rows that count: atomically, in their order in the file or by line
-    number.
+def rewrite(files: Sequence[Found], target: str, *, ordered: bool) -> None:
+    """Replace `target` by the rows of all files that count: atomically, by line number, or as they
+    follow each other.
     """
-    last = np.frombuffer(offsets(path), np.int64)
-    kept = last[last >= 0] if ordered else np.sort(last[last >= 0])
-    with open(path, "rb") as old, Replacement(path) as new:
-        for offset in kept:
-            old.seek(offset)
-            new.write(old.readline())
+    sizes = [len(found.places) for found in files]
+    place = np.concatenate([np.asarray(found.places) for found in files])
+    source, number = np.repeat(range(len(files)), sizes), np.concatenate([*map(np.arange, sizes)])
+    order = np.lexsort((source, number)) if ordered else np.lexsort((place, source))
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open(found.path, "rb")) for found in files]
+        new = stack.enter_context(Replacement(target))
+        for i in order[place[order] >= 0]:
+            file = opened[source[i]]
+            file.seek(int(place[i]))
+            new.write(file.readline())
 
 
 class Replacement:

@@ -2,6 +2,7 @@
 nothing.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -15,20 +16,16 @@ from typing import IO, Any, Literal
 from jpaged.errors import JpagedError
 from jpaged.integrations.batch.answers import ErrorStyle, answer_line, error_line
 from jpaged.integrations.batch.intake import Intake, Line, ReadAhead
-from jpaged.integrations.batch.journal import Existing, Journal, Writer, to_read
+from jpaged.integrations.batch.journal import Existing, Journal, to_read
 from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.manifest import write_json
 from jpaged.integrations.batch.progress import Progress
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import SAMPLES, BatchStats
+from jpaged.request.outputs import RequestOutput
 
-OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = (
-    0,
-    1,
-    2,
-    3,
-    141,
-)  # exit statuses; 128 + its number after a signal
+# Exit statuses; 128 + its number after a signal.
+OK, FATAL, FAILED_LINES, HOPELESS, BROKEN_PIPE = 0, 1, 2, 3, 141
 ENOUGH_LINES = 100  # before an error rate says anything
 POLL_S = 0.2  # how often a run that waits for its input looks whether it is to stop
 LAST_MOMENT_S = 1.0  # after the grace period, for a step that does not return
@@ -55,10 +52,6 @@ class Job:
     shard: tuple[int, int] | None = None
     summary: str | None = None
     again: tuple[str, ...] = ()
-
-    @property
-    def is_file(self) -> bool:
-        return self.output not in (None, "-")
 
 
 class Interrupts:
@@ -95,64 +88,67 @@ class Interrupts:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._deadline = number, time.monotonic() + self._grace
-        said = (
-            f"serve_batch: finishing what runs, at most {self._grace:g} s; a second "
-            "signal stops at once\n"
-        )
-        os.write(2, said.encode())  # not print: its lock may be held by what was interrupted
+        said = f"finishing what runs, at most {self._grace:g} s; a second signal stops at once"
+        # Not print: its lock may be held by what was interrupted.
+        os.write(2, f"serve_batch: {said}\n".encode())
         self._timer = threading.Timer(self._grace + LAST_MOMENT_S, self._late)
         self._timer.daemon = True
         self._timer.start()
 
 
 class Run:
-    """One run's loop. Its counters are in `stats`."""
+    """One run's loop, once there is an engine. Its counters are in `stats`."""
 
-    def __init__(
-        self, llm: Any, writer: Writer, stats: BatchStats, *, job: Job, interrupts: Interrupts
-    ):
-        self.llm, self.writer, self.stats, self.job, self.interrupts = (
-            llm,
-            writer,
-            stats,
-            job,
-            interrupts,
-        )
+    def __init__(self, llm: Any, job: Job, journal: Journal, intake: Intake, stats: BatchStats):
+        self.llm, self.job, self.journal, self.intake = llm, job, journal, intake
+        self.stats = stats
+        self.progress = Progress(_progress_mode(job), stats)
+        self.reader = ReadAhead(intake, job.window)
+        # A device that does not return is left as it is: what was answered is in the file.
+        self.interrupts = Interrupts(job.grace, lambda: os._exit(self.stopped()))
         self._pending: dict[str, tuple[BatchRequest, float]] = {}
 
-    def serve(self, intake: Intake, reader: ReadAhead, progress: Progress) -> Ending:
+    def serve(self) -> Ending:
         """Answer lines until there are no more, or the run is to stop: then what runs is finished
         first.
 
         An ordered run also stops reading while 8 windows of lines wait for one that is slow: memory
         stays bounded.
         """
-        pending, window = self._pending, self.job.window
+        pending, window, stats = self._pending, self.job.window, self.stats
         while True:
-            while len(pending) < window and self.writer.held < 8 * window and not self._must_stop:
-                line = reader.next(wait=None if pending else POLL_S)
+            while len(pending) < window and self.journal.held < 8 * window and not self._must_stop:
+                line = self.reader.next(wait=None if pending else POLL_S)
                 if line is None:
                     break
                 self._admit(line)
             if pending and self.interrupts.is_late:
-                return self._cut_off()
+                for request_id in pending:  # what runs is not answered
+                    self.llm.abort(request_id)
+                return "stopped"
             if pending:
                 self._step()
-            self.writer.flush()
-            self.stats.total, self.stats.total_is_exact = intake.total()
-            if not pending and reader.ended:
+            self.journal.flush()
+            stats.total, stats.total_is_exact = self.intake.total()
+            if not pending and self.reader.ended:
                 return "complete"
             if not pending and self._must_stop:
                 return "stopped" if self.interrupts.signal is not None else "hopeless"
-            self.stats.running = len(pending)
-            progress.update(self.llm)
+            stats.running = len(pending)
+            self.progress.update(self.llm)
 
-    def _cut_off(self) -> Ending:
-        """End what runs; it is not answered."""
-        for request_id in self._pending:
-            self.llm.abort(request_id)
-        self._pending.clear()
-        return "stopped"
+    def answered(self) -> str:
+        """What there is of a run that does not reach its end, and how to go on."""
+        path = self.job.output
+        if path in (None, "-"):
+            return f"{self.stats.done} lines were answered"
+        done = self.journal.found.answered if self.journal.is_regular else self.stats.done
+        return f"{done} lines were answered in {path}; to go on: {shlex.join(self.job.again)}"
+
+    def stopped(self) -> int:
+        """Say so; the exit status."""
+        print(f"serve_batch: interrupted: {self.answered()}", file=sys.stderr, flush=True)
+        return 128 + (self.interrupts.signal or signal.SIGINT)
 
     @property
     def _must_stop(self) -> bool:
@@ -165,21 +161,19 @@ class Run:
 
     def _admit(self, line: Line) -> None:
         request = line.request
-        self.writer.begin(request.number)
+        self.journal.expect(request.number)
         self.stats.ignored.update(request.ignored)
         if line.error is not None:
             self._fail(request, line.error)
             return
+        # A remote engine's own process makes the prompt.
+        is_remote = getattr(self.llm, "is_remote", False)
         try:
-            began, request_id = time.perf_counter(), f"line-{request.number}"
-            is_remote = getattr(
-                self.llm, "is_remote", False
-            )  # then the engine's own process makes the prompt
+            began = time.perf_counter()
             prompt = request.prompt_for if is_remote else request.prompt_for(self.llm)
-            self._pending[self.llm.add_request(prompt, request.params, request_id=request_id)] = (
-                request,
-                began,
-            )
+            request_id = f"line-{request.number}"
+            self.llm.add_request(prompt, request.params, request_id=request_id)
+            self._pending[request_id] = request, began
         except Exception as e:  # whatever one line provokes is that line's error
             self._fail(request, e)
 
@@ -191,22 +185,23 @@ class Run:
             request, began = self._pending.pop(output.request_id)
             if output.error is not None:
                 self._fail(request, output.error)
-            elif all(
-                done.finish_reason != "abort" for done in output.outputs
-            ):  # what was cut off is not done
-                try:
-                    line = answer_line(request, output)
-                except Exception as e:
-                    self._fail(request, e)
-                    continue
-                self.stats.add(output, time.perf_counter() - began)
-                self.writer.write(request, line)
-                if len(self.stats.samples) < SAMPLES:
-                    self.stats.samples.append(to_read(request, line).decode())
+            elif all(done.finish_reason != "abort" for done in output.outputs):
+                self._answer(request, output, time.perf_counter() - began)
+
+    def _answer(self, request: BatchRequest, output: RequestOutput, latency: float) -> None:
+        try:
+            line = answer_line(request, output)
+        except Exception as e:
+            self._fail(request, e)
+            return
+        self.stats.add(output, latency)
+        self.journal.write(request, line)
+        if len(self.stats.samples) < SAMPLES:
+            self.stats.samples.append(to_read(request, line).decode())
 
     def _fail(self, request: BatchRequest, error: BaseException | str) -> None:
         self.stats.fail(request.number, error)
-        self.writer.write(request, error_line(request, error, self.job.error_style))
+        self.journal.write(request, error_line(request, error, self.job.error_style))
 
 
 def run_batch(
@@ -227,107 +222,56 @@ def run_batch(
     answered already, and how to resume, in its message) and OSError where the output cannot be
     written.
     """
-    journal = (
-        Journal(job.output, manifest, _grows(source))
-        if job.is_file and job.output is not None
-        else None
-    )
-    try:
-        if journal is not None:
-            journal.open(job.existing, retry_failed=job.retry_failed)
+    stats = BatchStats() if stats is None else stats
+    with contextlib.closing(Journal(job.output, manifest, ordered=job.ordered)) as journal:
+        grows = source.path if "bytes" in source.identity() else None
+        journal.open(job.existing, grows, retry_failed=job.retry_failed)
         llm = make_llm()
         settings = make_settings(llm)
-        file = (stdout or sys.stdout.buffer) if journal is None else journal.begin()
-        return _run(
-            job, source, journal, file, llm, settings, BatchStats() if stats is None else stats
-        )
-    finally:
-        if journal is not None:
-            journal.close()
+        journal.begin(stdout or sys.stdout.buffer)
+        stats.began, stats.began_at = time.perf_counter(), time.time()
+        stats.earlier_failed = journal.found.failed
+        stats.earlier_ok = journal.found.answered - stats.earlier_failed
+        stats.watch(llm)
+        intake = Intake(source, settings, shard=job.shard, found=journal.found)
+        return _to_its_end(Run(llm, job, journal, intake, stats), source)
 
 
-def _grows(source: Source) -> str | None:
-    return source.path if "bytes" in source.identity() else None
-
-
-def _run(
-    job: Job,
-    source: Source,
-    journal: Journal | None,
-    file: IO[bytes],
-    llm: Any,
-    settings: Settings,
-    stats: BatchStats,
-) -> int:
-    found = None if journal is None or not journal.is_regular else journal.found
-    stats.began, stats.began_at = time.perf_counter(), time.time()
-    if found is not None:
-        stats.earlier_ok, stats.earlier_failed = (
-            len(found.done) - len(found.failed),
-            len(found.failed),
-        )
-    stats.watch(llm)
-    intake = Intake(source, settings, shard=job.shard, found=found)
-    writer = Writer(file, readable=job.output is None, ordered=job.ordered, found=found)
-    progress = Progress(_progress_mode(job), stats)
-    reader = ReadAhead(intake, job.window)
-
-    def answered() -> str:
-        """What there is of a run that does not reach its end, and how to go on."""
-        text = f"{stats.done if found is None else len(found.done)} lines were answered"
-        return f"{text} in {job.output}; to go on: {shlex.join(job.again)}" if job.is_file else text
-
-    def stopped() -> int:
-        print(f"serve_batch: interrupted: {answered()}", file=sys.stderr, flush=True)
-        return 128 + (interrupts.signal or signal.SIGINT)
-
-    # A device that does not return is left as it is: what was answered is in the file.
-    with Interrupts(job.grace, lambda: os._exit(stopped())) as interrupts:
+def _to_its_end(run: Run, source: Source) -> int:
+    job, journal, stats, reader = run.job, run.journal, run.stats, run.reader
+    with run.interrupts:
         try:
-            ending = Run(llm, writer, stats, job=job, interrupts=interrupts).serve(
-                intake, reader, progress
-            )
-            writer.flush(everything=True)
-            if journal is not None:
-                complete = ending == "complete" and reader.error is None
-                journal.finish(
-                    complete=complete,
-                    lines=intake.seen,
-                    ordered=job.ordered,
-                    source=source.identity(),
-                )
+            ending = run.serve()
+            journal.flush(everything=True)
+            complete = ending == "complete" and reader.error is None
+            journal.finish(complete=complete, lines=run.intake.seen, source=source.identity())
         except OSError:
             raise
         except KeyboardInterrupt:
-            writer.flush(everything=True)
-            return stopped()
+            journal.flush(everything=True)
+            return run.stopped()
         except Exception as e:
-            writer.flush(everything=True)
-            raise BatchError(f"the run stopped: {sentence(e)} ({answered()})") from e
+            journal.flush(everything=True)
+            raise BatchError(f"the run stopped: {sentence(e)} ({run.answered()})") from e
         finally:
             reader.close()
-            progress.close()
+            run.progress.close()
     stats.ended = time.perf_counter()
-    stats.watch(llm)
+    stats.watch(run.llm)
     print(stats.table(), file=sys.stderr if job.output == "-" else sys.stdout, flush=True)
-    if (
-        summary := job.summary or (f"{job.output}.summary.json" if found is not None else None)
-    ) is not None:
-        write_json(
-            summary, {"status": ending if reader.error is None else "input error", **stats.record()}
-        )
+    summary = job.summary or (f"{job.output}.summary.json" if journal.is_regular else None)
+    if summary is not None:
+        status = ending if reader.error is None else "input error"
+        write_json(summary, {"status": status, **stats.record()})
     if reader.error is not None:
-        raise BatchError(
-            f"cannot read the input any further: {sentence(reader.error)} ({answered()})"
-        )
+        said = f"cannot read the input any further: {sentence(reader.error)}"
+        raise BatchError(f"{said} ({run.answered()})")
     if ending == "stopped":
-        return stopped()
+        return run.stopped()
     if ending == "hopeless":
-        seen = (
-            f"{stats.failed} of {stats.ok + stats.failed} lines failed, above "
-            f"--max-error-rate {job.max_error_rate}"
-        )
-        print(f"serve_batch: {seen}: {answered()}", file=sys.stderr)
+        share = f"{stats.failed} of {stats.ok + stats.failed} lines failed"
+        said = f"{share}, above --max-error-rate {job.max_error_rate}"
+        print(f"serve_batch: {said}: {run.answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
 

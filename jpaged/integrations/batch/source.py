@@ -13,45 +13,54 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
+
+import xxhash
 
 from jpaged.errors import JpagedError
-from jpaged.integrations.batch.fields import LineError
+from jpaged.openai.protocol import BodyError
 
+SAMPLES, SAMPLE = 32, 1 << 16  # of a file, that its digest is made of: so many, of so many bytes
 PIECE = 1 << 16  # bytes of an over-long line that are read, and dropped, at once
-COMPRESSED = (
-    1 << 12
-)  # bytes of .zst that are decompressed at once: repetitive text grows a thousandfold
+COMPRESSED = 1 << 12  # of .zst, decompressed at once: repetitive text grows a thousandfold
 
 
 class BatchError(JpagedError):
     """A run that cannot start or go on; the message is the one sentence that the user sees."""
 
 
-class Source(Protocol):
-    """Lines of one input."""
+class LineError(BodyError):
+    """One line that cannot run: why, and which field."""
 
-    path: str
-    text: bool  # whether a line is a prompt as it stands
 
-    def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]: ...
+class Source:
+    """Lines of one input: (number, bytes or the error that stands for them)."""
+
+    text = False  # whether a line is a prompt as it stands
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
+        raise NotImplementedError
 
     def total(self) -> int | None:
         """How many lines there are, if that is known without reading them."""
-        ...
+        return None
 
     def fraction(self) -> float | None:
         """How much of the input has been read, 0 to 1; None for a pipe."""
-        ...
+        return None
 
     def identity(self) -> dict[str, Any]:
         """What tells this input from another, for the manifest."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
-class LineSource:
+class LineSource(Source):
     """Lines of a file (plain, .gz or .zst) or of stdin ("-").
 
     Lines of more than max_line_bytes are dropped as they are read, a piece at a time. Raises
@@ -60,7 +69,8 @@ class LineSource:
     """
 
     def __init__(self, path: str, *, max_line_bytes: int, text: bool = False):
-        self.path, self.text = path, text
+        super().__init__(path)
+        self.text = text
         self._longest = max_line_bytes
         self._taken = 0  # bytes of the lines that were read
         self._newline = True  # whether the last of them was a whole one
@@ -78,11 +88,10 @@ class LineSource:
         if suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=self._raw)
         elif suffix == ".zst":
-            try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.close)
                 self._file = _open_zst(self._raw, path)
-            except BatchError:
-                self.close()
-                raise
+                stack.pop_all()
 
     def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
         number, longest = 0, self._longest
@@ -91,20 +100,21 @@ class LineSource:
             length = len(line)
             self._taken += length
             self._newline = line.endswith(b"\n")
-            if length > longest and not line.endswith(b"\n"):
-                piece = line
-                while piece and not piece.endswith(b"\n"):
-                    piece = self._file.readline(PIECE)
-                    length += len(piece)
-                    self._newline = self._newline or piece.endswith(b"\n")
-                self._taken += length - len(line)
+            if length > longest and not self._newline:
+                length += self._skip_line()
                 message = f"{length} bytes are above --max-line-bytes {longest}"
                 yield number, LineError(message, code="line_too_long")
             elif not line.isspace():
                 yield number, line
 
-    def total(self) -> int | None:
-        return None
+    def _skip_line(self) -> int:
+        """Read, and drop, what is left of an over-long line; how many bytes."""
+        length = 0
+        while not self._newline and (piece := self._file.readline(PIECE)):
+            length += len(piece)
+            self._newline = piece.endswith(b"\n")
+        self._taken += length
+        return length
 
     def fraction(self) -> float | None:
         if not self._size:
@@ -115,8 +125,6 @@ class LineSource:
             return 1.0
 
     def identity(self) -> dict[str, Any]:
-        from jpaged.integrations.batch.manifest import file_identity
-
         if self._size is None:
             return {"kind": "a pipe"}
         if not self._compressed:
@@ -208,3 +216,17 @@ def guess_format(path: str) -> str:
         return "dataset" if saved else "jsonl"
     names = Path(path).name.removesuffix(".gz").removesuffix(".zst")
     return {".parquet": "parquet", ".txt": "text"}.get(Path(names).suffix, "jsonl")
+
+
+def file_identity(path: str, size: int | None = None) -> dict[str, Any]:
+    """Size and digest of a file, or of its first `size` bytes."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size if size is None else size
+        digest = xxhash.xxh3_64()
+        last = max(size - SAMPLE, 0)
+        for i in range(SAMPLES):
+            file.seek(last * i // (SAMPLES - 1))
+            digest.update(file.read(min(SAMPLE, size - file.tell())))
+        file.seek(max(size - 1, 0))
+        ended = size == 0 or file.read(1) == b"\n"
+    return {"bytes": size, "digest": digest.hexdigest(), "newline": ended}

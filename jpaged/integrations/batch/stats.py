@@ -1,6 +1,7 @@
 """What a run counts: one object that progress, summary, metrics and report read."""
 
 import dataclasses
+import functools
 import time
 from array import array
 from collections import Counter
@@ -8,14 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.integrations.batch.answers import Failure
 from jpaged.integrations.batch.timeline import Timeline
+from jpaged.openai.responses import Failure
 from jpaged.request.outputs import RequestOutput
 
 FIRST = 5  # line numbers that are kept of each kind of error
 SAMPLES = 3  # answers that are kept for a person to read
 TIMED = ("prefill_tokens", "decode_tokens")  # of these, those whose course is kept
 COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # of LLM.stats
+
+
+_floats, _counts = functools.partial(array, "f"), functools.partial(array, "I")
 
 
 @dataclasses.dataclass
@@ -26,10 +30,10 @@ class Answered:
     latency: seconds from the engine's taking it to its end. finished: seconds since the run began.
     """
 
-    latency: array = dataclasses.field(default_factory=lambda: array("f"))
-    finished: array = dataclasses.field(default_factory=lambda: array("f"))
-    prompt_tokens: array = dataclasses.field(default_factory=lambda: array("I"))
-    completion_tokens: array = dataclasses.field(default_factory=lambda: array("I"))
+    latency: array = dataclasses.field(default_factory=_floats)
+    finished: array = dataclasses.field(default_factory=_floats)
+    prompt_tokens: array = dataclasses.field(default_factory=_counts)
+    completion_tokens: array = dataclasses.field(default_factory=_counts)
 
     def __len__(self) -> int:
         return len(self.latency)
@@ -41,8 +45,10 @@ class BatchStats:
     of them.
 
     total: lines to answer, None where nothing is known; total_is_exact: else it is estimated from
-    the bytes read. errors: failed lines by code; first_lines: the first line numbers of each.
-    first_messages: and what the first of them said. ignored: unknown fields left out.
+    the bytes read. running: requests in the engine now. errors: failed lines by code; first_lines:
+    the first line numbers of each; first_messages: and what the first of them said. ignored:
+    unknown fields left out. samples: the first lines that were answered, to read. engine:
+    LLM.stats() as it was last read; engine_began: and as the run began.
     """
 
     began: float = dataclasses.field(default_factory=time.perf_counter)
@@ -57,21 +63,17 @@ class BatchStats:
     tokens_in: int = 0
     tokens_out: int = 0
     tokens_cached: int = 0
-    running: int = 0  # requests in the engine now
+    running: int = 0
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     first_lines: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     first_messages: dict[str, str] = dataclasses.field(default_factory=dict)
     ignored: Counter[str] = dataclasses.field(default_factory=Counter)
-    samples: list[str] = dataclasses.field(
-        default_factory=list
-    )  # the first lines that were answered, to read
+    samples: list[str] = dataclasses.field(default_factory=list)
     timeline: Timeline = dataclasses.field(default_factory=lambda: Timeline(TIMED))
     answered: Answered = dataclasses.field(default_factory=Answered)
-    engine: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # LLM.stats() as it was last read
-    engine_began: dict[str, Any] = dataclasses.field(default_factory=dict)  # and as the run began
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    engine_began: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def done(self) -> int:
@@ -95,29 +97,33 @@ class BatchStats:
         return int(self.counted("preemptions"))
 
     @property
+    def cached_percent(self) -> float:
+        """Of the prompts' tokens."""
+        return 100 * self.tokens_cached / max(self.tokens_in, 1)
+
+    @property
+    def told_total(self) -> str:
+        """`total` for a person, marked where it is an estimate."""
+        return f"{'' if self.total_is_exact else '~'}{self.total}"
+
+    @property
     def seconds_left(self) -> float | None:
         """At this run's pace; None before its first line, or where the total is not known."""
         here = self.ok + self.failed
-        return (
-            None
-            if self.total is None or not here
-            else self.seconds / here * max(self.total - self.done, 0)
-        )
+        if self.total is None or not here:
+            return None
+        return self.seconds / here * max(self.total - self.done, 0)
 
     def watch(self, llm: Any) -> None:
         """Read the engine's counters: those that it starts with, the first time."""
         self.engine = llm.stats()
-        self.engine_began = self.engine_began or {
-            name: self.engine.get(name, 0) for name in COUNTERS
-        }
+        self.engine_began = self.engine_began or {k: self.engine.get(k, 0) for k in COUNTERS}
         self.timeline.add([self.counted(name) for name in TIMED], at=self.seconds)
 
     def add(self, output: RequestOutput, latency: float) -> None:
         """A line is answered; latency in seconds."""
-        prompt, completion = (
-            len(output.prompt_token_ids),
-            sum(len(done.token_ids) for done in output.outputs),
-        )
+        prompt = len(output.prompt_token_ids)
+        completion = sum(len(done.token_ids) for done in output.outputs)
         self.ok += 1
         self.tokens_in += prompt
         self.tokens_out += completion
@@ -137,28 +143,31 @@ class BatchStats:
         if len(first := self.first_lines.setdefault(code, [])) < FIRST:
             first.append(number)
 
+    def where(self, code: str) -> str:
+        """The first lines of a kind of error."""
+        first = self.first_lines[code]
+        more = ", ..." if self.errors[code] > len(first) else ""
+        return f"line {', '.join(map(str, first))}{more}"
+
     def record(self) -> dict[str, Any]:
         """All of it as JSON, for summary.json; latencies and lengths as percentiles."""
-        lines = {"done": self.done, "ok": self.ok, "failed": self.failed}
-        lines |= {"earlier_ok": self.earlier_ok, "earlier_failed": self.earlier_failed}
+        names = ("done", "ok", "failed", "earlier_ok", "earlier_failed")
+        lines = {name: getattr(self, name) for name in names}
         if self.total is not None:
             lines["total" if self.total_is_exact else "total_estimated"] = self.total
+        tokens = {"in": self.tokens_in, "out": self.tokens_out}
+        errors = self.errors.most_common()
         return {
             "began_at": self.began_at,
             "seconds": self.seconds,
             "lines": lines,
-            "tokens": {"in": self.tokens_in, "out": self.tokens_out, "cached": self.tokens_cached},
-            "tokens_per_second": {
-                "in": self.tokens_in / self.seconds,
-                "out": self.tokens_out / self.seconds,
-            },
+            "tokens": {**tokens, "cached": self.tokens_cached},
+            "tokens_per_second": {k: count / self.seconds for k, count in tokens.items()},
             "latency_s": _percentiles(self.answered.latency),
             "prompt_tokens": _percentiles(self.answered.prompt_tokens),
             "completion_tokens": _percentiles(self.answered.completion_tokens),
             "finish_reasons": dict(self.reasons),
-            "errors": {
-                k: {"lines": n, "first": self.first_lines[k]} for k, n in self.errors.most_common()
-            },
+            "errors": {k: {"lines": n, "first": self.first_lines[k]} for k, n in errors},
             "ignored_fields": dict(self.ignored),
             "preemptions": self.preemptions,
             "compiled_steps": int(self.counted("num_compiles")),
@@ -167,74 +176,53 @@ class BatchStats:
 
     def table(self) -> str:
         """The summary that a person reads."""
-        here, seconds = self.ok + self.failed, self.seconds
-        earlier = self.earlier_ok + self.earlier_failed
-        share = 100 * self.tokens_cached / max(self.tokens_in, 1)
-        rows = {"requests": f"{here} ({self.ok} ok, {self.failed} failed)"}
-        if earlier:
+        seconds, tokens = self.seconds, self.tokens_in + self.tokens_out
+        rates = f"{self.tokens_out / seconds:.1f} tok/s out, {tokens / seconds:.1f} tok/s in all"
+        rows = {"requests": f"{self.ok + self.failed} ({self.ok} ok, {self.failed} failed)"}
+        if earlier := self.earlier_ok + self.earlier_failed:
             rows["earlier"] = f"{earlier} ({self.earlier_ok} ok, {self.earlier_failed} failed)"
-        rows |= {
-            "tokens": f"{self.tokens_in} in, {self.tokens_out} out",
-            "time": f"{seconds:.1f} s, {self.tokens_out / seconds:.1f} tok/s out, "
-            f"{(self.tokens_in + self.tokens_out) / seconds:.1f} tok/s in all",
-            "cache hits": f"{self.tokens_cached} tokens ({share:.1f}% of the prompts)",
-            "finished by": ", ".join(f"{k} {n}" for k, n in self.reasons.most_common()) or "-",
-        }
+        rows["tokens"] = f"{self.tokens_in} in, {self.tokens_out} out"
+        rows["time"] = f"{seconds:.1f} s, {rates}"
+        share = f"{self.cached_percent:.1f}% of the prompts"
+        rows["cache hits"] = f"{self.tokens_cached} tokens ({share})"
+        reasons = ", ".join(f"{k} {n}" for k, n in self.reasons.most_common())
+        rows["finished by"] = reasons or "-"
         if len(self.answered):
-            latency, length = (
-                _percentiles(x) for x in (self.answered.latency, self.answered.completion_tokens)
-            )
-            rows["latency"] = "median {median:.2f} s, p99 {p99:.2f} s, longest {max:.2f} s".format(
-                **latency
-            )
-            rows["answers"] = "median {median:.0f} tokens, p99 {p99:.0f}, longest {max:.0f}".format(
-                **length
-            )
+            latency = "median {median:.2f} s, p99 {p99:.2f} s, longest {max:.2f} s"
+            length = "median {median:.0f} tokens, p99 {p99:.0f}, longest {max:.0f}"
+            rows["latency"] = latency.format(**_percentiles(self.answered.latency))
+            rows["answers"] = length.format(**_percentiles(self.answered.completion_tokens))
         if self.preemptions:
             rows["preemptions"] = str(self.preemptions)
         if lost := self.engine.get("replicas_lost"):
-            rows["replicas"] = (
-                f"{lost} died; {self.engine['requests_retried']} requests were run again on others"
-            )
+            again = self.engine["requests_retried"]
+            rows["replicas"] = f"{lost} died; {again} requests were run again on others"
         if compiles := int(self.counted("num_compiles")):
-            rows["compiled"] = (
-                f"{compiles} steps in {self.counted('compile_time_s'):.1f} s of that time"
-            )
-        rows |= errors_by_kind(self)
-        if self.ignored:
-            names = ", ".join(f"{name} ({n} lines)" for name, n in self.ignored.most_common(8))
-            rows["ignored"] = f"unknown fields {names}"
+            took = self.counted("compile_time_s")
+            rows["compiled"] = f"{compiles} steps in {took:.1f} s of that time"
+        rows |= self.trouble()
         text = "\n".join(f"{name:<12} {value}" for name, value in rows.items())
-        if self.reasons["length"] * 5 > self.ok:
-            cut = (
-                f"{self.reasons['length']} of {self.reasons.total()} answers were cut off "
-                "by their token limit"
-            )
+        if (cut := self.reasons["length"]) * 5 > self.ok:
             text += (
-                f"\nwarning: {cut} (finish_reason 'length'): raise --max-tokens or --max-model-len"
+                f"\nwarning: {cut} of {self.reasons.total()} answers were cut off by their token "
+                "limit (finish_reason 'length'): raise --max-tokens or --max-model-len"
             )
         return text
 
-
-def errors_by_kind(stats: BatchStats) -> dict[str, str]:
-    """A row of a table for each kind of error, with its first line numbers."""
-    rows = {}
-    for i, (code, count) in enumerate(stats.errors.most_common()):
-        first = ", ".join(map(str, stats.first_lines[code]))
-        more = ", ..." if count > len(stats.first_lines[code]) else ""
-        rows["errors" if i == 0 else " " * i] = f"{count} {code} (line {first}{more})"
-    return rows
+    def trouble(self) -> dict[str, str]:
+        """Rows of a table: each kind of error, and what was ignored."""
+        rows = {}
+        for i, (code, count) in enumerate(self.errors.most_common()):
+            rows["errors" if i == 0 else " " * i] = f"{count} {code} ({self.where(code)})"
+        if self.ignored:
+            names = ", ".join(f"{name} ({n} lines)" for name, n in self.ignored.most_common(8))
+            rows["ignored"] = f"unknown fields {names}"
+        return rows
 
 
 def _percentiles(values: array) -> dict[str, float]:
     if not values:
         return {}
     found = np.frombuffer(values, dtype=values.typecode)
-    low, median, high = np.percentile(found, (0, 50, 99))
-    return {
-        "min": float(low),
-        "mean": float(found.mean()),
-        "median": float(median),
-        "p99": float(high),
-        "max": float(found.max()),
-    }
+    low, median, p99, high = np.percentile(found, (0, 50, 99, 100)).tolist()
+    return {"min": low, "mean": float(found.mean()), "median": median, "p99": p99, "max": high}

@@ -9,23 +9,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jpaged.integrations.batch.fields import LineError
-from jpaged.integrations.batch.source import BatchError
+from jpaged.integrations.batch.source import BatchError, LineError, Source, file_identity
 
 ROWS = 256  # of a Parquet file that are turned into Python objects at once
 
 
-class Table:
+class Table(Source):
     """What the two have in common: columns, and rows as JSON lines."""
 
-    text = False
-
     def __init__(self, path: str, *, columns: list[str] | None, split: str | None):
-        self.path, self._split = path, split
+        super().__init__(path)
+        self._split = split
         pairs = [name.rpartition("=") for name in columns or []]
-        self._fields = {
-            column: field or column for field, _, column in pairs
-        }  # field of a line, by column
+        # The field of a line that a column is.
+        self._fields = {column: field or column for field, _, column in pairs}
         self._number = 0
 
     def __iter__(self) -> Iterator[tuple[int, bytes | LineError]]:
@@ -37,11 +34,8 @@ class Table:
         total = self.total()
         return None if total is None else self._number / max(total, 1)
 
-    def total(self) -> int | None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        return None
+    def identity(self) -> dict[str, Any]:
+        return {"columns": {field: column for column, field in self._fields.items()}}
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
@@ -65,9 +59,8 @@ class ParquetSource(Table):
         try:
             import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise BatchError(
-                f"cannot read {path}: Parquet needs pyarrow: pip install 'jpaged[data]'"
-            ) from None
+            said = "Parquet needs pyarrow: pip install 'jpaged[data]'"
+            raise BatchError(f"cannot read {path}: {said}") from None
         self._paths = sorted(Path(path).glob("*.parquet")) if os.path.isdir(path) else [Path(path)]
         self._open = parquet.ParquetFile
         try:
@@ -81,15 +74,8 @@ class ParquetSource(Table):
         return self._total
 
     def identity(self) -> dict[str, Any]:
-        from jpaged.integrations.batch.manifest import file_identity
-
-        return {
-            "kind": "Parquet",
-            "files": {p.name: file_identity(str(p)) for p in self._paths},
-        } | self._mapping()
-
-    def _mapping(self) -> dict[str, Any]:
-        return {"columns": {field: column for column, field in self._fields.items()}}
+        files = {path.name: file_identity(str(path)) for path in self._paths}
+        return {"kind": "Parquet", "files": files, **super().identity()}
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for path, names in zip(self._paths, self._names, strict=True):
@@ -106,32 +92,28 @@ class DatasetSource(Table):
     def __init__(self, path: str, *, columns: list[str] | None = None, split: str | None = None):
         super().__init__(path, columns=columns, split=split)
         if not path.startswith("hf:") and not os.path.isdir(path):
-            raise BatchError(
-                f"cannot read {path}: no such folder (hf:NAME streams a data set by its name)"
-            )
+            said = "no such folder (hf:NAME streams a data set by its name)"
+            raise BatchError(f"cannot read {path}: {said}")
         try:
             import datasets  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise BatchError(
-                f"cannot read {path}: data sets need datasets: pip install 'jpaged[data]'"
-            ) from None
+            said = "data sets need datasets: pip install 'jpaged[data]'"
+            raise BatchError(f"cannot read {path}: {said}") from None
         try:
             if path.startswith("hf:"):
-                found: Any = datasets.load_dataset(
-                    path.removeprefix("hf:"), split=split, streaming=True
-                )
+                name = path.removeprefix("hf:")
+                found: Any = datasets.load_dataset(name, split=split, streaming=True)
             else:
                 found = datasets.load_from_disk(path)
         except Exception as e:  # the library raises many types
             raise BatchError(f"cannot read {path}: {' '.join(str(e).split())}") from e
         if isinstance(found, Mapping):
+            there = ", ".join(map(str, found))
             if split is None and len(found) > 1:
-                raise BatchError(
-                    f"{path} has the splits {', '.join(map(str, found))}: name one with --split"
-                )
+                raise BatchError(f"{path} has the splits {there}: name one with --split")
             if split is not None and split not in found:
-                raise BatchError(f"--split {split}: {path} has {', '.join(map(str, found))}")
-            found = found[split] if split is not None else next(iter(found.values()))
+                raise BatchError(f"--split {split}: {path} has {there}")
+            found = next(iter(found.values())) if split is None else found[split]
         elif split is not None and not path.startswith("hf:"):
             raise BatchError(f"--split {split}: {path} has no splits")
         if names := self._check(list(found.column_names or self._fields)):
@@ -142,10 +124,10 @@ class DatasetSource(Table):
         return len(self._data) if hasattr(self._data, "__len__") else None
 
     def identity(self) -> dict[str, Any]:
-        rows, columns = self.total(), {field: column for column, field in self._fields.items()}
-        known = {} if rows is None else {"rows": rows, "fingerprint": self._data._fingerprint}
-        name = {"name": self.path} if rows is None else {}
-        return {"kind": "a data set", **name, "split": self._split, "columns": columns, **known}
+        about: dict[str, Any] = {"kind": "a data set", "split": self._split, **super().identity()}
+        if (rows := self.total()) is None:
+            return {**about, "name": self.path}
+        return {**about, "rows": rows, "fingerprint": self._data._fingerprint}
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         return iter(self._data)

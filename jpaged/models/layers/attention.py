@@ -1,16 +1,13 @@
 """Grouped-query attention (arXiv:2305.13245)."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jax import Array
 
-from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVView
-from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.linear import Linear
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
 
@@ -28,23 +25,6 @@ class Attention:
     k_norm: RMSNorm | None
     out: Linear
     group: int = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        specs: Mapping[str, Any],
-        tree: Mapping[str, Any],
-        serving: Serving,
-        group: int,
-    ) -> Self:
-        """From a layer's `attention` of the canonical tree, and the specs of it."""
-        linear = functools.partial(Linear.of, config, specs, tree, serving)
-        q_norm, k_norm = (
-            RMSNorm(scale=tree[name]["scale"], eps=config.rms_norm_eps) if config.qk_norm else None
-            for name in ("q_norm", "k_norm")
-        )
-        return cls(qkv=linear("qkv"), q_norm=q_norm, k_norm=k_norm, out=linear("out"), group=group)
 
     def __call__(self, x: Array, rotary: Rotary, kv: KVView, index: Any) -> tuple[Array, KVView]:
         """x [..., E]; index: this layer's place among those of its group."""

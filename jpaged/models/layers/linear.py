@@ -2,26 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.params import ParamSpec
-
 
 class Products(Protocol):
     """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
 
-    def supported(self, x: Array, weight: Array) -> bool:
+    def supported(self, x: Array, weight: Array, /) -> bool:
         """Whether it is the better one for x [T, E] and weight [N, E]."""
         ...
 
-    def linear(self, x: Array, weight: Array, count: Any, dtype: DTypeLike) -> Array:
+    def linear(self, x: Array, weight: Array, count: Any, dtype: DTypeLike, /) -> Array:
         """x times weight transposed, [T, N] in dtype, accumulated in f32.
 
         count: the rows of x that are real; the others are padding whose results may be anything.
@@ -60,27 +56,6 @@ class Linear:
     serving: Serving
     num_outputs: int = dataclasses.field(metadata={"static": True})
     sum_over: str | None = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        specs: Mapping[str, ParamSpec],
-        tree: Mapping[str, Any],
-        serving: Serving,
-        name: str,
-    ) -> Self:
-        """The product with parameter `name` of a module's tree, and its `_bias` if there is one."""
-        spec = specs[name]
-        outputs, inputs = spec.sides
-        split = spec.split_letter(config, serving.axis_size)
-        return cls(
-            weight=tree[name],
-            bias=tree.get(f"{name}_bias"),
-            serving=serving,
-            num_outputs=len(outputs),
-            sum_over=serving.tensor_axis if split in inputs else None,
-        )
 
     def __call__(self, x: Array, dtype: DTypeLike | None = None) -> Array:
         """Accumulated in f32 and rounded once, at the end, to dtype (None is x's)."""

@@ -1,16 +1,12 @@
 """The feed-forward part of a layer."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.linear import Linear
 
 
 @jax.tree_util.register_dataclass
@@ -20,18 +16,6 @@ class MLP:
 
     gate_up: Linear
     down: Linear
-
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        specs: Mapping[str, Any],
-        tree: Mapping[str, Any],
-        serving: Serving,
-    ) -> Self:
-        """From a layer's `mlp` of the canonical tree, and the specs of it."""
-        linear = functools.partial(Linear.of, config, specs, tree, serving)
-        return cls(gate_up=linear("gate_up"), down=linear("down"))
 
     def __call__(self, x: Array) -> Array:
         gate_up = self.gate_up(x, jnp.float32)

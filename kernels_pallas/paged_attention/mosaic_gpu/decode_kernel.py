@@ -87,10 +87,8 @@ def decode(
             def body(i, carry):
                 acc, m, total = carry
                 stage = lax.rem(i, jnp.int32(stages))
-                low, high = (
-                    begin - (first + i) * C,
-                    context - (first + i) * C,
-                )  # slots of the tile that are seen
+                # Slots of the tile that are seen.
+                low, high = begin - (first + i) * C, context - (first + i) * C
                 plgpu.barrier_wait(full.at[stage])
                 pl.when((low > 0) | (high < C))(lambda: zero_unseen(kv_sm.at[stage], low, high))
                 s = scaled(scores(q_sm, kv_sm.at[stage]), options)
@@ -103,9 +101,8 @@ def decode(
 
             acc, m, total = lax.fori_loop(0, count, body, softmax_start(D))
             o_sm[...] = normalized(acc, total).astype(out_dtype)
-            lse_sm[...] = m + jnp.log2(
-                jnp.maximum(total, 1.0)
-            )  # a sum is at least 1, its maximum's weight, or 0
+            # A sum is at least 1, its maximum's weight, or 0.
+            lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_sm.at[pl.ds(0, rows)], o_ref.at[row, split, head])
             plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref.at[row, split, head])

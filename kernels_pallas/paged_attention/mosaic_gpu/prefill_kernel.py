@@ -133,10 +133,8 @@ def prefill(
                 acc, m, total = carry
                 stage = lax.rem(i - begin, jnp.int32(stages))
                 if masked:
-                    first, last = (
-                        low - i * C,
-                        context - i * C,
-                    )  # slots of the tile that hold something
+                    # Slots of the tile that hold something.
+                    first, last = low - i * C, context - i * C
                     ragged = (first > 0) | (last < C)
 
                     @pl.when(ragged & (warpgroup == 0))

@@ -29,10 +29,8 @@ from kernels_pallas.paged_attention.tpu.kernel import kernel as own_kernel
 
 KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
 QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
-VMEM, SMEM = (
-    48 << 20,
-    960 << 10,
-)  # of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too
+# Of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too.
+VMEM, SMEM = 48 << 20, 960 << 10
 
 _i32 = jnp.int32
 _jit = functools.partial(jax.jit, static_argnames=("options", "tiles", "kernel"))
@@ -170,9 +168,8 @@ def prefill(
         (ends_S > starts_S) & (context_lens_S > 0), (ends_S - 1) // B - starts_S // B + 1, 0
     )
     items = jnp.sum(items_S, dtype=_i32)
-    item_A = jnp.minimum(
-        jnp.arange(min(T, count + S), dtype=_i32), jnp.maximum(items - 1, 0)
-    )  # the last repeats
+    # The last repeats.
+    item_A = jnp.minimum(jnp.arange(min(T, count + S), dtype=_i32), jnp.maximum(items - 1, 0))
     row_A, nth_A = rows_of(items_S, item_A)
     tile_A, base = (
         jnp.minimum(starts_S[row_A] // B + nth_A, count - 1),
@@ -187,9 +184,8 @@ def prefill(
         .reshape(K, -1, X)
     )
     query_tile = pl.BlockSpec((K, Q, X), lambda item, base, row_A, tile_A, *_: (0, tile_A[item], 0))
-    if (
-        Y % 8 == 0 or X == 128
-    ):  # the same bytes; otherwise XLA would copy the pool, and the kernel makes it flat
+    # The same bytes; otherwise XLA would copy the pool, and the kernel makes it flat.
+    if Y % 8 == 0 or X == 128:
         pool = pool.reshape(-1, P * Y, X)
     buffers = pltpu.VMEM((2, U, *pool.shape[1:]), pool.dtype)
     words = pltpu.VMEM((X // 128, C * W, 128), jnp.float32 if W == Y else jnp.uint32)

@@ -110,9 +110,8 @@ def kernel(
 
         @pl.when((item == 0) | (tile_A[jnp.maximum(item - 1, 0)] != tile))
         def _():
-            top[...] = jnp.full_like(
-                top, NEG / 2
-            )  # above NEG: what is masked weighs nothing even where all is
+            # Above NEG: what is masked weighs nothing even where all is.
+            top[...] = jnp.full_like(top, NEG / 2)
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
 

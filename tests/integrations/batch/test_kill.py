@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.batch_engine import ROOT
+from tests.batch_engine import ROOT, load_script
 from tests.text_model import write_folder
 
+serve_batch = load_script("serve_batch")
 ENGINE = (
     "--max-num-seqs",
     "8",
@@ -25,6 +26,10 @@ ENGINE = (
     "8",
     "--num-blocks",
     "64",
+    "--token-buckets",
+    "64",
+    "--seq-buckets",
+    "8",
 )
 
 
@@ -57,21 +62,9 @@ def lines() -> list[dict[str, Any]]:
     return made
 
 
-def command(folder: Path, output: str, *flags: str) -> list[str]:
-    script = str(ROOT / "scripts" / "serve_batch.py")
-    return [
-        sys.executable,
-        script,
-        str(folder / "in.jsonl"),
-        "--model",
-        str(folder / "model"),
-        "--output",
-        str(folder / output),
-        "--window",
-        "16",
-        *ENGINE,
-        *flags,
-    ]
+def flags_of(folder: Path, output: str, *flags: str) -> list[str]:
+    files = [folder / "in.jsonl", "--model", folder / "model", "--output", folder / output]
+    return [*map(str, files), "--window", "16", *ENGINE, *flags]
 
 
 def answers(path: Path) -> dict[int, Any]:
@@ -92,10 +85,8 @@ def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
-    done = subprocess.run(
-        command(folder, "whole.jsonl", *flags), env=env, capture_output=True, check=False
-    )
-    assert done.returncode == 2, done.stderr[-3000:]
+    program = [sys.executable, str(ROOT / "scripts" / "serve_batch.py")]
+    assert serve_batch.main(flags_of(folder, "whole.jsonl", *flags)) == 2
     whole, output = answers(folder / "whole.jsonl"), folder / "out.jsonl"
     assert len(whole) == 120
     # A random byte of the output each, so that a kill falls into the work; some fall into the start
@@ -105,7 +96,7 @@ def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
     for i, target in enumerate(targets):
         early = kills > 2 and rng.random() < 0.2
         process = subprocess.Popen(
-            command(folder, "out.jsonl", *(["--resume"] if i else []), *flags),
+            [*program, *flags_of(folder, "out.jsonl", *(["--resume"] if i else []), *flags)],
             env=env,
             stderr=-3,
             stdout=-3,
@@ -123,10 +114,7 @@ def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
             f"kill {i + 1:2}: {'at the start' if early else 'at work'}, "
             f"{data.count(b'\n')} rows{torn}"
         )
-    done = subprocess.run(
-        command(folder, "out.jsonl", "--resume", *flags), env=env, capture_output=True, check=False
-    )
-    assert done.returncode == 2, done.stderr[-3000:]
+    assert serve_batch.main(flags_of(folder, "out.jsonl", "--resume", *flags)) == 2
     assert answers(output) == whole
     return table
 

@@ -21,6 +21,7 @@ from jpaged.integrations.batch import (
 )
 from jpaged.integrations.batch.answers import row_failed, row_id, row_number
 from jpaged.integrations.batch.lines import identify
+from jpaged.openai.protocol import BodyError, Conversation
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.request.sampling_params import SamplingParams
 
@@ -31,6 +32,16 @@ def parse(line, number=3, settings=SETTINGS) -> BatchRequest:
     request = BatchRequest(number=number)
     request.parse(line if isinstance(line, bytes) else json.dumps(line).encode(), settings)
     return request
+
+
+def conversation(request: BatchRequest) -> Conversation:
+    assert isinstance(request.body, Conversation)
+    return request.body
+
+
+def prompt(request: BatchRequest) -> str | list[int]:
+    assert request.body is not None
+    return request.body.given_prompt(None)
 
 
 def openai(url="/v1/chat/completions", **body) -> dict:
@@ -44,9 +55,9 @@ def completion(**body) -> dict:
     return openai("/v1/completions", **body)
 
 
-def refused(line, settings=SETTINGS) -> tuple[BatchRequest, LineError]:
+def refused(line, settings=SETTINGS) -> tuple[BatchRequest, BodyError]:
     request = BatchRequest(number=3)
-    with pytest.raises(LineError) as caught:
+    with pytest.raises(BodyError) as caught:
         request.parse(line if isinstance(line, bytes) else json.dumps(line).encode(), settings)
     return request, caught.value
 
@@ -91,28 +102,28 @@ class TestForms:
             )
         )
         assert (r.form, r.id, r.model, r.number) == ("chat", "a", "gpt", 3)
-        assert r.messages == [{"role": "user", "content": "hi"}]
+        assert conversation(r).conversation == [{"role": "user", "content": "hi"}]
         expected = {
             "chat_template_kwargs": None,
             "add_generation_prompt": True,
             "continue_final_message": False,
         }
-        assert r.template == expected
+        assert conversation(r).template == expected
         assert (r.params.temperature, r.params.top_p, r.params.max_tokens) == (0.0, 0.95, 9)
         assert parse(openai()).params.max_tokens is None
 
     def test_completion(self):
         r = parse(completion(stop="x", logprobs=2))
-        assert (r.form, r.prompt, r.model, r.params.max_tokens, r.params.logprobs) == (
+        assert (r.form, prompt(r), r.model, r.params.max_tokens, r.params.logprobs) == (
             "completion",
             "hi",
             "m",
             16,
             2,
         )
-        assert parse(completion(prompt=[1, 2])).prompt == [1, 2]
-        assert parse(completion(prompt=["hi"])).prompt == "hi"
-        assert parse(completion(prompt=[[1, 2]])).prompt == [1, 2]
+        assert prompt(parse(completion(prompt=[1, 2]))) == [1, 2]
+        assert prompt(parse(completion(prompt=["hi"]))) == "hi"
+        assert prompt(parse(completion(prompt=[[1, 2]]))) == [1, 2]
 
     def test_bare(self):
         r = parse(
@@ -121,7 +132,7 @@ class TestForms:
         assert (r.form, r.id, r.params.top_k, r.params.max_tokens) == ("bare", None, 5, 256)
         assert r.params.logit_bias == {7: -3.0, 8: 0.5} and r.params.stop == ["a", "b"]
         ids = parse({"id": 12, "prompt_token_ids": [1, 2], "max_tokens": 4})
-        assert (ids.id, ids.prompt, ids.params.max_tokens, ids.return_token_ids) == (
+        assert (ids.id, prompt(ids), ids.params.max_tokens, ids.answer_form.token_ids) == (
             12,
             [1, 2],
             4,
@@ -144,8 +155,8 @@ class TestForms:
 
     def test_text(self):
         text = dataclasses.replace(SETTINGS, text=True)
-        assert parse(b' {"prompt": 1}\r\n', settings=text).prompt == ' {"prompt": 1}'
-        assert parse(b"\xef\xbb\xbfhi\n", number=1, settings=text).prompt == "hi"
+        assert prompt(parse(b' {"prompt": 1}\r\n', settings=text)) == ' {"prompt": 1}'
+        assert prompt(parse(b"\xef\xbb\xbfhi\n", number=1, settings=text)) == "hi"
 
     def test_every_sampling_field_has_a_check(self):
         values = {
@@ -177,19 +188,16 @@ class TestForms:
 
     def test_text_parts_are_joined(self):
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        assert parse(openai(messages=[{"role": "user", "content": parts}])).messages == [
-            {"role": "user", "content": "a\nb"}
-        ]
+        request = parse(openai(messages=[{"role": "user", "content": parts}]))
+        assert conversation(request).conversation == [{"role": "user", "content": "a\nb"}]
 
     def test_template_arguments(self):
         r = parse(
             openai(chat_template_kwargs={"enable_thinking": False}, continue_final_message=True)
         )
-        assert r.template["chat_template_kwargs"] == {"enable_thinking": False}
-        assert (r.template["add_generation_prompt"], r.template["continue_final_message"]) == (
-            False,
-            True,
-        )
+        assert conversation(r).template["chat_template_kwargs"] == {"enable_thinking": False}
+        assert conversation(r).template["add_generation_prompt"] is False
+        assert conversation(r).template["continue_final_message"] is True
 
 
 class TestDefaults:
@@ -533,11 +541,9 @@ class TestVllmFields:
     def test_conversations_with_tools(self):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
         said = {"role": "assistant", "content": None, "tool_calls": [call]}
-        made = parse(
-            openai(messages=[said, {"role": "tool", "tool_call_id": "1", "content": "2"}])
-        ).messages
+        result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+        made = conversation(parse(openai(messages=[said, result]))).conversation
         called = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
-        assert made is not None
         assert made[0] == {"role": "assistant", "content": "", "tool_calls": [called]}
         assert made[1]["tool_call_id"] == "1"
         for arguments in ("{", "[1]", 3):
@@ -548,10 +554,11 @@ class TestVllmFields:
 
     def test_what_the_template_is_told(self):
         tools = [{"type": "function", "function": {"name": "f"}}]
-        given = parse(openai(tools=tools, tool_choice="none", reasoning_effort="low")).template[
-            "chat_template_kwargs"
-        ]
-        assert given == {"tools": tools, "reasoning_effort": "low"}
+        request = parse(openai(tools=tools, tool_choice="none", reasoning_effort="low"))
+        assert conversation(request).template["chat_template_kwargs"] == {
+            "tools": tools,
+            "reasoning_effort": "low",
+        }
         for fields in ({"tools": tools, "tool_choice": "none"}, {"reasoning_effort": "low"}):
             assert refused(completion(**fields))[1].code == "unsupported_field"
 
@@ -559,7 +566,7 @@ class TestVllmFields:
         settings = dataclasses.replace(SETTINGS, ignore_unknown=True)
         request = parse(openai(lable=1) | {"note": 2}, settings=settings)
         assert sorted(request.ignored) == ["lable", "note"]
-        with pytest.raises(LineError):  # known, and would change the answer
+        with pytest.raises(BodyError):  # known, and would change the answer
             parse(openai(guided_json={}), settings=settings)
 
 
@@ -574,6 +581,6 @@ def test_an_id_is_the_same_however_it_is_read(line, escaped):
     text = json.dumps(line, ensure_ascii=escaped)
     raw = text.replace('"id"', '"\\u0069d"').encode() if escaped else text.encode(errors="replace")
     request = BatchRequest(number=2)
-    with contextlib.suppress(LineError, RequestError):
+    with contextlib.suppress(RequestError):
         request.parse(raw, SETTINGS)
     assert identify(raw, 2) == request.id

@@ -4,14 +4,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jpaged.integrations.batch.charts import Axis, histogram, line_chart, number, round_up
+from jpaged.integrations.batch.charts import histogram, line_chart, number
 from jpaged.integrations.batch.report import render, write_report
 from jpaged.integrations.batch.stats import TIMED, BatchStats
 from jpaged.integrations.batch.timeline import Timeline
@@ -105,59 +107,81 @@ def test_a_report_replaces_the_one_before(tmp_path: Path) -> None:
     assert path.read_text() == "second" and os.listdir(tmp_path) == ["r.html"]
 
 
-def test_ticks_are_round_and_inside() -> None:
-    assert Axis(low=0, high=1050).ticks() == [0, 200, 400, 600, 800, 1000]
-    assert Axis(low=0.2, high=40, is_log=True).ticks() == pytest.approx([0.3, 1, 3, 10, 30])
-    assert Axis(low=1, high=1e9, is_log=True).ticks() == [1, 100, 1e4, 1e6, 1e8]
-    for low, high in ((0, 1e-4), (3, 3.001), (40, 899), (0, 123456)):
-        ticks = Axis(low=low, high=high).ticks()
-        assert 2 <= len(ticks) <= 7 and all(low <= t <= high * (1 + 1e-9) for t in ticks)
-    assert [round_up(x) for x in (0.03, 1, 1.1, 6, 10)] == pytest.approx([0.05, 1, 2, 10, 10])
-    assert [number(x) for x in (0, 0.256, 12, 999.6, 1500, 2e6)] == [
-        "0",
-        "0.256",
-        "12",
-        "1k",
-        "1.5k",
-        "2M",
-    ]
+def test_numbers_are_short() -> None:
+    values = {0: "0", 0.256: "0.256", 12: "12", 999.6: "1k", 1500: "1.5k", 2e6: "2M"}
+    assert {value: number(value) for value in values} == values
+
+
+def corners(path: str) -> list[tuple[float, float]]:
+    """The points of a path."""
+    points = re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", path)
+    return [(float(x), float(y)) for x, y in points]
 
 
 def bars(svg: str) -> list[tuple[float, int]]:
     """(height, count) of each bar."""
-    found = re.findall(
-        r'<rect class="bar"[^>]* height="([\d.]+)"[^>]*><title>[^:]*: (\d+)</title>', svg
-    )
-    return [(float(height), int(count)) for height, count in found]
+    found = re.findall(r'<g class="bar"><title>[^:]*: (\d+)</title>\s*<path d="([^"]*)"', svg)
+    shapes = [([y for _, y in corners(path)], int(count)) for count, path in found]
+    return [(max(ys) - min(ys), count) for ys, count in shapes]
+
+
+def keys(chart: dict[str, Any]) -> str:
+    return ", ".join(key for _, key in chart["keys"])
+
+
+def ticks(svg: str) -> list[str]:
+    """What is written beside the axes."""
+    return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
 
 
 def test_a_histogram_shows_every_value_in_proportion() -> None:
     values = np.array([3] * 40 + [4] * 20 + [9] * 10, np.uint32)
-    svg = histogram("lengths", values, "tokens", whole=True)
-    assert [count for _, count in bars(svg)] == [40, 20, 10]
-    heights = [height for height, _ in bars(svg)]
-    assert (
-        heights[0]
-        == pytest.approx(2 * heights[1], abs=0.2)
-        == pytest.approx(4 * heights[2], abs=0.4)
-    )
-    assert "median 3" in svg and "p99 9" in svg and "3 to 9" in svg and "logarithmic" not in svg
+    chart = histogram("lengths", values, "tokens", whole=True)
+    assert [count for _, count in bars(chart["svg"])] == [40, 20, 10]
+    heights = [height for height, _ in bars(chart["svg"])]
+    assert heights == pytest.approx([heights[0], heights[0] / 2, heights[0] / 4], abs=0.01)
+    assert keys(chart) == "median 3, p99 9, 3 to 9"
+    assert "tokens" in ticks(chart["svg"]) and "0" in ticks(chart["svg"])
+    assert all(tick.isdecimal() for tick in ticks(chart["svg"]) if tick[0].isdecimal())
     latencies = np.random.default_rng(0).lognormal(0, 1.5, 500)
-    svg = histogram("latency", latencies, "latency, s")
-    assert sum(count for _, count in bars(svg)) == 500 and "latency, s, logarithmic" in svg
-    assert sum(count for _, count in bars(histogram("one", [7.0], "s"))) == 1
-    assert (
-        sum(count for _, count in bars(histogram("zero", [0, 0, 1000], "tokens", whole=True))) == 3
+    chart = histogram("latency", latencies, "latency, s")
+    assert sum(count for _, count in bars(chart["svg"])) == 500
+    assert "latency, s, logarithmic" in ticks(chart["svg"])
+    assert {"0.1", "1", "10"} <= set(ticks(chart["svg"]))
+    few = (
+        histogram("one", [7.0], "s")["svg"],
+        histogram("zero", [0, 0, 1000], "n", whole=True)["svg"],
     )
+    assert [sum(count for _, count in bars(svg)) for svg in few] == [1, 3]
+
+
+def test_the_marks_lie_at_their_values() -> None:
+    svg = histogram("lengths", [*range(101)] * 3, "tokens", whole=True)["svg"]
+    marks = dict(re.findall(r'<g class="mark (\w+)">\s*<path d="([^"]*)"', svg))
+    shapes = re.findall(r'<g class="bar"><title>[^<]*</title>\s*<path d="([^"]*)"', svg)
+    left, right = min(corners(shapes[0]))[0], max(corners(shapes[-1]))[0]
+    at = {name: corners(path)[0][0] for name, path in marks.items()}
+    assert at.keys() == {"median", "p99"}
+    assert left + 0.45 * (right - left) < at["median"] < left + 0.55 * (right - left)
+    assert left + 0.95 * (right - left) < at["p99"] <= right
 
 
 def test_a_line_chart_has_a_step_for_each_interval() -> None:
-    svg = line_chart("rates", [0, 60, 300], {"a": [10, 20], "b": [5, 0]}, "tokens/s")
-    lines = re.findall(r'<polyline class="line s(\d)" points="([^"]*)"', svg)
-    assert [name for name, _ in lines] == ["0", "1"]
-    (x0, y0), (x1, y1), (x2, y2), (x3, y3) = (map(float, p.split(",")) for p in lines[0][1].split())
+    chart = line_chart("rates", [0, 60, 300], {"a": [10, 20], "b": [5, 0]}, "tokens/s")
+    lines = re.findall(r'<g class="line s(\d)">\s*<path d="([^"]*)"', chart["svg"])
+    assert [name for name, _ in lines] == ["0", "1"] and keys(chart) == "a, b"
+    path = [point for i, point in enumerate(corners(lines[0][1])) if 0 < i < 5]
+    (x0, y0), (x1, y1), (x2, y2), (x3, y3) = path
     assert y0 == y1 > y2 == y3 and x1 == x2 and (x1 - x0) * 4 == pytest.approx(x3 - x2, abs=1)
-    assert "time, min" in svg and "tokens/s" in svg
+    assert {"time, min", "tokens/s"} <= set(ticks(chart["svg"]))
+    assert "time, h" in ticks(line_chart("long", [0, 20_000], {"a": [1]}, "tokens/s")["svg"])
+
+
+def test_without_matplotlib_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = page()
+    assert "pip install &#39;jpaged[plot]&#39;" in text and "<svg" not in text
+    assert "context_length_exceeded" in text and "/models/small" in text
 
 
 def test_a_timeline_keeps_its_course_in_bounded_memory() -> None:

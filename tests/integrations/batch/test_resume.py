@@ -2,6 +2,7 @@
 or says why not.
 """
 
+import functools
 import gzip
 import json
 import os
@@ -169,6 +170,8 @@ class TestManifest:
             (["--ignore-unknown"], "run.ignore_unknown is false there, true in this run"),
             (["--error-style", "vllm"], 'run.error_style is "openai" there, "vllm" in this run'),
             (["--dtype", "float32"], 'run.dtype is null there, "float32" in this run'),
+            (["--deterministic"], "run.deterministic is null there, true in this run"),
+            (["--max-n", "3"], "run.max_n is null there, 3 in this run"),
         ],
     )
     def test_settings(
@@ -178,6 +181,15 @@ class TestManifest:
         data = files.output.read_bytes()
         assert files.run("--resume", *flags) == 1
         assert said in capsys.readouterr().err and files.output.read_bytes() == data
+
+    def test_what_is_at_its_default_was_never_said(self, files: Files) -> None:
+        """An output that was begun before there was a flag is gone on with."""
+        files.run("--max-n", "256", "--no-deterministic")
+        path = files.output.with_name("out.jsonl.manifest.json")
+        manifest = json.loads(path.read_text())
+        assert manifest["run"].pop("deterministic") is manifest["run"].pop("max_n") is None
+        path.write_text(json.dumps(manifest))
+        assert files.run("--resume") == 2
 
     def test_model(self, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = tmp_path / "model"
@@ -208,7 +220,8 @@ class TestManifest:
     def test_an_input_whose_last_line_grew(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        for name, pack in (("in.txt", bytes), ("in.txt.gz", gzip.compress)):
+        same = functools.partial(gzip.compress, mtime=0)  # whenever it is packed
+        for name, pack in (("in.txt", bytes), ("in.txt.gz", same)):
             source, output = tmp_path / name, tmp_path / f"{name}.jsonl"
             source.write_bytes(pack(b"one\ntwo"))
             assert serve(source, "--output", output) == 0
@@ -227,7 +240,7 @@ class TestManifest:
     def test_ids_that_changed_between_the_samples(
         self, files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr("jpaged.integrations.batch.manifest.SAMPLE", 1)
+        monkeypatch.setattr("jpaged.integrations.batch.source.SAMPLE", 1)
         files.lines = [{"id": f"{i:04}", "prompt": "a"} for i in range(50)]
         files.put(files.lines)
         files.run()
@@ -283,13 +296,14 @@ def test_a_retry_that_is_killed_before_the_output_is_compacted(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jpaged.integrations.batch.rows.compact", killed)
+        patch.setattr("jpaged.integrations.batch.rows.rewrite", killed)
         assert files.run("--resume", "--retry-failed") == 1
     assert len(files.rows()) == 31
     with monkeypatch.context() as patch:  # in the middle of its writing: the old file stays
         patch.setattr(os, "replace", killed)
         with pytest.raises(RuntimeError):
-            rows.compact(str(files.output), ordered=False)
+            path = str(files.output)
+            rows.rewrite([rows.scan(path)], path, ordered=False)
     assert len(files.rows()) == 31
     llm = FakeLLM()
     assert files.run("--resume", "--retry-failed", llm=llm) == 0 and not llm.added

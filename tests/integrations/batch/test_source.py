@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from jpaged.integrations.batch.fields import LineError
-from jpaged.integrations.batch.source import BatchError, LineSource, guess_format, open_source
+from jpaged.integrations.batch.source import (
+    BatchError,
+    LineError,
+    LineSource,
+    guess_format,
+    open_source,
+)
 from jpaged.integrations.batch.tables import as_line
 
 TEXT = b'{"prompt": "a"}\n\n  \n{"prompt": "' + b"x" * 200 + b'"}\r\nlast, without an end'

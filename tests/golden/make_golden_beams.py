@@ -126,7 +126,7 @@ def config_cases(
     import numpy as np
     import torch  # pyright: ignore[reportMissingImports]
 
-    from scripts.make_golden import FOLDER, build
+    from tests.golden.make_golden import FOLDER, build
 
     model = build(config, tensors, torch.float32)
     with np.load(FOLDER / f"{name}.npz", allow_pickle=False) as stored:
@@ -219,7 +219,7 @@ def next_logprobs(model: Any) -> Callable[[Tokens], list[float]]:
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    from scripts.make_golden import forward
+    from tests.golden.make_golden import forward
 
     known: dict[Tokens, list[float]] = {}
 

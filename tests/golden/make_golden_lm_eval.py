@@ -1,6 +1,6 @@
 """Stores what lm-eval's "hf" model says of the embedded model: tests/golden/lm_eval.json.
 
-    python scripts/make_golden_lm_eval.py         where torch and lm_eval[hf] can be imported
+    python tests/golden/make_golden_lm_eval.py    # where torch and lm_eval[hf] can be imported
 
 What is asked is in tests/golden/lm_eval_cases.py; float32 on CPU, one request a batch. Nothing here
 is needed to run or to test jpaged: the file is kept in the repository.
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "jpaged" / "demo" / "model"
 PACKAGES = ("lm_eval", "torch", "transformers", "tokenizers", "datasets")
 

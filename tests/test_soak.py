@@ -1,10 +1,8 @@
-"""scripts/soak.py: a short soak passes, and each kind of failure is seen, said and turned into exit
+"""tests/soak.py: a short soak passes, and each kind of failure is seen, said and turned into exit
 status 1.
 """
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,9 @@ import pytest
 import jpaged
 from jpaged import LLM, CompletionOutput, RequestError, RequestOutput, SamplingParams
 from jpaged.engine.block_manager import BlockManager
+from tests import soak
 from tests.text_model import write_folder
 from tests.tiny import config
-
-
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-soak = load_script("soak")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +60,7 @@ def calm(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "RATES", {})
 
 
+@pytest.mark.slow
 def test_a_short_soak(
     tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,9 +99,9 @@ def test_a_leaked_block_is_seen(
     free, leaked = BlockManager.free, []
 
     def leak(self: BlockManager, seq: Any) -> None:
-        if seq.block_table and not leaked:
-            leaked.append(seq.block_table[0])
-            self.blocks[seq.block_table[0]].ref_count += 1
+        if seq.block_tables and not leaked:
+            leaked.append(seq.block_tables[0][0])
+            self.groups[0].blocks[leaked[0]].ref_count += 1
         free(self, seq)
 
     monkeypatch.setattr(BlockManager, "free", leak)

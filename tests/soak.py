@@ -1,8 +1,8 @@
 """Soak the engine: a long random stream of requests through a pool a tenth of what they need, with
 checks all along.
 
-    python scripts/soak.py                        # 5 minutes on the embedded model, in float32
-    python scripts/soak.py --requests 2000 --seed 7 --num-blocks 60
+    python -m tests.soak                          # 5 minutes on the embedded model, in float32
+    python -m tests.soak --requests 2000 --seed 7 --num-blocks 60
 
 Prompts of mixed lengths, some with a common prefix, n of 1-4, sampled in every way; between them
 beam searches, aborts, resets of the prefix cache, and snapshots that are gone back to. Pool and

@@ -1,11 +1,11 @@
 """Stores what transformers computes for the tiny models of tests/golden/configs.py:
 tests/golden/NAME.npz, beams.json.
 
-    python scripts/make_golden.py [NAME ...]      in an environment of its own, .venv-golden, made
-    on the first run python scripts/make_golden.py --here          in the current interpreter, which
-    has torch and transformers python scripts/make_golden.py beams           beam search alone, from
-    the prompts that are stored
+    python tests/golden/make_golden.py [NAME ...]
+    python tests/golden/make_golden.py --here     # in this interpreter: it has torch, transformers
+    python tests/golden/make_golden.py beams      # beam search alone, from the prompts stored
 
+Without --here it runs in an environment of its own, .venv-golden, which the first run makes.
 torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11
 first) is tried until one can install it; on Linux, where a plain `pip install torch` brings the
 CUDA build, PIP_EXTRA_INDEX_URL may name a place that has torch's CPU wheels. Nothing here is needed
@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "tests" / "golden"
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 VENV = ROOT / ".venv-golden"
 REQUIREMENTS = ("torch==2.13.0", "transformers==5.23.0", "numpy", "safetensors")
 PROMPT_LENGTHS = (
@@ -59,8 +59,8 @@ def main() -> int:
         command = [environment(), __file__, "--here", "--out", str(args.out.resolve()), *args.names]
         return subprocess.run(command, check=False).returncode
     sys.path.insert(0, str(ROOT))
-    from scripts.make_golden_beams import make_beams
     from tests.golden.configs import CONFIGS
+    from tests.golden.make_golden_beams import make_beams
 
     if unknown := set(args.names) - {*CONFIGS, BEAMS}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)

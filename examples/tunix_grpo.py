@@ -1,8 +1,7 @@
 """tunix's GRPO learner with its own sampler and with jpaged as its rollout engine: rewards over
 seeds, throughput.
 
-    python scripts/tunix_grpo.py [--seeds 5] [--steps 30]         # in an environment with
-    jpaged[clients]
+    python examples/tunix_grpo.py [--seeds 5] [--steps 30]    # where jpaged[clients] is installed
 
 A random Qwen3 of a million parameters learns, on CPU, to write digits (the reward is their share of
 the completion). "one key" is tunix as it comes, which draws from one key in every call and so
@@ -46,15 +45,8 @@ PROMPTS = ("1+1=", "count: ", "a9b8c", "the year is ")
 CHARACTERS = [chr(32 + i) for i in range(95)]
 EOS, PAD = 95, 96
 GENERATIONS = 8
-T_95 = {
-    2: 12.71,
-    3: 4.30,
-    4: 3.18,
-    5: 2.78,
-    6: 2.57,
-    8: 2.36,
-    10: 2.26,
-}  # Student's t of n samples, both sides
+# Student's t of n samples, both sides.
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
 
 
 class OwnSampler(VanillaRollout):

@@ -22,12 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
-from jax.core import Tracer
 
-from jpaged.checkpoint.tensors import flat
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import Params, param_shapes, param_specs
+from jpaged.models.params import (
+    Params,
+    ParamSpec,
+    Part,
+    all_parts,
+    axes_shape,
+    axis_sizes,
+    check_leaf,
+    nest,
+    param_table,
+)
 
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
 
@@ -35,47 +43,35 @@ NameMap = Mapping[str, tuple[str, str]]
 
 # What a name map gives, with our order of its axes. Which of them are needed follows from the
 # config.
-PARTS = {
-    "embed.weight": "V E",
-    "layers.{i}.input_norm.scale": "E",
-    "layers.{i}.attention.q": "K G D E",
-    "layers.{i}.attention.k": "K D E",
-    "layers.{i}.attention.v": "K D E",
-    "layers.{i}.attention.q_bias": "K G D",
-    "layers.{i}.attention.k_bias": "K D",
-    "layers.{i}.attention.v_bias": "K D",
-    "layers.{i}.attention.q_norm.scale": "D",
-    "layers.{i}.attention.k_norm.scale": "D",
-    "layers.{i}.attention.out": "E K G D",
-    "layers.{i}.attention.out_bias": "E",
-    "layers.{i}.post_norm.scale": "E",
-    "layers.{i}.mlp.gate": "F E",
-    "layers.{i}.mlp.up": "F E",
-    "layers.{i}.mlp.down": "E F",
-    "norm.scale": "E",
-    "lm_head.weight": "V E",
-}
-# Tensors of ours that are several parts side by side: the parts, and the axis that they follow each
-# other on.
-FUSED = {
-    "layers.{i}.attention.qkv": (("q", "k", "v"), 1),
-    "layers.{i}.attention.qkv_bias": (("q_bias", "k_bias", "v_bias"), 1),
-    "layers.{i}.mlp.gate_up": (("gate", "up"), 0),
-}
+PARTS = {name: " ".join(re.findall("[A-Z]", part.axes)) for name, part in all_parts().items()}
 
+LAYERS = {  # of a layer's parts: the axes that both projects have, tunix's path and MaxText's
+    "input_norm.scale": ("E", "input_layernorm.w", "pre_self_attention_layer_norm.scale"),
+    "attention.q": ("E (K G) D", "attn.q_proj.w", "self_attention.query.kernel"),
+    "attention.k": ("E K D", "attn.k_proj.w", "self_attention.key.kernel"),
+    "attention.v": ("E K D", "attn.v_proj.w", "self_attention.value.kernel"),
+    "attention.q_bias": ("(K G) D", None, "self_attention.query.bias"),
+    "attention.k_bias": ("K D", None, "self_attention.key.bias"),
+    "attention.v_bias": ("K D", None, "self_attention.value.bias"),
+    "attention.q_norm.scale": ("D", "attn.q_norm.w", "self_attention.query_norm.scale"),
+    "attention.k_norm.scale": ("D", "attn.k_norm.w", "self_attention.key_norm.scale"),
+    "attention.out": ("(K G) D E", "attn.o_proj.w", "self_attention.out.kernel"),
+    "post_norm.scale": (
+        "E",
+        "post_attention_layernorm.w",
+        "post_self_attention_layer_norm.scale",
+    ),
+    "mlp.gate": ("E F", "mlp.gate_proj.kernel", "mlp.wi_0.kernel"),
+    "mlp.up": ("E F", "mlp.up_proj.kernel", "mlp.wi_1.kernel"),
+    "mlp.down": ("F E", "mlp.down_proj.kernel", "mlp.wo.kernel"),
+}
 TUNIX_QWEN3: NameMap = {
     "embed.weight": ("embedder.input_embedding", "V E"),
-    "layers.{i}.input_norm.scale": ("layers.{i}.input_layernorm.w", "E"),
-    "layers.{i}.attention.q": ("layers.{i}.attn.q_proj.w", "E (K G) D"),
-    "layers.{i}.attention.k": ("layers.{i}.attn.k_proj.w", "E K D"),
-    "layers.{i}.attention.v": ("layers.{i}.attn.v_proj.w", "E K D"),
-    "layers.{i}.attention.q_norm.scale": ("layers.{i}.attn.q_norm.w", "D"),
-    "layers.{i}.attention.k_norm.scale": ("layers.{i}.attn.k_norm.w", "D"),
-    "layers.{i}.attention.out": ("layers.{i}.attn.o_proj.w", "(K G) D E"),
-    "layers.{i}.post_norm.scale": ("layers.{i}.post_attention_layernorm.w", "E"),
-    "layers.{i}.mlp.gate": ("layers.{i}.mlp.gate_proj.kernel", "E F"),
-    "layers.{i}.mlp.up": ("layers.{i}.mlp.up_proj.kernel", "E F"),
-    "layers.{i}.mlp.down": ("layers.{i}.mlp.down_proj.kernel", "F E"),
+    **{
+        f"layers.{{i}}.{ours}": (f"layers.{{i}}.{path}", axes)
+        for ours, (axes, path, _) in LAYERS.items()
+        if path
+    },
     "norm.scale": ("final_norm.w", "E"),
     "lm_head.weight": ("lm_head.w", "E V"),
 }
@@ -87,31 +83,21 @@ def maxtext_qwen3(*, scanned: bool = True, scan_axis: int = 1) -> NameMap:
 
     Of its options, fused_qkv and fused_mlp must be off, as its Qwen3 configs have them.
     """
+
+    def stack(axes: str) -> str:
+        tokens = TOKEN.findall(axes)
+        return " ".join([*tokens[:scan_axis], "L", *tokens[scan_axis:]])
+
     layer = "decoder.layers." if scanned else "decoder.layers_{i}."
-    names = {
-        "input_norm.scale": ("pre_self_attention_layer_norm.scale", "E"),
-        "attention.q": ("self_attention.query.kernel", "E (K G) D"),
-        "attention.k": ("self_attention.key.kernel", "E K D"),
-        "attention.v": ("self_attention.value.kernel", "E K D"),
-        "attention.q_bias": ("self_attention.query.bias", "(K G) D"),
-        "attention.k_bias": ("self_attention.key.bias", "K D"),
-        "attention.v_bias": ("self_attention.value.bias", "K D"),
-        "attention.q_norm.scale": ("self_attention.query_norm.scale", "D"),
-        "attention.k_norm.scale": ("self_attention.key_norm.scale", "D"),
-        "attention.out": ("self_attention.out.kernel", "(K G) D E"),
-        "post_norm.scale": ("post_self_attention_layer_norm.scale", "E"),
-        "mlp.gate": ("mlp.wi_0.kernel", "E F"),
-        "mlp.up": ("mlp.wi_1.kernel", "E F"),
-        "mlp.down": ("mlp.wo.kernel", "F E"),
+    return {
+        "embed.weight": ("token_embedder.embedding", "V* E"),
+        **{
+            f"layers.{{i}}.{ours}": (layer + path, stack(axes) if scanned else axes)
+            for ours, (axes, _, path) in LAYERS.items()
+        },
+        "norm.scale": ("decoder.decoder_norm.scale", "E"),
+        "lm_head.weight": ("decoder.logits_dense.kernel", "E V*"),
     }
-    table = {
-        f"layers.{{i}}.{ours}": (layer + path, _stack(axes, scan_axis) if scanned else axes)
-        for ours, (path, axes) in names.items()
-    }
-    table["embed.weight"] = ("token_embedder.embedding", "V* E")
-    table["norm.scale"] = ("decoder.decoder_norm.scale", "E")
-    table["lm_head.weight"] = ("decoder.logits_dense.kernel", "E V*")
-    return table
 
 
 def params_from(
@@ -131,14 +117,9 @@ def params_from(
     """
     model = ModelConfig.coerce(config)
     leaves = dict(_leaves(tree))
-    table = _name_map(family, leaves)
-    shapes = flat(param_shapes(model))
-    taken: set[str] = set()
-    out = [
-        _tensor(name, shape, table, leaves, model, lora_scale, taken)
-        for name, shape in shapes.items()
-    ]
-    if left := [path for path in leaves if path not in taken]:
+    source = _Source(model, _name_map(family, leaves), leaves, lora_scale)
+    out = {name: source.tensor(name, spec) for name, spec in param_table(model).items()}
+    if left := [path for path in leaves if path not in source.taken]:
         lora = (
             " (a LoRA part without a weight that it could be merged into)"
             if "_lora_" in left[0]
@@ -149,10 +130,7 @@ def params_from(
             f"the tree holds {left[0]}{lora}{more}, which the name map of {model.family} "
             "does not take"
         )
-    source = Path(config) if isinstance(config, str | Path) else None
-    return Params(
-        jax.tree.unflatten(jax.tree.structure(param_specs(model, None)), out), model, source
-    )
+    return Params(nest(out), model, Path(config) if isinstance(config, str | Path) else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,50 +144,58 @@ class _View:
     lora_scale: float = 0.0
 
 
-def _tensor(
-    name: str,
-    shape: tuple[int, ...],
-    table: NameMap,
-    leaves: dict[str, Any],
-    model: ModelConfig,
-    lora_scale: float | None,
-    taken: set[str],
-) -> Any:
-    """One tensor of ours."""
-    number = re.search(r"(?<=^layers\.)\d+", name)
-    generic = name if number is None else "layers.{i}" + name[number.end() :]
-    parts, axis = FUSED.get(generic, ((), 0))
-    prefix = generic.rpartition(".")[0]
-    views, arrays = [], []
-    for part in [f"{prefix}.{part}" for part in parts] or [generic]:
-        if part not in table:
-            raise ConfigError(f"the name map lacks {part!r}, which this config needs")
-        path, axes = table[part]
-        path = path.replace("{i}", number.group() if number else "")
-        view = _view(part, axes, shape, axis if parts else None, model)
-        found = [_leaf(path, leaves)]
-        _check_shape(path, found[0].shape, part, view)
-        if (lora := [f"{path}_lora_{x}" for x in "ab"])[0] in leaves and "L" not in view.theirs:
-            if lora_scale is None:
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """The other project's leaves by path; taken: those that our tensors have taken."""
+
+    model: ModelConfig
+    table: NameMap
+    leaves: Mapping[str, Any]
+    lora_scale: float | None
+    taken: set[str] = dataclasses.field(default_factory=set)
+
+    def tensor(self, name: str, spec: ParamSpec) -> Any:
+        """One tensor of ours."""
+        parts = [self._part(spec, part) for part in spec.parts]
+        views, arrays = zip(*parts, strict=True)
+        if len(arrays) == len(arrays[0]) == 1 and _is_ours(views[0], arrays[0][0].shape):
+            return arrays[0][0]
+        if len(dtypes := {str(found[0].dtype) for found in arrays}) > 1:
+            raise ConfigError(
+                f"the parts of {name} are in {' and '.join(sorted(dtypes))}: cast them to one dtype"
+            )
+        stacked = any("L" in view.theirs for view in views)
+        layer = np.int32(spec.layer) if stacked and spec.layer is not None else None
+        return _assemble(views, spec.joined, arrays, layer)
+
+    def _part(self, spec: ParamSpec, part: Part) -> tuple[_View, tuple[Any, ...]]:
+        """A part's view, and its leaves: the weight, or the weight with LoRA's A and B."""
+        if part.name not in self.table:
+            raise ConfigError(f"the name map lacks {part.name!r}, which this config needs")
+        path, axes = self.table[part.name]
+        path = spec.at(path)
+        view = _view(part, axes, self.model)
+        found = [self._leaf(path)]
+        _check_shape(path, found[0].shape, part.name, view)
+        lora = [f"{path}_lora_a", f"{path}_lora_b"]
+        if lora[0] in self.leaves and "L" not in view.theirs:
+            if self.lora_scale is None:
                 raise ConfigError(
                     f"the tree holds {lora[0]}: pass lora_scale= (alpha / rank) to have it merged"
                 )
-            found += [_leaf(x, leaves) for x in lora]
+            found += map(self._leaf, lora)
             _check_lora(path, *(x.shape for x in found))
-            view = dataclasses.replace(view, lora_scale=lora_scale)
-            taken.update(lora)
-        taken.add(path)
-        views.append(view)
-        arrays.append(tuple(found))
-    if len(arrays) == len(arrays[0]) == 1 and _is_ours(views[0], arrays[0][0].shape):
-        return arrays[0][0]
-    if len(dtypes := {str(part[0].dtype) for part in arrays}) > 1:
-        raise ConfigError(
-            f"the parts of {name} are in {' and '.join(sorted(dtypes))}: cast them to one dtype"
-        )
-    stacked = any("L" in view.theirs for view in views)
-    layer = np.int32(number.group()) if stacked and number else None
-    return _assemble(tuple(views), axis, tuple(arrays), layer)
+            view = dataclasses.replace(view, lora_scale=self.lora_scale)
+        return view, tuple(found)
+
+    def _leaf(self, path: str) -> Any:
+        if path not in self.leaves:
+            alone = self.leaves and all("_lora_" in path for path in self.leaves)
+            only = " (it holds LoRA parts alone: they need their base weights)" if alone else ""
+            raise ConfigError(f"the tree lacks {path}{only}")
+        check_leaf(path, self.leaves[path], "params_from")
+        self.taken.add(path)
+        return self.leaves[path]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -253,38 +239,22 @@ def _is_ours(view: _View, shape: tuple[int, ...]) -> bool:
     return shape == view.shape and tuple(token.rstrip("*") for token in view.theirs) == view.ours
 
 
-def _view(
-    part: str, axes: str, shape: tuple[int, ...], axis: int | None, model: ModelConfig
-) -> _View:
-    """A part's axes read and checked; `axis` is the one that the parts of a fused tensor follow
-    each other on.
-    """
-    sizes = {
-        "V": model.vocab_size,
-        "E": model.hidden_size,
-        "F": model.intermediate_size,
-        "D": model.head_dim,
-        "K": model.num_kv_heads,
-        "G": model.group_size,
-        "L": model.num_layers,
-    }
-    ours = PARTS[part].split()
-    theirs = TOKEN.findall(axes)
+def _view(part: Part, axes: str, model: ModelConfig) -> _View:
+    """A part's axes read and checked."""
+    ours, theirs = re.findall("[A-Z]", part.axes), TOKEN.findall(axes)
     letters = [letter for token in theirs for letter in token if letter.isalpha() and letter != "L"]
     if sorted(letters) != sorted(ours) or theirs.count("L") > 1 or TOKEN.sub("", axes).strip():
         raise ConfigError(
-            f"axes {axes!r} of {part}: must hold {', '.join(ours)} once each (and L if it "
+            f"axes {axes!r} of {part.name}: must hold {', '.join(ours)} once each (and L if it "
             "is stacked)"
         )
-    if axis is not None:  # a part that is one slice of its fused axis lacks that axis
-        length = sizes["G"] if "G" in ours else 1
-        shape = (*shape[:axis], length, *shape[axis + 1 :])
-    return _View(tuple(theirs), tuple(ours), tuple(sizes.items()), shape)
+    sizes = tuple(axis_sizes(model).items())
+    return _View(tuple(theirs), tuple(ours), sizes, axes_shape(part.axes, model))
 
 
 def _name_map(family: str | NameMap, leaves: Mapping[str, Any]) -> NameMap:
     if isinstance(family, Mapping):
-        if unknown := sorted(set(family) - set(PARTS)):
+        if unknown := sorted(set(family) - set(all_parts())):
             raise ConfigError(
                 f"the name map gives {unknown[0]!r}, which is not one of {', '.join(PARTS)}"
             )
@@ -296,28 +266,6 @@ def _name_map(family: str | NameMap, leaves: Mapping[str, Any]) -> NameMap:
             scanned=not any(path.startswith("decoder.layers_0.") for path in leaves)
         )
     raise ConfigError(f"family={family!r}: must be 'tunix_qwen3', 'maxtext_qwen3' or a name map")
-
-
-def _leaf(path: str, leaves: Mapping[str, Any]) -> Any:
-    if path not in leaves:
-        only = (
-            " (it holds LoRA parts alone: they need their base weights)"
-            if _lora_alone(leaves)
-            else ""
-        )
-        raise ConfigError(f"the tree lacks {path}{only}")
-    leaf = leaves[path]
-    if isinstance(leaf, Tracer):
-        raise ConfigError(
-            f"{path} is a tracer: params_from is host Python and cannot run under jit, grad or vmap"
-        )
-    if not isinstance(leaf, jax.Array | np.ndarray):
-        raise ConfigError(f"{path} is a {type(leaf).__name__}, not an array")
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ConfigError(f"{path} is of dtype {leaf.dtype}: weights are floating point")
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ConfigError(f"{path} is a deleted array: was it donated to a training step?")
-    return leaf
 
 
 def _check_shape(path: str, shape: tuple[int, ...], part: str, view: _View) -> None:
@@ -349,16 +297,6 @@ def _check_lora(path: str, w: tuple[int, ...], a: tuple[int, ...], b: tuple[int,
         raise ConfigError(
             f"{path}_lora_a {a} and {path}_lora_b {b} cannot be merged into {path} of shape {w}"
         )
-
-
-def _lora_alone(leaves: Mapping[str, Any]) -> bool:
-    return bool(leaves) and all("_lora_" in path for path in leaves)
-
-
-def _stack(axes: str, scan_axis: int) -> str:
-    """The axes with L put in."""
-    tokens = TOKEN.findall(axes)
-    return " ".join([*tokens[:scan_axis], "L", *tokens[scan_axis:]])
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

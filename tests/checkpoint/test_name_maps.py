@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
 from jpaged import ConfigError, ModelConfig, Params
-from jpaged.checkpoint.foreign import PARTS, TUNIX_QWEN3, maxtext_qwen3
+from jpaged.checkpoint.name_maps import PARTS, TUNIX_QWEN3, maxtext_qwen3
 from tests import tiny
 from tests.golden.weights import noise, state_dict
 
@@ -187,7 +187,7 @@ def test_maxtext_scanned_over_the_first_axis():
     params = jpaged.params_from(tree, maxtext_qwen3(scan_axis=0), config=UNTIED)
     assert_equal(params, expected(tensors, UNTIED))
     with pytest.raises(
-        ConfigError, match=r"key_norm\.scale is of shape \(2, 16\); .*\(D = 16, L = 2\)"
+        ConfigError, match=r"layer_norm\.scale is of shape \(2, 32\); .*\(E = 32, L = 2\)"
     ):
         jpaged.params_from(tree, "maxtext_qwen3", config=UNTIED)
 
@@ -353,7 +353,7 @@ def test_lora_is_merged():
 
 def test_lora_is_never_ignored():
     tree = add_lora(tunix_tree(hf_tensors(), UNTIED))
-    with pytest.raises(ConfigError, match=r"layers\.0\.attn\.o_proj\.w_lora_a: pass lora_scale="):
+    with pytest.raises(ConfigError, match=r"layers\.0\.attn\.q_proj\.w_lora_a: pass lora_scale="):
         jpaged.params_from(tree, "tunix_qwen3", config=UNTIED)
     attn = tree["layers"][1]["attn"]
     attn["q_proj"]["w_lora_a"] = attn["q_proj"]["w_lora_a"][:-1]

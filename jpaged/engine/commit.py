@@ -1,0 +1,91 @@
+"""commit: what a dispatch computed goes into its sequences, and those that stop leave."""
+
+from jpaged.engine.plan import Plan, PlanEntry, StepResult
+from jpaged.engine.queues import Queues
+from jpaged.engine.sequence import Request, Sequence, Status
+
+
+def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
+    """Append tokens, hash full blocks, end the sequences that stop. Returns the requests whose rows
+    wait for the host, to be steered.
+
+    Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted
+    nor hashed.
+    """
+    waiting: dict[Request, None] = {}
+    drawn = 0
+    for row, entry in enumerate(plan.entries):
+        seq = entry.seq
+        at, drawn = drawn, drawn + (entry.draws > 0)
+        seq.in_flight -= 1
+        if seq.status is Status.FINISHED:
+            continue
+        if entry.epoch == seq.epoch:
+            seq.pending -= entry.draws
+        if not entry.decodes and seq.params.prompt_logprobs is not None:
+            _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
+        if not entry.draws:
+            if seq.score_only and entry.end == seq.prompt_len:
+                queues.finish(seq, "length")
+        elif seq.waits_for_host:
+            if entry.decodes:
+                _close_written(queues, entry, entry.end)
+            assert seq.params.logprobs is not None
+            seq.candidates = result.top(at, seq.params.logprobs)
+            waiting[seq.request] = None
+            # Preempted meanwhile: it waits for its request, not for blocks.
+            queues.waiting.pop(seq, None)
+        else:
+            _append_drawn(queues, entry, at, result)
+    return list(waiting)
+
+
+def _close_written(queues: Queues, entry: PlanEntry, num_tokens: int) -> None:
+    """Hash what a decode has filled, if the row still holds the blocks that it was planned with."""
+    if entry.epoch == entry.seq.epoch and num_tokens % queues.blocks.block_size == 0:
+        queues.blocks.cache.close(entry.seq, num_tokens)
+
+
+def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
+    """Append the tokens that a row drew, up to the one that ends the sequence: what follows it is
+    surplus.
+    """
+    seq = entry.seq
+    for step in range(result.num_drawn[row]):
+        if entry.decodes:
+            _close_written(queues, entry, entry.start + step + 1)
+        _append(queues, seq, row, step, result)
+        if seq.status is Status.FINISHED:
+            return
+    assert result.num_drawn[row] == entry.draws, f"{seq!r}: stopped on the device alone"
+
+
+def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:
+    """Append one sampled token and decide whether the sequence ends with it."""
+    token, params = result.tokens[row][step], seq.params
+    seq.token_ids.append(token)
+    seq.logprobs.append(result.logprobs[row][step])
+    if params.logprobs is not None:
+        seq.top_logprobs.append(result.top(row, params.logprobs, step))
+    may_stop = seq.num_generated > params.min_tokens
+    if may_stop and token in seq.eos_ids:
+        queues.finish(seq, "stop")
+    elif may_stop and token in seq.stop_ids:
+        queues.finish(seq, "stop", stop=token)
+    elif seq.text is not None and (hit := seq.text.push(token, may_stop=may_stop)) is not None:
+        queues.finish(seq, "stop", stop=hit)
+    elif len(seq) >= seq.end:
+        queues.finish(seq, "length")
+    seq.num_committed = len(seq)
+
+
+def _append_prompt_logprobs(
+    seq: Sequence, entry: PlanEntry, rows: list[list[tuple[int, float, int]]]
+) -> None:
+    """The hidden state at position p scores the prompt token at p + 1; a recomputed chunk adds
+    nothing.
+    """
+    positions = range(entry.start + 1, min(entry.end + 1, seq.prompt_len))
+    for position, scored in zip(positions, rows, strict=False):
+        if position == len(seq.prompt_logprobs):
+            seq.prompt_logprobs.append(scored[: (seq.params.prompt_logprobs or 0) + 1])

@@ -1,0 +1,144 @@
+"""Queues: sequences that wait and sequences that run, and how one becomes the other."""
+
+from collections import Counter, OrderedDict
+
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.prefix_cache import Match
+from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.swapping import Swapping
+from jpaged.errors import CapacityError
+
+
+class Queues:
+    """What waits and what runs; a running sequence holds a row of the device and blocks.
+
+    max_num_seqs: rows of the device's state, so sequences that run at once. preemptions: counts
+    them as "swapped" and "recomputed".
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        swapping: Swapping,
+        *,
+        max_num_seqs: int,
+        preemptions: Counter[str] | None = None,
+    ):
+        self.blocks = blocks
+        self.swapping = swapping
+        self.max_num_seqs = max_num_seqs
+        self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
+        # An ordered set, next to be admitted first; and one with the oldest admission first.
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.running: dict[Sequence, None] = {}
+        self.finished: list[Sequence] = []  # since they were last taken
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting[seq] = None
+
+    # Into a row of the device
+
+    def admit(self, seq: Sequence, match: Match) -> None:
+        """Run a waiting sequence on the blocks that the cache has, and on what the host keeps."""
+        self.blocks.admit(seq, match)
+        seq.num_dispatched = match.num_blocks * self.blocks.block_size
+        self._run(seq, fill=len(seq))
+        self.swapping.bring_back(seq, match)
+
+    def join(self, seq: Sequence, leader: Sequence) -> None:
+        """Run a waiting sequence as a fork of one that has the same tokens and has computed them
+        all.
+        """
+        self.blocks.fork(leader, seq)
+        self.swapping.drop(seq)
+        seq.num_dispatched = len(seq)
+        self._run(seq, fill=len(seq))
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """A second sequence of the same tokens: running on shared blocks where a row of the device
+        is free, else waiting.
+        """
+        child = parent.copy()
+        if parent.status is Status.RUNNING and self.free_rows:
+            self.blocks.fork(parent, child)
+            child.num_dispatched = parent.num_dispatched
+            self._run(child, fill=parent.fill)
+        return child
+
+    def _run(self, seq: Sequence, *, fill: int) -> None:
+        self.waiting.pop(seq, None)
+        if seq.epoch == 0:
+            seq.num_cached = min(seq.num_dispatched, seq.prompt_len)
+        seq.fill = fill
+        seq.device_row, seq.is_new = self.free_rows.pop(), True
+        seq.status = Status.RUNNING
+        self.running[seq] = None
+
+    # Out of it
+
+    def preempt(self, seq: Sequence) -> None:
+        """Give up a running sequence's blocks; when next admitted its KV comes back from the host
+        or is recomputed.
+        """
+        self.swapping.keep(seq)
+        self.preemptions["recomputed" if seq.swapped is None else "swapped"] += 1
+        self._release(seq)
+        seq.status = Status.WAITING
+        seq.num_dispatched = seq.fill = seq.pending = 0
+        seq.epoch += 1
+        if seq.candidates is None:  # a row that has them waits for its request, not for blocks
+            self.waiting[seq] = None
+            self.waiting.move_to_end(seq, last=False)
+
+    def preempt_youngest(self) -> None:
+        self.preempt(next(reversed(self.running)))
+
+    def resume(self, seq: Sequence) -> None:
+        """Go on with a sequence whose candidates its request has taken up."""
+        seq.candidates = None
+        if seq.status is Status.WAITING:
+            self.waiting[seq] = None
+
+    def retire(self, seq: Sequence) -> None:
+        """Take a sequence out of its queue, and whatever it holds from it; nobody is told."""
+        self.waiting.pop(seq, None)
+        self.swapping.drop(seq)
+        if seq.status is Status.RUNNING:
+            self._release(seq)
+        seq.status = Status.FINISHED
+
+    def finish(
+        self,
+        seq: Sequence,
+        reason: str,
+        *,
+        stop: int | str | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """End a sequence from any state; its blocks and row are free for the next dispatch."""
+        # An interrupt before the status changes undoes the end, one after it does not.
+        seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
+        self.retire(seq)
+        self.finished.append(seq)
+
+    def fail(self, seq: Sequence) -> None:
+        """End a sequence that the pool cannot hold, and those that cannot go on without it."""
+        groups, size = self.blocks.groups, self.blocks.block_size
+        most = next((g for g in groups if not g.fits(len(seq))), groups[0]).num_blocks
+        error = CapacityError(
+            f"{len(seq)} tokens and the next one do not fit the KV pool of {most} blocks of {size} "
+            f"({most * size} tokens): raise num_blocks, or lower max_tokens or max_model_len"
+        )
+        for member in seq.request.doomed_with(seq):
+            self.finish(member, "error", error=error)
+
+    def take_finished(self) -> list[Sequence]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _release(self, seq: Sequence) -> None:
+        del self.running[seq]
+        self.blocks.free(seq)
+        self.free_rows.append(seq.device_row)
+        seq.device_row = -1

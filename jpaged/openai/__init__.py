@@ -1,0 +1,5 @@
+"""OpenAI's API: the bodies of its requests and answers, shared by batch files and a server.
+
+protocol.py: what a request may say, strictly typed. responses.py: what an answer holds, and how it
+is made of an output.
+"""

@@ -1,0 +1,482 @@
+"""Bodies of OpenAI's requests with vLLM's extra fields, as strict pydantic models.
+
+A bool is not an integer, NaN is not a number, null is "not given". A field is known, harmless, or
+refused: none is ignored that could change an answer.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, NoReturn, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from jpaged.errors import RequestError
+from jpaged.request.sampling_params import SamplingParams
+
+HARMLESS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "priority",
+    "request_id",
+    "spaces_between_special_tokens",
+}
+# Fields that are not built, each with the values that ask for nothing (null always does): anything
+# else is refused.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "stream": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "include_reasoning": (True,),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "max_repetition_pattern_size": (0,),
+    "min_repetition_pattern_size": (0,),
+    "repetition_min_count": (0,),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
+    "stream_options": (),
+    "audio": (),
+    "prediction": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "allowed_token_ids": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structured_outputs": (),
+    "chat_template": (),
+    "documents": (),
+    "logits_processors": (),
+    "mm_processor_kwargs": (),
+    "add_special_tokens": (),
+    "prompt_embeds": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+}
+CODES = ("unsupported_field", "unsupported_url")  # of errors; others are an invalid value
+# Arguments of apply_chat_template that are no variables of a template: templates come from the
+# tokenizer only.
+RESERVED = {
+    "conversation",
+    "chat_template",
+    "tools",
+    "documents",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "messages",
+}
+
+
+class BodyError(RequestError):
+    """A body that cannot be served: why, and which field. `code` is for programs."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+def _refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
+    """Raise a validator's error of a body as a whole, blamed on a field."""
+    raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
+
+
+def short(value: Any) -> str:
+    """A value for a message, cut in the middle when it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
+
+
+def _token_id(key: Any) -> int:
+    if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
+        raise ValueError(f"{short(key)} is not a token id")
+    return int(key)
+
+
+def _truncation(value: int) -> int:
+    if value < -1 or value == 0:
+        raise ValueError(
+            "must be a positive integer, or -1 for as many tokens as leave room for the answer"
+        )
+    return value
+
+
+def _one_prompt(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]  # OpenAI's list of prompts, with one in it
+    if isinstance(value, list) and any(isinstance(v, str | list) for v in value):
+        raise ValueError("one prompt a request: write one request for each")
+    return value
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message that comes in parts."""
+    if not isinstance(content, list):
+        return content
+    parts = [p if isinstance(p, dict) and p.get("type") == "text" else {} for p in content]
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("has a part that is not text")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _arguments(given: Any) -> Any:
+    """What a call was given, as the object that templates write, not as its JSON."""
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        return json.loads(given) if given else {}
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _variables(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(RESERVED & set(value)):
+        raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
+    return value
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(tool.get("function"), dict):
+        raise ValueError("must be a list of functions")
+    return tool
+
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Tokens = Annotated[list[Integer], FailFast()]
+Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
+
+
+class Body(BaseModel):
+    """Strict, without unknown fields; what is null was not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            known = cls.model_fields
+            return {k: v for k, v in data.items() if v is not None or k not in known}
+        return data
+
+    @classmethod
+    def read(cls, data: Any) -> Self:
+        """The checked body. Raises BodyError, which names the first field that is wrong, and its
+        value.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as e:
+            raise _told(e, data) from None
+
+
+def _told(error: ValidationError, data: Any) -> BodyError:
+    found = error.errors(include_url=False, include_input=False)
+    wrong = [e for e in found if e["type"] != "extra_forbidden"]
+    if not wrong:
+        return unknown_fields([str(e["loc"][0]) for e in found])
+    first = wrong[0]
+    if not first["loc"]:
+        return BodyError(first["msg"], param=first.get("ctx", {})["param"], code=first["type"])
+    param = str(first["loc"][0])
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return BodyError(f"a request needs {param}; this one has none", param=param)
+    # A union has an error for each of its types.
+    reasons = dict.fromkeys(_reason(e) for e in wrong if e["loc"][0] == param)
+    code = first["type"] if first["type"] in CODES else "invalid_value"
+    message = f"{param}={short(data.get(param))}: {' or '.join([*reasons][:2])}"
+    return BodyError(message, param=param, code=code)
+
+
+def _reason(error: Any) -> str:
+    """What pydantic says, and where inside the field."""
+    places = [str(place) for place in error["loc"][1:] if "[" not in str(place) and place != "str"]
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(places)}: {message}" if places else message
+
+
+def unknown_fields(names: list[str], where: str = "") -> BodyError:
+    told = ", ".join(sorted(map(short, names)))
+    return BodyError(f"unknown field {told}{where}", param=min(names)[:60], code="unknown_field")
+
+
+class SamplingFields(Body):
+    """Fields of SamplingParams that every form of request has; their ranges are its to judge."""
+
+    n: Integer | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    min_p: Number | None = None
+    seed: Integer | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Tokens | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Integer | None = None
+    logprobs_mode: str | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[Annotated[int, BeforeValidator(_token_id)], Number] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams that are given."""
+        return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
+
+
+SAMPLING = tuple(SamplingFields.model_fields)
+
+
+class GenerationRequest(SamplingFields):
+    """What prompts and conversations have in common."""
+
+    is_chat: ClassVar[bool] = False
+
+    model: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[Integer, AfterValidator(_truncation)] | None = None
+    cache_salt: str | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_described)]] | None = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+
+    @classmethod
+    def unknown(cls, data: Mapping[str, Any]) -> list[str]:
+        """Names of a body's fields that are of no request."""
+        return [
+            name
+            for name in data
+            if name not in cls.model_fields.keys() | HARMLESS | NOT_BUILT.keys()
+        ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in NOT_BUILT.keys() & data.keys():
+            value, allowed = data[name], NOT_BUILT[name]
+            if value is None or any(type(value) is type(v) and value == v for v in allowed):
+                continue
+            only = " or ".join(json.dumps(v) for v in allowed) or "null"
+            _refuse(f"{name}={short(value)} is not supported (only {only})", name)
+        return {k: v for k, v in data.items() if k not in HARMLESS and k not in NOT_BUILT}
+
+    @model_validator(mode="after")
+    def _tools_are_only_described(self) -> Self:
+        tools, choice = self.tools, self.tool_choice
+        if choice not in (None, "none", "auto") or (tools and choice != "none"):
+            name = "tools" if tools and choice in (None, "auto") else "tool_choice"
+            said = f"{name}={short(getattr(self, name))} is not supported"
+            _refuse(f'{said} (tools only with tool_choice "none")', name)
+        for name in ("reasoning_effort", "tools"):
+            if getattr(self, name) and not self.is_chat:
+                _refuse(f"{name} needs messages", name)
+        return self
+
+    def given_prompt(self, llm: Any) -> str | list[int]:
+        """Text or token ids; a conversation is rendered by the model's template."""
+        raise NotImplementedError
+
+    def prompt_for(self, llm: Any, params: SamplingParams) -> Any:
+        """The prompt that LLM.add_request takes: rendered, cut and salted as the body asks. Raises
+        RequestError.
+        """
+        prompt: Any = self.given_prompt(llm)
+        if self.truncate_prompt_tokens is not None:
+            ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            room = llm.engine_config.max_model_len - (params.max_tokens or 1)
+            most = self.truncate_prompt_tokens
+            prompt = ids[-(most if most > 0 else max(room, 1)) :]
+        if self.cache_salt is not None:
+            name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+            prompt = {name: prompt, "cache_salt": self.cache_salt}
+        return prompt
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: Prompt
+    logprobs: Integer | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        return super().sampling() | _unless_none(logprobs=self.logprobs)
+
+    def given_prompt(self, llm: Any) -> str | list[int]:
+        return self.prompt
+
+
+class Function(BaseModel):
+    """A function that a model once called."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    function: Function
+
+
+class Message(Body):
+    """One message of a conversation; its tool calls and their results are the chat template's to
+    write.
+    """
+
+    role: Annotated[str, Field(min_length=1)]
+    content: Annotated[str, BeforeValidator(_joined)] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("has no content")
+        self.content = self.content or ""
+        self.tool_calls = self.tool_calls or None
+        return self
+
+
+class ChosenLogprobs(GenerationRequest):
+    """logprobs as OpenAI's chat has it, true with top_logprobs beside it, or as a number."""
+
+    logprobs: bool | Integer | None = None
+    top_logprobs: Integer | None = None
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> Self:
+        if self.top_logprobs and self.logprobs is not True:
+            said = f"top_logprobs={self.top_logprobs} needs logprobs=true"
+            _refuse(said, "top_logprobs", "invalid_value")
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        count = self.logprobs
+        if isinstance(count, bool):
+            count = self.top_logprobs or 0 if count else None
+        return super().sampling() | _unless_none(logprobs=count)
+
+
+class Conversation(ChosenLogprobs):
+    """A conversation, and how the chat template is to render it."""
+
+    is_chat: ClassVar[bool] = True
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    max_completion_tokens: Integer | None = None  # OpenAI's new name of max_tokens, which wins
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_opens(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            said = "continue_final_message and add_generation_prompt exclude each other"
+            _refuse(said, None, "invalid_value")
+        return self
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Keyword arguments of LLM.render_chat."""
+        variables = _unless_none(reasoning_effort=self.reasoning_effort, tools=self.tools or None)
+        opened = self.add_generation_prompt
+        return {
+            "chat_template_kwargs": variables | (self.chat_template_kwargs or {}) or None,
+            "add_generation_prompt": not self.continue_final_message if opened is None else opened,
+            "continue_final_message": self.continue_final_message,
+        }
+
+    def sampling(self) -> dict[str, Any]:
+        return super().sampling() | _unless_none(max_tokens=self.max_completion_tokens)
+
+    def given_prompt(self, llm: Any) -> str | list[int]:
+        return llm.render_chat(self.conversation, **self.template)
+
+
+class ChatCompletionRequest(Conversation):
+    """The body of /v1/chat/completions."""
+
+    @field_validator("logprobs")
+    @classmethod
+    def _is_a_switch(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+
+
+URLS: dict[str, type[GenerationRequest]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
+def _served(url: Any) -> Any:
+    if not isinstance(url, str) or url not in URLS:
+        said = {"urls": ", ".join(URLS)}
+        raise PydanticCustomError("unsupported_url", "must be one of {urls}", said)
+    return url
+
+
+class BatchLine(Body):
+    """A line of a batch file."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: Annotated[str, BeforeValidator(_served)]
+    body: dict[str, Any]
+
+
+def _unless_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

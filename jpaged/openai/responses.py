@@ -1,0 +1,295 @@
+"""Bodies of answers, and how they are made of an engine's output: a choice a sample, their tokens
+summed.
+
+Typed dictionaries, not pydantic models: what is written here needs no check on its way, and a
+pydantic TypeAdapter of them checks it in the tests.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict
+
+from jpaged.errors import CapacityError, RequestError
+from jpaged.openai.protocol import SAMPLING, BodyError
+from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
+
+LEAST = -9999.0  # JSON has no -inf; the figure is the one that OpenAI's API uses
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None  # None for a part of a character
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    """Parallel lists; offsets are in the characters of the tokens before."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class ChatMessage(TypedDict):
+    role: str
+    content: str | None
+    refusal: None
+
+
+class Ending(TypedDict):
+    """What every choice says of itself."""
+
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChoice(Ending):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionChoice(Ending):
+    index: int
+    text: str | None
+    logprobs: CompletionLogprobs | None
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class OfPrompt(TypedDict):
+    """What an answer says of its prompt, where it was asked."""
+
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(OfPrompt):
+    """The answer to /v1/completions."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatCompletion(OfPrompt):
+    """The answer to /v1/chat/completions."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class BatchAnswer(TypedDict):
+    """A line of a batch's output; response has status_code, request_id and body."""
+
+    id: str
+    custom_id: str | int | None
+    response: dict[str, Any] | None
+    error: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a request failed: an HTTP status, OpenAI's type and code of the error, the field to
+    blame, and the sentence.
+    """
+
+    status: int
+    kind: str
+    code: str
+    param: str | None
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException | str) -> "Failure":
+        code, param = "generation_failed", None
+        match error:
+            case BodyError():
+                code, param = error.code, error.param
+            case CapacityError():
+                code = "context_length_exceeded"
+            case RequestError():  # its message begins with the field
+                code, begins = "invalid_value", re.match(r"(\w+)[=:]", str(error))
+                param = begins[1] if begins and begins[1] in (*SAMPLING, "logprobs") else None
+        if isinstance(error, RequestError):
+            status, kind, message = 400, "invalid_request_error", str(error)
+        else:
+            status, kind = 500, "server_error"
+            message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        return cls(status=status, kind=kind, code=code, param=param, message=message)
+
+    def details(self, message: str) -> dict[str, Any]:
+        return {"message": message, "type": self.kind, "param": self.param, "code": self.code}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerForm:
+    """What a request asked of its answer.
+
+    top: alternatives of a token, None without logprobs. token_ids: return them, beside the text.
+    tokens_as_ids: name tokens "token_id:N" among logprobs.
+    """
+
+    top: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+    def token(self, token_id: int, entry: Logprob | None) -> str:
+        text = None if entry is None or self.tokens_as_ids else entry.decoded_token
+        return f"token_id:{token_id}" if text is None else text
+
+
+def chat_completion(
+    output: RequestOutput, form: AnswerForm, *, name: str, model: str
+) -> ChatCompletion:
+    choices: list[ChatChoice] = []
+    for index, done in enumerate(output.outputs):
+        logprobs: ChatLogprobs | None = None
+        if form.top is not None:
+            logprobs = {"content": token_logprobs(done, form), "refusal": None}
+        message: ChatMessage = {"role": "assistant", "content": done.text, "refusal": None}
+        choices.append(
+            {"index": index, **ending(done, form), "message": message, "logprobs": logprobs}
+        )
+    return {
+        "id": f"chatcmpl-{name}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage(output),
+        **_of_prompt(output, form),
+    }
+
+
+def completion(output: RequestOutput, form: AnswerForm, *, name: str, model: str) -> Completion:
+    choices: list[CompletionChoice] = []
+    for index, done in enumerate(output.outputs):
+        logprobs = None if form.top is None else _parallel_logprobs(done, form)
+        choices.append(
+            {"index": index, **ending(done, form), "text": done.text, "logprobs": logprobs}
+        )
+    return {
+        "id": f"cmpl-{name}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage(output),
+        **_of_prompt(output, form),
+    }
+
+
+def usage(output: RequestOutput) -> Usage:
+    prompt, answer = len(output.prompt_token_ids), sum(len(d.token_ids) for d in output.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+    }
+
+
+def ending(done: CompletionOutput, form: AnswerForm) -> Ending:
+    """Without a tokenizer there is no text, and the ids are the answer."""
+    end: Ending = {"finish_reason": done.finish_reason, "stop_reason": done.stop_reason}
+    if form.token_ids or done.text is None:
+        end["token_ids"] = [int(t) for t in done.token_ids]
+    return end
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """By token id, for every token of the prompt but the first."""
+    return [
+        None if entries is None else _by_id(entries) for entries in output.prompt_logprobs or []
+    ]
+
+
+def _by_id(entries: Mapping[int, Logprob]) -> dict[str, Any]:
+    return {
+        str(t): {"logprob": finite(e.logprob), "rank": e.rank, "decoded_token": e.decoded_token}
+        for t, e in entries.items()
+    }
+
+
+def token_logprobs(done: CompletionOutput, form: AnswerForm) -> list[TokenLogprob]:
+    """OpenAI's chat form: one object a token, each with its alternatives, best first."""
+
+    def described(token_id: int, entry: Logprob | None, logprob: float) -> TopLogprob:
+        text = None if entry is None else entry.decoded_token
+        whole = text is not None and "\ufffd" not in text
+        return {
+            "token": form.token(token_id, entry),
+            "logprob": finite(logprob),
+            "bytes": list(text.encode()) if whole and text is not None else None,
+        }
+
+    content: list[TokenLogprob] = []
+    entries_of = done.logprobs or []
+    for token_id, logprob, entries in zip(
+        done.token_ids, done.token_logprobs, entries_of, strict=True
+    ):
+        best = [described(t, e, e.logprob) for t, e in _ranked(entries)[: form.top]]
+        content.append(
+            {**described(token_id, entries.get(token_id), logprob), "top_logprobs": best}
+        )
+    return content
+
+
+def finite(logprob: float) -> float:
+    return max(float(logprob), LEAST)
+
+
+def _of_prompt(output: RequestOutput, form: AnswerForm) -> OfPrompt:
+    extra: OfPrompt = {}
+    if output.prompt_logprobs is not None:
+        extra["prompt_logprobs"] = prompt_logprobs(output)
+    if form.token_ids:
+        extra["prompt_token_ids"] = [int(t) for t in output.prompt_token_ids]
+    return extra
+
+
+def _ranked(entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    return sorted(entries.items(), key=lambda item: -item[1].logprob)
+
+
+def _parallel_logprobs(done: CompletionOutput, form: AnswerForm) -> CompletionLogprobs:
+    entries_of = done.logprobs or []
+    tokens = [form.token(t, e.get(t)) for t, e in zip(done.token_ids, entries_of, strict=True)]
+    offsets = [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(p) for p in done.token_logprobs],
+        "top_logprobs": [
+            {form.token(t, e): finite(e.logprob) for t, e in _ranked(entries)[::-1]}
+            for entries in entries_of
+        ],
+        "text_offset": offsets[:-1],
+    }

@@ -1,0 +1,308 @@
+"""What the scripts share: flags, models, random weights, timing, records, tables, absent chips."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import os
+import random
+import shutil
+import time
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+import jpaged
+from jpaged.checks import read_json
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.params import Params, param_shapes
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that models have
+
+# ---- flags ----
+
+
+def make_parser(name: str, doc: str | None, **how: Any) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it is written."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=formatter, **how)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("checkpoint", nargs="?", help="a checkpoint folder")
+    names = ", ".join(MODELS)
+    add("--random", metavar="SIZE", help=f"random weights instead: {names} or a config.json")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """A flag for each field of EngineConfig, or for those of the names; left out it is None.
+
+    defaults: by field, where it is not None.
+    """
+    add = parser.add_argument_group("engine: fields of EngineConfig").add_argument
+    hints = typing.get_type_hints(EngineConfig)
+    for name in names or hints:
+        flag, kinds = f"--{name.replace('_', '-')}", typing.get_args(hints[name]) or (hints[name],)
+        default = defaults.get(name)
+        if bool in kinds:
+            add(flag, action=argparse.BooleanOptionalAction, default=default)
+        elif tuple[int, ...] in kinds:
+            add(flag, type=int, nargs="+", default=default)
+        elif name == "dtype":
+            add(flag, choices=ITEMSIZE, default=default)
+        else:
+            kind = next((kind for kind in (int, float) if kind in kinds), str)
+            add(flag, type=kind, default=default)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineConfig that flags have set."""
+    names = (field.name for field in dataclasses.fields(EngineConfig))
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def check_model_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if (args.checkpoint is None) == (args.random is None):
+        parser.error("give a checkpoint folder or --random, one of the two")
+
+
+def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        values = value if isinstance(value, list) else [value]
+        if any(n is not None and n < 1 for n in values):
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+# ---- models ----
+
+
+def qwen3(
+    hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> ModelConfig:
+    """A dense Qwen3 of the given sizes, embeddings tied."""
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        qk_norm=True,
+    )
+
+
+MODELS = {
+    "tiny": qwen3(128, 384, 4, 4, 2, 32, 2048),
+    "60m": qwen3(512, 1536, 8, 8, 4, 64, 32000),
+    "0.6b": qwen3(1024, 3072, 28, 16, 8, 128, 151936),
+}
+
+
+def model_name(args: argparse.Namespace) -> str:
+    return str(args.checkpoint) if args.checkpoint is not None else f"random {args.random}"
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    if args.checkpoint is not None:
+        return ModelConfig.coerce(args.checkpoint)
+    if args.random in MODELS:
+        return MODELS[args.random]
+    path = Path(args.random)
+    return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
+
+
+def load_model(args: argparse.Namespace, dtype: str | None) -> Any:
+    """The params that the flags name; dtype None: a checkpoint's own, random ones in bfloat16."""
+    if args.checkpoint is not None:
+        return jpaged.load_params(args.checkpoint, dtype=dtype)
+    return random_params(model_config(args), dtype or "bfloat16")
+
+
+def abstract_params(config: ModelConfig, dtype: str, sharding: Any = None) -> Any:
+    """The parameter tree of a model in shapes alone."""
+
+    def leaf(shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
+
+
+def random_params(config: ModelConfig, dtype: str) -> Any:
+    """Params drawn straight onto the default device: normal(0, 0.02), norms one, biases zero."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return (0.02 * jax.random.normal(key, shape)).astype(dtype)
+
+    keys = iter(jax.random.split(jax.random.key(0), 16 * (config.num_layers + 1)))
+
+    def leaf(path: Any, shape: Any) -> jax.Array:
+        name = path[-1].key
+        if name == "scale":
+            return jnp.ones(shape.shape, dtype)
+        return jnp.zeros(shape.shape, dtype) if "bias" in name else draw(next(keys), shape.shape)
+
+    tree = jax.tree_util.tree_map_with_path(leaf, abstract_params(config, dtype))
+    return Params(tree, config=config)
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Weights that one decode step reads: the matrices, less the rows of an untied embedding."""
+    e, f, d, k = config.hidden_size, config.intermediate_size, config.head_dim, config.num_kv_heads
+    attention = k * (2 * config.group_size + 2) * d * e
+    return config.num_layers * (attention + 3 * e * f) + config.vocab_size * e
+
+
+def random_ids(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of random ids, without the lowest three: tokenizers give them to padding and ends."""
+    rng = random.Random(0)
+    ids = range(min(3, vocab_size - 1), vocab_size)
+    return [rng.choices(ids, k=length) for _ in range(count)]
+
+
+# ---- timing ----
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Seconds until all arrays of the call's result are there."""
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - began
+
+
+def in_turn[T](calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each call returns in rounds in which all take turns, so that all see the same machine.
+
+    A first round, which compiles, is left out; every other round goes backwards.
+    """
+    found: dict[str, list[T]] = {name: [] for name in calls}
+    for i in range(1 + rounds):
+        for name in list(calls)[:: -1 if i % 2 else 1]:
+            result = calls[name]()
+            if i:
+                found[name].append(result)
+    return found
+
+
+def read_bandwidth() -> float:
+    """GB/s at which a reduction reads 256 MB on the default device, best of five: a bound for
+    decode's weight reads.
+    """
+    x = jnp.ones((8, 1 << 23), jnp.float32)
+    largest = jax.jit(lambda x: x.max(axis=1))
+    runs = in_turn({"read": lambda: seconds_of(lambda: largest(x))}, 5)
+    return x.nbytes / min(runs["read"]) / 1e9
+
+
+# ---- records and tables ----
+
+
+def environment() -> dict[str, Any]:
+    """What a record says of the machine."""
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One line of JSON, floats to six digits."""
+    short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in record.items()}
+    return json.dumps(short)
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, but all that are before the point and at most two behind it."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:,.{0 if abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2}f}"
+
+
+def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0) -> list[str]:
+    """Lines of right-aligned columns, the first `left` of them left-aligned; a head may have
+    several lines.
+    """
+    stacked = [head.split("\n") for head in heads]
+    depth = max(map(len, stacked))
+    cells = [[head[i] if i < len(head) else "" for head in stacked] for i in range(depth)]
+    cells += [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        sized = zip(row, widths, strict=True)
+        padded = [f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(sized)]
+        lines.append(" ".join(padded).rstrip())
+    return lines
+
+
+# ---- chips that are not there ----
+
+H200 = ("NVIDIA H200", 132)  # its name, and how many cores it has
+CHIPS = {"cuda": ("sm_90a",), "tpu": ("v5e:2x2", "v6e:2x2")}
+# Of a process that compiles for TPUs that it has not; libtpu reads them when it is first used.
+LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_MIN_LOG_LEVEL": "3"}
+
+
+def cannot_compile(platform: str) -> str | None:
+    """Why nothing can be compiled here for CUDA or TPUs, or None."""
+    if platform == "tpu":
+        missing = importlib.util.find_spec("libtpu") is None
+        return "libtpu is not installed: pip install libtpu" if missing else None
+    if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+        packages = "jax-cuda13-plugin jax-cuda13-pjrt"
+        return f"no CUDA plugin: pip install --no-deps {packages}, at jax's version"
+    if shutil.which("ptxas") is None:
+        return "no ptxas on PATH: it comes with CUDA's toolkit"
+    return None
+
+
+def absent_devices(platform: str, chip: str) -> Sequence[Any]:
+    """The devices of a chip's topology."""
+    if platform == "tpu":
+        return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
+    target = Path(__file__).with_name("h200.textproto").read_text()
+    how = {"platform": "cuda", "topology": "1x1x1", "target_config": target}
+    return topologies.get_topology_desc("", **how).devices
+
+
+def stay_on_cpu() -> None:
+    """Have jax look for no device but the CPU, and libtpu for no TPU. Before jax is first used."""
+    os.environ |= LIBTPU
+    jax.config.update("jax_platforms", "cpu")
+
+
+@contextlib.contextmanager
+def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
+    """Lowering inside takes the target for a GPU of that name and number of cores."""
+    abstract_device = jax.sharding.AbstractDevice(*device, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract_device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+@contextlib.contextmanager
+def absent_device(platform: str, chip: str) -> Iterator[Any]:
+    """A device of the chip; lowering inside takes it for the one at hand."""
+    devices = absent_devices(platform, chip)
+    if platform == "cuda":
+        with hopper():
+            yield devices[0]
+        return
+    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield devices[0]

@@ -1,0 +1,67 @@
+"""The whole steps of Qwen3-0.6B, as the engine would compile them, for a chip that is not there.
+
+    python -m tests.kernels.aot_steps tpu v5e:2x2
+
+compiles prefill and decode and prints a JSON line for each: compile seconds, temporary bytes, and
+how many instructions would copy the pool. There must be none, but in the control, a decode step
+that does not donate its pool; else the exit status is 1.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Bucket
+from jpaged.runtime.runner import Placement, Runner
+from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
+from tests.hlo import pool_copies
+
+BLOCKS = 300  # of the pool
+CONTROL = "control, not donated"
+JIT = jax.jit
+
+
+def not_donated(function: Any, *, donate_argnums: Any = (), **how: Any) -> Any:
+    return JIT(function, **how)
+
+
+def main(platform: str, chip: str) -> int:
+    stay_on_cpu()
+    model, good = MODELS["0.6b"], True
+    config = EngineConfig(max_model_len=4096, max_num_seqs=256, num_blocks=BLOCKS).resolve(model)
+    M = config.max_blocks_per_seq
+    prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
+    decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
+    loop = dataclasses.replace(decode, steps=8)
+    cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
+    with absent_device(platform, chip) as device:
+        placement = Placement(mesh=None, axis=None, device=device)
+        params = abstract_params(model, "bfloat16", placement.replicated)
+        runner = Runner(model, config, placement, params)
+        (pool,) = runner.pools
+        for name, bucket in cases.items():
+            began = time.perf_counter()
+            with mock.patch.object(jax, "jit", not_donated if name == CONTROL else JIT):
+                compiled = runner.steps.lower(bucket).compile()
+            copies = len(pool_copies(compiled.as_text(), math.prod(pool.shape)))
+            good &= (copies > 0) == (name == CONTROL)
+            found = {
+                "name": f"step {name} {bucket.tokens}x{bucket.rows}",
+                "kernel": pool.kernel.name,
+                "pool_copies": copies,
+                "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+            print(json.dumps(found), flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

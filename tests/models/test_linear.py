@@ -1,0 +1,117 @@
+"""Linear: where it rounds, who multiplies, and how shares of a weight are summed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jpaged.models.decoder import bind
+from jpaged.models.layers.linear import Linear, Serving
+from tests.tiny import config, make_params, make_prompts
+
+
+class Recorder:
+    """Products that notes what it is asked, and leaves the rows that are padding at zero."""
+
+    def __init__(self) -> None:
+        self.counts: list[Any] = []
+
+    def supported(self, x: jax.Array, weight: jax.Array) -> bool:
+        return x.ndim == weight.ndim == 2
+
+    def linear(self, x: jax.Array, weight: jax.Array, count: Any, dtype: Any) -> jax.Array:
+        self.counts.append(count)
+        y = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
+        return jnp.where(jnp.arange(x.shape[0])[:, None] < count, y, 0).astype(dtype)
+
+
+def make(
+    weight: jax.Array, bias: jax.Array | None = None, serving: Serving | None = None, **how: Any
+) -> Linear:
+    how = {"num_outputs": 1, "sum_over": None} | how
+    return Linear(weight=weight, bias=bias, serving=serving or Serving(), **how)
+
+
+def test_rounds_once_after_the_bias() -> None:
+    """257 is no bfloat16: rounded before the bias, 257 - 256 would be 0."""
+    x, w = jnp.ones((1, 257), jnp.bfloat16), jnp.ones((1, 257), jnp.bfloat16)
+    y = make(w, jnp.asarray([-256], jnp.bfloat16))(x)
+    assert y.dtype == jnp.bfloat16 and float(y[0, 0]) == 1.0
+    assert float(make(w)(x)[0, 0]) == 256.0 and float(make(w)(x, jnp.float32)[0, 0]) == 257.0
+
+
+def test_outputs_and_inputs_of_several_axes() -> None:
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(s).astype(np.float32) for s in ((3, 5, 8), (2, 4, 8), (2, 4)))
+    y = make(jnp.asarray(w), jnp.asarray(b), num_outputs=2)(jnp.asarray(x))
+    np.testing.assert_allclose(y, np.einsum("abe,kde->abkd", x, w) + b, rtol=1e-5, atol=1e-5)
+    flat = make(jnp.asarray(w.reshape(8, 2, 4)))(jnp.asarray(x))
+    np.testing.assert_allclose(flat, x @ w.reshape(8, 8).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [3, None])
+def test_products_are_told_how_many_rows_are_real(num_rows: int | None) -> None:
+    recorder = Recorder()
+    rows = None if num_rows is None else jnp.int32(num_rows)
+    serving = Serving(num_rows=rows, products=recorder)
+    x, w = jnp.ones((5, 8)), jnp.ones((4, 8))
+    y = make(w, serving=serving)(x)
+    assert y[:, 0].tolist() == [8.0] * (num_rows or 5) + [0.0] * (5 - (num_rows or 5))
+    assert [int(count) for count in recorder.counts] == [num_rows or 5]
+    make(w, serving=serving)(x[None])
+    assert len(recorder.counts) == 1, "what it does not support is multiplied by XLA"
+
+
+def test_shares_of_the_inputs_are_summed_before_the_bias_and_rounded_once() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    x = jnp.concatenate([jnp.ones((1, 257), jnp.bfloat16), -jnp.ones((1, 257), jnp.bfloat16)], 1)
+    x, w = x.at[0, 257].set(0), jnp.ones((1, 514), jnp.bfloat16)
+    serving = Serving(tensor_axis="tp", axis_size=2)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return make(w, jnp.ones(1, jnp.bfloat16), serving, sum_over="tp")(x)
+
+    split = PartitionSpec(None, "tp")
+    run = jax.shard_map(
+        product, mesh=mesh, in_specs=(split, split), out_specs=PartitionSpec(), check_vma=False
+    )
+    assert run(x, w).tolist() == [[2.0]], "257 - 256 + 1"
+
+
+@pytest.mark.parametrize(
+    ("width", "summed"), [(48, {"out", "down"}), (45, {"out"})], ids=["ffn splits", "ffn whole"]
+)
+def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> None:
+    c = config(intermediate_size=width)
+    serving = Serving(tensor_axis="tp", axis_size=2)
+    layer = bind(c, make_params(0, c), serving)._weights().at("layers").at("0").layer(0)
+    linears = {
+        "qkv": layer.attention.qkv,
+        "out": layer.attention.out,
+        "gate_up": layer.mlp.gate_up,
+        "down": layer.mlp.down,
+    }
+    assert {name for name, linear in linears.items() if linear.sum_over == "tp"} == summed
+    alone = bind(c, make_params(0, c))._weights().at("layers").at("0").layer(0)
+    assert alone.attention.out.sum_over is None
+
+
+def test_every_product_of_a_step_goes_through_the_products_that_it_is_given() -> None:
+    """Four of each kind of layer (traced once) and the head; none of them in training."""
+    recorder, c = Recorder(), config()
+    params, (prompt,) = make_params(0, c), make_prompts(7)
+
+    def step(params: Any, tokens: jax.Array, num_rows: jax.Array) -> jax.Array:
+        model = bind(c, params, Serving(num_rows=num_rows, products=recorder))
+        return model.logits(model(tokens)[0])
+
+    logits = jax.jit(step)(params, jnp.asarray(prompt), jnp.int32(7))
+    assert len(recorder.counts) == 5 and all(count.shape == () for count in recorder.counts)
+    dense = bind(c, params)
+    np.testing.assert_allclose(
+        logits, dense.logits(dense(jnp.asarray([prompt]))[0])[0], rtol=1e-4, atol=1e-4
+    )
+    assert len(recorder.counts) == 5
