@@ -153,7 +153,7 @@ class Runner:
         return dataclasses.replace(self._state, rows=rows)
 
     def _take_back(self, state: DeviceState) -> None:
-        """Keep what a step made of `_lent`, the counts apart: they are changed between steps too."""
+        """Keep what a step made of `_lent`; counts apart, since they change between steps too."""
         if state.rows.counts_RV is not None:
             self._counts_RV = state.rows.counts_RV
         self._state = dataclasses.replace(
