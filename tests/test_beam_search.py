@@ -368,6 +368,7 @@ def test_a_search_that_outgrows_the_pool_fails_alone(params: Params, llm: LLM) -
     small.close()
 
 
+@pytest.mark.own_steps
 def test_nothing_compiles_for_another_search(llm: LLM) -> None:
     beams(llm, PROMPTS, 2, 12)
     with compiles() as names:

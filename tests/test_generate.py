@@ -2,6 +2,7 @@
 between calls.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,7 +161,9 @@ def test_scenario_05_chunks_over_a_pool_of_nan(params: Params) -> None:
     expected = cold(params, [PROMPTS[3]])[0]
     _, running, runner = kept()
     running.reset_prefix_cache()
-    runner._pool = jnp.full(runner.layout.shape, jnp.nan, runner.layout.dtype)
+    assert runner._state is not None
+    kv = tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in runner.pools)
+    runner._state = dataclasses.replace(runner._state, kv=kv)
     steps = running.stats.prefill_steps
     (output,) = generate(params, [PROMPTS[3]])
     assert running.stats.prefill_steps == steps + 3
@@ -245,10 +248,9 @@ def interrupt(
     if (
         where == "between dispatch and rebinding"
     ):  # the step has consumed the pool; its result is never bound
-        for bucket, step in [item for item in runner._steps.items() if item[0].phase != "sample"]:
-            patch.setitem(
-                runner._steps, bucket, lambda *a, step=step: then_raise(step, *a, first=False)
-            )
+        table = runner.steps._steps
+        for bucket, step in [item for item in table.items() if item[0].phase != "sample"]:
+            patch.setitem(table, bucket, lambda *a, step=step: then_raise(step, *a, first=False))
         return
     owner, name, first = {
         "before a step": (Engine, "step", True),
@@ -285,7 +287,7 @@ def test_scenario_15(params: Params, where: str, at: int, error: type[BaseExcept
         cold(params, prompts)
     assert_nothing_left()
     if where == "between dispatch and rebinding":
-        assert runner._pool is None, "its buffer is gone: the next step starts from zeros"
+        assert runner._state is None, "its buffer is gone: the next step starts from zeros"
     again = generate(params, prompts)
     assert tokens_of(again) == expected
     if where == "between dispatch and rebinding":
@@ -311,6 +313,7 @@ def test_scenario_15_while_new_weights_are_taken(
     assert again[0].num_cached_tokens == 0 and tokens_of(again) == expected
 
 
+@pytest.mark.own_steps
 def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted between the new pool's runner and its engine: the old ones stay, and work."""
     params = make_params(0, config(num_layers=1))
@@ -448,6 +451,7 @@ def test_seeds_and_keys(params: Params) -> None:
     assert tokens_of(generate(params, prompts[:1], seeded, seed=2)) == [a]
 
 
+@pytest.mark.own_steps
 def test_scenario_19_new_params(params: Params) -> None:
     """New weights are served at once, with nothing cached and nothing compiled; the same ones again
     hit the prefix.

@@ -26,9 +26,14 @@ PROMPTS = make_prompts(3, 17, 33)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SETTINGS = engine(num_blocks=64)
 ONE_LAYER = config(num_layers=1)
-# Every parameter that a split must handle, and an FFN that does not divide.
+# Every parameter that a split must handle, an FFN that does not divide, and two groups of layers.
 BIASED = config(
-    family="llama", qk_norm=False, qkv_bias=True, out_bias=True, num_layers=1, intermediate_size=45
+    family="llama",
+    qk_norm=False,
+    qkv_bias=True,
+    out_bias=True,
+    intermediate_size=45,
+    sliding_windows=(None, 7),
 )
 
 
@@ -79,9 +84,10 @@ def check(
             output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4
         )
     runner = api.kept_sessions()[-1].runner
-    assert runner._state is not None
-    spec = runner._state.kv[0].sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
-    assert tuple(spec)[2:3] == (axis,) or (axis is None and not any(spec))
+    assert runner._state is not None and len(runner._state.kv) == len(runner.pools)
+    for pool in runner._state.kv:
+        spec = pool.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+        assert tuple(spec)[2:3] == (axis,) or (axis is None and not any(spec))
     return runner
 
 
@@ -105,7 +111,8 @@ def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "jpaged"):
         runner = check(sharded, params, None, "tp")
     assert "MB of sharded weights for serving" in caplog.text
-    assert runner._state.kv[0].addressable_shards[0].data.shape[2] == 2, "one KV head a device"
+    (pool,) = runner._state.kv
+    assert pool.addressable_shards[0].data.shape[2] == 2, "one KV head a device"
     assert runner.placement.mesh == mesh(2, 2)
     scored: Any = jpaged.score(sharded, PROMPTS[1], engine_config=SETTINGS)
     np.testing.assert_allclose(
@@ -113,6 +120,7 @@ def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+@pytest.mark.own_steps
 def test_new_params_on_a_mesh_compile_nothing() -> None:
     grid = mesh(2, 2)
     first, other = (shard(make_params(seed), grid, "tp", "fsdp") for seed in (0, 1))
@@ -172,7 +180,9 @@ def test_fsdp_alone(params: Params) -> None:
 
 
 def test_every_parameter_splits() -> None:
-    """Biases too; the FFN stays whole; the axis is named by the caller."""
+    """Biases too, and the pool of each group; the FFN stays whole; the axis is named by the
+    caller.
+    """
     params = make_params(0, BIASED)
     grid = mesh(2, 2, names=("x", "y"))
     settings = engine(num_blocks=64, tensor_axis="x")

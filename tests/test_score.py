@@ -32,6 +32,7 @@ def score(params: Params, token_lists: object, **options: object) -> list[np.nda
     return jpaged.score(params, token_lists, **{"engine_config": ENGINE} | options)  # pyright: ignore
 
 
+@pytest.mark.own_steps
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 def test_equals_the_dense_model(params: Params, temperature: float) -> None:
     """One to four chunks each, packed together; up to the whole context; every temperature without

@@ -350,6 +350,7 @@ def test_equal_prompts_of_one_call(llm: LLM) -> None:
             )
 
 
+@pytest.mark.own_steps
 def test_nothing_compiles_for_more_samples(llm: LLM) -> None:
     sampling = [vary(GREEDY, ignore_eos=True), vary(CONTROLS["presence"], seed=1)]
     run(llm, PROMPTS[2:4], sampling)

@@ -78,6 +78,7 @@ def make_step(optimizer: optax.GradientTransformation) -> Any:
     return step
 
 
+@pytest.mark.own_steps
 @pytest.mark.train
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), "bfloat16"])
 def test_twenty_updates_compile_nothing(dtype: str | None) -> None:
@@ -208,6 +209,7 @@ def test_the_weights_bytes_come_back(dtype: str | None) -> None:
     assert live_bytes() == before
 
 
+@pytest.mark.own_steps
 def test_sleep_and_wake() -> None:
     """Pool and copies are freed, new weights may come meanwhile, and nothing compiles again."""
     params, other = make_params(0, MODEL), make_params(1, MODEL)

@@ -129,8 +129,8 @@ class Runner:
         packed = self.put(batch.packed)
         if batch.bucket.phase == "decode":
             step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.rows * batch.steps)
-            self._state, out = step(self.params, self._lent(batch.bucket), packed)
-            self._take_back()
+            state, out = step(self.params, self._lent(batch.bucket), packed)
+            self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
         state, outs = self._lent(batch.bucket), []
         step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.tokens)
@@ -139,8 +139,7 @@ class Runner:
         if batch.sample is not None:
             step = self._ran(batch.sample, batch.num_rows, batch.sample.rows)
             rows, out = step(self.params, hidden, self._lent(batch.sample).rows, packed)
-            self._state = DeviceState(kv=kv, rows=rows)
-            self._take_back()
+            self._take_back(DeviceState(kv=kv, rows=rows))
             outs.append(out)
         if scored is not None:
             outs.append(scored)
@@ -153,10 +152,13 @@ class Runner:
         rows = dataclasses.replace(self._state.rows, counts_RV=counts)
         return dataclasses.replace(self._state, rows=rows)
 
-    def _take_back(self) -> None:
-        assert self._state is not None
-        if self._state.rows.counts_RV is not None:
-            self._counts_RV = self._state.rows.counts_RV
+    def _take_back(self, state: DeviceState) -> None:
+        """Keep what a step made of `_lent`; counts apart, since they change between steps too."""
+        if state.rows.counts_RV is not None:
+            self._counts_RV = state.rows.counts_RV
+        self._state = dataclasses.replace(
+            state, rows=dataclasses.replace(state.rows, counts_RV=None)
+        )
 
     def _prepare(self, buckets: list[Bucket], *, full: bool) -> None:
         """Have the arrays and the steps of a dispatch: what is missing of them is made side by

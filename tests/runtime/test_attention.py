@@ -116,7 +116,15 @@ def serve(attention: str) -> list[Any]:
     return [[c.token_ids for c in out.outputs] for out in [*outs, *again]]
 
 
-@pytest.mark.parametrize("attention", ["triton", "tpu", "mosaic_gpu", "native"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "triton",
+        pytest.param("tpu", marks=pytest.mark.middle),
+        pytest.param("mosaic_gpu", marks=pytest.mark.middle),
+        "native",
+    ],
+)
 def test_the_engine_on_each_kernel(attention: str, expected: list[Any]) -> None:
     if attention == "native" and (reason := unavailable()):
         pytest.skip(reason)

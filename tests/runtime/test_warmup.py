@@ -1,5 +1,6 @@
 """The compile contract: the table of shapes is known, and can be compiled ahead."""
 
+import random
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ from jpaged import LLM, SamplingParams
 from jpaged.engine.buckets import bucket_table
 from jpaged.runtime import compiled_steps
 from jpaged.runtime.compiled_steps import default_folder, use_compilation_cache
-from tests.tiny import ZEROS, compiles, engine, make_params, make_prompts
+from tests.tiny import ZEROS, compiles, config, engine, make_params, make_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -38,6 +39,61 @@ def test_warmup_compiles_the_table_once_and_nothing_is_met_later() -> None:
         )
         llm.generate(make_prompts(3, 11, 9), [GREEDY, full, GREEDY], use_tqdm=False)
     assert set(names) <= {ZEROS}
+
+
+# All that a request can ask for: what each needs of the steps, the counts, the moves and the host.
+FEATURES: list[tuple[str, SamplingParams]] = [
+    ("greedy", GREEDY),
+    ("seeded", SamplingParams(seed=1, top_p=0.9, top_k=20, min_p=0.01, max_tokens=6)),
+    ("penalties", SamplingParams(presence_penalty=1.0, repetition_penalty=1.2, max_tokens=6)),
+    ("frequency", SamplingParams(frequency_penalty=0.5, max_tokens=9, ignore_eos=True)),
+    ("bias", SamplingParams(logit_bias={3: 2.0, 5: -100.0}, max_tokens=6)),
+    ("min_tokens", SamplingParams(min_tokens=4, stop_token_ids=[1, 2, 3], max_tokens=8)),
+    ("samples", SamplingParams(n=3, temperature=0.9, max_tokens=9, ignore_eos=True)),
+    ("logprobs", SamplingParams(logprobs=3, logprobs_mode="processed", max_tokens=4)),
+    ("prompt logprobs", SamplingParams(prompt_logprobs=2, max_tokens=4)),
+    ("tempered", SamplingParams(temperature=0.7, logprobs_mode="tempered", max_tokens=9)),
+    ("one token", SamplingParams(max_tokens=1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("windows", "mixed"), [((None, 7), True), pytest.param((), False, marks=pytest.mark.middle)]
+)
+def test_strict_compiles_nothing_after_the_start(
+    windows: tuple[int | None, ...], mixed: bool
+) -> None:
+    """Not one function of jax's own either, from the first request on: every feature in turn, then
+    shuffled and all at once, so that they are preempted, swapped and found in the cache; beams,
+    scores and aborts.
+    """
+    sizes = {"max_model_len": 32, "num_blocks": 24, "swap_space_gib": 0.01, "swap_min_tokens": 12}
+    model = config(sliding_windows=windows)
+    settings = engine(strict=True, mixed=mixed, max_logprobs=6, **sizes)
+    llm = LLM(make_params(0, model), **vars(settings))
+    params = [sampling for _, sampling in FEATURES]
+    prompts = make_prompts(3, 11, 9, 20, 5, 17, 2, 13, 8, 6, 22)
+    with compiles() as names:
+        for prompt, (feature, sampling) in zip(prompts, FEATURES, strict=True):
+            llm.generate(prompt, sampling, use_tqdm=False)
+            assert names == [], feature
+        rng = random.Random(0)
+        for _ in range(3):
+            order = rng.sample(range(len(prompts)), len(prompts)) * 2
+            chosen = [params[i] for i in order]
+            llm.generate([prompts[i] for i in order], chosen, use_tqdm=False)
+        llm.beam_search(prompts[:2], beam_width=3, max_tokens=6, use_tqdm=False)
+        llm.score(prompts[1:3], temperature=0.7)
+        ids = [llm.add_request(*given) for given in zip(prompts, params, strict=True)]
+        for _ in range(4):
+            llm.step()
+        llm.abort(ids[3])
+        while llm.has_unfinished():
+            llm.step()
+    assert names == []
+    stats = llm.stats()
+    assert stats["preemptions_swapped"] and stats["preemptions_recomputed"]
+    llm.close()
 
 
 def test_buckets_count_hits_and_padding() -> None:

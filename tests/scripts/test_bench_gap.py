@@ -11,7 +11,8 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--max-num-batched-tokens", "16", "--block-size", "8"]
     assert bench_gap.main(["--random", "tiny", *sizes, *settings]) == 0
     heads, apart, mixed, line = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["steps", *(names := json.loads(line)["apart"])]
+    names = list(json.loads(line)["apart"])
+    assert heads.split() == ["steps", *names]
     assert (apart.split()[0], mixed.split()[0]) == ("apart", "mixed")
     for row in (apart, mixed):
         figures = dict(zip(names, map(float, row.split()[1:]), strict=True))
