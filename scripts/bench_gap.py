@@ -28,7 +28,7 @@ def one_round(llm: jpaged.LLM, args: argparse.Namespace) -> dict[str, float]:
     ids = [llm.add_request(p[: args.context], endless(max_tokens=args.tokens)) for p in short]
     watched = llm.session.engine.requests[ids[0]].sequences[0]
     gaps, last, before = [], time.perf_counter(), 0
-    arrived = answered = None
+    arrived = answered = prompt = None
     began, tokens = last, 0
     while llm.has_unfinished():
         ended = llm.step()
@@ -42,7 +42,7 @@ def one_round(llm: jpaged.LLM, args: argparse.Namespace) -> dict[str, float]:
             arrived = now
             (late,) = [llm.add_request(long, endless(max_tokens=2))]
             prompt = llm.session.engine.requests[late].sequences[0]
-        if arrived is not None and answered is None and prompt.num_generated:
+        if prompt is not None and answered is None and prompt.num_generated:
             answered = now
     assert arrived is not None and answered is not None
     calm = [gap for at, gap in gaps[2:] if at <= arrived]

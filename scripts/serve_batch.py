@@ -78,8 +78,8 @@ def make_parser() -> Parser:
 
     add = parser.group("input")
     where = (
-        "a file of lines (also .gz, .zst), a Parquet file or a folder of them, a data set's folder, "
-        "hf:NAME, or - for stdin (default: --config's)"
+        "a file of lines (also .gz, .zst), a Parquet file or a folder of them, a data set's "
+        "folder, hf:NAME, or - for stdin (default: --config's)"
     )
     add("input", where, nargs="?", default=argparse.SUPPRESS)
     formats = ("auto", "jsonl", "text", "parquet", "dataset")

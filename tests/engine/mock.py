@@ -508,6 +508,7 @@ class Host:
     def __init__(
         self,
         depth: int = 1,
+        *,
         windows: tuple[int | None, ...] = (None,),
         windowed_blocks: int | None = None,
         **settings: Any,
