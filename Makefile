@@ -5,6 +5,8 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 CLIENTS := .venv-clients
+# Continuous integration takes those marked `middle` too.
+TESTS := not middle and not slow and not clients
 
 .PHONY: env demo lint test test-all test-clients docs clean
 
@@ -29,7 +31,7 @@ lint: env
 	@$(PY) -m pyright --pythonpath $(PY)
 
 test: lint
-	@$(PY) -m pytest -n auto --maxprocesses 4 -m "not slow and not clients"
+	@$(PY) -m pytest -n auto --maxprocesses 4 -m "$(TESTS)"
 
 # With what reads data sets, and what compiles for chips that are not there; CUDA's plugin apart, since jax would look
 # for a card in every run.

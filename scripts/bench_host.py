@@ -18,7 +18,8 @@ import _common as common
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager, GroupSize
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import output_sections
 from jpaged.engine.packing import pack, unpack_result
 from jpaged.engine.scheduler import Scheduler
@@ -46,7 +47,9 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     for i in range(rows):
         params = SamplingParams(max_tokens=3 * steps, ignore_eos=True)
         prompt = [rng.randrange(MODEL.vocab_size) for _ in range(PROMPT)]
-        scheduler.add(Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0])
+        scheduler.queues.add(
+            Request([Sequence(str(i), prompt, params, max_model_len=4096)]).sequences[0]
+        )
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}
     while len(times["commit"]) < steps:
         began = time.perf_counter()

@@ -322,7 +322,7 @@ def sweep(args: argparse.Namespace, results: report.Results, points: list[Point]
     try:
         for number, point in enumerate(wanted, 1):
             date = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-            row = {"point": point_id(point), "date": date} | point | same
+            row: report.Row = {"point": point_id(point), "date": date} | point | same
             with results.attempt(row):
                 row |= measured_or_error(engines, point, args.repeat)
             if row.get("decode_read_gb_s") is not None:

@@ -274,10 +274,10 @@ def plot(
 
     if not rows:
         return None
-    vary = varying(rows)
+    vary, labelled, label = varying(rows), dots is not None, dots or x
     apart = [name for name in vary if name not in (x, dots)]
     series: dict[tuple[Any, ...], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row[dots or x]):
+    for row in sorted(rows, key=lambda row: row[label]):
         series.setdefault(tuple(row[name] for name in apart), []).append(row)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -286,9 +286,9 @@ def plot(
         points = series[key]
         xs, ys = [p[x] for p in points], [p[y] for p in points]
         axes.plot(xs, ys, linestyle=line, marker=marker, label=describe(points[0], apart))
-        for p in points if dots is not None else ():
+        for p in points if labelled else ():
             axes.annotate(
-                str(p[dots]), (p[x], p[y]), (5, 5), textcoords="offset points", fontsize=8
+                str(p[label]), (p[x], p[y]), (5, 5), textcoords="offset points", fontsize=8
             )
     axes.set(xlabel=AXIS_LABELS[x], ylabel=AXIS_LABELS[y])
     axes.grid(alpha=0.3)

@@ -31,7 +31,8 @@ import bench
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager, GroupSize
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request
@@ -171,7 +172,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         ids = rng.integers(0, VOCABULARY, prompt).tolist()
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
-        scheduler.add(Request([row]).sequences[0])
+        scheduler.queues.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
     while (plan := scheduler.schedule()) is not None:
         draws = [entry.draws for entry in plan.entries if entry.draws]
@@ -182,7 +183,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
-    if failed := [seq for seq in scheduler.take_finished() if seq.error is not None]:
+    if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}
 

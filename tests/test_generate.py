@@ -425,7 +425,7 @@ def test_scenario_18_another_engine(params: Params, mixed: list[jpaged.RequestOu
         max_model_len=40,
     )
     outputs = generate(params, MIX_PROMPTS, MIX, seed=3, engine_config=other)
-    assert kept()[1].scheduler.preemptions.total() > 0
+    assert kept()[1].scheduler.queues.preemptions.total() > 0
     same(outputs, mixed)
     assert_nothing_left()
 

@@ -82,7 +82,7 @@ def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
     engine = api.kept_sessions()[-1].engine
     assert not engine.requests and engine.scheduler.blocks.num_used == 0
-    assert engine.scheduler.free_host_blocks == engine.scheduler.host_blocks
+    assert engine.scheduler.swapping.free_bytes == engine.scheduler.swapping.host_bytes
     engine.scheduler.check_integrity()
     return engine
 

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     dtype: str  # numpy's name where this project reads it, else the file's code
 
 
-def plan_hf(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
+def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """The parts of every canonical tensor, after names, shapes, dtypes and file sizes have all been
     checked.
     """

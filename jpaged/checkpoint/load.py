@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jpaged.checkpoint.hf import INDEX, SINGLE, plan_hf
-from jpaged.checkpoint.orbax import find_orbax, plan_orbax
+from jpaged.checkpoint.hf import INDEX, SINGLE, hf_parts
+from jpaged.checkpoint.orbax import find_orbax, orbax_parts
 from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
@@ -35,7 +35,7 @@ def load_params(
     target = None if dtype is None else float_dtype(dtype)
     folder = Path(path).expanduser().absolute()
     config = read_config(folder)
-    plan = find_plan(folder, config)
+    stored = find_parts(folder, config)
     shapes = {name: spec.shape(config) for name, spec in param_table(config).items()}
     shardings: dict[str, Any] = {}
     if mesh is not None:
@@ -45,10 +45,10 @@ def load_params(
     leaves = {}
     # Large ones first, while there is most room.
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
-        held = {part.dtype for part in plan[name]}
+        held = {part.dtype for part in stored[name]}
         own = held.pop() if len(held) == 1 else DTYPES["float32"]
         buffer = empty(shapes[name], target or own)
-        for part in plan[name]:
+        for part in stored[name]:
             part.read(buffer[part.index])
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
         leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
@@ -69,15 +69,15 @@ def read_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{folder}: {e}") from e
 
 
-def find_plan(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
+def find_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """The stored parts of every canonical tensor, checked, from whichever format the folder
     holds.
     """
     try:
         if any((folder / name).is_file() for name in (INDEX, SINGLE)):
-            return plan_hf(folder, config)
+            return hf_parts(folder, config)
         if (root := find_orbax(folder)) is not None:
-            return plan_orbax(root, config)
+            return orbax_parts(root, config)
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     except OSError as e:
         raise CheckpointError(f"{folder}: {e}") from e

@@ -100,7 +100,7 @@ def find_orbax(folder: Path) -> Path | None:
     return roots[0] if roots else None
 
 
-def plan_orbax(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
+def orbax_parts(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """One part for every canonical tensor, after names, shapes and dtypes have been checked.
 
     By tensorstore, which Orbax writes with. Orbax's own restore holds every tensor twice, so that a

@@ -21,7 +21,7 @@ from jpaged.engine.stats import Stats
 from jpaged.errors import RequestError
 
 
-class Runner(Protocol):
+class Device(Protocol):
     """What the engine needs of the device."""
 
     @property
@@ -67,7 +67,7 @@ class Engine:
     dispatched before the last one's tokens are read.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner, *, depth: int = 1):
+    def __init__(self, config: EngineConfig, runner: Device, *, depth: int = 1):
         self.config = config
         self.runner = runner
         self.depth = depth

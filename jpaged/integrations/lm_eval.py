@@ -1,8 +1,8 @@
-"""The model "jpaged" of lm-eval (EleutherAI's evaluation harness), with the semantics of its "hf"
+r"""The model "jpaged" of lm-eval (EleutherAI's evaluation harness), with the semantics of its "hf"
 model.
 
-    python -m jpaged.integrations.lm_eval --model jpaged --model_args pretrained=DIR,dtype=bfloat16
-    --tasks TASKS
+    python -m jpaged.integrations.lm_eval --model jpaged --tasks TASKS \
+        --model_args pretrained=DIR,dtype=bfloat16
 
 takes the arguments of `lm_eval`; importing this module registers the model for
 lm_eval.simple_evaluate too.

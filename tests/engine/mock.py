@@ -53,6 +53,12 @@ MODEL = ModelConfig(
 )
 
 
+def cases(every: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which `make test` takes the quick ones."""
+    quick = list(quick)
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.middle) for x in every]
+
+
 def next_kv(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 

@@ -14,7 +14,7 @@ from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from tests.engine.mock import ROOTS, Host, Letters, expected, generated
-from tests.engine.test_engine import workload
+from tests.engine.test_engine import FEW, workload
 
 STEPS = (1, 4, 16)
 
@@ -162,9 +162,10 @@ def never_hashed(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("seeds", FEW)
 @pytest.mark.parametrize("steps", STEPS[1:])
-def test_the_workload_passes(depth: int, steps: int):
-    for seed in range(6):
+def test_the_workload_passes(depth: int, steps: int, seeds: range):
+    for seed in seeds:
         workload(depth, seed, decode_steps=steps)
 
 

@@ -9,7 +9,7 @@ from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK
 from jpaged.engine.sequence import Sequence, Status
 from tests.engine.mock import CheckedScheduler, Host, expected, generated
-from tests.engine.test_engine import workload
+from tests.engine.test_engine import FEW, workload
 
 BUDGET = 8
 
@@ -128,9 +128,7 @@ def test_counts_of_a_mixed_step(depth: int):
     host.run()
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.middle)], ids=["few", "many"]
-)
+@pytest.mark.parametrize("seeds", FEW)
 @pytest.mark.parametrize("decode_steps", [1, 4])
 def test_the_workload_passes(depth: int, decode_steps: int, seeds: range):
     for seed in seeds:

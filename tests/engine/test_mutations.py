@@ -24,7 +24,7 @@ from jpaged.engine.sequence import Sequence
 from jpaged.engine.swapping import Swapping
 from jpaged.search.beam import BeamSearch
 from tests.engine.mock import ROOTS, Host, MockRunner
-from tests.engine.test_engine import no_parent_check, stale_hash_entry
+from tests.engine.test_engine import FEW, SEEDS, no_parent_check, stale_hash_entry
 
 
 def sharing_workload(depth: int, seed: int, **settings: Any) -> None:
@@ -216,7 +216,6 @@ SHARING_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     host_survives_a_reset,
     joined_anywhere,
 ]
-SEEDS = range(8)
 
 
 def groups_workload(depth: int, seed: int) -> None:
@@ -349,10 +348,6 @@ GROUP_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
     decodes_hashed_at_dispatch,
 ]
 NEED_DEPTH_2 = (follows_ignored, decodes_hashed_at_dispatch)  # where a token is on the device alone
-FEW = [
-    pytest.param(range(1), id="few"),
-    pytest.param(SEEDS[1:], id="many", marks=pytest.mark.middle),
-]
 
 
 @pytest.mark.parametrize("seeds", FEW)

@@ -83,8 +83,10 @@ def plan(*entries: PlanEntry, phase: Literal["prefill", "decode"] = "prefill") -
     return Plan(phase=phase, entries=entries)
 
 
-def views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
-    sections, size = input_sections(bucket, CONFIG)
+def views(
+    packed: np.ndarray, bucket: Bucket, config: EngineConfig = CONFIG
+) -> dict[str, np.ndarray]:
+    sections, size = input_sections(bucket, config)
     assert packed.dtype == np.int32 and packed.shape == (size,)
     return {
         k: packed[s.offset : s.offset + math.prod(s.shape)].reshape(s.shape)
@@ -151,6 +153,41 @@ def test_prefill():
     assert rows["context_lens"].tolist() == [3, 6, 6, 0, 0]
     assert rows["device_rows"].tolist() == [1, 0, 2, 5, 5]  # 5 is past the last slot: dropped
     assert not rows["controls"][3:].any() and not rows["open_after"].any() and batch.counts == ()
+
+
+def test_rows_that_decode_join_a_prefill():
+    """One's last token is known, the other's is on the device alone: it follows what that drew."""
+    config = dataclasses.replace(CONFIG, mixed=True)
+    rows = (
+        entry(8, generated=3, device_row=4, decodes=True),
+        entry(9, generated=3, device_row=0, decodes=True),
+        entry(0, 3, prompt=3, device_row=1, is_new=True),
+    )
+    batch = pack(plan(*rows), config)
+    assert (batch.bucket.phase, batch.num_tokens, batch.num_rows) == ("prefill", 5, 3)
+    view = views(batch.packed, batch.bucket, config)
+    assert view["tokens"].tolist() == [62, ON_DEVICE, 10, 11, 12, 0, 0, 0]
+    assert view["query_start_loc"].tolist() == [0, 1, 2, 5, 5, 5]
+    assert view["context_lens"].tolist() == [9, 10, 3, 0, 0]
+    assert view["logits_indices"].tolist() == [0, 1, 4, 0, 0]
+    assert view["device_rows"].tolist() == [4, 0, 1, 5, 5] and not view["copies"].any()
+    assert batch.sample is not None
+    rows = views(view["sample"], batch.sample, config)
+    assert rows["follows"].tolist() == [0, 1, 0, 0, 0]
+    assert rows["device_rows"].tolist() == [4, 0, 1, 5, 5]
+
+
+def test_a_table_and_copies_of_each_group():
+    """What a window has left is block 0, which exists."""
+    row = entry(13, prompt=14)
+    row.seq.block_tables = (array("i", [5, 6, 7, 8]), array("i", [-1, -1, 3, 9]))
+    row.seq.first_held = [0, 2]
+    of = dataclasses.replace(plan(row, phase="decode"), copies=((), ((4, 9),)))
+    batch = pack(of, CONFIG)
+    assert batch.bucket.tables == 2
+    view = fields(batch)
+    assert view["block_tables"][:, 0, :5].tolist() == [[5, 6, 7, 8, 0], [0, 0, 3, 9, 0]]
+    assert view["copies"].tolist() == [[[0, 0], [0, 0]], [[4, 9], [0, 0]]]
 
 
 def test_a_prefill_without_a_last_chunk_draws_nothing():

@@ -18,7 +18,7 @@ from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.errors import CapacityError, RequestError
 from jpaged.request.detokenizer import TextStream
-from tests.engine.mock import Host, Letters, expected, generated, next_kv, prompt_score
+from tests.engine.mock import Host, Letters, cases, expected, generated, next_kv, prompt_score
 
 FOLDER = str(Path(engine.__file__).parent)
 P1, P2, T = [11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]
@@ -249,7 +249,7 @@ def test_scenario_14_block_size_one(depth: int):
 
 
 @pytest.mark.parametrize("method", ["dispatch", "fetch"])
-@pytest.mark.parametrize("call", range(12))
+@pytest.mark.parametrize("call", cases(range(12), [0, 1, 3, 7]))
 def test_scenario_15_the_runner_fails(depth: int, method: str, call: int):
     """The call's own requests end; the next call starts clean."""
     host = Host(depth, num_blocks=8)
@@ -267,7 +267,7 @@ def test_scenario_15_the_runner_fails(depth: int, method: str, call: int):
 
 
 @pytest.mark.parametrize("method", ["dispatch", "fetch"])
-@pytest.mark.parametrize("call", range(0, 12, 2))
+@pytest.mark.parametrize("call", cases(range(0, 12, 2), [0, 4, 10]))
 def test_scenario_15_stepping_on_after_a_failure(depth: int, method: str, call: int):
     """What was running is computed again, from the tokens that had been committed."""
     host = Host(depth, num_blocks=8)
@@ -341,9 +341,12 @@ def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
     return host, seqs, False
 
 
-# Every so many lines, with a stride that meets different lines of the loops each time around;
-# `slow` takes more.
-STRIDES = [pytest.param(37, id="some"), pytest.param(11, id="many", marks=pytest.mark.slow)]
+# Every so many lines, with a stride that meets different lines of the loops each time around.
+STRIDES = [
+    pytest.param(997, id="few"),
+    pytest.param(37, id="some", marks=pytest.mark.middle),
+    pytest.param(11, id="many", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -499,7 +502,7 @@ def test_scenario_22_duplicate_and_unknown_ids(depth: int):
     assert host.run() == [again]
 
 
-@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("steps", cases(range(8), [0, 2, 5]))
 def test_scenario_22_abort_at_any_time(depth: int, steps: int):
     host = Host(depth, max_num_seqs=2, max_num_batched_tokens=4)
     seqs = [host.add(prompt(7, seed=i), max_tokens=5, request_id=str(i)) for i in range(4)]

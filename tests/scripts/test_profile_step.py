@@ -58,8 +58,9 @@ ENTRY %main (x: bf16[8,64], w: bf16[32,64]) -> (f32[8,32], s32[]) {
 """.replace("FUSED", 'metadata={op_name="jit(f)/mlp/while/body/up/dot"}')
     )
     assert ops["fused"].scope == "mlp/up"
-    assert ops["fused"].matmul.flops == 2 * 8 * 32 * 64
-    assert ops["fused"].matmul.weight_bytes == 32 * 64 * 2
+    assert ops["fused"].matmul == profile_step.Matmul(
+        operands="bf16[8, 64] . bf16[32, 64]", flops=2 * 8 * 32 * 64, weight_bytes=32 * 64 * 2
+    )
     assert (ops["copy.2"].scope, ops["loop"].scope, ops["loop"].opcode) == (
         "(unnamed)",
         "(step)",
