@@ -178,7 +178,9 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
     runner.recover()
     assert runner._state is state and runner._counts_RV is None
     assert run(llm, FULL) == expected
-    runner._state.kv[0].delete()
+    state = runner._state
+    assert state is not None
+    state.kv[0].delete()
     runner.recover()
     assert runner._state is None and run(llm, FULL) == expected
     runner.release()
