@@ -38,7 +38,7 @@ def run(steps: int, **changes: Any) -> tuple[list[jpaged.RequestOutput], dict[st
     return outputs, stats
 
 
-@pytest.mark.parametrize("steps", [4, 16])
+@pytest.mark.parametrize("steps", [4, pytest.param(16, marks=pytest.mark.middle)])
 def test_the_same_outputs(steps: int) -> None:
     """Seeds, penalties, bans, top lists, samples, stop ids: all as with one step a dispatch."""
     (outputs, stats), (one, one_stats) = run(steps), run(1)

@@ -12,7 +12,7 @@ from jpaged.engine.plan import StepResult
 from jpaged.runtime.runner import Handle
 from tests.tiny import CONFIG, EOS, assert_idle, assert_same, engine, make_params, make_prompts
 
-SETTINGS = engine(max_num_seqs=12, seq_buckets=(12,))
+SETTINGS = engine(max_num_seqs=12, seq_buckets=(12,), max_stop_ids=24)
 BASE = SamplingParams(temperature=0.9, max_tokens=14, ignore_eos=True)
 PROMPTS = make_prompts(5, 21, 9, 33, 40, 3, 17, 26, 11)
 SAMPLING = [
@@ -28,6 +28,19 @@ SAMPLING = [
         {"seed": 6, "ignore_eos": False, "stop_token_ids": range(0, EOS, 5), "min_tokens": 8},
         {"temperature": 0, "logprobs": 1, "logprobs_mode": "tempered"},
     )
+]
+
+Requests = list[tuple[list[int], SamplingParams]]
+MANY: Requests = list(zip(PROMPTS, SAMPLING, strict=True))
+# A token in six stops a row, while the chunks of others arrive in every step.
+STOPPING: Requests = [
+    (
+        prompt,
+        dataclasses.replace(
+            BASE, seed=i, presence_penalty=0.5, stop_token_ids=range(0, EOS, 6), max_tokens=30
+        ),
+    )
+    for i, prompt in enumerate(make_prompts(*[24] * 10))
 ]
 
 
@@ -48,10 +61,10 @@ def _settings(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "mixed"}
 
 
-def trickle(llm: LLM, every: int) -> list[RequestOutput]:
+def trickle(llm: LLM, every: int, requests: Requests = MANY) -> list[RequestOutput]:
     """Requests that arrive one by one, so many steps apart, while those before them decode."""
     llm.reset_prefix_cache()
-    waiting, ids = list(zip(PROMPTS, SAMPLING, strict=True)), []
+    waiting, ids = list(requests), []
     found: dict[str, RequestOutput] = {}
     steps = 0
     while waiting or llm.has_unfinished():
@@ -65,9 +78,16 @@ def trickle(llm: LLM, every: int) -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module")
-def expected(params: Params) -> list[RequestOutput]:
+def apart(params: Params) -> Iterator[LLM]:
+    """What it must equal: prefill and decode each in steps of their own."""
     llm = LLM(params, mixed=False, **_settings())
-    return trickle(llm, 3)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def expected(apart: LLM) -> list[RequestOutput]:
+    return trickle(apart, 3)
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(5, marks=pytest.mark.middle)])
@@ -83,12 +103,12 @@ def test_the_same_outputs(llm: LLM, expected: list[RequestOutput], every: int) -
     assert {handle.batch.bucket.phase for handle, _ in batches} == {"prefill", "decode"}
 
 
-def test_a_row_that_stopped_draws_nothing_more(llm: LLM, expected: list[RequestOutput]) -> None:
+def test_a_row_that_stopped_draws_nothing_more(llm: LLM, apart: LLM) -> None:
     """It stops in a step that the host has not seen yet; the next, a prefill, leaves it out on the
     device: no token, and nothing counted to its penalties.
     """
     batches = spy(llm)
-    found = trickle(llm, 2)
+    found = trickle(llm, 1, STOPPING)
     left_out = [
         row
         for handle, result in batches
@@ -96,8 +116,8 @@ def test_a_row_that_stopped_draws_nothing_more(llm: LLM, expected: list[RequestO
         for row, number in enumerate(result.num_drawn)
         if number == 0
     ]
-    assert left_out and any(c.finish_reason == "stop" for out in found for c in out.outputs)
-    assert_same(found, expected)
+    assert left_out and all(c.finish_reason == "stop" for out in found for c in out.outputs)
+    assert_same(found, trickle(apart, 1, STOPPING))
 
 
 def spy(llm: LLM) -> list[tuple[Handle, StepResult]]:

@@ -27,6 +27,8 @@ SETTINGS = engine(
     seq_buckets=(8, 16),
     max_num_seqs=16,
 )
+# One shape of each step, where the shapes do not matter.
+SMALL = dataclasses.replace(SETTINGS, token_buckets=(32,), seq_buckets=(16,))
 MAX_PROMPT, MAX_TOKENS, GROUPS, SAMPLES = 20, 8, 3, 4
 
 
@@ -142,7 +144,7 @@ def test_tempered_logprobs_are_the_trainers() -> None:
     sampling = SamplingParams(
         n=4, temperature=0.7, top_p=0.9, max_tokens=12, logprobs_mode="tempered"
     )
-    outs = jpaged.generate(params, make_prompts(5, 17, 9), sampling, engine_config=SETTINGS)
+    outs = jpaged.generate(params, make_prompts(5, 17, 9), sampling, engine_config=SMALL)
     arrays = jpaged.to_arrays(outs, max_prompt_len=20, max_completion_len=12)
     recomputed = np.asarray(logprobs_of(params, arrays, 0.7))
     mask = arrays["completion_mask"]
@@ -151,7 +153,7 @@ def test_tempered_logprobs_are_the_trainers() -> None:
     raw = dataclasses.replace(sampling, logprobs_mode="raw", seed=1)
     processed = dataclasses.replace(raw, logprobs_mode="processed")
     lists = [
-        jpaged.generate(params, make_prompts(9), p, engine_config=SETTINGS)[0]
+        jpaged.generate(params, make_prompts(9), p, engine_config=SMALL)[0]
         for p in (raw, processed)
     ]
     assert tokens_of(lists[:1]) == tokens_of(lists[1:])
@@ -173,8 +175,8 @@ def test_warmup_checks_its_sizes() -> None:
 
 def test_generate_and_score_share_an_engine_whatever_the_tokenizer(tmp_path: Any) -> None:
     folder = write_folder(tmp_path / "model", "model", MODEL)
-    params, tokenizer = jpaged.load_params(folder), jpaged.LLM(folder, **vars(SETTINGS)).tokenizer
-    options: dict[str, Any] = {"engine_config": SETTINGS}
+    params, tokenizer = jpaged.load_params(folder), jpaged.LLM(folder, **vars(SMALL)).tokenizer
+    options: dict[str, Any] = {"engine_config": SMALL}
     outs = jpaged.generate(
         params, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
     )
@@ -200,7 +202,7 @@ def test_the_weights_bytes_come_back(dtype: str | None) -> None:
     before = live_bytes()
     params = make_params(0, MODEL)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
-    settings = dataclasses.replace(SETTINGS, dtype=dtype)
+    settings = dataclasses.replace(SMALL, dtype=dtype)
     jpaged.generate(params, make_prompts(5), SamplingParams(max_tokens=2), engine_config=settings)
     with_engine = live_bytes()
     del params
@@ -216,14 +218,14 @@ def test_sleep_and_wake() -> None:
     expected = [
         tokens_of(
             jpaged.generate(
-                p, make_prompts(9, 4), SamplingParams(temperature=0), engine_config=SETTINGS
+                p, make_prompts(9, 4), SamplingParams(temperature=0), engine_config=SMALL
             )
         )
         for p in (params, other)
     ]
     jpaged.release(compiled=True)
     before = live_bytes()
-    llm = LLM(params, **vars(dataclasses.replace(SETTINGS, num_blocks=64, dtype="bfloat16")))
+    llm = LLM(params, **vars(dataclasses.replace(SMALL, num_blocks=64, dtype="bfloat16")))
     greedy = SamplingParams(temperature=0, max_tokens=8)
     first = llm.generate(make_prompts(9, 4), greedy, use_tqdm=False)
     awake = live_bytes()
@@ -266,7 +268,7 @@ def test_sleep_and_wake() -> None:
 
 
 def test_sleep_with_requests() -> None:
-    llm = LLM(make_params(0, MODEL), **vars(dataclasses.replace(SETTINGS, num_blocks=64)))
+    llm = LLM(make_params(0, MODEL), **vars(dataclasses.replace(SMALL, num_blocks=64)))
     llm.add_request(make_prompts(9)[0], SamplingParams(max_tokens=8, ignore_eos=True))
     llm.step()
     with pytest.raises(RequestError, match="1 requests are unfinished"):
@@ -282,7 +284,7 @@ def test_sleep_with_requests() -> None:
 
 
 def test_a_wake_without_memory_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(make_params(0, MODEL), **vars(dataclasses.replace(SETTINGS, num_blocks=64)))
+    llm = LLM(make_params(0, MODEL), **vars(dataclasses.replace(SMALL, num_blocks=64)))
     llm.sleep()
     before = live_bytes()
 
@@ -305,7 +307,7 @@ def test_a_wake_without_memory_sleeps_on(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_refused_params_change_nothing() -> None:
     """Not even with donate: the old ones are deleted only once the new ones are known to serve."""
     params = make_params(0, MODEL)
-    llm = LLM(params, **vars(dataclasses.replace(SETTINGS, num_blocks=64)))
+    llm = LLM(params, **vars(dataclasses.replace(SMALL, num_blocks=64)))
     greedy = SamplingParams(temperature=0, max_tokens=4)
     first = llm.generate(make_prompts(9), greedy, use_tqdm=False)
     with pytest.raises(ConfigError, match="built for float32"):
@@ -318,7 +320,7 @@ def test_refused_params_change_nothing() -> None:
 def test_donated_params_are_deleted(dtype: str | None) -> None:
     """All but the arrays that the new ones share, before the new copies are made."""
     params, other = make_params(0, MODEL), make_params(1, MODEL)
-    llm = LLM(params, **vars(dataclasses.replace(SETTINGS, num_blocks=64, dtype=dtype)))
+    llm = LLM(params, **vars(dataclasses.replace(SMALL, num_blocks=64, dtype=dtype)))
     llm.generate(make_prompts(9), SamplingParams(max_tokens=4), use_tqdm=False)
     shared = Params({**other, "embed": params["embed"]}, MODEL)
     llm.update_params(shared, donate=True)
@@ -327,7 +329,7 @@ def test_donated_params_are_deleted(dtype: str | None) -> None:
     assert sum(kept) == 1 and gone == [not k for k in kept]
     fresh = LLM(
         Params(dict(shared), MODEL),
-        **vars(dataclasses.replace(SETTINGS, num_blocks=64, dtype=dtype)),
+        **vars(dataclasses.replace(SMALL, num_blocks=64, dtype=dtype)),
     )
     greedy = SamplingParams(temperature=0, max_tokens=6)
     found, expected = (

@@ -39,6 +39,7 @@ def test_grpo_reward(example: Any, prompt: str, completion: str, expected: float
     assert example("grpo").reward(prompt, completion) == expected
 
 
+@pytest.mark.own_steps
 @pytest.mark.train
 def test_grpo(example: Any, tmp_path: Path) -> None:
     """A few updates: records, no compile once warm, a plot; that the reward rises is the slow

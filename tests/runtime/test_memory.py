@@ -139,8 +139,8 @@ def test_missing_files_are_no_error() -> None:
 
 def pools(model: ModelConfig, dtype: Any, num_blocks: int, **changes: Any) -> tuple[PoolSpec, ...]:
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
-    small: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4}
-    settings = EngineConfig(**small | changes).resolve(model)
+    changes = {"block_size": 4, "max_num_seqs": 4} | changes
+    settings = EngineConfig(**changes).resolve(model)
     return kv_cache.pool_specs(model, settings, where, jnp.dtype(dtype), num_blocks)
 
 
