@@ -508,7 +508,6 @@ class Host:
     def __init__(
         self,
         depth: int = 1,
-        *,
         windows: tuple[int | None, ...] = (None,),
         windowed_blocks: int | None = None,
         **settings: Any,
