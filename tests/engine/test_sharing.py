@@ -319,7 +319,7 @@ def test_beams_take_turns(depth: int, num_blocks: int, host_blocks: int):
     """7 blocks of 2 hold one beam of 6 + 7 tokens: the others wait without blocks until it has
     drawn, and so on.
     """
-    size = {"block_size": 2, "num_blocks": num_blocks, "max_logprobs": 12}
+    size: dict[str, Any] = {"block_size": 2, "num_blocks": num_blocks, "max_logprobs": 12}
     host = Host(depth, swap_space_gib=host_blocks / 1024, swap_min_tokens=0, **size)
     searches = [host.add_beams(prompt(6, seed), 3, 8) for seed in range(2)]
     other = host.add(prompt(5), 6)
