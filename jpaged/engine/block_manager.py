@@ -26,6 +26,7 @@ class BlockManager:
     """Allocates, shares and frees the blocks of a pool in each group of layers.
 
     sizes: of the groups. block_size: P, tokens a block. cache: what finds the blocks again.
+    windowed: places of the groups with a window.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class BlockManager:
         self.block_size = block_size
         self.groups = tuple(BlockGroup(size, block_size) for size in sizes)
         self.cache = PrefixCache(self.groups, block_size, is_on=enable_prefix_caching)
-        self._windowed = tuple(i for i, g in enumerate(self.groups) if g.window is not None)
+        self.windowed = tuple(i for i, g in enumerate(self.groups) if g.window is not None)
 
     @property
     def num_blocks(self) -> int:
@@ -45,9 +46,9 @@ class BlockManager:
     def num_used(self) -> int:
         return sum(group.num_used for group in self.groups)
 
-    def in_use(self) -> tuple[list[int], ...]:
+    def in_use(self) -> list[list[int]]:
         """Ids of the blocks that somebody owns, by group."""
-        return tuple([b.id for b in group.blocks if b.ref_count] for group in self.groups)
+        return [[b.id for b in group.blocks if b.ref_count] for group in self.groups]
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -119,9 +120,12 @@ class BlockManager:
         """
         i = position // self.block_size
         lacking = []
-        for group, table in zip(self.groups, seq.block_tables, strict=True):
+        for at, table in enumerate(seq.block_tables):
+            group = self.groups[at]
             if i >= len(table) or group.blocks[table[i]].ref_count > 1:
                 lacking.append((group, table))
+        if not lacking:
+            return True
         if not all(group.free for group, _ in lacking):
             return False
         for group, table in lacking:
@@ -173,7 +177,7 @@ class BlockManager:
 
         For a later dispatch to reuse: the one that was just planned may still read them.
         """
-        for at in self._windowed:
+        for at in self.windowed:
             group, table = self.groups[at], seq.block_tables[at]
             first = group.first_seen(seq.num_dispatched)
             for i in range(seq.first_held[at], first):

@@ -91,17 +91,15 @@ class Engine:
                 self.scheduler.queues.add(seq)
 
     def abort(self, request_id: str) -> Request | None:
-        """End an unfinished request as "abort"; returns it, or None when there is none of that
-        id.
-        """
+        """End an unfinished request as "abort"; returns it, None where there is none of that id."""
         request = self.requests.get(request_id)
         if request is not None:
             with self._consistent():
+                queues = self.scheduler.queues
                 for seq in request.sequences:
                     if seq.status is not Status.FINISHED:  # else it ended in a step that failed
-                        self.scheduler.queues.finish(seq, "abort")
-                others = [s for s in self.scheduler.queues.finished if s.request is not request]
-                self.scheduler.queues.finished = others
+                        queues.finish(seq, "abort")
+                queues.finished = [s for s in queues.finished if s.request is not request]
                 self._forget(request)
         return request
 
@@ -164,7 +162,7 @@ class Engine:
             while self._in_flight:
                 self._commit_oldest(time.perf_counter())
             self._move_out(self.scheduler.swapping.take_outs())
-            block_ids = list(self.scheduler.blocks.in_use())
+            block_ids = self.scheduler.blocks.in_use()
             blocks = self.runner.read_blocks(block_ids)
             requests, scheduler = copy.deepcopy((self.requests, self.scheduler))
         scheduler.blocks.cache.forget_free()  # their content is not kept
@@ -194,7 +192,6 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
         blocks, swapping = self.scheduler.blocks, self.scheduler.swapping
-        host_bytes = swapping.host_bytes - swapping.free_bytes
         block_bytes = sum(group.block_bytes for group in blocks.groups)
         groups = [
             {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
@@ -206,7 +203,7 @@ class Engine:
             "num_blocks": blocks.num_blocks,
             "kv_groups": groups,
             "host_blocks": swapping.host_bytes // block_bytes,
-            "host_blocks_in_use": -(-host_bytes // block_bytes),
+            "host_blocks_in_use": -(-swapping.used_bytes // block_bytes),
         }
 
     def _dispatch(self, plan: Plan, started: float) -> None:

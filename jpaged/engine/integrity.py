@@ -32,8 +32,7 @@ def check(queues: Queues, plan: Plan | None = None) -> None:
         assert seq.device_row == -1 and seq.candidates is None
     swapping = queues.swapping
     held = sum(seq.swapped.num_bytes for seq in queues.waiting if seq.swapped is not None)
-    used = swapping.host_bytes - swapping.free_bytes
-    assert held <= used <= swapping.host_bytes, "host bytes leaked"
+    assert held <= swapping.used_bytes <= swapping.host_bytes, "host bytes leaked"
     if plan is not None:
         _check_writes(queues, plan)
 

@@ -97,13 +97,13 @@ def _input_token(entry: PlanEntry) -> int:
 
 
 def _pack_tables(view: Views, computed: list[PlanEntry]) -> None:
-    for row, entry in enumerate(computed):
-        seq = entry.seq
-        for at, (table, first) in enumerate(zip(seq.block_tables, seq.first_held, strict=True)):
-            # What the window has left stays 0: a block that exists.
-            view["block_tables"][at, row, first : len(table)] = np.frombuffer(table, np.int32)[
-                first:
-            ]
+    for at, tables in enumerate(view["block_tables"]):
+        for row, entry in enumerate(computed):
+            blocks, first = np.frombuffer(entry.seq.block_tables[at], np.int32), 0
+            if entry.seq.first_held[at]:  # what the window has left stays 0: a block that exists
+                first = entry.seq.first_held[at]
+                blocks = blocks[first:]
+            tables[row, first : first + len(blocks)] = blocks
 
 
 def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) -> StepResult:

@@ -50,7 +50,7 @@ class Scheduler:
         self.decode_steps = decode_steps
         self.mixed = mixed
         self._streak = 0
-        self._planned: list[Sequence] = []  # in the last plan
+        self._planned: list[Sequence] = []  # in the last plan, where a window may leave blocks
 
     def schedule(self) -> Plan | None:
         """The next step, with its blocks allocated, or None when nothing can be dispatched before
@@ -68,7 +68,7 @@ class Scheduler:
         if not entries:
             return None
         self._streak = self._streak + 1 if phase == "prefill" else 0
-        self._planned = [entry.seq for entry in entries]
+        self._planned = [entry.seq for entry in entries] if self.blocks.windowed else []
         return Plan(
             phase=phase,
             entries=tuple(entries),
@@ -117,7 +117,9 @@ class Scheduler:
         """Rows that decode next, each with the block that its token is written to."""
         rows: list[Sequence] = []
         for seq in list(self.queues.running):
-            if seq.status is Status.RUNNING and seq.can_decode and self._make_room(seq):
+            if seq.status is not Status.RUNNING or not seq.can_decode:
+                continue
+            if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq):
                 rows.append(seq)
         return rows
 

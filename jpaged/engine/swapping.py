@@ -20,6 +20,10 @@ class Swapping:
         self._outs: list[tuple[Swapped, list[list[int]]]] = []  # since they were last taken
         self._ins: list[tuple[Swapped, list[list[int]]]] = []
 
+    @property
+    def used_bytes(self) -> int:
+        return self.host_bytes - self.free_bytes
+
     def keep(self, seq: Sequence) -> None:
         """Move a running sequence's KV to the host, where that has room and it is worth it."""
         if seq.num_dispatched < max(self.min_tokens, 1) or self.blocks.cache.is_stale(seq):
