@@ -92,13 +92,12 @@ class BlockGroup:
         block.ref_count = 1
         return block_id
 
-    def share(self, block_id: int) -> int:
+    def share(self, block_id: int) -> None:
         """One owner more of a block in use, or the first of a cached one."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
             del self.free[block_id]
         block.ref_count += 1
-        return block_id
 
     def release(self, block_id: int) -> None:
         """One owner less; without any it is free."""

@@ -13,7 +13,8 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.request.detokenizer import TextStream
-from tests.engine.mock import ROOTS, Host, Letters, expected, generated
+from tests.engine.host import Host, Letters
+from tests.engine.mock import ROOTS, expected, generated
 from tests.engine.test_engine import FEW, workload
 
 STEPS = (1, 4, 16)

@@ -20,7 +20,8 @@ from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from jpaged.search.beam import BeamSearch
-from tests.engine.mock import ROOTS, Host, Letters, check_ended
+from tests.engine.host import Host, Letters, check_ended
+from tests.engine.mock import ROOTS
 
 
 def workload(depth: int, seed: int, **settings: Any) -> None:
@@ -72,10 +73,9 @@ def constant_hash(patch: pytest.MonkeyPatch) -> None:
 def share_without_counting(patch: pytest.MonkeyPatch) -> None:
     share = BlockGroup.share
 
-    def mutated(self: BlockGroup, block_id: int) -> int:
+    def mutated(self: BlockGroup, block_id: int) -> None:
         share(self, block_id)
         self.blocks[block_id].ref_count -= self.blocks[block_id].ref_count > 1
-        return block_id
 
     patch.setattr(BlockGroup, "share", mutated)
 

@@ -11,7 +11,8 @@ from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.sampling_params import SamplingParams
-from tests.engine.mock import Host, expected, generated
+from tests.engine.host import Host
+from tests.engine.mock import expected, generated
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 from jpaged.engine.engine import EngineState
 from jpaged.engine.sequence import Request, Status
 from jpaged.search.beam import BeamSearch
-from tests.engine.mock import (
-    ROOTS,
+from tests.engine.host import (
     CheckedScheduler,
     CountedBlocks,
     CountedQueues,
@@ -29,6 +28,7 @@ from tests.engine.mock import (
     check_ended,
     check_search,
 )
+from tests.engine.mock import ROOTS
 
 SALTS = st.sampled_from([None, None, None, "a", "b"])
 

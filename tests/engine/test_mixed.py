@@ -8,7 +8,8 @@ import pytest
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK
 from jpaged.engine.sequence import Sequence, Status
-from tests.engine.mock import CheckedScheduler, Host, expected, generated
+from tests.engine.host import CheckedScheduler, Host
+from tests.engine.mock import expected, generated
 from tests.engine.test_engine import FEW, workload
 
 BUDGET = 8

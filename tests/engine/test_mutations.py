@@ -23,7 +23,8 @@ from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence
 from jpaged.engine.swapping import Swapping
 from jpaged.search.beam import BeamSearch
-from tests.engine.mock import ROOTS, Host, MockRunner
+from tests.engine.host import Host
+from tests.engine.mock import ROOTS, MockRunner
 from tests.engine.test_engine import FEW, SEEDS, no_parent_check, stale_hash_entry
 
 

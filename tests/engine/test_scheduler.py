@@ -12,7 +12,8 @@ from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.sampling_params import SamplingParams
-from tests.engine.mock import Host, Letters, expected, generated
+from tests.engine.host import Host, Letters
+from tests.engine.mock import expected, generated
 
 
 def scheduler(

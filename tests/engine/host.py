@@ -1,0 +1,291 @@
+"""A loop that checks the engine's invariants after every step, over the device of mock.py."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import pytest
+
+from jpaged.config import EngineConfig
+from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.engine import Engine
+from jpaged.engine.plan import Plan
+from jpaged.engine.queues import Queues
+from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.sequence import Request, Sequence
+from jpaged.errors import CapacityError
+from jpaged.request.sampling_params import SamplingParams
+from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
+from tests.engine.mock import (
+    MODEL,
+    MockRunner,
+    expected,
+    expected_beams,
+    generated,
+    next_kv,
+    prompt_score,
+)
+
+
+def cases(every: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which `make test` takes the quick ones."""
+    quick = list(quick)
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.middle) for x in every]
+
+
+def check_ended(host: "Host", seq: Sequence) -> None:
+    """An ended sequence has exactly what it would have alone, or failed for want of blocks and of
+    nothing else.
+    """
+    want = expected(seq, host.windows)
+    if seq.finish_reason == "abort":
+        assert generated(seq) == want[: seq.num_generated]
+        return
+    assert (seq.error is None) == host.fits(seq.prompt_len, len(want)), (
+        f"{seq!r} of {len(want)} to come: {seq.error}"
+    )
+    if seq.error is not None:
+        assert isinstance(seq.error, CapacityError) and generated(seq) == want[: seq.num_generated]
+        return
+    assert generated(seq) == want and seq.logprobs == [-t / 8 for t in want]
+    assert seq.finish_reason == (
+        "stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length"
+    )
+    if seq.params.prompt_logprobs is not None:
+        kv, scores = 0, []
+        for token, target in zip(
+            seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False
+        ):
+            kv = next_kv(kv, token)
+            scores.append(prompt_score(kv, target))
+        assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [
+            None,
+            *scores,
+        ]
+        assert seq.num_cached == 0
+
+
+def check_search(host: "Host", search: BeamSearch) -> None:
+    """An ended search has the naive one's hypotheses, or failed because one beam alone does not
+    fit.
+    """
+    want, length = expected_beams(search, host.windows)
+    if search.sequences[0].finish_reason != "abort":
+        assert (search.error is None) == host.fits(search.prompt_len, length), (
+            f"{length} steps: {search.error}"
+        )
+        assert search.error is None or isinstance(search.error, CapacityError)
+        if search.error is None:
+            found = search.results()
+            assert [h.token_ids for h in found] == [tokens for tokens, _ in want], (
+                f"{search!r} has other beams"
+            )
+            assert [h.score for h in found] == pytest.approx([score for _, score in want])
+
+
+class Letters:
+    """A tokenizer whose token t is a letter."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + t % 26) for t in ids)
+
+
+class CountedBlocks(BlockManager):
+    """Counts blocks that windows leave while their sequence runs."""
+
+    given_back: ClassVar[int] = 0
+
+    def trim(self, seq: Sequence) -> None:
+        before = sum(seq.first_held)
+        super().trim(seq)
+        CountedBlocks.given_back += sum(seq.first_held) - before
+
+
+class CountedQueues(Queues):
+    """Counts forks: `joined` at a prompt, `split` of a beam."""
+
+    forks: ClassVar[Counter[str]] = Counter()
+
+    def join(self, seq: Sequence, leader: Sequence) -> None:
+        self.forks["joined"] += 1
+        super().join(seq, leader)
+
+    def fork(self, parent: Sequence) -> Sequence:
+        self.forks["split"] += 1
+        return super().fork(parent)
+
+
+class CheckedScheduler(Scheduler):
+    """Asserts the invariants of every plan as it is made, and counts those of mixed rows."""
+
+    mixed: ClassVar[int] = 0
+
+    def schedule(self) -> Plan | None:
+        plan = super().schedule()
+        self.check_integrity(plan)
+        if plan is not None:
+            CheckedScheduler.mixed += len({entry.decodes for entry in plan.entries}) > 1
+        return plan
+
+
+class CheckedEngine(Engine):
+    def _new_scheduler(self) -> Scheduler:
+        scheduler = super()._new_scheduler()
+        scheduler.__class__ = CheckedScheduler
+        scheduler.queues.__class__ = CountedQueues
+        scheduler.blocks.__class__ = CountedBlocks
+        return scheduler
+
+
+class Host:
+    """An engine over a mock device: small blocks, every step checked, and no more steps than any
+    test needs.
+    """
+
+    def __init__(
+        self,
+        depth: int = 1,
+        windows: tuple[int | None, ...] = (None,),
+        windowed_blocks: int | None = None,
+        **settings: Any,
+    ):
+        self.windows = windows
+        sizes: dict[str, Any] = {
+            "block_size": 4,
+            "num_blocks": 32,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+        }
+        config = EngineConfig(**{**sizes, "max_model_len": 128, "max_logprobs": 3, **settings})
+        self.config = config.resolve(MODEL)
+        self.runner = MockRunner(self.config, windows, windowed_blocks)
+        self.engine = CheckedEngine(self.config, self.runner, depth=depth)
+        self.era = 0  # of the last reset: what was written before it must not be found
+        self._ids = itertools.count()
+        self._steps_left = 5000
+
+    @property
+    def blocks(self):
+        return self.engine.scheduler.blocks
+
+    def sequence(
+        self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any
+    ) -> Sequence:
+        own = {
+            k: options.pop(k)
+            for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt")
+            if k in options
+        }
+        request_id = own.pop("request_id", None) or str(next(self._ids))
+        params = SamplingParams(max_tokens=max_tokens, **options)
+        assert self.config.max_model_len is not None
+        return Sequence(
+            request_id, list(prompt), params, max_model_len=self.config.max_model_len, **own
+        )
+
+    def add(self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any) -> Sequence:
+        seq = self.sequence(prompt, max_tokens, **options)
+        self.engine.add(Request([seq]))
+        return seq
+
+    def add_samples(
+        self, prompt: Iterable[int], n: int, max_tokens: int | None = 8, **options: Any
+    ) -> list[Sequence]:
+        """One request of n samples, of which the first alone scores the prompt."""
+        request_id, prompt = str(next(self._ids)), list(prompt)
+        seqs = []
+        for i in range(n):
+            own = (
+                options if i == 0 else {k: v for k, v in options.items() if k != "prompt_logprobs"}
+            )
+            seqs.append(self.sequence(prompt, max_tokens, request_id=request_id, index=i, **own))
+        self.engine.add(Request(seqs))
+        return seqs
+
+    def add_beams(
+        self,
+        prompt: Iterable[int],
+        width: int,
+        max_tokens: int = 8,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        **options: Any,
+    ) -> BeamSearch:
+        root = self.sequence(prompt, max_tokens, temperature=0.0, **options)
+        wanted = num_candidates(width, len(root.eos_ids))
+        root.params = dataclasses.replace(root.params, logprobs=wanted)
+        search = BeamSearch(
+            root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None
+        )
+        self.engine.add(search)
+        return search
+
+    def step(self) -> list[Sequence]:
+        self._steps_left -= 1
+        assert self._steps_left, "the engine hangs"
+        ended = self.engine.step()
+        self.check()
+        for search in (r for r in ended if isinstance(r, BeamSearch)):
+            check_search(self, search)
+        ended = [
+            seq
+            for request in ended
+            if not isinstance(request, BeamSearch)
+            for seq in request.sequences
+        ]
+        for seq in ended:
+            if seq.error is None and seq.finish_reason != "abort":
+                want = expected(seq, self.windows)
+                want = want[: seq.num_generated] if isinstance(seq.stop_reason, str) else want
+                assert generated(seq) == want, f"{seq!r} has another request's tokens"
+        return ended
+
+    def check(self) -> None:
+        """The scheduler's invariants; host blocks equal what is swapped; nothing from before a
+        reset can be found.
+        """
+        scheduler, size = self.engine.scheduler, self.config.block_size
+        scheduler.check_integrity()
+        seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
+        swapped = sum(seq.swapped.num_bytes for seq in seqs if seq.swapped is not None)
+        assert swapped == scheduler.swapping.host_bytes - scheduler.swapping.free_bytes, (
+            "host bytes leaked"
+        )
+        for group, eras in zip(self.blocks.groups, self.runner.born, strict=True):
+            for block_id in group.cached.values():
+                born = min(eras[block_id * size : (block_id + 1) * size])
+                assert born >= self.era, f"block {block_id} is found and is from before the reset"
+
+    def reset(self) -> None:
+        self.engine.reset_prefix_cache()
+        self.runner.era += 1
+        self.era = self.runner.era
+
+    def found(self, seq: Sequence) -> list[int]:
+        """The blocks of the first group that hold a sequence's longest cached prefix."""
+        return self.blocks.cache.match(seq).tables[0]
+
+    def fits(self, prompt_len: int, count: int) -> bool:
+        """Whether so many tokens more fit the pool alone; the KV of the last one is never
+        written.
+        """
+        return self.blocks.fits(max(prompt_len, prompt_len + count - 1))
+
+    def run(self) -> list[Sequence]:
+        """Step until nothing is unfinished."""
+        ended = []
+        while self.engine.has_unfinished():
+            ended += self.step()
+        assert self.blocks.num_used == 0, "blocks leaked"
+        self.check()  # of which nothing is on the host either
+        return ended
+
+    def generate(
+        self, *prompts: Iterable[int], max_tokens: int | None = 8, **options: Any
+    ) -> list[Sequence]:
+        """One call: all prompts admitted together, run to their end."""
+        seqs = [self.add(prompt, max_tokens, **options) for prompt in prompts]
+        self.run()
+        return seqs
