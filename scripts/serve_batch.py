@@ -499,9 +499,8 @@ def main(argv: list[str] | None = None) -> int:
         print("serve_batch: interrupted: nothing had run", file=sys.stderr)
         return 130
     except OSError as e:  # of writing: reading and opening are BatchErrors
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # else the interpreter complains when it flushes stdout at exit
+        # Else the interpreter complains when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(e, BrokenPipeError):
             return BROKEN_PIPE
         print(f"serve_batch: cannot write: {sentence(e)}", file=sys.stderr)

@@ -140,9 +140,8 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
             f.seek(entry.start)
             for block in _blocks(out):
                 slab = block if block.dtype == dtype else np.empty(block.shape, dtype)
-                if (
-                    f.readinto(slab.view(np.uint8)) < slab.nbytes
-                ):  # less than asked for means the end
+                # Less than asked for means the end.
+                if f.readinto(slab.view(np.uint8)) < slab.nbytes:
                     raise EOFError("the file ends early")
                 if slab is not block:
                     store(name, slab, block)

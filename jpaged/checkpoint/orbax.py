@@ -90,9 +90,8 @@ def find_orbax(folder: Path) -> Path | None:
     """The Orbax tree of a folder: the folder itself, or the one below it."""
     if (folder / MARK).is_file():
         return folder
-    whole = (
-        child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name
-    )  # else: cut short
+    # else: cut short.
+    whole = (child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name)
     roots = sorted(child for child in whole if (child / MARK).is_file())
     if len(roots) > 1:
         several = f"several Orbax checkpoints ({', '.join(root.name for root in roots)})"

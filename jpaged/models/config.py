@@ -172,9 +172,8 @@ class ModelConfig:
             if hf.get(knob, wanted) not in (wanted, None):
                 raise ConfigError(f"{knob}={hf[knob]!r} is not supported (only {wanted!r})")
         rope = hf["rope_parameters"]  # transformers moves every older name into it
-        eos = raw.get(
-            "eos_token_id"
-        )  # not hf: some families default to an id that the file never named
+        # Not hf: some families default to an id that the file never named.
+        eos = raw.get("eos_token_id")
         eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
         if not all(isinstance(token, int) for token in eos):
             raise ConfigError(

@@ -125,9 +125,8 @@ def total(sums_SN: Array) -> Array:
 
 def finite_max(tile_max_SN: Array) -> Array:
     """The row's maximum, 0 where it is no number to subtract."""
-    max_S = jnp.max(
-        lax.optimization_barrier(tile_max_SN), axis=1
-    )  # else XLA:CPU takes it from the logits again
+    # Else XLA:CPU takes it from the logits again.
+    max_S = jnp.max(lax.optimization_barrier(tile_max_SN), axis=1)
     return jnp.where(jnp.isfinite(max_S), max_S, jnp.float32(0))
 
 

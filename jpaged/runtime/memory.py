@@ -25,9 +25,8 @@ CGROUPS = {
     "2": ("memory.max", "memory.current"),
     "1": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-ASKED = re.compile(
-    r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))"
-)  # in every backend's words for running out of memory
+# In every backend's words for running out of memory.
+ASKED = re.compile(r"allocat\w* ([\d.]+ ?(?:bytes|[KMGT]i?B?))")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,8 @@ from jpaged.runtime.logprobs import (  # isort: skip
 __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
 
 CANDIDATES = 64  # thresholds that fall within this many tokens need no search
-SEARCH_ROWS = (
-    8  # rows searched together: fixed, so that sums do not depend on how many rows need it
-)
+# Rows searched together: fixed, so that sums do not depend on how many rows need it.
+SEARCH_ROWS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -73,9 +72,8 @@ class FullControls:
     bias_ids_SB: Array  # i32
     bias_SB: Array  # f32
     ban_ids_SX: Array  # i32, forbidden for this token (EOS before min_tokens)
-    counts_SV: (
-        Array  # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt)
-    )
+    # i32, 2 * occurrences in the output so far + (1 if the token is in the prompt).
+    counts_SV: Array
 
 
 @jax.tree_util.register_dataclass
@@ -197,9 +195,8 @@ def _random_bits(controls: Controls) -> Array:
         keys_S = jax.random.wrap_key_data(key_S2, impl="threefry2x32")
         return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys_S, data_2S[i]))
 
-    return lax.fori_loop(
-        0, 2, fold, controls.key_S2
-    )  # a loop only to compile one threefry instead of two
+    # A loop only to compile one threefry instead of two.
+    return lax.fori_loop(0, 2, fold, controls.key_S2)
 
 
 def _draw(
@@ -323,9 +320,8 @@ def _search_rows(
 
             def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
                 low_G, high_G = bounds
-                middle_G = (low_G | high_G) - (
-                    (low_G ^ high_G) >> 1
-                )  # the mean, rounded up, without overflow
+                # The mean, rounded up, without overflow.
+                middle_G = (low_G | high_G) - ((low_G ^ high_G) >> 1)
                 reached_GV = z_GV >= _from_ordered(middle_G)[:, None]
                 enough_G = (
                     jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1) >= target_G

@@ -83,9 +83,8 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         )
     elif axis is not None and axis not in mesh.axis_names:
         raise ConfigError(f"tensor_axis={axis!r} is not an axis of the mesh {mesh.axis_names}")
-    param_specs(
-        params.config, axis, 1 if axis is None else mesh.shape[axis]
-    )  # raises where KV heads do not divide
+    # Raises where KV heads do not divide.
+    param_specs(params.config, axis, 1 if axis is None else mesh.shape[axis])
     return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
 
 
@@ -106,13 +105,11 @@ class ServingWeights:
         self.where = where
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
-        self._dtypes: list[Any] | None = (
-            None  # of every leaf as served: the steps are compiled for them
-        )
+        # Of every leaf as served: the steps are compiled for them.
+        self._dtypes: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
-        self._derived: list[
-            jax.Array | None
-        ] = []  # leaves that are copies of ours; None where the caller's own serves
+        # Leaves that are copies of ours; None where the caller's own serves.
+        self._derived: list[jax.Array | None] = []
 
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""

@@ -28,9 +28,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     elif (
         s.kind == "llama3"
     ):  # long wavelengths are slowed by the factor, short ones kept, those between interpolated
-        turns = (
-            s.original_max_position * inv / (2 * math.pi)
-        )  # rotations within the original context
+        # Rotations within the original context.
+        turns = s.original_max_position * inv / (2 * math.pi)
         smooth = np.clip(
             (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0
         )
