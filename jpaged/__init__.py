@@ -30,7 +30,7 @@ from jpaged.request.outputs import (
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
-from jpaged.runtime.runner import BucketReport
+from jpaged.runtime.step_table import BucketReport
 from jpaged.session import Snapshot
 
 __all__ = [

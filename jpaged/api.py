@@ -17,6 +17,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, ConfigError
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import as_key, as_list
+from jpaged.runtime.step_table import warmup as compile_table
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import Session
@@ -132,7 +133,7 @@ def warmup(
                 f"max_prompt_len + max_tokens = {length} is beyond max_model_len={limit}"
             )
         session.reserve([-(-length // session.engine_config.block_size)] * batch)
-        session.runner.warmup(tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
+        compile_table(session.runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
         session.runner.allocate(full=True)
         return time.perf_counter() - began
 

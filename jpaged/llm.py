@@ -20,7 +20,7 @@ from jpaged.request.chat import Chat, as_chats
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import CallKeys, as_list
 from jpaged.request.sampling_params import SamplingParams
-from jpaged.runtime.runner import BucketReport
+from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import Session, Snapshot
@@ -215,12 +215,13 @@ class LLM:
 
     def buckets(self) -> list[BucketReport]:
         """Every shape of a step: how often it ran, its padding, and what it cost to compile."""
-        return self.session.runner.buckets()
+        runner = self.session.runner
+        return bucket_reports(runner.steps, runner.usage)
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
         """Compile every shape of `buckets` now, in parallel threads; returns seconds."""
         self.session.check_awake()
-        return self.session.runner.warmup(use_tqdm=use_tqdm)
+        return warmup(self.session.runner.steps, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; of no use afterwards."""

@@ -17,6 +17,7 @@ from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.runner import Runner
+from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
 
 log = logging.getLogger("jpaged")
@@ -128,7 +129,7 @@ class Session:
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
         runner = Runner(self.model_config, config, self.placement, tree)
         if config.strict:
-            runner.warmup()
+            warmup(runner.steps)
             runner.seal()
         self._engine = Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
         self._cached_version = self.weights.version

@@ -17,30 +17,20 @@ MOST_LINES_OF_A_FILE = 500
 # Code lines (no comments, docstrings, blank lines) of a wing: what it may have. Lower one when a
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
-    "request path": 5450,  # asked: 3500
+    "request path": 5920,  # asked: 3500
     "checkpoint": 670,  # asked: 500
-    "batch": 2700,  # asked: 1500
-    "scripts": 4800,  # asked: 2200
+    "batch": 1850,  # asked: 1500
+    "scripts": 2560,  # asked: 2200
 }
-KERNEL_FILE = 440  # asked: 300
+KERNEL_FILE = 300
 
 # Classes and files that are still too long, and how long they may be. None may be added.
 LONG_CLASSES = {
-    "jpaged/engine/block_manager.py::BlockManager": 274,
-    "jpaged/engine/engine.py::Engine": 217,
-    "jpaged/engine/scheduler.py::Scheduler": 465,
     "jpaged/integrations/lm_eval.py::JPagedLM": 233,
     "jpaged/integrations/ray_llm.py::RayLLM": 275,
     "jpaged/integrations/tunix.py::JPagedRollout": 237,
-    "jpaged/runtime/runner.py::Runner": 375,
-    "scripts/soak.py::Soak": 212,
 }
-LONG_FILES = {
-    "jpaged/engine/scheduler.py": 504,
-    "kernels_pallas/paged_attention/mosaic_gpu.py": 589,
-    "scripts/serve_batch.py": 662,
-    "scripts/sweep.py": 541,
-}
+LONG_FILES = {"scripts/serve_batch.py": 512}
 
 NOT_CODE = {
     tokenize.COMMENT,

@@ -26,6 +26,7 @@ from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, Poo
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
+from jpaged.runtime.step_table import step_table
 
 FEATURES = ("plain", "full", "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
@@ -142,7 +143,7 @@ def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:
 
 def measured(probe: Runner, block_bytes: int) -> Needs:
     """What the compiled steps say; compiles the largest of each phase."""
-    table = probe.bucket_table()
+    table = step_table(probe.steps.setting)
     lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
     found = [step.compile().memory_analysis() for step in lowered]
     # With results of their own: those that do not take an argument's place.

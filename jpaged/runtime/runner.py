@@ -1,21 +1,18 @@
 """Runner: the one object that owns arrays: params, pools, device rows. It makes every transfer."""
 
 import dataclasses
-import functools
-import os
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Literal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
-from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
+from jpaged.engine.buckets import Bucket, padded_blocks
 from jpaged.engine.packing import Batch, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
@@ -26,6 +23,7 @@ from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import choose_products
+from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting
 
 
@@ -36,41 +34,6 @@ class Handle:
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
-
-
-@dataclasses.dataclass
-class Usage:
-    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without
-    padding.
-    """
-
-    hits: int = 0
-    tokens: int = 0
-    padded: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BucketReport:
-    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and what it
-    costs.
-
-    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding.
-    compile_seconds and bytes are None until it is compiled; temp_bytes: of temporaries while it
-    runs.
-    """
-
-    phase: str
-    tokens: int
-    rows: int
-    tables: int
-    blocks: int
-    steps: int
-    features: str
-    hits: int
-    padding_waste: float
-    compile_seconds: float | None
-    executable_bytes: int | None
-    temp_bytes: int | None
 
 
 class Runner:
@@ -285,59 +248,10 @@ class Runner:
     def _pool_sharding(self) -> Any:
         return self.placement.sharding(kv_cache.spec(self.placement.tensor_axis))
 
-    # The table of steps
-
-    def bucket_table(self, tokens: int | None = None, rows: int | None = None) -> list[Bucket]:
-        """Every shape that a step can have, smallest first; see engine.buckets.bucket_table."""
-        return sorted(bucket_table(self.config, tables=len(self.pools), tokens=tokens, rows=rows))
-
-    def warmup(
-        self, *, tokens: int | None = None, rows: int | None = None, use_tqdm: bool = False
-    ) -> float:
-        """Compile whatever of the table is not compiled yet, several at once; seconds it took."""
-        started = time.perf_counter()
-        sizes = {padded_blocks(n) for n in range(1, self.config.max_blocks_per_seq + 1)}
-        moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ("read_blocks", "write_blocks")
-        # The largest first: they take longest.
-        jobs: list[Any] = [
-            functools.partial(self.steps.__getitem__, bucket)
-            for bucket in reversed(self.bucket_table(tokens, rows))
-        ]
-        if self.config.swap_space_gib:
-            jobs += [
-                functools.partial(self.steps.move, move, group, size)
-                for move in moves
-                for group in range(len(self.pools))
-                for size in sizes
-            ]
-        jobs.append(self.steps.set_counts)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = as_completed([pool.submit(job) for job in jobs])
-            bar = {"unit": "step", "desc": "compiling", "disable": not use_tqdm}
-            for future in tqdm(done, total=len(jobs), **bar):
-                future.result()
-        return time.perf_counter() - started
-
     def seal(self) -> None:
         """Let no shape in that is not compiled (strict mode)."""
         self.allocate(full=True)
         self.steps.seal()
-
-    def buckets(self) -> list[BucketReport]:
-        """Every shape of the table, compiled or not, smallest first."""
-        reports = []
-        for bucket in self.bucket_table():
-            usage, memory = self.usage.get(bucket, Usage()), self.steps.memory(bucket)
-            report = BucketReport(
-                **dataclasses.asdict(bucket),
-                hits=usage.hits,
-                padding_waste=1 - usage.tokens / usage.padded if usage.padded else 0.0,
-                compile_seconds=self.steps.seconds.get(bucket),
-                executable_bytes=None if memory is None else memory.generated_code_size_in_bytes,
-                temp_bytes=None if memory is None else memory.temp_size_in_bytes,
-            )
-            reports.append(report)
-        return reports
 
     def report(self) -> dict[str, Any]:
         """What was compiled and moved so far."""

@@ -1,0 +1,105 @@
+"""The table of steps: every shape that a step of an engine can have, compiled ahead or not."""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
+from jpaged.runtime.compiled_steps import CompiledSteps
+from jpaged.runtime.steps import StepSetting
+
+
+@dataclasses.dataclass
+class Usage:
+    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without
+    padding.
+    """
+
+    hits: int = 0
+    tokens: int = 0
+    padded: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketReport:
+    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and what it
+    costs.
+
+    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding.
+    compile_seconds and bytes are None until it is compiled; temp_bytes: of temporaries while it
+    runs.
+    """
+
+    phase: str
+    tokens: int
+    rows: int
+    tables: int
+    blocks: int
+    steps: int
+    features: str
+    hits: int
+    padding_waste: float
+    compile_seconds: float | None
+    executable_bytes: int | None
+    temp_bytes: int | None
+
+
+def step_table(
+    setting: StepSetting, *, tokens: int | None = None, rows: int | None = None
+) -> list[Bucket]:
+    """Every shape of a setting, smallest first; see engine.buckets.bucket_table."""
+    tables = len(setting.pools)
+    return sorted(bucket_table(setting.config, tables=tables, tokens=tokens, rows=rows))
+
+
+def warmup(
+    steps: CompiledSteps,
+    *,
+    tokens: int | None = None,
+    rows: int | None = None,
+    use_tqdm: bool = False,
+) -> float:
+    """Compile whatever of the table is not compiled yet, several at once; seconds it took."""
+    started, config = time.perf_counter(), steps.setting.config
+    table = step_table(steps.setting, tokens=tokens, rows=rows)
+    # The largest first: they take longest.
+    jobs: list[Any] = [functools.partial(steps.__getitem__, bucket) for bucket in reversed(table)]
+    if config.swap_space_gib:
+        sizes = {padded_blocks(n) for n in range(1, config.max_blocks_per_seq + 1)}
+        moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ("read_blocks", "write_blocks")
+        jobs += [
+            functools.partial(steps.move, move, group, size)
+            for move in moves
+            for group in range(len(steps.setting.pools))
+            for size in sizes
+        ]
+    jobs.append(steps.set_counts)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = as_completed([pool.submit(job) for job in jobs])
+        bar: dict[str, Any] = {"unit": "step", "desc": "compiling", "disable": not use_tqdm}
+        for future in tqdm(done, total=len(jobs), **bar):
+            future.result()
+    return time.perf_counter() - started
+
+
+def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[BucketReport]:
+    """Every shape of the table, compiled or not, smallest first; usage: of those that ran."""
+    reports = []
+    for bucket in step_table(steps.setting):
+        used, memory = usage.get(bucket, Usage()), steps.memory(bucket)
+        report = BucketReport(
+            **dataclasses.asdict(bucket),
+            hits=used.hits,
+            padding_waste=1 - used.tokens / used.padded if used.padded else 0.0,
+            compile_seconds=steps.seconds.get(bucket),
+            executable_bytes=None if memory is None else memory.generated_code_size_in_bytes,
+            temp_bytes=None if memory is None else memory.temp_size_in_bytes,
+        )
+        reports.append(report)
+    return reports
