@@ -1,5 +1,6 @@
 """The compile contract: the table of shapes is known, and can be compiled ahead."""
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_strict_compiles_nothing_after_the_start(
     shuffled and all at once, so that they are preempted, swapped and found in the cache; beams,
     scores and aborts.
     """
-    sizes = {"max_model_len": 32, "num_blocks": 24, "swap_space_gib": 0.01, "swap_min_tokens": 12}
+    sizes = {"max_model_len": 32, "num_blocks": 12, "swap_space_gib": 0.01, "swap_min_tokens": 12}
     model = config(sliding_windows=windows)
     settings = engine(strict=True, mixed=mixed, max_logprobs=6, **sizes)
     llm = LLM(make_params(0, model), **vars(settings))
@@ -80,7 +81,8 @@ def test_strict_compiles_nothing_after_the_start(
         rng = random.Random(0)
         for _ in range(3):
             order = rng.sample(range(len(prompts)), len(prompts)) * 2
-            chosen = [params[i] for i in order]
+            longest = {"max_tokens": 10, "ignore_eos": True}
+            chosen = [dataclasses.replace(params[i], **longest) for i in order]
             llm.generate([prompts[i] for i in order], chosen, use_tqdm=False)
         llm.beam_search(prompts[:2], beam_width=3, max_tokens=6, use_tqdm=False)
         llm.score(prompts[1:3], temperature=0.7)
