@@ -16,7 +16,7 @@ from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
-from jpaged.runtime.runner import Runner
+from jpaged.runtime.runner import Runner, report_of
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
 
@@ -202,7 +202,7 @@ class Session:
 
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
-        totals = self.engine.report() | self.runner.report()
+        totals = self.engine.report() | report_of(self.runner)
         return totals | {"weight_version": self.weights.version}
 
     def snapshot(self, **face: Any) -> Snapshot:

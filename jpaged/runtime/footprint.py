@@ -21,7 +21,7 @@ from jpaged.engine.buckets import Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import param_shapes
-from jpaged.runtime.kv_cache import most_blocks
+from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
@@ -112,13 +112,15 @@ def plan_within(
     """
     weights = bytes_on_device(probe.params)
     sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
-    pool = PoolCost(tuple(zip(sizes, most_blocks(probe.model, config), strict=True)))
+    most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
+    costs = [(size, None if at == widest else most[at]) for at, size in enumerate(sizes)]
+    pool = PoolCost(tuple(costs), in_use=most[widest])
     needs = bound(probe.model, config, probe.pools[0].dtype, pool.block_bytes)
-    most = pool.of(config.max_num_seqs * config.max_blocks_per_seq)
-    most = min(most, most if limits.pool is None else limits.pool)
+    largest = pool.of(most[widest])
+    largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
     holds = is_cpu and not any(pool.kernel.interpret for pool in probe.pools)
-    if compiled and (not holds or weights + needs.total + most > limits.total):
+    if compiled and (not holds or weights + needs.total + largest > limits.total):
         needs = measured(probe, pool.block_bytes)
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
 

@@ -70,31 +70,44 @@ def pool_specs(
 
     num_blocks: of the group that reaches furthest back; others need no more than can be in use.
     """
+    most, widest = most_blocks(model, config), widest_group(model, config)
     return tuple(
         PoolSpec(
             group=group,
             kernel=choose_kernel(model, group, config, dtype, where.device, where.axis_size),
-            num_blocks=num_blocks if most is None else min(num_blocks, most),
+            num_blocks=num_blocks if at == widest else min(num_blocks, most[at]),
             block_size=config.block_size,
             dtype=jnp.dtype(dtype),
             shards=where.axis_size,
         )
-        for group, most in zip(kv_groups(model), most_blocks(model, config), strict=True)
+        for at, group in enumerate(kv_groups(model))
     )
 
 
-def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int | None]:
-    """Of each group, the blocks that can be in use at once; None where the pool decides: for the
-    window that reaches furthest back.
-    """
+def most_blocks(model: ModelConfig, config: EngineConfig) -> list[int]:
+    """Of each group, the blocks that can be in use at once."""
     assert config.decode_steps is not None
-    size, chunks = config.block_size, -(-config.max_num_batched_tokens // config.block_size)
+    size, most = config.block_size, []
+    for group in kv_groups(model):
+        a_row, chunks = config.max_blocks_per_seq, 0
+        if group.window is not None:
+            # What a row still sees, the block that it writes, as many as it may draw ahead; and
+            # what one prefill writes.
+            ahead = 2 + -(-config.decode_steps // size)
+            a_row = min(-(-(group.window - 1) // size) + ahead, a_row)
+            chunks = -(-config.max_num_batched_tokens // size)
+        most.append(min(config.max_num_seqs * a_row + chunks, _whole(config)))
+    return most
+
+
+def widest_group(model: ModelConfig, config: EngineConfig) -> int:
+    """The group that reaches furthest back, for which num_blocks is meant."""
     reaches = [reach(group, config) for group in kv_groups(model)]
-    # What a row still sees, the block that it writes, as many as it may draw ahead; and what one
-    # prefill writes.
-    ahead = 2 + -(-config.decode_steps // size)
-    most = [config.max_num_seqs * (-(-(r - 1) // size) + ahead) + chunks for r in reaches]
-    return [None if r == max(reaches) else n for r, n in zip(reaches, most, strict=True)]
+    return reaches.index(max(reaches))
+
+
+def _whole(config: EngineConfig) -> int:
+    return config.max_num_seqs * config.max_blocks_per_seq
 
 
 def reach(group: KVGroup, config: EngineConfig) -> int:

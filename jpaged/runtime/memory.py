@@ -73,10 +73,12 @@ class Limits:
 @dataclasses.dataclass(frozen=True)
 class PoolCost:
     """What pools take of a device. groups: bytes of a block of each group of layers, and the blocks
-    that it needs at most (None: as many as there are).
+    that it needs at most (None: as many as there are). in_use: of the latter, how many can be in
+    use at once; None is max_num_seqs * max_model_len.
     """
 
     groups: tuple[tuple[int, int | None], ...]
+    in_use: int | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -145,7 +147,8 @@ def plan(
     other = max(limits.in_use - weights, 0)
     free = limits.total - weights - other - needs.total
     sizes = {"memory": pool.within(free)}
-    sizes["max_num_seqs * max_model_len"] = config.max_num_seqs * config.max_blocks_per_seq
+    whole = config.max_num_seqs * config.max_blocks_per_seq
+    sizes["max_num_seqs * max_model_len"] = whole if pool.in_use is None else pool.in_use
     if limits.pool is not None:
         sizes["the default pool of a CPU"] = pool.within(limits.pool)
     if config.num_blocks is not None:

@@ -45,18 +45,9 @@ class Runner:
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
-        assert config.num_blocks is not None
         self.model, self.config, self.placement, self.params = model, config, placement, params
-        dtype = params["embed"]["weight"].dtype
-        self.pools = pool_specs(model, config, placement, dtype, config.num_blocks)
-        setting = StepSetting(
-            model=model,
-            config=config,
-            pools=self.pools,
-            products=choose_products(placement.device, dtype),
-            tensor_axis=placement.tensor_axis,
-            axis_size=placement.axis_size,
-        )
+        setting = _setting(model, config, placement, params)
+        self.pools = setting.pools
         form = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
@@ -253,18 +244,35 @@ class Runner:
         self.allocate(full=True)
         self.steps.seal()
 
-    def report(self) -> dict[str, Any]:
-        """What was compiled and moved so far."""
-        seconds = self.steps.seconds
-        return {
-            "attention": self.pools[0].kernel.name,
-            "num_compiles": len(seconds),
-            "compile_time_s": sum(seconds.values()),
-            "buckets": [str(bucket) for bucket in seconds],
-            "uploads": self.uploads,
-            "downloads": self.downloads,
-            "block_bytes": sum(pool.block_bytes for pool in self.pools),
-        }
+
+def report_of(runner: Runner) -> dict[str, Any]:
+    """What was compiled and moved so far."""
+    seconds = runner.steps.seconds
+    return {
+        "attention": runner.pools[0].kernel.name,
+        "num_compiles": len(seconds),
+        "compile_time_s": sum(seconds.values()),
+        "buckets": [str(bucket) for bucket in seconds],
+        "uploads": runner.uploads,
+        "downloads": runner.downloads,
+        "block_bytes": sum(pool.block_bytes for pool in runner.pools),
+    }
+
+
+def _setting(
+    model: ModelConfig, config: EngineConfig, placement: Placement, params: Any
+) -> StepSetting:
+    """Kernels, products and pools of a model at a place, chosen once."""
+    assert config.num_blocks is not None
+    dtype = params["embed"]["weight"].dtype
+    return StepSetting(
+        model=model,
+        config=config,
+        pools=pool_specs(model, config, placement, dtype, config.num_blocks),
+        products=choose_products(placement.device, dtype),
+        tensor_axis=placement.tensor_axis,
+        axis_size=placement.axis_size,
+    )
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:
