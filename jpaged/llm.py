@@ -215,8 +215,7 @@ class LLM:
 
     def buckets(self) -> list[BucketReport]:
         """Every shape of a step: how often it ran, its padding, and what it cost to compile."""
-        runner = self.session.runner
-        return bucket_reports(runner.steps, runner.usage)
+        return bucket_reports(self.session.runner)
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
         """Compile every shape of `buckets` now, in parallel threads; returns seconds."""

@@ -122,6 +122,17 @@ def spec(axis: str | None) -> PartitionSpec:
     return PartitionSpec(None, None, axis, None)
 
 
+def sharding(where: Placement) -> Any:
+    """Of every pool at a place."""
+    return where.sharding(spec(where.tensor_axis))
+
+
+def pinned(where: Placement) -> Any:
+    """Of blocks on the host, in memory that the device reaches by itself; None without such."""
+    kinds = {memory.kind for memory in where.device.addressable_memories()}
+    return sharding(where).with_memory_kind("pinned_host") if "pinned_host" in kinds else None
+
+
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding) -> Any:
     def zeros() -> Array:

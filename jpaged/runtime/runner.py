@@ -23,7 +23,6 @@ from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import choose_products
-from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting
 
 
@@ -34,6 +33,17 @@ class Handle:
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
+
+
+@dataclasses.dataclass
+class Usage:
+    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without
+    padding.
+    """
+
+    hits: int = 0
+    tokens: int = 0
+    padded: int = 0
 
 
 class Runner:
@@ -159,8 +169,6 @@ class Runner:
             at, num_prompt, clear = (self.put(np.asarray(x, np.int32)) for x in scalars)
             self._counts_RV = step(self._counts_RV, at, self.put(chunk), num_prompt, clear)
 
-    # Blocks on their way to the host and back
-
     def read_blocks(self, block_ids: list[list[int]]) -> Any:
         """Copy blocks of each group to the host, a transfer each, padded to a power of two: into
         pinned memory where there is any.
@@ -173,16 +181,13 @@ class Runner:
         count = padded_blocks(len(block_ids))
         move = self.steps.move("read_blocks", group, count)
         blocks = move(self._state.kv[group], self.put(_padded(block_ids, count, -1)))
-        kinds = {memory.kind for memory in self.placement.device.addressable_memories()}
-        if "pinned_host" not in kinds:
+        if (pinned := kv_cache.pinned(self.placement)) is None:
             return self.get(blocks)
         self.downloads += 1
-        return jax.device_put(blocks, self._pool_sharding().with_memory_kind("pinned_host"))
+        return jax.device_put(blocks, pinned)
 
     def write_blocks(self, data: Any, block_ids: list[list[int]]) -> None:
-        """Put what read_blocks gave into these blocks, a transfer a group; ids of -1 are left
-        out.
-        """
+        """Put what read_blocks gave into these blocks, a transfer a group; -1 leaves one out."""
         self.allocate()
         assert self._state is not None
         kv, rows = list(self._state.kv), self._state.rows
@@ -190,7 +195,7 @@ class Runner:
             if blocks is not None:
                 count = padded_blocks(len(ids))
                 self.uploads += 1
-                blocks = jax.device_put(blocks, self._pool_sharding())
+                blocks = jax.device_put(blocks, kv_cache.sharding(self.placement))
                 move = self.steps.move("write_blocks", group, count)
                 kv[group] = move(kv[group], self.put(_padded(ids, count, -1)), blocks)
                 self._state = DeviceState(kv=tuple(kv), rows=rows)
@@ -203,7 +208,7 @@ class Runner:
         """
         rows, where = self.config.max_num_seqs, self.placement.replicated
         if self._state is None:
-            sharding = self._pool_sharding()
+            sharding = kv_cache.sharding(self.placement)
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
                 kv = tuple(kv_cache.zeros(p.shape, p.dtype, sharding) for p in self.pools)
             last, lens = (jax.device_put(np.zeros(rows, np.int32), where) for _ in range(2))
@@ -221,9 +226,7 @@ class Runner:
             self._counts_RV = None
 
     def release(self) -> None:
-        """Free the pools and the device rows; executables stay. The next dispatch allocates
-        again.
-        """
+        """Free the state; executables stay, and the next dispatch allocates again."""
         self._state = self._counts_RV = None
 
     def put(self, array: np.ndarray) -> Array:
@@ -235,9 +238,6 @@ class Runner:
         """The only way down: one explicit, counted transfer."""
         self.downloads += 1
         return jax.device_get(array)
-
-    def _pool_sharding(self) -> Any:
-        return self.placement.sharding(kv_cache.spec(self.placement.tensor_axis))
 
     def seal(self) -> None:
         """Let no shape in that is not compiled (strict mode)."""

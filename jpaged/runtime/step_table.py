@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
@@ -12,18 +11,8 @@ from tqdm import tqdm
 
 from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
 from jpaged.runtime.compiled_steps import CompiledSteps
+from jpaged.runtime.runner import Runner, Usage
 from jpaged.runtime.steps import StepSetting
-
-
-@dataclasses.dataclass
-class Usage:
-    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without
-    padding.
-    """
-
-    hits: int = 0
-    tokens: int = 0
-    padded: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +77,9 @@ def warmup(
     return time.perf_counter() - started
 
 
-def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[BucketReport]:
-    """Every shape of the table, compiled or not, smallest first; usage: of those that ran."""
-    reports = []
+def bucket_reports(runner: Runner) -> list[BucketReport]:
+    """Every shape of the table, compiled or not, smallest first."""
+    reports, steps, usage = [], runner.steps, runner.usage
     for bucket in step_table(steps.setting):
         used, memory = usage.get(bucket, Usage()), steps.memory(bucket)
         report = BucketReport(

@@ -212,10 +212,8 @@ def test_a_window_needs_few_blocks() -> None:
 
     settings = EngineConfig(**sizes).resolve(model)
     most = kv_cache.most_blocks(model, settings)
-    assert most == [None, local.num_blocks]
-    cost = memory.PoolCost(
-        tuple((p.block_bytes, n) for p, n in zip((full, local), most, strict=True))
-    )
+    assert most == [blocks, local.num_blocks] and kv_cache.widest_group(model, settings) == 0
+    cost = memory.PoolCost(((full.block_bytes, None), (local.block_bytes, local.num_blocks)))
     assert cost.of(blocks) == found
     limits = memory.Limits(total=found + cost.groups[0][0] - 1)
     planned = memory.plan(settings, limits, pool=cost, needs=memory.Needs())
@@ -238,7 +236,7 @@ def test_the_pools_are_as_planned(windows: tuple[int | None, ...]) -> None:
     assert found == plan.account["pool"] == runner.pool_bytes
     rows = sum(x.nbytes for x in jax.tree.leaves((runner._state.rows, runner._counts_RV)))
     assert rows == plan.needs.state
-    assert [p.num_blocks for p in runner.pools] == ([32, 14] if None in windows else [32])
+    assert [p.num_blocks for p in runner.pools] == ([32, 14] if None in windows else [14])
 
 
 # Out of memory: a typed error that names bytes and settings, raised from the original.
