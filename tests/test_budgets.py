@@ -19,7 +19,8 @@ MOST_LINES_OF_A_FILE = 500
 WINGS = {
     "request path": 5930,  # asked: 3500
     "checkpoint": 670,  # asked: 500
-    "batch": 1850,  # asked: 1500
+    # With the bodies of openai/, which a server shares: 553 of them.
+    "batch": 2390,  # asked: 1500
     "scripts": 2560,  # asked: 2200
 }
 KERNEL_FILE = 300
