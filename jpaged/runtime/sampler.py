@@ -110,9 +110,9 @@ def sample(
     max_S = finite_max(tile_max_SN)
     floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls)
     sums_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
-    token_S, total_S = _draw(
-        z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, _random_bits(controls)
-    )
+    gumbel_SX = gumbels(controls, SUM_TILE + sums_SN.shape[1])
+    token_S = _draw(z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, gumbel_SX)
+    total_S = total(sums_SN)
 
     # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
     # exponentials), row by row.
@@ -182,21 +182,21 @@ def _apply_full(logits_SV: Array, full: FullControls) -> Array:
     return z_SV.at[rows_S1, full.ban_ids_SX].set(NEG_INF, mode="drop")
 
 
-def _random_bits(controls: Controls) -> Array:
-    """Two random words a row: threefry of the request's key, the sample index and the position, and
-    of nothing else.
+def gumbels(controls: Controls, count: int) -> Array:
+    """Gumbel noise [S, count] of each row's next token: of the request's key, the sample index, the
+    position and the place in the row, and of nothing else.
 
-    They are the key data of fold_in(fold_in(key, sample index), position), a key that nothing else
-    uses.
+    Source: threefry of the place under fold_in(fold_in(key, sample index), position), two places a
+    call; 23 bits each, so that neither end of the uniform's range is reached.
     """
-    data_2S = jnp.stack([controls.sample_index_S, controls.position_S]).astype(jnp.uint32)
-
-    def fold(i: Array, key_S2: Array) -> Array:
-        keys_S = jax.random.wrap_key_data(key_S2, impl="threefry2x32")
-        return jax.random.key_data(jax.vmap(jax.random.fold_in)(keys_S, data_2S[i]))
-
-    # A loop only to compile one threefry instead of two.
-    return lax.fori_loop(0, 2, fold, controls.key_S2)
+    keys_S = jax.random.wrap_key_data(controls.key_S2, impl="threefry2x32")
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys_S = fold_in(fold_in(keys_S, controls.sample_index_S), controls.position_S)
+    pairs = jnp.arange(-(-count // 2), dtype=jnp.uint32)
+    words_SP = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_S, pairs)
+    bits_SX = jax.random.key_data(words_SP).reshape(keys_S.shape[0], -1)[:, :count]
+    u_SX = ((bits_SX >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
+    return -jnp.log(-jnp.log(u_SX))
 
 
 def _draw(
@@ -207,38 +207,31 @@ def _draw(
     temp_S: Array,
     floor_S: Array,
     greedy_S: Array,
-    bits_S2: Array,
-) -> tuple[Array, Array]:
-    """Inverse CDF in two levels, the first random word choosing the tile and the second the token
-    in it.
+    gumbel_SX: Array,
+) -> Array:
+    """Gumbel-max in two levels: a tile of the vocabulary by its log-sum-exp, then a token of it.
 
-    A word of 24 bits a level resolves probabilities that one f32 uniform over the whole vocabulary
-    would round away. Greedy rows take the first tile with the row's maximum. Returns token_S and
-    the sum of all tiles.
+    Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
+    rounding noise in the logits turns hardly more draws than it must. gumbel_SX: of the SUM_TILE
+    places in a tile, then of each tile. Greedy rows take the first tile, and in it the first token,
+    with the row's maximum.
     """
     vocab, tiles = z_SV.shape[1], sums_SN.shape[1]
-    u_S2 = (bits_S2 >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
-    cumulative_SN = jnp.cumsum(sums_SN, axis=1)
-    total_S = cumulative_SN[:, -1]
-    drawn_S = first_true((cumulative_SN > (u_S2[:, 0] * total_S)[:, None]) & (sums_SN > 0))
-    # Rounding may leave the cumulative sum short of u * total: then the last tile that has any
-    # mass.
-    last_S = (tiles - 1) - first_true(sums_SN[:, ::-1] > 0)
-    drawn_S = jnp.where(drawn_S < tiles, drawn_S, jnp.maximum(last_S, 0))
+    in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
     best_S = first_true(tile_max_SN == max_S[:, None])
-    tile_S = jnp.minimum(jnp.where(greedy_S, best_S, drawn_S), tiles - 1)
+    tile_S = jnp.where(greedy_S, best_S, _argmax(jnp.log(sums_SN) + of_tile_SN))
+    tile_S = jnp.minimum(tile_S, tiles - 1)
 
     z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE)
     p_SC = weights(z_SC, max_S, temp_S, floor_S)
-    cumulative_SC = jnp.cumsum(p_SC, axis=1)
-    drawn_S = first_true(
-        (cumulative_SC > (u_S2[:, 1] * cumulative_SC[:, -1])[:, None]) & (p_SC > 0)
-    )
-    # The tile's largest logit is kept whenever any of the tile is: the fallback for rounding, and
-    # greedy's own answer.
-    best_S = first_true(z_SC == jnp.max(z_SC, axis=1, keepdims=True))
-    at_S = jnp.where(greedy_S | (drawn_S >= SUM_TILE), best_S, drawn_S)
-    return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), total_S
+    # The tile's largest logit is kept whenever any of the tile is.
+    at_S = jnp.where(greedy_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
+    return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1)
+
+
+def _argmax(x_SX: Array) -> Array:
+    """The first place of each row's maximum, X where there is none but NaN."""
+    return first_true(x_SX == jnp.max(x_SX, axis=1, keepdims=True))
 
 
 def _thresholds(
