@@ -25,8 +25,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that there is no PyTorch
 
 import dataclasses
+import fnmatch
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -93,6 +95,15 @@ class SharedSteps:
                 self.tables.popitem(last=False)
         self.tables.move_to_end(key)
         return self.tables[key]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what middle.txt names."""
+    lines = (Path(__file__).parent / "middle.txt").read_text().splitlines()
+    patterns = [line.replace("[", "[[]") for line in lines if line and not line.startswith("#")]
+    for item in items:
+        if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
+            item.add_marker("middle")
 
 
 SHARED = SharedSteps()
