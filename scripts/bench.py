@@ -256,7 +256,9 @@ def run_file(llm: Any, source: Path, output: Path) -> None:
     manifest = make_manifest(model={}, settings={}, source=opened.identity(), shard=None)
     settings = Settings(defaults=SamplingParams())
     with contextlib.closing(opened), contextlib.redirect_stdout(io.StringIO()):
-        status = run_batch(job, opened, manifest, lambda: llm, lambda llm: settings)
+        nowhere = io.BytesIO()  # answers go to the file
+        makers = (lambda: llm, lambda llm: settings)
+        status = run_batch(job, opened, manifest, *makers, stdout=nowhere)
     assert status == OK, f"exit status {status}"
 
 

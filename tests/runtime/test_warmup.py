@@ -98,6 +98,7 @@ def test_strict_compiles_nothing_after_the_start(
     llm.close()
 
 
+@pytest.mark.own_steps
 def test_buckets_count_hits_and_padding() -> None:
     llm = LLM(make_params(), **vars(engine(decode_steps=4)))
     llm.generate(make_prompts(5, 7), GREEDY, use_tqdm=False)
