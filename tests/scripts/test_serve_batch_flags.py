@@ -81,6 +81,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_stop_ids": (["--max-stop-ids", "7"], 7),
     "strict": (["--strict"], True),
     "deterministic": (["--deterministic"], True),
+    "mixed": (["--mixed"], True),
     "tensor_axis": (["--tensor-axis", "none"], None),
     "compilation_cache_dir": (["--compilation-cache-dir", "none"], None),
 }
