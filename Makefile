@@ -5,7 +5,6 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 CLIENTS := .venv-clients
-# Continuous integration takes those marked `middle` too.
 TESTS := not middle and not slow and not clients
 
 .PHONY: env demo lint test test-all test-clients docs clean
