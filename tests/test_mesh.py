@@ -199,6 +199,14 @@ def test_more_devices_than_kv_heads(params: Params) -> None:
     assert {x.data.shape[2] for x in pool.addressable_shards} == {2}, "one KV head a device"
 
 
+@pytest.mark.middle
+def test_so_with_norms_over_all_heads() -> None:
+    """OLMo 2's: their scales are repeated with the heads, and the mean over all is the same."""
+    whole = {"pre_norms": False, "post_norms": True, "qk_norm": False, "qk_norm_whole": True}
+    params = make_params(0, config(num_layers=1, family="olmo2", **whole))
+    check(params, params, mesh(1, 4), "tp")
+
+
 def test_tensor_parallel_size(params: Params) -> None:
     """It makes the mesh: of jax's devices, or of those that the params lie on."""
     llm = jpaged.LLM(params, **vars(engine(num_blocks=64, tensor_parallel_size=2)))

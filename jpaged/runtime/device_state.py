@@ -43,6 +43,7 @@ def set_counts(
     tokens_C: Array,
     num_prompt: Array,
     clear: Array,
+    *,
     vocabulary: Vocabulary = WHOLE,
 ) -> Array:
     """Enter a chunk of tokens into one row's counts: the first `num_prompt` as prompt, the rest as

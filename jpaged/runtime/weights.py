@@ -34,6 +34,7 @@ from jpaged.runtime.mesh import Placement, serving_mesh
 from jpaged.runtime.reshard import Reshard, is_served
 
 log = logging.getLogger("jpaged")
+UNMULTIPLIED = ("bias']", "scale']")  # ends of names of what is no linear weight, whatever its axes
 
 
 def as_params(params: Any, config: Any = None) -> Params:
@@ -193,7 +194,9 @@ class ServingWeights:
         """
         leaves = jax.tree.leaves_with_path(params)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
-        is_linear = [leaf.ndim > 1 and "bias" not in str(path[-1]) for path, leaf in leaves]
+        is_linear = [
+            leaf.ndim > 1 and not str(path[-1]).endswith(UNMULTIPLIED) for path, leaf in leaves
+        ]
         if len(linear := set(itertools.compress(dtypes, is_linear))) > 1:
             raise ConfigError(
                 f"linear weights in {_names(linear)}: pass dtype= to serve them in one"
