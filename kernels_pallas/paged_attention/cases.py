@@ -198,6 +198,7 @@ GPU = (
     Case(
         name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"
     ),
+    Case(name="decode_g3_k2", contexts=(20, 0, 9), H=6, P=8, D=64, dtype=_BF16, extra_blocks=0),
     Case(
         name="prefill_d64_p16_g2",
         contexts=(1, 15, 0, 17, 64, 150),
@@ -237,6 +238,7 @@ GPU = (
         D=128,
         dtype=_BF16,
         sliding_window=9,
+        extra_blocks=0,
     ),
     Case(
         name="prefill_d64_p256_g7_window_f16",
@@ -248,6 +250,16 @@ GPU = (
         D=64,
         dtype="float16",
         sliding_window=100,
+    ),
+    Case(
+        name="prefill_g4_k2",
+        contexts=(20, 5),
+        queries=(3, 5),
+        H=8,
+        P=8,
+        D=64,
+        dtype=_BF16,
+        extra_blocks=0,
     ),
     Case(
         name="prefill_few_tokens",
