@@ -16,6 +16,7 @@ from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.runner import Runner, report_of
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
@@ -230,7 +231,8 @@ class Session:
         tree = self.weights.tree(self.params)
         held = self.runner.pool_bytes if self.has_pool else 0
         where = self.placement
-        return plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
+        found = plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
+        return least(found) if are_many(where.mesh) else found
 
 
 def _renew(session: Session, params: Params) -> None:

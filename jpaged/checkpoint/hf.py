@@ -61,7 +61,7 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
         read = functools.partial(read_entry, stored.name, entry)
-        return Part(DTYPES[entry.dtype], read, stored.index)
+        return Part(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.index)
 
     return {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
 
@@ -161,6 +161,14 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+
+
+def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor as an array of a shape; only the pages of what is looked at are read."""
+    try:
+        return np.memmap(entry.file, DTYPES[entry.dtype], "r", entry.start, shape)
+    except (OSError, ValueError) as e:  # ValueError: the file ends early
+        raise CheckpointError(f"{entry.file}: {e}") from e
 
 
 def _inside(folder: Path, file: str) -> Path:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
@@ -24,6 +24,7 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import Peers, are_many, from_shards, local_shards, put
 from jpaged.runtime.products import choose_products
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -36,6 +37,7 @@ class Handle:
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
+    compared: Array | None = None  # over processes: whether all run this step
 
 
 @dataclasses.dataclass
@@ -68,6 +70,10 @@ class Runner:
         )
         self.steps = CompiledSteps(setting, placement, form)
         self.uploads = self.downloads = 0  # transfers since the start
+        self.peers: Peers | None = None
+        if are_many(placement.mesh):
+            assert isinstance(placement.mesh, Mesh)
+            self.peers = Peers(placement.mesh, config.peer_timeout_s)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -88,11 +94,20 @@ class Runner:
         memory runs out.
         """
         with explained(self.config):
-            return self._dispatch(batch)
+            buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
+            self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
+            if self.peers is None:
+                return self._dispatch(batch)
+            return self.peers.call(lambda: self._compared(batch, buckets), "dispatching a step")
+
+    def _compared(self, batch: Batch, buckets: list[Bucket]) -> Handle:
+        """Dispatch over processes, once all are about to run the same."""
+        assert self.peers is not None
+        said = repr((buckets, batch.counts)).encode()
+        compared = self.peers.compare(batch.packed.tobytes(), said)
+        return dataclasses.replace(self._dispatch(batch), compared=compared)
 
     def _dispatch(self, batch: Batch) -> Handle:
-        buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-        self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
         for row, token_ids, prompt_len in batch.counts:
             self._enter_counts(row, token_ids, prompt_len)
         packed = self.put(batch.packed)
@@ -158,9 +173,17 @@ class Runner:
         prompts too.
         """
         with explained(self.config):
-            handle.done.block_until_ready()
-            outs = [self.get(out) for out in handle.outs]
+            if self.peers is None:
+                outs = self._fetch(handle)
+            else:
+                outs = self.peers.call(lambda: self._fetch(handle), "waiting for a step")
         return unpack_result(handle.batch, self.config, outs)
+
+    def _fetch(self, handle: Handle) -> list[np.ndarray]:
+        if handle.compared is not None and self.peers is not None:
+            self.peers.check(handle.compared)
+        handle.done.block_until_ready()
+        return [self.get(out) for out in handle.outs]
 
     def _enter_counts(self, row: int, token_ids: list[int], prompt_len: int) -> None:
         """Set a row's token counts from scratch: its last owner's are of no use to a sequence just
@@ -186,6 +209,9 @@ class Runner:
         count = padded_blocks(len(block_ids))
         move = self.steps.move("read_blocks", group, count)
         blocks = move(self._state.kv[group], self.put(_padded(block_ids, count, -1)))
+        if self.peers is not None:
+            self.downloads += 1
+            return self.peers.call(lambda: local_shards(blocks), "reading blocks")
         if (pinned := kv_cache.pinned(self.placement)) is None:
             return self.get(blocks)
         self.downloads += 1
@@ -200,10 +226,17 @@ class Runner:
             if blocks is not None:
                 count = padded_blocks(len(ids))
                 self.uploads += 1
-                blocks = jax.device_put(blocks, kv_cache.sharding(self.placement))
+                blocks = self._upload(blocks, group, count)
                 move = self.steps.move("write_blocks", group, count)
                 kv[group] = move(kv[group], self.put(_padded(ids, count, -1)), blocks)
                 self._state = DeviceState(kv=tuple(kv), rows=rows)
+
+    def _upload(self, blocks: Any, group: int, count: int) -> Array:
+        where = kv_cache.sharding(self.placement)
+        if self.peers is None:
+            return jax.device_put(blocks, where)
+        pool = self.pools[group]
+        return from_shards(blocks, (pool.num_layers * count, *pool.shape[1:]), where)
 
     # Arrays
 
@@ -216,7 +249,7 @@ class Runner:
             sharding = kv_cache.sharding(self.placement)
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
                 kv = tuple(kv_cache.zeros(p.shape, p.dtype, sharding) for p in self.pools)
-            last, lens = (jax.device_put(np.zeros(rows, np.int32), where) for _ in range(2))
+            last, lens = (put(np.zeros(rows, np.int32), where) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
             shape, spec = self._counts
@@ -238,7 +271,7 @@ class Runner:
     def put(self, array: np.ndarray) -> Array:
         """The only way up: one explicit, counted transfer."""
         self.uploads += 1
-        return jax.device_put(array, self.placement.replicated)
+        return put(array, self.placement.replicated)
 
     def get(self, array: Array) -> np.ndarray:
         """The only way down: one explicit, counted transfer."""
