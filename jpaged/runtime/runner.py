@@ -22,7 +22,7 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import choose_products
+from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
 
 
@@ -270,6 +270,7 @@ def _setting(
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
         products=choose_products(placement.device, dtype),
+        experts=choose_experts(model, placement.device, dtype, placement.axis_size),
         tensor_axis=placement.tensor_axis,
         axis_size=placement.axis_size,
     )

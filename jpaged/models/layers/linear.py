@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from kernels_pallas.experts.interface import ExpertWeights, Glu
+
 
 class Products(Protocol):
     """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
@@ -25,6 +27,16 @@ class Products(Protocol):
         ...
 
 
+class ExpertProducts(Protocol):
+    """A module of kernels_pallas.experts."""
+
+    def experts(
+        self, x: Array, chosen: Array, weight: Array, weights: ExpertWeights, glu: Glu, /
+    ) -> Array:
+        """Of each row the weighted sum of what its experts give, f32."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
@@ -33,13 +45,15 @@ class Serving:
     num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
     max_len: tokens that a sequence may have; None is as many as are at hand.
     products: who multiplies where it can; None is XLA alone, and can be differentiated.
-    tensor_axis: the mesh axis of axis_size devices that hold shares of the weights, inside
-    shard_map; None where each holds all.
+    experts: who multiplies by the experts of a mixture; None computes all of them, and can be
+    differentiated. tensor_axis: the mesh axis of axis_size devices that hold shares of the
+    weights, inside shard_map; None where each holds all.
     """
 
     num_rows: Array | None = None
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
+    experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
 
