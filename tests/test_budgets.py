@@ -22,7 +22,7 @@ WINGS = {
     "checkpoint": 670,  # asked: 500
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2390,  # asked: 1500
-    "scripts": 2660,  # asked: 2200
+    "scripts": 2940,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 
