@@ -37,6 +37,21 @@ def served_config(model: ModelConfig, devices: int) -> ModelConfig:
     return dataclasses.replace(model, num_kv_heads=kv_heads, vocab_size=tiles * VOCAB_TILE)
 
 
+def share_of(model: ModelConfig, devices: int) -> ModelConfig:
+    """What each of so many devices has, as a model: what a bound on its memory takes."""
+    if devices == 1:
+        return model
+    served = served_config(model, devices)
+    ffn = served.intermediate_size
+    return dataclasses.replace(
+        served,
+        num_heads=served.num_heads // devices,
+        num_kv_heads=served.num_kv_heads // devices,
+        vocab_size=served.vocab_size // devices,
+        intermediate_size=ffn if ffn % devices else ffn // devices,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
     """From a canonical parameter to the served one; compared by value, so that a compiled function

@@ -7,7 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from jpaged.errors import ConfigError
 from jpaged.models.params import MeshAxis
@@ -19,7 +26,7 @@ class Placement:
     as if they were one (None: everything is replicated).
     """
 
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None  # abstract where nothing is compiled or run
     axis: MeshAxis | None
     device: Any  # jax.Device
 

@@ -1,8 +1,6 @@
 """The compiled steps of a mesh: what passes between devices, and that nothing is ever whole."""
 
 import math
-import re
-from collections import Counter
 from typing import Any
 
 import jax
@@ -19,15 +17,12 @@ from jpaged.models.served import served_config
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.vocabulary import Vocabulary
-from tests.hlo import forbid_donation, pool_copies
+from tests.hlo import collectives, forbid_donation, pool_copies
 from tests.tiny import config, engine
 
 ROWS, BLOCKS, LAYERS = 8, 1021, 2
 MODEL = config(num_heads=8, num_kv_heads=2, num_layers=LAYERS, vocab_size=3000, head_dim=16)
 DECODE = Bucket(phase="decode", tokens=ROWS, rows=ROWS, tables=1, blocks=16)
-COLLECTIVE = re.compile(
-    r"= (.+?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
 
 
 def make_runner(devices: int, model: ModelConfig = MODEL) -> Runner:
@@ -47,38 +42,6 @@ def make_runner(devices: int, model: ModelConfig = MODEL) -> Runner:
 
 def hlo(runner: Runner, bucket: Bucket = DECODE) -> str:
     return runner.steps.lower(bucket).compile().as_text()
-
-
-def in_branches(text: str) -> set[str]:
-    """Computations that a conditional may leave out, with all that they call."""
-    bodies: dict[str, str] = {}
-    for found in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\s*\n(.*?)^\}", text, re.M | re.S):
-        bodies[found[1]] = found[2]
-    names = r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))"
-    pending = {
-        name.strip().lstrip("%")
-        for found in re.finditer(names, text)
-        for name in (found[1] or found[2]).split(",")
-    }
-    inside: set[str] = set()
-    while pending:
-        inside.add(name := pending.pop())
-        called = re.findall(r"(?:to_apply|calls|body|condition)=%?([\w.\-]+)", bodies[name])
-        pending |= set(called) & bodies.keys() - inside
-    return inside
-
-
-def collectives(text: str) -> tuple[Counter[str], Counter[str]]:
-    """How often each occurs: always, and in branches of a conditional."""
-    always: Counter[str] = Counter()
-    sometimes: Counter[str] = Counter()
-    inside, current = in_branches(text), ""
-    for line in text.splitlines():
-        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
-            current = start[1]
-        elif found := COLLECTIVE.search(line):
-            (sometimes if current in inside else always)[found[2]] += 1
-    return always, sometimes
 
 
 def whole_logits(text: str, devices: int) -> list[str]:
