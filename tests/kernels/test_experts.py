@@ -152,11 +152,9 @@ def test_what_cannot_run_says_why(name: str, change: dict[str, Any], said: str) 
 def abstract(T: int) -> Any:
     """A layer of Qwen3-30B-A3B."""
     bf16, f32 = jnp.bfloat16, jnp.float32
-    weights = ExpertWeights(
-        gate_up=jax.ShapeDtypeStruct((128, 2, 768, 2048), bf16),
-        gate_up_bias=None,
-        down=jax.ShapeDtypeStruct((128, 2048, 768), bf16),
-    )
+    gate_up: Any = jax.ShapeDtypeStruct((128, 2, 768, 2048), bf16)
+    down: Any = jax.ShapeDtypeStruct((128, 2048, 768), bf16)
+    weights = ExpertWeights(gate_up=gate_up, gate_up_bias=None, down=down)
     rows = jax.ShapeDtypeStruct((T, 2048), bf16)
     chosen = jax.ShapeDtypeStruct((T, 8), jnp.int32)
     return rows, chosen, jax.ShapeDtypeStruct((T, 8), f32), weights

@@ -9,6 +9,7 @@ from jax import Array
 
 from jpaged.models.layers.linear import Linear
 from jpaged.models.layers.mlp import MLP, Activation, gated
+from jpaged.models.params import MeshAxis
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
@@ -30,7 +31,7 @@ class Experts:
     per_token: int = dataclasses.field(metadata={"static": True})
     is_normed: bool = dataclasses.field(metadata={"static": True})
     activation: Activation = dataclasses.field(metadata={"static": True})
-    sum_over: str | None = dataclasses.field(metadata={"static": True})
+    sum_over: MeshAxis | None = dataclasses.field(metadata={"static": True})
     sums_shared: bool = dataclasses.field(metadata={"static": True})
 
     def __call__(self, x: Array) -> Array:
