@@ -139,7 +139,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
-    drawing = [e.seq.params for e in plan.entries if e.draws]
+    drawing = [e.seq.sampling_params for e in plan.entries if e.draws]
     features: Features = "plain" if all(p.is_plain for p in drawing) else "full"
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
@@ -148,7 +148,9 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
         kind |= {"steps": config.decode_steps, "features": features}
         return Bucket(phase="decode", tokens=rows, rows=rows, **kind), None
     sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
-    if any(e.seq.params.prompt_logprobs is not None and not e.decodes for e in plan.entries):
+    if any(
+        e.seq.sampling_params.prompt_logprobs is not None and not e.decodes for e in plan.entries
+    ):
         kind["features"] = "prompt"
     tokens = _ceil(config.token_buckets, plan.num_tokens)
     computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
