@@ -1,4 +1,4 @@
-"""Paged attention on CPU for a bf16 pool; see paged_attention.cc.
+"""Paged attention on CPU for a bf16 pool; see paged_attention.h.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, D head dim.
