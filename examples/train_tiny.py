@@ -333,9 +333,9 @@ def to_hf_names(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     """Hugging Face's tensors in bf16: the loader's own table of names, read backwards."""
     arrays = {ours: np.asarray(x).astype(ml_dtypes.bfloat16) for ours, x in flat(tree).items()}
     return {
-        name: np.ascontiguousarray(arrays[ours][index]).reshape(shape)
+        part.name: np.ascontiguousarray(arrays[ours][part.index]).reshape(part.shape)
         for ours, parts in stored_names(config).items()
-        for name, shape, index in parts
+        for part in parts
     }
 
 

@@ -17,7 +17,8 @@ MOST_LINES_OF_A_FILE = 500
 # Code lines (no comments, docstrings, blank lines) of a wing: what it may have. Lower one when a
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
-    "request path": 5960,  # asked: 3500
+    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo
+    "request path": 6330,
     "checkpoint": 670,  # asked: 500
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2390,  # asked: 1500

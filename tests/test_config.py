@@ -25,6 +25,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     "original_max_position_embeddings": 64
 }
 
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3, 4.5]}
+
 
 def hf(family: str, **change: Any) -> dict[str, Any]:
     return {**BASE, "model_type": family, **change}
@@ -115,6 +118,67 @@ def hf(family: str, **change: Any) -> dict[str, Any]:
             hf("llama", rope_scaling={"type": "linear", "factor": 2.0}),
             {"rope_scaling": RopeScaling(kind="linear", factor=2, original_max_position=128)},
         ),
+        (hf("llama", mlp_bias=True), {"mlp_bias": True}),
+        (hf("llama", hidden_act="gelu_pytorch_tanh"), {"activation": "gelu_tanh"}),
+        (
+            hf("gemma2", head_dim=10, query_pre_attn_scalar=7, sliding_window=9)
+            | {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"},
+            {
+                "score_scale": 7**-0.5,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+                "sliding_windows": (9, None, 9),
+                "embedding_scale": 32**0.5,
+                "activation": "gelu_tanh",
+                "tie_word_embeddings": True,
+            },
+        ),
+        (
+            hf("gemma3_text", head_dim=10, sliding_window=9, rope_theta=5e5)
+            | {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            {
+                "sliding_windows": (9, None, 9),
+                "local_rope_theta": 10000.0,
+                "rope_theta": 5e5,
+                "rope_scaling": RopeScaling(kind="linear", factor=8, original_max_position=128),
+                "attn_logit_softcapping": None,
+                "qk_norm": True,
+            },
+        ),
+        (
+            hf("phi3", rope_scaling=LONGROPE, original_max_position_embeddings=32)
+            | {"partial_rotary_factor": 0.5, "sliding_window": 6},
+            {
+                "rotary_dim": 4,
+                "sliding_windows": (6, 6, 6),
+                "rope_scaling": RopeScaling(
+                    kind="longrope",
+                    factor=4,
+                    original_max_position=32,
+                    attention_factor=1.4**0.5,
+                    short_factor=(1, 2),
+                    long_factor=(3, 4.5),
+                ),
+            },
+        ),
+        (
+            hf("smollm3", no_rope_layer_interval=2),
+            {"no_rope_layers": (1,), "sliding_windows": (), "tie_word_embeddings": True},
+        ),
+        (
+            hf("smollm3", no_rope_layers=[1, 1, 0], use_sliding_window=True, sliding_window=5),
+            {"no_rope_layers": (2,), "sliding_windows": (None, None, 5)},
+        ),
+        (
+            hf("granite", embedding_multiplier=12, attention_multiplier=0.5, logits_scaling=8.0),
+            {"embedding_scale": 12, "score_scale": 0.5, "residual_multiplier": 1.0},
+        ),
+        (hf("olmo2"), {"qk_norm_whole": True, "qk_norm": False, "pre_norms": False}),
+        (
+            hf("olmo3", sliding_window=5, rope_scaling=YARN | {"rope_type": "yarn"})
+            | {"layer_types": KINDS},
+            {"sliding_windows": (5, None, 5), "local_rope_theta": 5e5, "rope_theta": 5e5},
+        ),
     ],
 )
 def test_model_config_round_trip(raw: dict[str, Any], want: dict[str, Any]) -> None:
@@ -148,8 +212,8 @@ def test_coerce(tmp_path: Path) -> None:
     [
         (
             {},
-            r"architecture 'None'.*Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, "
-            r"MistralForCausalLM$",
+            r"architecture 'None'.*; supported are Qwen3ForCausalLM, Qwen2ForCausalLM, "
+            r"LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM",
         ),
         (hf("gpt2"), "architecture 'gpt2'"),
         (
@@ -167,7 +231,15 @@ def test_coerce(tmp_path: Path) -> None:
             r"quantization_config \('fp8'\)",
         ),
         (hf("qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
-        (hf("llama", mlp_bias=True), "mlp_bias=True"),
+        (hf("gemma2", hidden_activation="relu"), "hidden_activation='relu'"),
+        (hf("gemma2", use_bidirectional_attention=True), "only causal attention"),
+        (hf("gemma2", query_pre_attn_scalar=0), "query_pre_attn_scalar=0: must be a number above"),
+        (hf("granite", residual_multiplier=-1.0), "residual_multiplier=-1.0"),
+        (
+            hf("gemma3_text", rope_parameters={"sliding_attention": LLAMA3 | {"rope_theta": 1e4}}),
+            "rope_type='llama3' of layers with a window",
+        ),
+        (hf("phi3", rope_scaling=LONGROPE | {"short_factor": [1.0]}), "short_factor"),
         (hf("llama", partial_rotary_factor=0.5), "partial"),
         (hf("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type='dynamic'"),
         (hf("llama", rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}), "mscale"),

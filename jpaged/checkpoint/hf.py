@@ -21,7 +21,7 @@ from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, first
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import axes_shape, param_table
+from jpaged.models.params import ParamSpec, axes_shape, param_table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -45,7 +45,10 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """
     entries = find_entries(folder)
     table = stored_names(config)
-    wanted = {name: shape for parts in table.values() for name, shape, _ in parts}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for stored in (stored for parts in table.values() for stored in parts):
+        rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
+        wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
     found = {
         name: (e.shape, e.dtype)
         for name, e in entries.items()
@@ -53,28 +56,39 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     }
     check_fit(folder, found, wanted)
 
-    def part(name: str, index: Any) -> Part:
-        return Part(
-            DTYPES[entries[name].dtype], functools.partial(read_entry, name, entries[name]), index
-        )
+    def part(stored: Stored) -> Part:
+        entry = entries[stored.name]
+        skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
+        entry = entry._replace(start=entry.start + skipped)
+        read = functools.partial(read_entry, stored.name, entry)
+        return Part(DTYPES[entry.dtype], read, stored.index)
 
-    return {ours: [part(name, index) for name, _, index in parts] for ours, parts in table.items()}
+    return {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
 
 
-def stored_names(config: ModelConfig) -> dict[str, list[tuple[str, tuple[int, ...], Any]]]:
-    """For each canonical tensor: (Hugging Face name, its shape there, index of the canonical tensor
-    that it fills).
+class Stored(NamedTuple):
+    """A part of a canonical tensor in a file: the tensor's name there, the part's shape, the index
+    of the canonical tensor that it fills, and the row of the file's tensor that it begins at.
     """
 
-    def shape(axes: str) -> tuple[int, ...]:
-        return tuple(math.prod(axes_shape(side, config)) for side in axes.split(","))
+    name: str
+    shape: tuple[int, ...]
+    index: Any
+    first: int
 
-    return {
-        ours: [
-            (spec.at(part.hf_name), shape(part.axes), index) for part, index in spec.places(config)
-        ]
-        for ours, spec in param_table(config).items()
-    }
+
+def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
+    """For each canonical tensor its parts as a Hugging Face file has them."""
+
+    def stored(spec: ParamSpec) -> Iterator[Stored]:
+        rows: dict[str, int] = {}
+        for part, index in spec.places(config):
+            name = spec.at(part.hf_name)
+            shape = tuple(math.prod(axes_shape(side, config)) for side in part.axes.split(","))
+            yield Stored(name, shape, index, rows.get(name, 0))
+            rows[name] = rows.get(name, 0) + shape[0]
+
+    return {ours: list(stored(spec)) for ours, spec in param_table(config).items()}
 
 
 def find_entries(folder: Path) -> dict[str, Entry]:

@@ -2,55 +2,29 @@
 value.
 """
 
-import copy
 import dataclasses
-import importlib
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from jpaged.checks import at_least, read_json
+from jpaged.checks import at_least, is_scalar, read_json
 from jpaged.errors import ConfigError
-from jpaged.models.families import FAMILIES
+from jpaged.models.hf_config import read_hf, write_hf
+from jpaged.models.rope_scaling import RopeScaling
 
-HF_NAMES = {  # of ModelConfig's sizes in a config.json
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "rms_norm_eps",
-}
-# what each kind reads beside its factor; anything else in the file changes no number
-ROPE_OPTIONS = {
-    "linear": (),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Frequency scaling of rotary embeddings.
-
-    Source: linear (position interpolation, arXiv:2306.15595), yarn (arXiv:2309.00071), llama3
-    (Llama 3.1's config).
-    """
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_max_position: int
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
+POSITIVE = (
+    "rope_theta",
+    "local_rope_theta",
+    "partial_rotary_factor",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "attention_multiplier",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +35,7 @@ class ModelConfig:
     Compared by value, without `eos_token_ids`: they ride along and change no shape and no number.
     """
 
-    family: Literal["qwen3", "qwen2", "llama", "mistral"]
+    family: str  # one of FAMILIES
     vocab_size: int  # V
     hidden_size: int  # E
     intermediate_size: int  # F
@@ -73,10 +47,28 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of layers with a window, which are then not scaled
+    no_rope_layers: tuple[int, ...] = ()
+    partial_rotary_factor: float = 1.0  # of a head's dimensions, the share that is rotated
     tie_word_embeddings: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head
+    qk_norm_whole: bool = False  # of all heads together
     qkv_bias: bool = False
     out_bias: bool = False
+    mlp_bias: bool = False
+    pre_norms: bool = True  # of what attention and the MLP take
+    post_norms: bool = False  # of what they give
+    norm_offset: bool = False  # norms multiply by 1 + scale
+    norm_in_f32: bool = False  # and do so before they round
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    scaled_embedding: bool = False  # by the root of hidden_size
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and the MLP add
+    logits_scaling: float = 1.0  # logits are divided by it
+    attention_multiplier: float | None = None  # of the scores
+    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
+    attn_logit_softcapping: float | None = None  # c: a score s becomes c * tanh(s / c)
+    final_logit_softcapping: float | None = None  # and so a logit
     sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
@@ -97,8 +89,18 @@ class ModelConfig:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 or self.rotary_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim}: rotary embeddings need an even head_dim")
+        if (s := self.rope_scaling) and s.kind == "longrope":
+            for factors in (s.short_factor, s.long_factor):
+                if len(factors) != self.rotary_dim // 2:
+                    raise ConfigError(
+                        f"{len(factors)} longrope factors for {self.rotary_dim // 2} frequencies"
+                    )
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not (is_scalar(value, int | float, "") and value > 0):
+                raise ConfigError(f"{name}={value!r}: must be a number above 0")
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise ConfigError(
                 f"{len(self.sliding_windows)} sliding windows for num_layers={self.num_layers}"
@@ -108,6 +110,30 @@ class ModelConfig:
     def has_lm_head(self) -> bool:
         """Whether logits have a weight of their own."""
         return not self.tie_word_embeddings
+
+    @property
+    def embedding_scale(self) -> float:
+        """What an embedding is multiplied by."""
+        return self.hidden_size**0.5 if self.scaled_embedding else self.embedding_multiplier
+
+    @property
+    def score_scale(self) -> float:
+        """What the product of a query and a key is multiplied by."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def rope_kind(self, layer: int) -> Literal["global", "local"] | None:
+        """Which rotation a layer has: the model's, that of layers with a window, or none."""
+        if layer in self.no_rope_layers:
+            return None
+        is_local = self.local_rope_theta is not None and self.sliding_window(layer) is not None
+        return "local" if is_local else "global"
 
     @property
     def group_size(self) -> int:
@@ -140,136 +166,10 @@ class ModelConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """From the dict of a Hugging Face config.json; transformers fills in the family's defaults.
 
-        Raises ConfigError for any architecture or option outside the four dense families, by name.
+        Raises ConfigError for any architecture or option outside the families, by name.
         """
-        model_type = str(raw.get("model_type"))
-        family = FAMILIES.get(model_type)
-        named = raw.get("architectures") or (family.architecture if family else model_type)
-        architecture = named[0] if isinstance(named, list | tuple) else named
-        if family is None or architecture != family.architecture:
-            built = ", ".join(family.architecture for family in FAMILIES.values())
-            asked = f"architecture {architecture!r} (model_type {model_type!r})"
-            raise ConfigError(f"{asked} is not supported; supported are {built}")
-        if quantization := raw.get("quantization_config"):
-            method = (
-                quantization.get("quant_method")
-                if isinstance(quantization, Mapping)
-                else quantization
-            )
-            raise ConfigError(
-                f"quantization_config ({method!r}): quantized checkpoints are not supported"
-            )
-        try:  # of a copy: the config classes write into nested dicts
-            known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
-            hf = import_transformers().CONFIG_MAPPING[model_type].from_dict(known).to_dict()
-        except Exception as e:  # the config classes validate with errors of many types
-            raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
-        for knob, wanted in (
-            ("hidden_act", "silu"),
-            ("mlp_bias", False),
-            ("partial_rotary_factor", 1.0),
-        ):
-            if hf.get(knob, wanted) not in (wanted, None):
-                raise ConfigError(f"{knob}={hf[knob]!r} is not supported (only {wanted!r})")
-        rope = hf["rope_parameters"]  # transformers moves every older name into it
-        # Not hf: some families default to an id that the file never named.
-        eos = raw.get("eos_token_id")
-        eos = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
-        if not all(isinstance(token, int) for token in eos):
-            raise ConfigError(
-                f"eos_token_id={raw['eos_token_id']!r}: must be an integer or a list of integers"
-            )
-        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        switches = {
-            ours: bool(hf.get(key)) for key, set_by in family.keys.items() for ours in set_by
-        }
-        return cls(
-            **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
-            **switches,
-            **family.always,
-            family=model_type,  # pyright: ignore[reportArgumentType]
-            rope_theta=float(rope["rope_theta"] or 10000.0),
-            rope_scaling=_rope_scaling(rope, hf["max_position_embeddings"]),
-            tie_word_embeddings=bool(hf["tie_word_embeddings"]),
-            sliding_windows=() if family.windows == "none" else _sliding_windows(hf),
-            eos_token_ids=eos,
-        )
+        return cls(**read_hf(raw))
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` reads back to an equal ModelConfig."""
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
-        if s := self.rope_scaling:
-            rope |= {"rope_type": s.kind, "factor": s.factor}
-            if s.kind != "linear" or s.original_max_position != self.max_position_embeddings:
-                rope |= {"original_max_position_embeddings": s.original_max_position}
-            rope |= {name: getattr(s, name) for name in ROPE_OPTIONS[s.kind]}
-        family = FAMILIES[self.family]
-        raw: dict[str, Any] = {
-            "architectures": [family.architecture],
-            "model_type": self.family,
-            **{theirs: getattr(self, ours) for ours, theirs in HF_NAMES.items()},
-            "rope_parameters": rope,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "hidden_act": "silu",
-            "eos_token_id": list(self.eos_token_ids) or None,
-        }
-        raw |= {key: getattr(self, switches[0]) for key, switches in family.keys.items()}
-        window = next((w for w in self.sliding_windows if w), None)
-        if family.windows == "every layer":
-            raw["sliding_window"] = window
-        elif window:
-            kinds = ["sliding_attention" if w else "full_attention" for w in self.sliding_windows]
-            raw |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-        return raw
-
-
-def import_transformers() -> Any:
-    """The transformers package, imported here alone: it takes a second, and would advise to install
-    PyTorch.
-    """
-    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    is_set = quiet in os.environ
-    os.environ.setdefault(quiet, "1")
-    try:
-        return importlib.import_module("transformers")
-    finally:
-        if not is_set:
-            del os.environ[quiet]
-
-
-def _rope_scaling(rope: dict[str, Any], max_position: int) -> RopeScaling | None:
-    kind = rope["rope_type"]
-    if (
-        rope.get("partial_rotary_factor") not in (None, 1.0)
-        or rope.get("mscale")
-        or rope.get("mscale_all_dim")
-    ):
-        raise ConfigError(f"rope_parameters={rope}: partial rotary and mscale are not supported")
-    if kind == "default":
-        return None
-    if kind not in ROPE_OPTIONS:
-        raise ConfigError(
-            f"rope_type={kind!r} is not supported (default, linear, llama3 and yarn are)"
-        )
-    original = rope.get("original_max_position_embeddings") or max_position
-    options = {name: rope[name] for name in ROPE_OPTIONS[kind] if rope.get(name) is not None}
-    options["factor"] = rope.get("factor") or max_position / original
-    if bad := {
-        k: v for k, v in options.items() if not isinstance(v, int | float) or not math.isfinite(v)
-    }:
-        raise ConfigError(f"rope_parameters={bad}: must be numbers")
-    if kind == "yarn" and "attention_factor" not in options:
-        options["attention_factor"] = (
-            0.1 * math.log(options["factor"]) + 1.0 if options["factor"] > 1 else 1.0
-        )
-    return RopeScaling(kind=kind, original_max_position=original, **options)
-
-
-def _sliding_windows(hf: dict[str, Any]) -> tuple[int | None, ...]:
-    """One window a layer; () where every layer attends to everything."""
-    window, kinds = hf.get("sliding_window"), hf.get("layer_types")
-    kinds = ["sliding_attention"] * hf["num_hidden_layers"] if kinds is None else kinds
-    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ConfigError(f"layer_types {sorted(unknown)} are not supported")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else ()
+        return write_hf(self)

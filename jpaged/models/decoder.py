@@ -29,20 +29,40 @@ from jpaged.models.params import ParamSpec, initial_tree, nest, param_table
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Pre-norm transformer layer."""
+    """Transformer layer, with norms before attention and MLP, after them, or both; None where
+    there is none.
+    """
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | None
     attention: Attention
-    post_norm: RMSNorm
+    attention_post_norm: RMSNorm | None
+    post_norm: RMSNorm | None
     mlp: MLP
+    mlp_post_norm: RMSNorm | None
+    residual_multiplier: float = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, x: Array, rotary: Rotary, kv: KVView, index: Any) -> tuple[Array, KVView]:
+    def __call__(
+        self, x: Array, rotary: Rotary | None, kv: KVView, index: Any
+    ) -> tuple[Array, KVView]:
         """x [..., E]; index: this layer's place among those of its KV group."""
         with jax.named_scope("attention"):
-            attended, kv = self.attention(self.input_norm(x), rotary, kv, index)
-        x = x + attended
+            attended, kv = self.attention(_normed(self.input_norm, x), rotary, kv, index)
+            x = self._add(x, _normed(self.attention_post_norm, attended))
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_norm(x)), kv
+            y = self.mlp(_normed(self.post_norm, x))
+            return self._add(x, _normed(self.mlp_post_norm, y)), kv
+
+    def _add(self, x: Array, y: Array) -> Array:
+        return x + _scaled(y, self.residual_multiplier)
+
+
+def _normed(norm: RMSNorm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    """x times a number, which is rounded to its dtype first."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +78,19 @@ class _Weights:
         """A node below."""
         return dataclasses.replace(self, specs=self.specs[name], tree=self.tree[name])
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(scale=self.tree[name]["scale"], eps=self.config.rms_norm_eps)
+    def norm(self, name: str) -> RMSNorm | None:
+        """A norm, if this model has it."""
+        if name not in self.tree:
+            return None
+        spec: ParamSpec = self.specs[name]["scale"]
+        is_split = spec.split_letter(self.config, self.serving.axis_size) is not None
+        return RMSNorm(
+            scale=self.tree[name]["scale"],
+            eps=self.config.rms_norm_eps,
+            has_offset=self.config.norm_offset,
+            in_f32=self.config.norm_in_f32,
+            mean_over=self.serving.tensor_axis if is_split else None,
+        )
 
     def linear(self, name: str) -> Linear:
         """The product with a weight, and with its `_bias` if there is one."""
@@ -76,18 +107,27 @@ class _Weights:
 
     def layer(self, group: int) -> Layer:
         """This node as a layer."""
-        attention, mlp, has_norm = self.at("attention"), self.at("mlp"), self.config.qk_norm
+        attention, mlp, config = self.at("attention"), self.at("mlp"), self.config
         return Layer(
             input_norm=self.norm("input_norm"),
             attention=Attention(
                 qkv=attention.linear("qkv"),
-                q_norm=attention.norm("q_norm") if has_norm else None,
-                k_norm=attention.norm("k_norm") if has_norm else None,
+                q_norm=attention.norm("q_norm"),
+                k_norm=attention.norm("k_norm"),
                 out=attention.linear("out"),
                 group=group,
+                scale=config.score_scale,
+                soft_cap=config.attn_logit_softcapping,
             ),
+            attention_post_norm=self.norm("attention_post_norm"),
             post_norm=self.norm("post_norm"),
-            mlp=MLP(gate_up=mlp.linear("gate_up"), down=mlp.linear("down")),
+            mlp=MLP(
+                gate_up=mlp.linear("gate_up"),
+                down=mlp.linear("down"),
+                activation=config.activation,
+            ),
+            mlp_post_norm=self.norm("mlp_post_norm"),
+            residual_multiplier=config.residual_multiplier,
         )
 
 
@@ -130,20 +170,31 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         view: KVView = DenseKV.of(self.config) if kv is None else kv
-        rotary = Rotary.at(self.config, positions)
         weights = self._weights()
+        length = weights.serving.max_len or tokens.shape[-1]
+        kinds: list[Any] = [self.config.rope_kind(i) for i in range(self.config.num_layers)]
+        rotaries = {
+            kind: None if kind is None else Rotary.at(self.config, positions, kind, length)
+            for kind in dict.fromkeys(kinds)
+        }
         with jax.named_scope("embed"):
             x = jnp.take(weights.tree["embed"]["weight"], tokens, axis=0, mode="clip")
+            x = _scaled(x, self.config.embedding_scale)
         for i, (group, index) in enumerate(kv_places(self.config)):
             layer = weights.at("layers").at(str(i)).layer(group)
-            x, view = _run_layer(layer, x, rotary, view, np.int32(index))
-        return weights.norm("norm")(x), view
+            x, view = _run_layer(layer, x, rotaries[kinds[i]], view, np.int32(index))
+        return _normed(weights.norm("norm"), x), view
 
     def logits(self, x: Array) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""
         head = self._weights().at("embed" if self.config.tie_word_embeddings else "lm_head")
         with jax.named_scope("head"):
-            return head.linear("weight")(x, jnp.float32)
+            logits = head.linear("weight")(x, jnp.float32)
+            if self.config.logits_scaling != 1.0:
+                logits = logits / jnp.float32(self.config.logits_scaling)
+            if (cap := self.config.final_logit_softcapping) is not None:
+                logits = jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
+            return logits
 
     def _weights(self) -> _Weights:
         serving = getattr(self, "serving", Serving())
@@ -152,7 +203,7 @@ class Decoder(nnx.Module):
 
 @jax.jit
 def _run_layer(
-    layer: Layer, x: Array, rotary: Rotary, kv: KVView, index: Any
+    layer: Layer, x: Array, rotary: Rotary | None, kv: KVView, index: Any
 ) -> tuple[Array, KVView]:
     # Inside another jit: layers of one form are traced and lowered once, not once each. XLA inlines
     # the calls.

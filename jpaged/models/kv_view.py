@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 
 from jpaged.models.config import ModelConfig
 
@@ -52,13 +53,21 @@ class KVView(Protocol):
     """The keys and values that the tokens of a step see; threaded through the layers."""
 
     def attend(
-        self, group: int, index: Any, q: Any, k: Any, v: Any, *, scale: float
+        self,
+        group: int,
+        index: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float,
+        soft_cap: float | None,
     ) -> tuple[Any, Self]:
         """Keep these tokens' keys and values, then attend over each row's whole context.
 
         group: of kv_groups. index: place of the layer among the group's, an int or a scalar array.
-        q [..., H, D], k and v [..., K, D]. Returns o [..., H, D] in q's dtype, and the view with
-        the keys and values in it.
+        q [..., H, D], k and v [..., K, D]. soft_cap: c of c * tanh(score / c), or None. Returns
+        o [..., H, D] in q's dtype, and the view with the keys and values in it.
         """
         ...
 
@@ -76,13 +85,41 @@ class DenseKV:
         return cls(windows=tuple(group.window for group in kv_groups(config)))
 
     def attend(
-        self, group: int, index: Any, q: Any, k: Any, v: Any, *, scale: float
+        self,
+        group: int,
+        index: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float,
+        soft_cap: float | None,
     ) -> tuple[Any, Self]:
         """See KVView: jax's reference attention, differentiable, its softmax in f32."""
         window = self.windows[group]
+        if soft_cap is not None:
+            return _capped_attention(q, k, v, scale, soft_cap, window), self
         local = None if window is None else (window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
             o = jax.nn.dot_product_attention(
                 q, k, v, scale=scale, is_causal=True, local_window_size=local
             )
         return o, self
+
+
+def _capped_attention(
+    q: Any, k: Any, v: Any, scale: float, soft_cap: float, window: int | None
+) -> Any:
+    """jax's reference attention with capped scores, which it does not have."""
+    tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
+    q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
+    scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=jnp.float32)
+    scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+    at = jnp.arange(tokens)
+    seen = at[None, :] <= at[:, None]
+    if window is not None:
+        seen &= at[None, :] > at[:, None] - window
+    scores = jnp.where(seen.reshape((1,) * (scores.ndim - 2) + seen.shape), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    o = jnp.einsum("...kgts,...skd->...tkgd", weights, v, preferred_element_type=jnp.float32)
+    return o.astype(v.dtype).reshape(*o.shape[:-3], heads, -1)

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.families import FAMILIES
 
 TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel axis usually has
 DONATED = "were the params donated to a training step?"
@@ -78,6 +79,16 @@ class ParamSpec:
             return (Part(self.name, self.axes, self.source),)
         node = self.name[: self.name.rfind(".") + 1]
         return tuple(part._replace(name=node + part.name) for part in self.source)
+
+    def stored_as(self, names: Mapping[str, str]) -> "ParamSpec":
+        """The same, under a family's own names of some parts."""
+        if isinstance(self.source, str):
+            return dataclasses.replace(self, source=names.get(self.name, self.source))
+        node = self.name[: self.name.rfind(".") + 1]
+        parts = (
+            part._replace(hf_name=names.get(node + part.name, part.hf_name)) for part in self.source
+        )
+        return dataclasses.replace(self, source=tuple(parts))
 
     @property
     def joined(self) -> int:
@@ -144,23 +155,55 @@ GATE_UP = (
     Part("gate", "1 F, E", "mlp.gate_proj.weight"),
     Part("up", "1 F, E", "mlp.up_proj.weight"),
 )
+GATE_UP_BIAS = (
+    Part("gate_bias", "1 F", "mlp.gate_proj.bias"),
+    Part("up_bias", "1 F", "mlp.up_proj.bias"),
+)
 
 
 TABLE = (
     ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight"),
     *_in_each_layer(
-        ParamSpec("input_norm.scale", "E", "input_layernorm.weight", "ones"),
+        ParamSpec("input_norm.scale", "E", "input_layernorm.weight", "ones", "pre_norms"),
         ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", None, "kv_heads"),
         ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "qkv_bias", "kv_heads"),
+        ParamSpec(
+            "attention.q_norm.scale",
+            "K G D",
+            "self_attn.q_norm.weight",
+            "ones",
+            "qk_norm_whole",
+            "kv_heads",
+        ),
+        ParamSpec(
+            "attention.k_norm.scale",
+            "K D",
+            "self_attn.k_norm.weight",
+            "ones",
+            "qk_norm_whole",
+            "kv_heads",
+        ),
         ParamSpec("attention.q_norm.scale", "D", "self_attn.q_norm.weight", "ones", "qk_norm"),
         ParamSpec("attention.k_norm.scale", "D", "self_attn.k_norm.weight", "ones", "qk_norm"),
         ParamSpec(
             "attention.out", "E, K G D", "self_attn.o_proj.weight", "residual", None, "kv_heads"
         ),
         ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros", "out_bias"),
-        ParamSpec("post_norm.scale", "E", "post_attention_layernorm.weight", "ones"),
+        ParamSpec(
+            "attention_post_norm.scale",
+            "E",
+            "post_attention_layernorm.weight",
+            "ones",
+            "post_norms",
+        ),
+        ParamSpec("post_norm.scale", "E", "post_attention_layernorm.weight", "ones", "pre_norms"),
         ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", None, "ffn"),
+        ParamSpec("mlp.gate_up_bias", "2 F", GATE_UP_BIAS, "zeros", "mlp_bias", "ffn"),
         ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", None, "ffn"),
+        ParamSpec("mlp.down_bias", "E", "mlp.down_proj.bias", "zeros", "mlp_bias"),
+        ParamSpec(
+            "mlp_post_norm.scale", "E", "post_feedforward_layernorm.weight", "ones", "post_norms"
+        ),
     ),
     ParamSpec("norm.scale", "E", "model.norm.weight", "ones"),
     ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "has_lm_head"),
@@ -169,8 +212,9 @@ TABLE = (
 
 def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """A model's parameters by name ("layers.0.attention.qkv"), in the order of the forward pass."""
-    table = {}
+    table, names = {}, FAMILIES[config.family].names
     present = (spec for spec in TABLE if spec.when is None or getattr(config, spec.when))
+    present = (spec.stored_as(names) for spec in present)
     for in_layers, group in itertools.groupby(present, key=lambda spec: "{i}" in spec.name):
         specs = list(group)
         for layer in range(config.num_layers) if in_layers else [None]:
@@ -242,7 +286,8 @@ def initial_tree(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> dict[
     def initial(spec: ParamSpec) -> Array:
         shape = spec.shape(config)
         if spec.init in ("zeros", "ones"):
-            return jnp.full(shape, float(spec.init == "ones"), dtype)
+            is_one = spec.init == "ones" and not config.norm_offset
+            return jnp.full(shape, float(is_one), dtype)
         scale = 0.02 if spec.init == "normal" else 0.02 * (2 * config.num_layers) ** -0.5
         return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(scale, dtype)
 

@@ -43,7 +43,15 @@ class PagedKV:
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
     def attend(
-        self, group: int, index: Any, q: Array, k: Array, v: Array, *, scale: float
+        self,
+        group: int,
+        index: Any,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        scale: float,
+        soft_cap: float | None,
     ) -> tuple[Array, "PagedKV"]:
         """See models.kv_view.KVView; index: of the layer in its group."""
         spec, of = self.specs[group], self.groups[group]
@@ -56,13 +64,18 @@ class PagedKV:
                 num_layers=spec.num_layers,
             )
         args = (q, pool, index, of.block_table_SM, self.context_lens_S)
-        options = {"num_layers": spec.num_layers, "sliding_window": spec.group.window}
+        options = {
+            "scale": scale,
+            "soft_cap": soft_cap,
+            "num_layers": spec.num_layers,
+            "sliding_window": spec.group.window,
+        }
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                o = spec.kernel.decode(*args, scale=scale, **options)
+                o = spec.kernel.decode(*args, **options)
             else:
                 starts = (self.query_start_loc_S1, of.prepared)
-                o = spec.kernel.prefill(*args, *starts, scale=scale, **options)
+                o = spec.kernel.prefill(*args, *starts, **options)
         pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
         return o, dataclasses.replace(self, pools=pools)
 

@@ -85,6 +85,7 @@ class _Step:
         """The model; num_rows: rows of its products that are real, None where all are."""
         serving = Serving(
             num_rows=num_rows,
+            max_len=self.to.config.max_model_len,
             products=self.to.products,
             tensor_axis=self.to.tensor_axis,
             axis_size=self.to.axis_size,

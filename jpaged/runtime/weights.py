@@ -22,6 +22,7 @@ from jpaged.models.params import TENSOR_AXES, Params, check_leaf, param_shapes, 
 from jpaged.runtime.mesh import Placement
 
 log = logging.getLogger("jpaged")
+UNMULTIPLIED = ("bias']", "scale']")  # ends of names of what is no linear weight, whatever its axes
 
 
 def as_params(params: Any, config: Any = None) -> Params:
@@ -149,7 +150,9 @@ class ServingWeights:
         """
         leaves = jax.tree.leaves_with_path(params)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
-        is_linear = [leaf.ndim > 1 and "bias" not in str(path[-1]) for path, leaf in leaves]
+        is_linear = [
+            leaf.ndim > 1 and not str(path[-1]).endswith(UNMULTIPLIED) for path, leaf in leaves
+        ]
         if len(linear := set(itertools.compress(dtypes, is_linear))) > 1:
             raise ConfigError(
                 f"linear weights in {_names(linear)}: pass dtype= to serve them in one"

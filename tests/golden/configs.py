@@ -2,10 +2,11 @@
 but data.
 
 Between them: GQA ratios 1, 2, 4, 7; head_dim 32, 64, 80, 128; tied and untied embeddings; YaRN,
-llama3 and linear rope scaling; sliding windows on all layers, on some by `layer_types` and by
-`max_window_layers`; every bias there is; config.json's old spelling (`rope_theta`, `rope_scaling`,
-head_dim left out) and its new one (`rope_parameters`). Widths are odd on purpose: a swapped pair of
-dimensions must not fit.
+llama3, linear and long rope scaling, rope of another base in layers with a window, on part of a
+head, and in some layers alone; sliding windows on all layers, on some by `layer_types` and by
+`max_window_layers`; every bias, soft cap and multiplier there is; config.json's old spelling
+(`rope_theta`, `rope_scaling`, head_dim left out) and its new one (`rope_parameters`). Widths are
+odd on purpose: a swapped pair of dimensions must not fit.
 """
 
 from typing import Any
@@ -38,6 +39,31 @@ def _llama(**fields: Any) -> dict[str, Any]:
 
 def _mistral(**fields: Any) -> dict[str, Any]:
     return _config("mistral", "MistralForCausalLM", **fields)
+
+
+def _phi3(**fields: Any) -> dict[str, Any]:
+    return _config("phi3", "Phi3ForCausalLM", **({"pad_token_id": 0} | fields))
+
+
+def _smollm3(**fields: Any) -> dict[str, Any]:
+    return _config("smollm3", "SmolLM3ForCausalLM", **({"pad_token_id": 0} | fields))
+
+
+def _granite(**fields: Any) -> dict[str, Any]:
+    return _config("granite", "GraniteForCausalLM", **fields)
+
+
+def _olmo2(**fields: Any) -> dict[str, Any]:
+    return _config("olmo2", "Olmo2ForCausalLM", **fields)
+
+
+def _olmo3(**fields: Any) -> dict[str, Any]:
+    return _config("olmo3", "Olmo3ForCausalLM", **fields)
+
+
+def _gemma(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
+    tied = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+    return _config(model_type, architecture, **(tied | fields))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -235,6 +261,214 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "factor": 4.0,
             "original_max_position_embeddings": 1024,
         },  # beta_fast counts
+        eos_token_id=159,
+    ),
+    "llama_g2_d64_mlp_bias": _llama(
+        vocab_size=160,
+        hidden_size=80,
+        intermediate_size=104,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        mlp_bias=True,
+        rope_theta=10000.0,
+        eos_token_id=159,
+    ),
+    "gemma3_g2_d32_linear": _gemma(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=24,
+        sliding_window=16,
+        layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+        rope_theta=1000000.0,
+        rope_local_base_freq=10000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        eos_token_id=[159, 106],
+    ),
+    "gemma3_g4_d80_capped": _gemma(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        vocab_size=151,
+        hidden_size=88,
+        intermediate_size=96,
+        num_hidden_layers=6,  # the last of which has no window, by default
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=80,
+        query_pre_attn_scalar=80,
+        sliding_window=21,
+        final_logit_softcapping=12.0,
+        attn_logit_softcapping=1.0,  # which Gemma 3 does not read
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+        eos_token_id=150,
+    ),
+    "gemma2_g2_d64_capped": _gemma(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=20,
+        sliding_window=16,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=10.0,
+        rope_theta=10000.0,
+        eos_token_id=159,
+    ),
+    "gemma2_g1_d32_bias": _gemma(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        vocab_size=144,
+        hidden_size=66,
+        intermediate_size=80,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=32,
+        attention_bias=True,
+        query_pre_attn_scalar=32,
+        sliding_window=4096,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+        eos_token_id=143,
+    ),
+    "phi3_g1_d64_window": _phi3(
+        vocab_size=160,
+        hidden_size=192,
+        intermediate_size=104,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        sliding_window=21,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        eos_token_id=[159, 158],
+    ),
+    "phi3_g2_d64_longrope_tied": _phi3(
+        vocab_size=160,
+        hidden_size=256,
+        intermediate_size=120,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        partial_rotary_factor=0.75,
+        rope_theta=10000.0,
+        rope_scaling={
+            "type": "longrope",
+            "short_factor": [1.0 + i / 20 for i in range(24)],
+            "long_factor": [1.0 + i * i / 10 for i in range(24)],
+        },
+        eos_token_id=159,
+    ),
+    "smollm3_g4_d64_nope_tied": _smollm3(
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=4,  # the last of which has no rope, by default
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        tie_word_embeddings=True,
+        rope_theta=50000.0,
+        eos_token_id=159,
+    ),
+    "smollm3_g2_d32_bias_window": _smollm3(
+        vocab_size=149,
+        hidden_size=128,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=16,
+        rope_theta=2000000.0,
+        eos_token_id=148,
+    ),
+    "granite_g2_d32_tied": _granite(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=104,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        embedding_multiplier=0.3,
+        attention_multiplier=0.25,
+        residual_multiplier=1.5,
+        logits_scaling=1.5,
+        rope_theta=10000.0,
+        eos_token_id=159,
+    ),
+    "granite_g4_d80_bias": _granite(
+        vocab_size=151,
+        hidden_size=320,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        attention_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.1,
+        residual_multiplier=3.0,
+        logits_scaling=0.8,
+        rope_theta=10000000.0,
+        eos_token_id=150,
+    ),
+    "olmo2_g1_d64": _olmo2(
+        vocab_size=160,
+        hidden_size=192,
+        intermediate_size=104,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        rope_theta=500000.0,
+        eos_token_id=159,
+    ),
+    "olmo2_g4_d32_bias": _olmo2(
+        vocab_size=155,
+        hidden_size=256,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attention_bias=True,
+        rope_theta=10000.0,
+        eos_token_id=154,
+    ),
+    "olmo3_g2_d64_window_yarn": _olmo3(
+        vocab_size=160,
+        hidden_size=256,
+        intermediate_size=104,
+        num_hidden_layers=4,  # the last of which has no window, by default
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+        rope_theta=500000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
         eos_token_id=159,
     ),
 }

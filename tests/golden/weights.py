@@ -12,6 +12,14 @@ from typing import Any
 
 import numpy as np
 
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = {
+    "gemma2": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
+    "gemma3_text": ("input_layernorm", "pre_feedforward_layernorm", *AFTER),
+    "olmo2": AFTER,
+    "olmo3": AFTER,
+}
+
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every tensor in the checkpoint of a Hugging Face config
@@ -28,6 +36,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         layer = f"model.layers.{i}."
         attention = layer + "self_attn."
         widths = {"q_proj": heads * d, "k_proj": kv_heads * d, "v_proj": kv_heads * d}
+        if family == "phi3":
+            widths = {"qkv_proj": sum(widths.values())}
         for name, width in widths.items():
             shapes[f"{attention}{name}.weight"] = (width, e)
             if family == "qwen2" or config.get("attention_bias"):
@@ -35,13 +45,19 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[attention + "o_proj.weight"] = (e, heads * d)
         if config.get("attention_bias"):
             shapes[attention + "o_proj.bias"] = (e,)
-        if family == "qwen3":
+        if family in ("qwen3", "gemma3_text"):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
-        shapes[layer + "mlp.gate_proj.weight"] = shapes[layer + "mlp.up_proj.weight"] = (f, e)
-        shapes[layer + "mlp.down_proj.weight"] = (e, f)
-        shapes[layer + "input_layernorm.weight"] = shapes[
-            layer + "post_attention_layernorm.weight"
-        ] = (e,)
+        if family in ("olmo2", "olmo3"):
+            shapes[attention + "q_norm.weight"] = (heads * d,)
+            shapes[attention + "k_norm.weight"] = (kv_heads * d,)
+        widths = {"gate_up_proj": 2 * f} if family == "phi3" else {"gate_proj": f, "up_proj": f}
+        widths = {name: (width, e) for name, width in widths.items()} | {"down_proj": (e, f)}
+        for name, shape in widths.items():
+            shapes[f"{layer}mlp.{name}.weight"] = shape
+            if config.get("mlp_bias"):
+                shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
+        norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
+        shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
     return shapes
 
 
@@ -71,7 +87,10 @@ def state_dict(name: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
     if key.endswith("norm.weight"):
         # q_norm and k_norm set the sharpness of attention, whatever the projections are
-        return (1.3 if key.endswith(("q_norm.weight", "k_norm.weight")) else 1.0) + 0.25 * x
+        mean = 1.3 if key.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+        if config["model_type"] in NORMS and config["tie_word_embeddings"]:
+            mean *= 8.0 if any(norm in key for norm in AFTER) else 1.0  # see "residual" below
+        return mean - config["model_type"].startswith("gemma") + 0.25 * x
     if key.endswith(".bias"):
         return 0.4 * x
     if key == "model.embed_tokens.weight":
@@ -80,7 +99,7 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         3.0
         if key == "lm_head.weight"
         else 1.4
-        if key.endswith(("q_proj.weight", "k_proj.weight"))
+        if key.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight"))
         else 1.0
     )
     if config["tie_word_embeddings"] and key.endswith(("o_proj.weight", "down_proj.weight")):

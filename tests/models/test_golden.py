@@ -4,6 +4,7 @@ the paged engine.
 `pytest -s tests/models/test_golden.py` prints the table of differences.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jpaged
 from jpaged import EngineConfig, Params, SamplingParams
@@ -38,8 +40,28 @@ QUICK = {
     "qwen2_g2_d64_window_mix",
     "llama_g4_d64_llama3",
     "mistral_g7_d32_window_yarn",
+    "gemma3_g2_d32_linear",
 }
-MIDDLE = {"qwen3_g2_d32_tied", "llama_g1_d128_bias"}
+MIDDLE = {
+    "qwen3_g2_d32_tied",
+    "llama_g1_d128_bias",
+    "gemma2_g2_d64_capped",
+    "phi3_g2_d64_longrope_tied",
+    "smollm3_g4_d64_nope_tied",
+    "granite_g2_d32_tied",
+    "olmo3_g2_d64_window_yarn",
+}
+# Whatever a family does to heads that a mesh splits; the others do nothing that these do not.
+SPLIT = [
+    "gemma2_g2_d64_capped",
+    "gemma3_g2_d32_linear",
+    "granite_g2_d32_tied",
+    "llama_g2_d64_mlp_bias",
+    "olmo2_g4_d32_bias",
+    "olmo3_g2_d64_window_yarn",
+    "phi3_g2_d64_longrope_tied",
+    "smollm3_g2_d32_bias_window",
+]
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +109,18 @@ def logits(params: Params, prompts: list[list[int]]) -> list[np.ndarray]:
     return [out[i, : len(prompt)] for i, prompt in enumerate(prompts)]
 
 
+def is_longrope(params: Params) -> bool:
+    scaling = params.config.rope_scaling
+    return scaling is not None and scaling.kind == "longrope"
+
+
 def stored_positions(params: Params, golden: Golden) -> tuple[np.ndarray, np.ndarray]:
     """(ours, transformers') f32 logits [R, V] of every stored position."""
-    ours = logits(params, [prompt.token_ids for prompt in golden.prompts])
+    prompts = [prompt.token_ids for prompt in golden.prompts]
+    if is_longrope(params):  # the length of the whole input counts
+        ours = [logits(params, [prompt])[0] for prompt in prompts]
+    else:
+        ours = logits(params, prompts)
     picked = [z[prompt.positions] for z, prompt in zip(ours, golden.prompts, strict=True)]
     return np.concatenate(picked), np.concatenate([prompt.logits for prompt in golden.prompts])
 
@@ -103,15 +134,23 @@ def test_logits_f32(name: str, params: Params, table: dict[str, dict[str, object
 
 
 def check_greedy(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
+    """Twice: the second time over the blocks that the first has left in the prefix cache."""
     prompts = golden(name).prompts
+    groups = [(ENGINE, prompts)]
+    if is_longrope(params):
+        assert params.config.rope_scaling is not None
+        original = params.config.rope_scaling.original_max_position
+        short = dataclasses.replace(ENGINE, max_model_len=original)
+        groups = [(short, prompts[:2]), (ENGINE, prompts[2:])]
     sampling = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy))
-    outputs = jpaged.generate(
-        params, [prompt.token_ids for prompt in prompts], sampling, engine_config=ENGINE
-    )
-    equal = [
-        out.outputs[0].token_ids == prompt.greedy
-        for out, prompt in zip(outputs, prompts, strict=True)
-    ]
+    equal = []
+    for engine, mine in groups:
+        for run in range(2):
+            asked = [prompt.token_ids for prompt in mine]
+            outputs = jpaged.generate(params, asked, sampling, engine_config=engine)
+            tokens = [output.outputs[0].token_ids for output in outputs]
+            equal += [a == prompt.greedy for a, prompt in zip(tokens, mine, strict=True)]
+            assert (outputs[-1].num_cached_tokens >= 8) == (run == 1)
     table.setdefault(name, {})["tokens"] = "yes" if all(equal) else equal
     assert all(equal)
 
@@ -129,6 +168,20 @@ def test_greedy_tokens(name: str, params: Params, table: dict[str, dict[str, obj
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - QUICK - MIDDLE), indirect=True)
 def test_more_greedy_tokens(name: str, params: Params, table: dict[str, dict[str, object]]) -> None:
     check_greedy(name, params, table)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n.startswith("olmo2") else pytest.mark.middle) for n in SPLIT],
+    indirect=True,
+)
+def test_greedy_tokens_of_two_devices(name: str, params: Params) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    prompts = golden(name).prompts[2:]  # the longest: chunks, windows, the long rope
+    sampling = SamplingParams(temperature=0, max_tokens=len(prompts[0].greedy))
+    asked = [prompt.token_ids for prompt in prompts]
+    outputs = jpaged.generate(params, asked, sampling, engine_config=ENGINE, mesh=mesh)
+    assert [out.outputs[0].token_ids for out in outputs] == [prompt.greedy for prompt in prompts]
 
 
 def test_logits_bf16(name: str, tmp_path: Path, table: dict[str, dict[str, object]]) -> None:

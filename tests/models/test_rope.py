@@ -2,6 +2,7 @@
 at a time.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -91,6 +92,40 @@ def test_yarn_ramp_stays_inside_the_head() -> None:
         and (ratio >= 0.25 - 1e-6).all()
         and (np.diff(ratio) <= 1e-6).all()
     )
+
+
+def test_longrope_by_the_length() -> None:
+    factors = {"short_factor": tuple(range(1, 33)), "long_factor": tuple(range(2, 34))}
+    scaling: dict[str, Any] = {
+        "kind": "longrope",
+        "factor": 4.0,
+        "attention_factor": 1.5,
+        **factors,
+    }
+    c = config(**scaling, original_max_position=64)
+    plain, _ = inverse_frequencies(config())
+    for length, name in ((1, "short_factor"), (64, "short_factor"), (65, "long_factor")):
+        scaled, factor = inverse_frequencies(c, length=length)
+        np.testing.assert_allclose(scaled, plain / np.array(factors[name]), rtol=1e-6)
+        assert factor == 1.5
+
+
+def test_local_layers_have_a_base_of_their_own() -> None:
+    c = dataclasses.replace(config(**LLAMA3, original_max_position=512), local_rope_theta=100.0)
+    expected, _ = inverse_frequencies(config(base=100.0))
+    found, factor = inverse_frequencies(c, "local")
+    np.testing.assert_array_equal(found, expected)
+    assert factor == 1.0
+
+
+def test_part_of_a_head_is_rotated() -> None:
+    part = dataclasses.replace(config(dim=16), partial_rotary_factor=0.5)
+    cos, sin = rotation(part, jnp.arange(3))
+    np.testing.assert_array_equal(cos, rotation(config(dim=8), jnp.arange(3))[0])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16)), jnp.float32)
+    found = rotate(x, cos, sin)
+    np.testing.assert_array_equal(found[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(found[..., :8], rotate(x[..., :8], cos, sin))
 
 
 def test_rotation_is_a_complex_product() -> None:

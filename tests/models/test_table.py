@@ -40,6 +40,12 @@ VARIANTS = {
         CONFIG, family="llama", qk_norm=False, qkv_bias=True, out_bias=True
     ),
     "mistral": dataclasses.replace(CONFIG, family="mistral", qk_norm=False, num_layers=11),
+    "gemma3": dataclasses.replace(
+        CONFIG, family="gemma3_text", post_norms=True, norm_offset=True, mlp_bias=True
+    ),
+    "olmo2": dataclasses.replace(
+        CONFIG, family="olmo2", qk_norm=False, qk_norm_whole=True, pre_norms=False, post_norms=True
+    ),
 }
 
 
@@ -67,7 +73,10 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
             if name is not None:
                 assert name == axis and size % 2 == 0
                 split.add(path[-1].key)  # pyright: ignore[reportAttributeAccessIssue]
-    expected = {"qkv", "out", "gate_up", "down"} | ({"qkv_bias"} if config.qkv_bias else set())
+    expected = {"qkv", "out", "gate_up", "down"}
+    expected |= {"qkv_bias"} if config.qkv_bias else set()
+    expected |= {"gate_up_bias"} if config.mlp_bias else set()
+    expected |= {"scale"} if config.qk_norm_whole else set()
     assert split == (set() if axis is None else expected)
 
 

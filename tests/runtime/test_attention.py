@@ -2,14 +2,17 @@
 XLA's.
 """
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
+from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.runtime.attention import Kernel, choose_kernel
 from kernels_cpu.library import unavailable
@@ -129,6 +132,41 @@ def test_the_engine_on_each_kernel(attention: str, expected: list[Any]) -> None:
     if attention == "native" and (reason := unavailable()):
         pytest.skip(reason)
     assert serve(attention) == expected
+
+
+SCALED = dataclasses.replace(MODEL, query_pre_attn_scalar=5.0)
+CAPPED = dataclasses.replace(SCALED, attn_logit_softcapping=0.5, sliding_windows=(None, 20))
+
+
+def logprobs(attention: str, model: ModelConfig) -> np.ndarray:
+    """Of a prompt in two chunks, and of the token after it."""
+    llm = LLM(make_params(5, model), attention=attention, **SETTINGS)
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    (out,) = llm.generate(make_prompts(40), sampling, use_tqdm=False)
+    llm.close()
+    scored = out.prompt_logprobs or []
+    prompt = [next(iter(found.values())).logprob for found in scored[1:] if found]
+    assert len(prompt) == 39
+    return np.array([*prompt, *out.outputs[0].token_logprobs])
+
+
+@pytest.fixture(scope="module")
+def scaled() -> dict[ModelConfig, np.ndarray]:
+    return {model: logprobs("xla", model) for model in (MODEL, SCALED, CAPPED)}
+
+
+@pytest.mark.parametrize("model", [SCALED, CAPPED], ids=["scaled", "capped"])
+@pytest.mark.parametrize("attention", ["triton", "tpu", "mosaic_gpu", "native"])
+def test_scales_and_caps_reach_each_kernel(
+    attention: str, model: ModelConfig, scaled: dict[ModelConfig, np.ndarray]
+) -> None:
+    """The same logprobs as XLA's up to bf16, which are far from those of plain scores."""
+    if attention == "native" and (reason := unavailable()):
+        pytest.skip(reason)
+    found = logprobs(attention, model)
+    error = np.abs(found - scaled[model]).mean()
+    for other in {MODEL, SCALED, CAPPED} - {model}:
+        assert error < 0.2 * np.abs(scaled[other] - scaled[model]).mean()
 
 
 def test_f32_on_the_tpu_kernel() -> None:

@@ -1,9 +1,9 @@
 """Llama 2 and 3."""
 
-from jpaged.models.families.family import Family
+from jpaged.models.families.family import BIASES, Family
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    keys={"attention_bias": ("qkv_bias", "out_bias")},
+    keys=BIASES | {"mlp_bias": ("mlp_bias",)},
 )

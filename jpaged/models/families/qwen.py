@@ -1,6 +1,6 @@
 """Qwen 2 and 3, dense."""
 
-from jpaged.models.families.family import Family
+from jpaged.models.families.family import BIASES, Family
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -12,6 +12,6 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     always={"qk_norm": True},
-    keys={"attention_bias": ("qkv_bias", "out_bias")},
+    keys=BIASES,
     windows="by layer",
 )

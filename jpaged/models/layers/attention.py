@@ -17,7 +17,8 @@ from jpaged.models.layers.rope import Rotary
 class Attention:
     """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
 
-    group: of kv_groups, where this layer's keys and values are kept.
+    group: of kv_groups, where this layer's keys and values are kept. scale: of the scores.
+    soft_cap: c of c * tanh(score / c), or None.
     """
 
     qkv: Linear
@@ -25,18 +26,25 @@ class Attention:
     k_norm: RMSNorm | None
     out: Linear
     group: int = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, x: Array, rotary: Rotary, kv: KVView, index: Any) -> tuple[Array, KVView]:
-        """x [..., E]; index: this layer's place among those of its group."""
+    def __call__(
+        self, x: Array, rotary: Rotary | None, kv: KVView, index: Any
+    ) -> tuple[Array, KVView]:
+        """x [..., E]; rotary: None where positions are not rotated in. index: this layer's place
+        among those of its group.
+        """
         with jax.named_scope("qkv"):
             qkv = self.qkv(x)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]  # [K, G, D], [K, D], [K, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            q, k = rotary(q, k)
-        dim = q.shape[-1]
-        q = q.reshape(*x.shape[:-1], -1, dim)
-        o, kv = kv.attend(self.group, index, q, k, v, scale=dim**-0.5)
+        if rotary is not None:
+            with jax.named_scope("rope"):
+                q, k = rotary(q, k)
+        q = q.reshape(*x.shape[:-1], -1, q.shape[-1])
+        options = {"scale": self.scale, "soft_cap": self.soft_cap}
+        o, kv = kv.attend(self.group, index, q, k, v, **options)
         with jax.named_scope("out"):
             return self.out(o.reshape(*x.shape[:-1], -1)), kv

@@ -31,12 +31,14 @@ class Serving:
     """What a step that serves says of its products; all at their defaults in training.
 
     num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
+    max_len: tokens that a sequence may have; None is as many as are at hand.
     products: who multiplies where it can; None is XLA alone, and can be differentiated.
     tensor_axis: the mesh axis of axis_size devices that hold shares of the weights, inside
     shard_map; None where each holds all.
     """
 
     num_rows: Array | None = None
+    max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})

@@ -10,14 +10,28 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNorm:
-    """Root mean square norm (arXiv:1910.07467) over the last axis, computed in f32."""
+    """Root mean square norm (arXiv:1910.07467) over the axes of its scale, the last of x, in f32.
+
+    has_offset: x is multiplied by 1 + scale. in_f32: it is so before it is rounded. mean_over: the
+    mesh axis whose devices each hold a share of what is normed, all alike; None: this device has
+    it whole.
+    """
 
     scale: Array
     eps: float = dataclasses.field(metadata={"static": True})
+    has_offset: bool = dataclasses.field(default=False, metadata={"static": True})
+    in_f32: bool = dataclasses.field(default=False, metadata={"static": True})
+    mean_over: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(self, x: Array) -> Array:
+        axes = tuple(range(x.ndim - self.scale.ndim, x.ndim))
         x32 = x.astype(jnp.float32)
-        mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        mean = jnp.mean(x32 * x32, axis=axes, keepdims=True)
+        if self.mean_over is not None:
+            mean = jax.lax.pmean(mean, self.mean_over)
         x32 = x32 * jax.lax.rsqrt(mean + jnp.float32(self.eps))
-        scale = self.scale.reshape((1,) * (x.ndim - 1) + x.shape[-1:])
-        return x32.astype(x.dtype) * scale.astype(x.dtype)
+        dtype = jnp.float32 if self.in_f32 else x.dtype
+        scale = self.scale.astype(dtype).reshape((1,) * axes[0] + self.scale.shape)
+        if self.has_offset:
+            scale = 1 + scale
+        return (x32.astype(dtype) * scale).astype(x.dtype)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Self
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,23 @@ from jax import Array
 
 from jpaged.models.config import ModelConfig, RopeScaling
 
+Kind = Literal["global", "local"]
 
-def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Angular frequency of each rotated pair (float32 [D/2], radians a token), and the factor on
-    cos and sin.
 
-    Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says. Computed in float64 on
-    the host.
+def inverse_frequencies(
+    config: ModelConfig, kind: Kind = "global", length: int = 0
+) -> tuple[np.ndarray, float]:
+    """Angular frequency of each rotated pair (float32 [rotary_dim/2], radians a token), and the
+    factor on cos and sin.
+
+    kind: of ModelConfig.rope_kind. length: tokens that a sequence may have; longrope is one thing
+    up to the original length and another beyond it. Source: RoFormer (arXiv:2104.09864); the
+    scalings as RopeScaling says. Computed in float64 on the host.
     """
-    dim, base, s = config.head_dim, config.rope_theta, config.rope_scaling
+    dim, base, s = config.rotary_dim, config.rope_theta, config.rope_scaling
+    if kind == "local":
+        assert config.local_rope_theta is not None
+        base, s = config.local_rope_theta, None
     inv = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if s is None:
         return inv.astype(np.float32), 1.0
@@ -34,9 +42,13 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
             (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0
         )
         inv = (1 - smooth) * inv / s.factor + smooth * inv
+    elif s.kind == "longrope":
+        inv = inv / np.asarray(
+            s.long_factor if length > s.original_max_position else s.short_factor
+        )
     else:
         inv = _yarn(inv, s, dim, base)
-    return inv.astype(np.float32), s.attention_factor if s.kind == "yarn" else 1.0
+    return inv.astype(np.float32), s.attention_factor
 
 
 def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:
@@ -59,9 +71,13 @@ def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:
     return inv / s.factor * ramp + inv * (1 - ramp)
 
 
-def rotation(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """cos and sin, f32 [..., D/2], of integer positions [...]."""
-    inv, factor = inverse_frequencies(config)
+def rotation(
+    config: ModelConfig, positions: Array, kind: Kind = "global", length: int = 0
+) -> tuple[Array, Array]:
+    """cos and sin, f32 [..., rotary_dim/2], of integer positions [...]; kind and length as
+    `inverse_frequencies` takes them.
+    """
+    inv, factor = inverse_frequencies(config, kind, length)
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv).reshape(
         (1,) * positions.ndim + (-1,)
     )
@@ -69,9 +85,12 @@ def rotation(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the pairs (i, i + D/2) of x [..., heads, D] in f32; cos and sin are [..., D/2];
-    returns x's dtype.
+    """Rotate the pairs (i, i + R/2) of the first R dimensions of x [..., heads, D] in f32; cos and
+    sin are [..., R/2]; returns x's dtype.
     """
+    if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
+        turned = rotate(x[..., :rotated], cos, sin)
+        return jnp.concatenate([turned, x[..., rotated:]], axis=-1)
     lead = x.shape[: cos.ndim - 1] + (1,) * (x.ndim - cos.ndim) + cos.shape[-1:]
     cos, sin = cos.reshape(lead), sin.reshape(lead)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -81,15 +100,15 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotation of a step's tokens by their positions, the same in every layer."""
+    """The rotation of a step's tokens by their positions, the same in every layer of a kind."""
 
     cos: Array
     sin: Array
 
     @classmethod
-    def at(cls, config: ModelConfig, positions: Array) -> Self:
-        """Of integer positions [...]."""
-        cos, sin = rotation(config, positions)
+    def at(cls, config: ModelConfig, positions: Array, kind: Kind, length: int) -> Self:
+        """Of integer positions [...]; kind and length as `inverse_frequencies` takes them."""
+        cos, sin = rotation(config, positions, kind, length)
         # Without the barrier each layer would work the angles out again.
         cos, sin = jax.lax.optimization_barrier((cos, sin))
         return cls(cos=cos, sin=sin)
