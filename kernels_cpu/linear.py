@@ -21,7 +21,12 @@ def supported(x: Array, weight: Array) -> bool:
         return False
     chosen = level()
     most = None if chosen is None else chosen.few_rows
-    return (most is None or x.shape[0] <= most) and x.shape[1] % 32 == 0
+    return (most is None or x.shape[0] <= most) and is_width_supported(x.shape[1])
+
+
+def is_width_supported(E: int) -> bool:
+    """Whether rows of so many features can be multiplied here."""
+    return E % 32 == 0
 
 
 def linear(

@@ -44,7 +44,7 @@ class Bucket:
     prefill: tokens T, packed, of `rows` rows; features "prompt" scores the prompt's tokens too.
     sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
     times, drawing included; tokens equal rows. With `mixed` rows that decode are rows of one token
-    in a prefill too; with deterministic=True there is no decode, and they all are. tables, blocks:
+    in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
     block tables of a row, one a group of layers, and their width M. features "full" has penalties,
     biases, bans and top lists.
     """
@@ -144,7 +144,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
-    if plan.phase == "decode" and not config.deterministic:
+    if plan.phase == "decode" and not config.pinned:
         kind |= {"steps": config.decode_steps, "features": features}
         return Bucket(phase="decode", tokens=rows, rows=rows, **kind), None
     sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
@@ -178,7 +178,7 @@ def bucket_table(
         for features in kinds:
             size = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
-            if not config.deterministic:
+            if not config.pinned:
                 size |= shape | {"steps": config.decode_steps}
                 yield Bucket(phase="decode", **size, features=features)
     kinds = ("plain", "prompt")

@@ -32,6 +32,11 @@ class Kernel:
     interpret: bool = False
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a query's bits depend on nothing else in its batch, prefill and decode alike."""
+        return IMPLEMENTATIONS[self.name].is_batch_invariant()
+
+    @property
     def pool_layout(self) -> PoolLayout:
         """How a token's keys and values lie in the pool of one device."""
         return self._module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)

@@ -24,6 +24,7 @@ from jpaged.models.params import param_shapes
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
@@ -54,9 +55,9 @@ def plan_memory(
     settings = EngineConfig() if config is None else config
     dtype = settings.dtype or stored_dtype(model)
     model = ModelConfig.coerce(model)
-    settings = settings.resolve(model)
     device = jax.devices()[0] if device is None else device
     where = Placement(mesh=None, axis=None, device=device)
+    settings = resolve_for(model, settings, where, dtype)
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where.replicated),
         param_shapes(model),
