@@ -17,6 +17,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, ConfigError
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import as_key, as_list
+from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import warmup as compile_table
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
@@ -165,10 +166,11 @@ def _serving(
     """The session kept for params of this form, or a new one in place of the least recently used;
     these params are bound to it for one call.
     """
+    engine_config = EngineConfig() if engine_config is None else engine_config
     if isinstance(params, str | Path):
+        mesh = serving_mesh(engine_config.tensor_parallel_size, mesh)
         params = load_params(params, mesh=mesh)
     own = as_params(params, config)
-    engine_config = EngineConfig() if engine_config is None else engine_config
     form = tuple(
         (x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in jax.tree.leaves(own)
     )

@@ -68,8 +68,13 @@ class EngineConfig:
     mixed: bool = _knob(
         False, "rows that decode join the prefill steps, in place of waiting for them to end"
     )
-    tensor_axis: str | None = _knob(
-        "auto", "mesh axis over which KV heads are split; auto takes the one the params use"
+    tensor_parallel_size: int | None = _knob(
+        None, "devices that share the model; None: as the mesh or the params say, else one"
+    )
+    tensor_axis: str | tuple[str, ...] | None = _knob(
+        "auto",
+        "mesh axis, or axes as one, that heads, FFN and vocabulary are split over; auto takes the "
+        "one that the params use",
     )
     compilation_cache_dir: str | None = _knob(
         "auto",
@@ -81,7 +86,8 @@ class EngineConfig:
         at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n")
         at_least(0, self, "max_logprobs", "swap_min_tokens")
-        chosen = ("max_model_len", "num_blocks", "decode_steps")  # unless they are None
+        chosen = ("max_model_len", "num_blocks", "decode_steps", "tensor_parallel_size")
+        # Unless they are None.
         at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
         share, swap = self.memory_utilization, self.swap_space_gib
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:

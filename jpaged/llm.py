@@ -20,6 +20,7 @@ from jpaged.request.chat import Chat, as_chats
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import CallKeys, as_list
 from jpaged.request.sampling_params import SamplingParams
+from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
@@ -31,9 +32,9 @@ class LLM:
 
     model: a checkpoint folder; or, with `params`, what describes them (ModelConfig, Hugging Face
     config dict, folder); or Params themselves. tokenizer: a transformers tokenizer; None takes the
-    source folder's, loaded when first needed. mesh: where to serve; None is the mesh of the params'
-    own shardings. seed: int or jax key. The rest are EngineConfig's fields. session holds weights,
-    pool and engine. Raises CheckpointError or ConfigError.
+    source folder's, loaded when first needed. mesh: where to serve; None is tensor_parallel_size
+    devices or the mesh of the params. seed: int or jax key. The rest are EngineConfig's fields.
+    session holds weights, pool and engine. Raises CheckpointError or ConfigError.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LLM:
         **engine_config: Any,
     ):
         config = _engine_config(engine_config)
-        weights = _weights(model, params, config.dtype, mesh)
+        weights, mesh = _weights(model, params, config, mesh)
         self.session = Session(weights, config, mesh, grows=False)
         self.calls = Calls(self.session, tokenizer, weights.source)
         self.model_config, self.engine_config = weights.config, self.session.engine_config
@@ -228,11 +229,16 @@ class LLM:
         self.session.close()
 
 
-def _weights(model: Any, params: Any, dtype: str | None, mesh: Mesh | None) -> Params:
+def _weights(
+    model: Any, params: Any, config: EngineConfig, mesh: Mesh | None
+) -> tuple[Params, Mesh | None]:
+    """The params, and where to serve them, as far as that is known before they are."""
     if params is not None:
-        return as_params(params, model)
-    is_folder = isinstance(model, str | Path)
-    return load_params(model, dtype=dtype, mesh=mesh) if is_folder else as_params(model)
+        return as_params(params, model), mesh
+    if not isinstance(model, str | Path):
+        return as_params(model), mesh
+    mesh = serving_mesh(config.tensor_parallel_size, mesh)
+    return load_params(model, dtype=config.dtype, mesh=mesh), mesh
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:

@@ -104,7 +104,7 @@ class Session:
         if donate:
             _delete(self.params, kept=params)
         if not self._is_asleep:
-            self.weights.update(params)
+            _renew(self, params)
         self.params = params
         if self._is_asleep or not self.has_pool:
             return
@@ -205,7 +205,7 @@ class Session:
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
         totals = self.engine.report() | report_of(self.runner)
-        return totals | {"weight_version": self.weights.version}
+        return totals | self.weights.report()
 
     def snapshot(self, **face: Any) -> Snapshot:
         """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""
@@ -233,6 +233,21 @@ class Session:
         held = self.runner.pool_bytes if self.has_pool else 0
         where = self.placement
         return plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
+
+
+def _renew(session: Session, params: Params) -> None:
+    """Make the serving weights of params; the last version's copies go first, and come back where
+    that fails.
+    """
+    if session.has_pool:
+        session.runner.params = None
+    try:
+        session.weights.update(params)
+    except BaseException:
+        if session.has_pool and session.params is not None:
+            session.weights.update(session.params)
+            session.runner.params = session.weights.tree(session.params)
+        raise
 
 
 def _delete(params: Params | None, *, kept: Params) -> None:

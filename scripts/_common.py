@@ -25,7 +25,8 @@ from jax.sharding import AxisType, Mesh
 import jpaged
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
-from jpaged.models.config import ModelConfig
+from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import Params, param_shapes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that models have
@@ -42,7 +43,7 @@ def make_parser(name: str, doc: str | None, **how: Any) -> argparse.ArgumentPars
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("checkpoint", nargs="?", help="a checkpoint folder")
-    names = ", ".join(MODELS)
+    names = ", ".join(MODELS | LARGE)
     add("--random", metavar="SIZE", help=f"random weights instead: {names} or a config.json")
 
 
@@ -116,6 +117,26 @@ MODELS = {
 }
 
 
+# By the names of their checkpoints: for plans, since no weight is loaded.
+LARGE = {
+    "Qwen2.5-3B": dataclasses.replace(
+        qwen3(2048, 11008, 36, 16, 2, 128, 151936), family="qwen2", qk_norm=False, qkv_bias=True
+    ),
+    "Qwen3-32B": dataclasses.replace(
+        qwen3(5120, 25600, 64, 64, 8, 128, 151936), tie_word_embeddings=False
+    ),
+    "Llama-3.3-70B": dataclasses.replace(
+        qwen3(8192, 28672, 80, 64, 8, 128, 128256),
+        family="llama",
+        qk_norm=False,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position=8192),
+    ),
+}
+
+
 def model_name(args: argparse.Namespace) -> str:
     return str(args.checkpoint) if args.checkpoint is not None else f"random {args.random}"
 
@@ -123,8 +144,8 @@ def model_name(args: argparse.Namespace) -> str:
 def model_config(args: argparse.Namespace) -> ModelConfig:
     if args.checkpoint is not None:
         return ModelConfig.coerce(args.checkpoint)
-    if args.random in MODELS:
-        return MODELS[args.random]
+    if (found := (MODELS | LARGE).get(args.random)) is not None:
+        return found
     path = Path(args.random)
     return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
 
@@ -271,12 +292,12 @@ def cannot_compile(platform: str) -> str | None:
     return None
 
 
-def absent_devices(platform: str, chip: str) -> Sequence[Any]:
-    """The devices of a chip's topology."""
+def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
+    """The devices of a chip's topology; of a card for CUDA, so many."""
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
     target = Path(__file__).with_name("h200.textproto").read_text()
-    how = {"platform": "cuda", "topology": "1x1x1", "target_config": target}
+    how = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target}
     return topologies.get_topology_desc("", **how).devices
 
 
@@ -298,11 +319,20 @@ def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
 @contextlib.contextmanager
 def absent_device(platform: str, chip: str) -> Iterator[Any]:
     """A device of the chip; lowering inside takes it for the one at hand."""
-    devices = absent_devices(platform, chip)
+    with absent_mesh(platform, chip, 1) as devices:
+        yield devices[0]
+
+
+@contextlib.contextmanager
+def absent_mesh(platform: str, chip: str, count: int) -> Iterator[Sequence[Any]]:
+    """So many devices that share a model, for lowering inside."""
+    devices = absent_devices(platform, chip, count)[:count]
+    if len(devices) < count:
+        raise ConfigError(f"{chip} has {len(devices)} chips, not {count}")
     if platform == "cuda":
         with hopper():
-            yield devices[0]
+            yield devices
         return
-    mesh = Mesh(np.array(devices[:1]), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        yield devices[0]
+        yield devices

@@ -4,12 +4,14 @@ here.
     python scripts/plan_memory.py CHECKPOINT                           # the device at hand
     python scripts/plan_memory.py --random 0.6b --card h200            # a card that is not there
     python scripts/plan_memory.py --random 0.6b --card v5e --max-model-len 4096 --length 2048 4096
+    python scripts/plan_memory.py --random Qwen3-32B --card h100 --tensor-parallel-size 8
 
 Prints the account in bytes (weights, temporaries and code of the steps, state, pool, what nothing
 uses), the blocks and tokens that the pool holds, and how many requests of each --length it holds at
 once. No weight is loaded. What the steps need is read from compiling them for the card, which takes
 CUDA's plugin or libtpu but no device; without those an upper bound stands in, and the output says
-so. One card, without its neighbours: no mesh.
+so. With --tensor-parallel-size it is the account of each of so many cards that share the model, of
+TPUs on a slice of them.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import jax
 
 import jpaged
 from jpaged.config import EngineConfig
-from jpaged.errors import JpagedError
+from jpaged.errors import ConfigError, JpagedError
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.footprint import stored_dtype
 from jpaged.runtime.memory import Limits, MemoryPlan
@@ -44,6 +46,15 @@ class Card:
     platform: str
     chip: str
     memory: int
+
+    def slice(self, count: int) -> str:
+        """The chip, or the smallest slice of them that has so many."""
+        if self.platform == "cuda" or count <= 4:
+            return self.chip
+        sizes = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
+        if count not in sizes:
+            raise ConfigError(f"tensor_parallel_size={count}: a slice has {list(sizes)} chips")
+        return f"{self.chip.split(':')[0]}:{sizes[count]}"
 
     @property
     def limit(self) -> int:
@@ -76,15 +87,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def device_of(card: Card | None, reason: str | None) -> Iterator[Any]:
-    """The device to compile for; a CPU where there is a reason that nothing can be compiled."""
+def devices_of(card: Card | None, count: int, reason: str | None) -> Iterator[Any]:
+    """The devices to compile for; a CPU where there is a reason that nothing can be compiled."""
     if card is None:
-        yield jax.devices()[0]
+        yield jax.devices()
     elif reason is not None:
-        yield jax.devices("cpu")[0]
+        yield jax.devices("cpu")[:1]
     else:
-        with common.absent_device(card.platform, card.chip) as device:
-            yield device
+        with common.absent_mesh(card.platform, card.slice(count), count) as devices:
+            yield devices
 
 
 def make_plan(
@@ -95,8 +106,8 @@ def make_plan(
     reason = None if card is None else common.cannot_compile(card.platform)
     limits = card and Limits(total=int(card.limit * config.memory_utilization))
     compiled = reason is None and not args.bound
-    with device_of(card, reason) as device:
-        found = jpaged.plan_memory(model, config, device=device, limits=limits, compiled=compiled)
+    with devices_of(card, config.tensor_parallel_size or 1, reason) as devices:
+        found = jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=compiled)
     if compiled:
         return found, found.needs.source
     return found, f"{found.needs.source}, proved for CPUs only ({reason or 'as asked'})"
@@ -119,7 +130,9 @@ def report(args: argparse.Namespace) -> None:
     config = EngineConfig(**common.engine_settings(args))
     found, source = make_plan(args, config, model)
     dtype = args.dtype or stored_dtype(model)
+    count = config.tensor_parallel_size or 1
     card = args.card or "the device at hand"
+    card = card if count == 1 else f"each of {count} of {card}"
     print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")
     print(table(found))
     for length in args.length:

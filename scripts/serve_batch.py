@@ -178,7 +178,7 @@ def values_of(hint: Any) -> dict[str, Any]:
     kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
-    (kind,) = kinds
+    kind = kinds[0]
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:

@@ -1,7 +1,10 @@
-"""Reading compiled HLO: is a donated array (the KV pool) updated in place?"""
+"""Reading compiled HLO: is a donated array (the KV pool) updated in place? What passes between
+devices?
+"""
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +29,10 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s*(ROOT )?%?[\w.\-]+ = (.+?) ([a-z][\w\-]*)\((.*)$"
 )  # root, result, operation, operands
+
+COLLECTIVE = re.compile(
+    r"= (.+?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 
 
 def in_place(compiled: Any, pools: Iterable[PoolSpec]) -> tuple[list[str], bool]:
@@ -98,3 +105,35 @@ def _root(instructions: list[re.Match[str]]) -> str:
             i for i in instructions if re.match(rf"\s*(?:ROOT )?%?{re.escape(operand[1])} = ", i[0])
         )
     return root[3]
+
+
+def in_branches(text: str) -> set[str]:
+    """Computations that a conditional may leave out, with all that they call."""
+    bodies: dict[str, str] = {}
+    for found in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\s*\n(.*?)^\}", text, re.M | re.S):
+        bodies[found[1]] = found[2]
+    names = r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))"
+    pending = {
+        name.strip().lstrip("%")
+        for found in re.finditer(names, text)
+        for name in (found[1] or found[2]).split(",")
+    }
+    inside: set[str] = set()
+    while pending:
+        inside.add(name := pending.pop())
+        called = re.findall(r"(?:to_apply|calls|body|condition)=%?([\w.\-]+)", bodies[name])
+        pending |= set(called) & bodies.keys() - inside
+    return inside
+
+
+def collectives(text: str) -> tuple[Counter[str], Counter[str]]:
+    """How often each occurs: always, and in branches of a conditional."""
+    always: Counter[str] = Counter()
+    sometimes: Counter[str] = Counter()
+    inside, current = in_branches(text), ""
+    for line in text.splitlines():
+        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            current = start[1]
+        elif found := COLLECTIVE.search(line):
+            (sometimes if current in inside else always)[found[2]] += 1
+    return always, sometimes

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams, api
 from jpaged.models.params import param_specs
+from jpaged.runtime.weights import placement
 from tests.tiny import (
     compiles,
     config,
@@ -110,7 +111,7 @@ def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
     assert used == {"fsdp", "tp"}
     with caplog.at_level(logging.INFO, "jpaged"):
         runner = check(sharded, params, None, "tp")
-    assert "MB of sharded weights for serving" in caplog.text
+    assert "MB of weights ready to serve" in caplog.text
     (pool,) = runner._state.kv
     assert pool.addressable_shards[0].data.shape[2] == 2, "one KV head a device"
     assert runner.placement.mesh == mesh(2, 2)
@@ -139,9 +140,11 @@ def test_one_row_of_devices(params: Params) -> None:
     they are.
     """
     runner = check(params, params, mesh(1, 2), "tp")
-    split = shard(params, mesh(1, 2), "tp", None)
+    whole_tiles = make_params(0, config(num_layers=1, vocab_size=256))
+    split = shard(whole_tiles, mesh(1, 2), "tp", None)
     llm = jpaged.LLM(split, **vars(SETTINGS))
     assert all(ours is None for ours in llm.session.weights._derived), "nothing to copy"
+    assert llm.stats()["weight_bytes_moved"] == 0
     assert runner.placement.axis_size == 2
 
 
@@ -189,11 +192,48 @@ def test_every_parameter_splits() -> None:
     check(params, params, grid, "x", settings=settings)
 
 
-def test_kv_heads_that_do_not_divide(params: Params) -> None:
-    with pytest.raises(
-        ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"
-    ):
-        jpaged.generate(params, PROMPTS, mesh=mesh(1, 4), engine_config=SETTINGS)
-    whole = jax.device_put(params, NamedSharding(mesh(2, 4), PartitionSpec()))
-    with pytest.raises(ConfigError, match=r"num_kv_heads=2 does not split over 4 devices"):
+def test_more_devices_than_kv_heads(params: Params) -> None:
+    """Two KV heads on four devices: each is there twice, in weights and pool."""
+    runner = check(params, params, mesh(1, 4), "tp")
+    (pool,) = runner._state.kv
+    assert {x.data.shape[2] for x in pool.addressable_shards} == {2}, "one KV head a device"
+
+
+@pytest.mark.middle
+def test_so_with_norms_over_all_heads() -> None:
+    """OLMo 2's: their scales are repeated with the heads, and the mean over all is the same."""
+    whole = {"pre_norms": False, "post_norms": True, "qk_norm": False, "qk_norm_whole": True}
+    params = make_params(0, config(num_layers=1, family="olmo2", **whole))
+    check(params, params, mesh(1, 4), "tp")
+
+
+def test_tensor_parallel_size(params: Params) -> None:
+    """It makes the mesh: of jax's devices, or of those that the params lie on."""
+    llm = jpaged.LLM(params, **vars(engine(num_blocks=64, tensor_parallel_size=2)))
+    where = llm.session.placement
+    assert where.mesh is not None and list(where.mesh.devices.flat) == jax.devices()[:2]
+    assert (where.axis, where.axis_size) == ("tp", 2)
+    assert llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == (
+        dense_greedy(params, PROMPTS[0], 8)
+    )
+    one = placement(params, engine(tensor_parallel_size=1), None)
+    assert one.mesh is None and one.device == jax.devices()[0]
+    turned = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("fsdp", "tp"))
+    theirs = jax.device_put(params, NamedSharding(turned, PartitionSpec()))
+    found = placement(theirs, engine(tensor_parallel_size=4), None)
+    assert found.mesh is not None and list(found.mesh.devices.flat) == jax.devices()[:3:-1]
+    assert placement(theirs, engine(tensor_parallel_size=2), turned).axis == "tp"
+    for size, given in ((4, turned), (2, mesh(1, 1)), (1, mesh(1, 2))):
+        with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}: .* pass one of"):
+            placement(theirs, engine(tensor_parallel_size=size), given)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=16: there are 8 devices"):
+        placement(params, engine(tensor_parallel_size=16), None)
+
+
+def test_heads_that_do_not_divide(params: Params) -> None:
+    message = r"mesh axis 'tp': num_heads=4 and num_kv_heads=2 do not split over 8 devices"
+    with pytest.raises(ConfigError, match=message):
+        jpaged.generate(params, PROMPTS, mesh=mesh(1, 8), engine_config=SETTINGS)
+    whole = jax.device_put(params, NamedSharding(mesh(1, 8), PartitionSpec()))
+    with pytest.raises(ConfigError, match=message):
         jpaged.LLM(whole, **vars(SETTINGS))

@@ -26,11 +26,11 @@ def load_params(
     """Params from a Hugging Face folder (safetensors) or an Orbax folder with a config.json.
 
     dtype: "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files
-    hold. mesh: KV heads are split over its tensor axis as `param_specs` says; None is jax's default
-    device. Names, shapes, dtypes and file sizes are all checked before the first tensor is read.
-    Host memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at
-    the largest tensor's on an accelerator. Raises CheckpointError (missing, damaged, unsafe,
-    misfit) and ConfigError (architecture, dtype or mesh cannot work).
+    hold. mesh: split over its tensor axis as `param_specs` says; None is jax's default device.
+    Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host
+    memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at the
+    largest tensor's on an accelerator. Raises CheckpointError (missing, damaged, unsafe, misfit)
+    and ConfigError (architecture, dtype or mesh cannot work).
     """
     target = None if dtype is None else float_dtype(dtype)
     folder = Path(path).expanduser().absolute()

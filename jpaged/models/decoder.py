@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import DenseKV, KVView, kv_places
 from jpaged.models.layers.attention import Attention
+from jpaged.models.layers.embedding import embed
 from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
@@ -178,7 +179,7 @@ class Decoder(nnx.Module):
             for kind in dict.fromkeys(kinds)
         }
         with jax.named_scope("embed"):
-            x = jnp.take(weights.tree["embed"]["weight"], tokens, axis=0, mode="clip")
+            x = embed(weights.tree["embed"]["weight"], tokens, weights.serving.tensor_axis)
             x = _scaled(x, self.config.embedding_scale)
         for i, (group, index) in enumerate(kv_places(self.config)):
             layer = weights.at("layers").at(str(i)).layer(group)

@@ -30,7 +30,10 @@ from jpaged.models.families import FAMILIES
 
 TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel axis usually has
 DONATED = "were the params donated to a training step?"
-SPLIT = {"kv_heads": "K", "ffn": "F"}  # the letter of the axis that a mesh splits
+# The letter of the axis that a mesh splits.
+SPLIT = {"kv_heads": "K", "ffn": "F", "vocab": "V"}
+
+type MeshAxis = str | tuple[str, ...]  # one axis of a mesh, or several as if they were one
 
 
 class Part(NamedTuple):
@@ -63,7 +66,7 @@ class ParamSpec:
     source: str | tuple[Part, ...]
     init: Literal["normal", "residual", "zeros", "ones"] = "normal"
     when: str | None = None
-    sharding: Literal["kv_heads", "ffn"] | None = None
+    sharding: Literal["kv_heads", "ffn", "vocab"] | None = None
     layer: int | None = None
 
     @property
@@ -114,19 +117,21 @@ class ParamSpec:
         return axes_shape(self.axes, config)
 
     def split_letter(self, config: ModelConfig, devices: int) -> str | None:
-        """The axis that a mesh axis of so many devices splits; an FFN that it does not divide stays
-        whole.
-        """
+        """The axis that a mesh axis of so many devices splits; None where it does not divide."""
         letter = SPLIT.get(self.sharding or "")
         return letter if letter and axis_sizes(config)[letter] % devices == 0 else None
 
-    def partition(self, config: ModelConfig, axis: str | None, devices: int) -> PartitionSpec:
-        """How it lies on a mesh."""
+    def partition(self, config: ModelConfig, axis: MeshAxis | None, devices: int) -> PartitionSpec:
+        """How it lies on a mesh. Where heads or vocabulary do not divide it is split by E, if that
+        does: to be kept, since no step takes it so. An FFN that does not divide stays whole.
+        """
         if self.sharding is None:
             return PartitionSpec()
-        place = _tokens(self.axes).index(SPLIT[self.sharding])
-        name = axis if self.split_letter(config, devices) else None
-        return PartitionSpec(*[None] * place, name)
+        tokens, letter = _tokens(self.axes), SPLIT[self.sharding]
+        divides = self.split_letter(config, devices) is not None
+        if not divides and letter != "F" and "E" in tokens:
+            letter, divides = "E", config.hidden_size % devices == 0
+        return PartitionSpec(*[None] * tokens.index(letter), axis if divides else None)
 
 
 def _in_each_layer(*specs: ParamSpec) -> Iterator[ParamSpec]:
@@ -162,7 +167,7 @@ GATE_UP_BIAS = (
 
 
 TABLE = (
-    ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight"),
+    ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight", sharding="vocab"),
     *_in_each_layer(
         ParamSpec("input_norm.scale", "E", "input_layernorm.weight", "ones", "pre_norms"),
         ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", None, "kv_heads"),
@@ -206,7 +211,7 @@ TABLE = (
         ),
     ),
     ParamSpec("norm.scale", "E", "model.norm.weight", "ones"),
-    ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "has_lm_head"),
+    ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "has_lm_head", "vocab"),
 )
 
 
@@ -267,15 +272,10 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     return nest({name: spec.shape(config) for name, spec in param_table(config).items()})
 
 
-def param_specs(config: ModelConfig, axis: str | None, size: int = 1) -> dict[str, Any]:
-    """Nested dict of PartitionSpecs: KV heads, and the FFN where it divides, over `axis` of `size`
-    devices.
+def param_specs(config: ModelConfig, axis: MeshAxis | None, size: int = 1) -> dict[str, Any]:
+    """Nested dict of PartitionSpecs: KV heads, FFN and vocabulary over `axis` of `size` devices,
+    each where it divides (see ParamSpec.partition).
     """
-    if axis is not None and config.num_kv_heads % size:
-        heads = config.num_kv_heads
-        raise ConfigError(
-            f"num_kv_heads={heads} does not split over {size} devices of mesh axis {axis!r}"
-        )
     table = param_table(config)
     return nest({name: spec.partition(config, axis, size) for name, spec in table.items()})
 

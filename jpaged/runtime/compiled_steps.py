@@ -95,18 +95,21 @@ class CompiledSteps:
             "decode": ((state, packed), 1, (state_spec, whole), (state_spec, whole)),
         }[bucket.phase]
         step = make_step(bucket, self.setting)
-        if self.where.tensor_axis is not None:
-            # XLA cannot partition a Pallas call, so the whole step runs a device at a time.
-            params = param_specs(model, self.where.axis, self.where.axis_size)
-            step = jax.shard_map(
-                step,
-                mesh=self.where.mesh,
-                in_specs=(params, *in_specs),
-                out_specs=out_specs,
-                check_vma=False,
-            )
+        params = param_specs(model, self.where.axis, self.where.axis_size)
+        step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(self.form, *args)
+
+    def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """The function, run whole on each device's share: XLA cannot partition a Pallas call."""
+        if self.where.tensor_axis is None:
+            return function
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, mesh=self.where.mesh, **specs, check_vma=False)
+
+    @property
+    def _counts_spec(self) -> PartitionSpec:
+        return PartitionSpec(None, self.where.tensor_axis)
 
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
         """The device's state as ShapeDtypeStructs, and how it is split."""
@@ -115,11 +118,10 @@ class CompiledSteps:
         spec, whole = kv_cache.spec(axis), PartitionSpec()
         pools = tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
         row = self._struct((slots,), jnp.int32)
-        counts = self._struct((slots, vocab), jnp.int32) if full else None
+        counts = self._struct((slots, vocab), jnp.int32, self._counts_spec) if full else None
         rows = RowState(last_token_R=row, context_len_R=row, counts_RV=counts)
-        row_spec = RowState(
-            last_token_R=whole, context_len_R=whole, counts_RV=whole if full else None
-        )
+        counts_spec = self._counts_spec if full else None
+        row_spec = RowState(last_token_R=whole, context_len_R=whole, counts_RV=counts_spec)
         return (
             DeviceState(kv=pools, rows=rows),
             DeviceState(kv=tuple(spec for _ in pools), rows=row_spec),
@@ -152,9 +154,13 @@ class CompiledSteps:
         """device_state.set_counts."""
         if self._set_counts is None:
             started, config = time.perf_counter(), self.setting.config
-            counts = self._struct((config.max_num_seqs, self.setting.model.vocab_size), jnp.int32)
+            shape, spec = (config.max_num_seqs, self.setting.model.vocab_size), self._counts_spec
+            counts = self._struct(shape, jnp.int32, spec)
             scalar, chunk = (self._struct(shape, jnp.int32) for shape in ((), (COUNTS_CHUNK,)))
-            jitted = jax.jit(set_counts, donate_argnums=0, out_shardings=self.where.replicated)
+            step = functools.partial(set_counts, vocabulary=self.setting.vocabulary)
+            whole = PartitionSpec()
+            step = self._per_device(step, (spec, whole, whole, whole, whole), spec)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=self.where.sharding(spec))
             lowered = jitted.lower(counts, scalar, chunk, scalar, scalar)
             self._set_counts = lowered.compile()
             self.seconds["set_counts"] = time.perf_counter() - started

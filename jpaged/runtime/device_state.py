@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+
 STOPPED = -1  # in place of a row's last token: it drew one that stops it
 COUNTS_CHUNK = 2048  # tokens a call of set_counts: one shape, so one compile
 
@@ -36,14 +38,21 @@ class DeviceState:
 
 
 def set_counts(
-    counts_RV: Array, row: Array, tokens_C: Array, num_prompt: Array, clear: Array
+    counts_RV: Array,
+    row: Array,
+    tokens_C: Array,
+    num_prompt: Array,
+    clear: Array,
+    *,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Array:
     """Enter a chunk of tokens into one row's counts: the first `num_prompt` as prompt, the rest as
     output.
 
-    tokens_C is padded with V or more; clear > 0 forgets what the row held.
+    tokens_C is padded with V or more; clear > 0 forgets what the row held. counts_RV: of the
+    vocabulary or this device's share of it.
     """
-    vocab = counts_RV.shape[1]
+    vocab, tokens_C = counts_RV.shape[1], vocabulary.columns(tokens_C, counts_RV)
     is_prompt_C = jnp.arange(tokens_C.shape[0], dtype=jnp.int32) < num_prompt
     row_V = jnp.where(clear > 0, jnp.int32(0), counts_RV[row])
     seen_V = (row_V & 1).at[jnp.where(is_prompt_C, tokens_C, vocab)].set(1, mode="drop")

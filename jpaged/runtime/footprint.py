@@ -14,16 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
-from jpaged.models.params import param_shapes
+from jpaged.models.params import param_shapes, param_specs
+from jpaged.models.served import served_config, share_of
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
-from jpaged.runtime.mesh import Placement
+from jpaged.runtime.mesh import Placement, serving_mesh
 from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
@@ -44,37 +47,64 @@ def plan_memory(
     compiled: bool = True,
 ) -> MemoryPlan:
     """Where the memory of one device would go, in bytes, and how many KV blocks it leaves room for;
-    no weight is loaded.
+    no weight is loaded. With tensor_parallel_size it is that of each device that shares the model.
 
     model: a ModelConfig, a Hugging Face config or a checkpoint folder. config: how to serve it; its
     dtype is what the model is stored in where it names none, else bfloat16. device: the jax.Device
-    that steps are compiled for, jax's first by default. limits: of a card that is not here; None is
-    what the device has. compiled=False takes the upper bound of what steps need, which is proved
-    for CPUs only. Raises ConfigError where no block fits.
+    that steps are compiled for, or several of them to share the model; jax's by default. limits: of
+    a card that is not here; None is what the device has. compiled=False takes the upper bound of
+    what steps need, which is proved for CPUs only. Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
     dtype = settings.dtype or stored_dtype(model)
     model = ModelConfig.coerce(model)
-    device = jax.devices()[0] if device is None else device
-    where = Placement(mesh=None, axis=None, device=device)
+    devices = jax.devices() if device is None else list(np.atleast_1d(device))
+    where = _place(settings.tensor_parallel_size or 1, devices, compiled)
     settings = resolve_for(model, settings, where, dtype)
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where.replicated),
-        param_shapes(model),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+    served = served_config(model, where.axis_size)
+    params = form_of(served, where, dtype)
+    # Params as they are loaded stay beside what is made of them to serve.
+    pairs = zip(jax.tree.leaves(form_of(model, where, dtype)), jax.tree.leaves(params), strict=True)
+    kept = bytes_on_device([own for own, ours in pairs if own.shape != ours.shape])
+    weights = bytes_on_device(params)
     if limits is None:
-        limits = limits_to_come(device, settings.memory_utilization, bytes_on_device(params))
+        share, size = settings.memory_utilization, where.axis_size
+        limits = limits_to_come(where.device, share, weights + kept, size)
+    if kept and not limits.in_use:
+        limits = dataclasses.replace(limits, in_use=weights + kept)
     return plan_within(settings, limits, probe_runner(model, settings, where, params), compiled)
 
 
-def limits_to_come(device: Any, utilization: float, weights: int) -> Limits:
-    """The limits of a device that is here, once so many bytes of weights lie on it too."""
+def _place(size: int, devices: list[Any], compiled: bool) -> Placement:
+    """So many of the devices; where nothing is compiled, a mesh of devices that need not be."""
+    mesh: Any = serving_mesh(size, None, devices) if compiled else None
+    if size > 1 and mesh is None:
+        mesh = AbstractMesh((size,), ("tp",), axis_types=(AxisType.Auto,))
+    return Placement(mesh=mesh, axis=None if size == 1 else "tp", device=devices[0])
+
+
+def form_of(model: ModelConfig, where: Placement, dtype: Any) -> Any:
+    """The parameters of a model in shapes alone, split as they lie at a place."""
+    specs = param_specs(model, where.axis, where.axis_size)
+    return jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(
+            shape, jnp.dtype(dtype), sharding=where.sharding(spec)
+        ),
+        param_shapes(model),
+        specs,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def limits_to_come(device: Any, utilization: float, weights: int, devices: int = 1) -> Limits:
+    """The limits of a device that is here, once so many bytes of weights lie on it too; and on each
+    of so many devices, of which virtual ones on a CPU share one memory.
+    """
     limits = Limits.of(device, utilization)
     if limits.pool is None:
         return dataclasses.replace(limits, in_use=limits.in_use + weights)
-    pool = max(min(CPU_POOL_BYTES, (limits.total - weights) // 2), 0)
-    return dataclasses.replace(limits, pool=pool)
+    pool = max(min(CPU_POOL_BYTES, (limits.total - weights * devices) // 2), 0)
+    return dataclasses.replace(limits, total=limits.total // devices, pool=pool // devices)
 
 
 def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
@@ -116,7 +146,8 @@ def plan_within(
     most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
     costs = [(size, None if at == widest else most[at]) for at, size in enumerate(sizes)]
     pool = PoolCost(tuple(costs), in_use=most[widest])
-    needs = bound(probe.model, config, probe.pools[0].dtype, pool.block_bytes)
+    share = share_of(probe.model, probe.placement.axis_size)
+    needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
     largest = pool.of(most[widest])
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
@@ -158,7 +189,9 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
     return Needs(
         temporaries=temporaries,
         code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),
-        state=state_bytes(probe.model, probe.config, block_bytes),
+        state=state_bytes(
+            share_of(probe.model, probe.placement.axis_size), probe.config, block_bytes
+        ),
         source=f"compiled for {probe.placement.device.device_kind}",
     )
 
@@ -173,8 +206,8 @@ def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> i
 
 
 def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int = 0) -> Needs:
-    """Needs that no step on CPU exceeds, by either kernel, everything on one device; nothing is
-    compiled.
+    """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
+    device has (see share_of).
 
     Twice what a layer makes of its tokens, one result of attention for each layer (XLA:CPU shares
     none of them), the logits as often as the full sampler holds them, tiles of prompt scores, and

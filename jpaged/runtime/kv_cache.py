@@ -19,6 +19,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup, kv_groups
+from jpaged.models.params import MeshAxis
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.mesh import Placement
 
@@ -117,7 +118,7 @@ def reach(group: KVGroup, config: EngineConfig) -> int:
     return config.max_model_len if window is None else min(window, config.max_model_len)
 
 
-def spec(axis: str | None) -> PartitionSpec:
+def spec(axis: MeshAxis | None) -> PartitionSpec:
     """KV heads over `axis`; a contiguous split of axis 2 keeps each head's K and V together."""
     return PartitionSpec(None, None, axis, None)
 

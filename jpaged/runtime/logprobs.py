@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jpaged.models.served import VOCAB_TILE
+from jpaged.runtime.vocabulary import WHOLE, Vocabulary
+
 RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
-SUM_TILE = 128  # tokens a tile of the two-level draw
+SUM_TILE = VOCAB_TILE  # tokens a tile of the two-level draw
 TOP_TILE = 32  # tokens a tile of the top-k search
 NEG_INF = float("-inf")
 
@@ -37,26 +40,29 @@ def token_logprobs(
     *,
     max_logprobs: int = 0,
     tile: int = 64,
+    vocabulary: Vocabulary = WHOLE,
 ) -> TokenLogprobs:
     """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are
     never whole.
 
     logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by
-    it (0 counts as 1). targets_T outside the vocabulary are clipped into it.
+    it (0 counts as 1). targets_T outside the vocabulary are clipped into it. vocabulary: how V
+    lies.
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
     def one_tile(args: tuple[Array, Array, Array]) -> TokenLogprobs:
         x_tE, targets_t, tau_t = args
         logits_tV = logits_fn(x_tE)
-        targets_t = jnp.clip(targets_t, 0, logits_tV.shape[1] - 1)
-        max_t = finite_max(tile_max(logits_tV, SUM_TILE))
-        sum_t = total(tile_sums(weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))))
-        value_t = pick(logits_tV, targets_t)
-        top_tK, top_ids_tK = top_values(logits_tV, max_logprobs)
+        targets_t = jnp.clip(targets_t, 0, vocabulary.tokens(logits_tV) - 1)
+        max_t = finite_max(tile_max(logits_tV, SUM_TILE, vocabulary))
+        p_tV = weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))
+        sum_t = total(tile_sums(p_tV, vocabulary))
+        value_t = vocabulary.pick(logits_tV, targets_t)
+        top_tK, top_ids_tK = top_values(logits_tV, max_logprobs, vocabulary)
         logprob_t, rank_t = (
             logprob(value_t, max_t, tau_t, sum_t),
-            rank(logits_tV, value_t, targets_t),
+            rank(logits_tV, value_t, targets_t, vocabulary),
         )
         tops_tK = logprob(top_tK, max_t[:, None], tau_t[:, None], sum_t[:, None])
         return TokenLogprobs(
@@ -88,12 +94,14 @@ def _tile(reduce: Callable[[Array], Array], a_SV: Array, tile: int, fill: float)
     return jnp.concatenate(parts, axis=1)
 
 
-def tile_max(z_SV: Array, tile: int) -> Array:
-    return _tile(lambda z: jnp.max(z, axis=2), z_SV, tile, NEG_INF)
+def tile_max(z_SV: Array, tile: int, vocabulary: Vocabulary = WHOLE) -> Array:
+    """The maximum of each tile, of the whole vocabulary."""
+    return vocabulary.gather(_tile(lambda z: jnp.max(z, axis=2), z_SV, tile, NEG_INF))
 
 
-def tile_sums(a_SV: Array) -> Array:
-    """The sum of each SUM_TILE entries, added by halving: an order that is written down.
+def tile_sums(a_SV: Array, vocabulary: Vocabulary = WHOLE) -> Array:
+    """The sum of each SUM_TILE entries of the whole vocabulary, added by halving: an order that is
+    written down.
 
     For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the
     entries, so that they are never stored, and runs over 16 lanes.
@@ -107,7 +115,7 @@ def tile_sums(a_SV: Array) -> Array:
                 a = low + high
         return a[:, :, 0, 0]
 
-    return _tile(add, a_SV, SUM_TILE, 0.0)
+    return vocabulary.gather(_tile(add, a_SV, SUM_TILE, 0.0))
 
 
 def weights(z_SX: Array, max_S: Array, temp_S: Array, floor_S: Array) -> Array:
@@ -134,22 +142,28 @@ def logprob(value: Array, max_: Array, tau: Array, total: Array) -> Array:
     return (value - max_) / tau - jnp.log(total)
 
 
-def rank(z_SV: Array, value_S: Array, token_S: Array) -> Array:
+def rank(z_SV: Array, value_S: Array, token_S: Array, vocabulary: Vocabulary = WHOLE) -> Array:
     """1 + how many tokens come before this one: larger ones, and equal ones of a lower id."""
-    ids_V = lax.broadcasted_iota(jnp.int32, z_SV.shape, 1)
+    ids_V = vocabulary.ids(z_SV)
     before_SV = (z_SV > value_S[:, None]) | (
         (z_SV == value_S[:, None]) & (ids_V < token_S[:, None])
     )
-    return 1 + total(tile_sums(before_SV.astype(jnp.float32))).astype(jnp.int32)  # exact to 2**24
+    before_S = total(tile_sums(before_SV.astype(jnp.float32))).astype(jnp.int32)  # exact to 2**24
+    return 1 + vocabulary.sum(before_S)
 
 
-def top_values(z_SV: Array, k: int) -> tuple[Array, Array]:
+def top_values(z_SV: Array, k: int, vocabulary: Vocabulary = WHOLE) -> tuple[Array, Array]:
     """The k largest of each row and their ids, equal values in order of id.
 
     A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after
     k others, so only those tiles are looked at: a quarter of the time of `lax.top_k` over 152k
-    tokens.
+    tokens. Of a vocabulary in shares: the first k of those of each, which come in order of id.
     """
+    if vocabulary.axis is not None:
+        top_SK, ids_SK = top_values(z_SV, min(k, z_SV.shape[1]))
+        ids_SC = vocabulary.gather(ids_SK + vocabulary.first(z_SV))
+        top_SK, at_SK = lax.top_k(vocabulary.gather(top_SK), k)
+        return top_SK, jnp.take_along_axis(ids_SC, at_SK, axis=1)
     tile_max_SN = tile_max(z_SV, TOP_TILE)
     if k == 0 or tile_max_SN.shape[1] <= k:
         return lax.top_k(z_SV, k)
@@ -159,15 +173,17 @@ def top_values(z_SV: Array, k: int) -> tuple[Array, Array]:
     return top_SK, jnp.take_along_axis(ids_SC, at_SK, axis=1)
 
 
-def gather_tiles(z_SV: Array, tiles_SN: Array, tile: int) -> tuple[Array, Array]:
+def gather_tiles(
+    z_SV: Array, tiles_SN: Array, tile: int, vocabulary: Vocabulary = WHOLE
+) -> tuple[Array, Array]:
     """The logits of the named tiles, one after the other, and their ids; past the vocabulary's end
     -inf.
     """
-    rows, vocab = z_SV.shape
+    rows, vocab = z_SV.shape[0], vocabulary.tokens(z_SV)
     ids_SC = (
         tiles_SN[:, :, None] * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]
     ).reshape(rows, -1)
-    z_SC = jnp.take_along_axis(z_SV, jnp.minimum(ids_SC, vocab - 1), axis=1)
+    z_SC = vocabulary.take(z_SV, jnp.minimum(ids_SC, vocab - 1))
     return jnp.where(ids_SC < vocab, z_SC, NEG_INF), ids_SC
 
 

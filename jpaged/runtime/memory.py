@@ -160,7 +160,7 @@ def plan(
         raise ConfigError(
             f"no KV block of {pool.block_bytes} bytes fits the {left} bytes left for the pool "
             f"(weights take {weights}, other arrays {other}, steps {needs.total}): lower {lower}, "
-            f"or raise memory_utilization={config.memory_utilization}"
+            f"or raise {_settings(config, 'memory_utilization', 'tensor_parallel_size')}"
         )
     return MemoryPlan(
         limit=limits.total,

@@ -8,6 +8,7 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import Products
+from jpaged.models.served import served_config
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
 from kernels_cpu import library, linear
@@ -48,6 +49,7 @@ def is_batch_invariant(
     if choose_products(where.device, dtype) is None or chosen is None:
         return False
     shards = where.axis_size
+    model = served_config(model, shards)
     heads, ffn = model.num_heads * model.head_dim // shards, model.intermediate_size // shards
     kernels = (
         choose_kernel(model, group, config, dtype, where.device, shards)

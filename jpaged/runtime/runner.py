@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.engine.buckets import Bucket, padded_blocks
-from jpaged.engine.packing import Batch, unpack_result
+from jpaged.engine.packing import PAD_TOKEN, Batch, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
+from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
@@ -24,6 +26,7 @@ from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import choose_products
 from jpaged.runtime.steps import StepSetting
+from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class Runner:
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
         self.model, self.config, self.placement, self.params = model, config, placement, params
         setting = _setting(model, config, placement, params)
+        vocab = setting.model.vocab_size  # with its padding
+        self._counts = ((config.max_num_seqs, vocab), PartitionSpec(None, placement.tensor_axis))
         self.pools = setting.pools
         form = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
@@ -164,7 +169,7 @@ class Runner:
         step = self.steps.set_counts()
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             tokens = token_ids[start : start + COUNTS_CHUNK]
-            chunk = _padded(tokens, COUNTS_CHUNK, self.model.vocab_size)
+            chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
             scalars = (row, max(prompt_len - start, 0), start == 0)
             at, num_prompt, clear = (self.put(np.asarray(x, np.int32)) for x in scalars)
             self._counts_RV = step(self._counts_RV, at, self.put(chunk), num_prompt, clear)
@@ -214,7 +219,8 @@ class Runner:
             last, lens = (jax.device_put(np.zeros(rows, np.int32), where) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
-            self._counts_RV = kv_cache.zeros((rows, self.model.vocab_size), jnp.int32, where)
+            shape, spec = self._counts
+            self._counts_RV = kv_cache.zeros(shape, jnp.int32, self.placement.sharding(spec))
 
     def recover(self) -> None:
         """After an exception: state whose buffers went into a step that never came back is made
@@ -264,14 +270,17 @@ def _setting(
 ) -> StepSetting:
     """Kernels, products and pools of a model at a place, chosen once."""
     assert config.num_blocks is not None
-    dtype = params["embed"]["weight"].dtype
+    dtype, size = params["embed"]["weight"].dtype, model.vocab_size
+    model = served_config(model, placement.axis_size)
+    axis = placement.tensor_axis
     return StepSetting(
         model=model,
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
         products=choose_products(placement.device, dtype),
-        tensor_axis=placement.tensor_axis,
+        tensor_axis=axis,
         axis_size=placement.axis_size,
+        vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),
     )
 
 

@@ -34,6 +34,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     total,
     weights,
 )
+from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
 
@@ -91,13 +92,19 @@ class Sampled:
 
 
 def sample(
-    logits_SV: Array, controls: Controls, full: FullControls | None = None, *, max_logprobs: int = 0
+    logits_SV: Array,
+    controls: Controls,
+    full: FullControls | None = None,
+    *,
+    max_logprobs: int = 0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Sampled:
     """Draw one token a row, and its log-probability.
 
     logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob
     NaN). `full` None is the plain step: no penalties, biases, bans or top lists; a row that uses
-    none of them gets the same bits from both. max_logprobs (K) is at most V.
+    none of them gets the same bits from both. max_logprobs (K) is at most V. vocabulary: how V
+    lies; of a share the results are those of the whole, on every device.
     """
     greedy_S = controls.temperature_S <= 0
     # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide
@@ -105,13 +112,14 @@ def sample(
     temp_S = jnp.where(
         greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30))
     )
-    z_SV = logits_SV if full is None else _apply_full(logits_SV, full)
-    tile_max_SN = tile_max(z_SV, SUM_TILE)
+    z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
+    tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
     max_S = finite_max(tile_max_SN)
-    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls)
-    sums_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
-    gumbel_SX = gumbels(controls, SUM_TILE + sums_SN.shape[1])
-    token_S = _draw(z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, greedy_S, gumbel_SX)
+    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary)
+    own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
+    rows = (max_S, temp_S, floor_S, greedy_S)
+    gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
+    token_S, sums_SN = _draw(z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary)
     total_S = total(sums_SN)
 
     # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
@@ -122,23 +130,23 @@ def sample(
     if full is None:
         source_max_S, same_S = max_S, processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
     else:
-        raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE))
+        raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
         source_max_S, same_S = jnp.where(processed_S, max_S, raw_max_S), processed_S
     none_S = jnp.full_like(max_S, NEG_INF)
-    sum_S = lax.cond(
-        jnp.all(same_S),
-        lambda: total_S,
-        lambda: jnp.where(
-            same_S, total_S, total(tile_sums(weights(logits_SV, source_max_S, tau_S, none_S)))
-        ),
-    )
+
+    def summed() -> Array:
+        p_SV = weights(logits_SV, source_max_S, tau_S, none_S)
+        return jnp.where(same_S, total_S, total(tile_sums(p_SV, vocabulary)))
+
+    sum_S = lax.cond(jnp.all(same_S), lambda: total_S, summed)
     if full is None:
-        value_S = pick(logits_SV, token_S)
+        value_S = vocabulary.pick(logits_SV, token_S)
         return Sampled(token_S=token_S, logprob_S=logprob(value_S, max_S, tau_S, sum_S))
 
     def lists(source_SV: Array) -> tuple[Array, Array, Array, Array]:
-        value_S = pick(source_SV, token_S)
-        return value_S, rank(source_SV, value_S, token_S), *top_values(source_SV, max_logprobs)
+        value_S = vocabulary.pick(source_SV, token_S)
+        rank_S = rank(source_SV, value_S, token_S, vocabulary)
+        return value_S, rank_S, *top_values(source_SV, max_logprobs, vocabulary)
 
     def processed() -> tuple[Array, Array, Array, Array]:
         kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
@@ -158,9 +166,11 @@ def sample(
     )
 
 
-def _apply_full(logits_SV: Array, full: FullControls) -> Array:
+def _apply_full(logits_SV: Array, full: FullControls, vocabulary: Vocabulary) -> Array:
     """Bias, bans and penalties. Whatever is off leaves its logits' bits alone."""
-    vocab = logits_SV.shape[1]
+    bias_SB, ban_SX = (
+        vocabulary.columns(ids, logits_SV) for ids in (full.bias_ids_SB, full.ban_ids_SX)
+    )
 
     def penalise(z: Array, counts: Array) -> Array:
         repetition, frequency, presence = (
@@ -173,18 +183,27 @@ def _apply_full(logits_SV: Array, full: FullControls) -> Array:
 
     # The penalties in one fused pass, then the few biased entries set in place: a scatter-add that
     # came first would cost a copy of the logits, which the raw logprobs still need.
-    at_SB = jnp.minimum(full.bias_ids_SB, vocab - 1)
+    at_SB = jnp.minimum(bias_SB, logits_SV.shape[1] - 1)
     take = functools.partial(jnp.take_along_axis, indices=at_SB, axis=1)
     biased_SB = penalise(take(logits_SV) + full.bias_SB, take(full.counts_SV))
     rows_S1 = jnp.arange(logits_SV.shape[0], dtype=jnp.int32)[:, None]
     z_SV = penalise(logits_SV, full.counts_SV)
-    z_SV = z_SV.at[rows_S1, full.bias_ids_SB].set(biased_SB, mode="drop")
-    return z_SV.at[rows_S1, full.ban_ids_SX].set(NEG_INF, mode="drop")
+    z_SV = z_SV.at[rows_S1, bias_SB].set(biased_SB, mode="drop")
+    return z_SV.at[rows_S1, ban_SX].set(NEG_INF, mode="drop")
 
 
-def gumbels(controls: Controls, count: int) -> Array:
+def _noise(controls: Controls, own_tiles: int, vocabulary: Vocabulary) -> Array:
+    """Noise of the SUM_TILE places in a tile, then of each tile that this device has."""
+    if vocabulary.axis is None:
+        return gumbels(controls, SUM_TILE + own_tiles)
+    first = SUM_TILE + lax.axis_index(vocabulary.axis) * own_tiles
+    noise = gumbels(controls, SUM_TILE), gumbels(controls, own_tiles, first)
+    return jnp.concatenate(noise, axis=1)
+
+
+def gumbels(controls: Controls, count: int, first: Array | None = None) -> Array:
     """Gumbel noise [S, count] of each row's next token: of the request's key, the sample index, the
-    position and the place in the row, and of nothing else.
+    position and the place in the row, and of nothing else. first: the first place, None is 0.
 
     Source: threefry of the place under fold_in(fold_in(key, sample index), position), two places a
     call; 23 bits each, so that neither end of the uniform's range is reached.
@@ -192,9 +211,15 @@ def gumbels(controls: Controls, count: int) -> Array:
     keys_S = jax.random.wrap_key_data(controls.key_S2, impl="threefry2x32")
     fold_in = jax.vmap(jax.random.fold_in)
     keys_S = fold_in(fold_in(keys_S, controls.sample_index_S), controls.position_S)
-    pairs = jnp.arange(-(-count // 2), dtype=jnp.uint32)
+    pairs = jnp.arange(-(-count // 2) if first is None else count // 2 + 1, dtype=jnp.uint32)
+    if first is not None:
+        pairs += (first // 2).astype(jnp.uint32)
     words_SP = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys_S, pairs)
-    bits_SX = jax.random.key_data(words_SP).reshape(keys_S.shape[0], -1)[:, :count]
+    bits_SX = jax.random.key_data(words_SP).reshape(keys_S.shape[0], -1)
+    if first is None:
+        bits_SX = bits_SX[:, :count]
+    else:  # the first place may be the second of its pair
+        bits_SX = lax.dynamic_slice_in_dim(bits_SX, first % 2, count, axis=1)
     u_SX = ((bits_SX >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
     return -jnp.log(-jnp.log(u_SX))
 
@@ -202,31 +227,52 @@ def gumbels(controls: Controls, count: int) -> Array:
 def _draw(
     z_SV: Array,
     tile_max_SN: Array,
-    sums_SN: Array,
+    own_SN: Array,
     max_S: Array,
     temp_S: Array,
     floor_S: Array,
     greedy_S: Array,
     gumbel_SX: Array,
-) -> Array:
+    vocabulary: Vocabulary = WHOLE,
+) -> tuple[Array, Array]:
     """Gumbel-max in two levels: a tile of the vocabulary by its log-sum-exp, then a token of it.
+    Returns the token, and the sums of all tiles.
 
     Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
-    rounding noise in the logits turns hardly more draws than it must. gumbel_SX: of the SUM_TILE
-    places in a tile, then of each tile. Greedy rows take the first tile, and in it the first token,
-    with the row's maximum.
+    rounding noise in the logits turns hardly more draws than it must. own_SN: sums of the tiles
+    that this device has. gumbel_SX: see _noise. Greedy rows take the first tile, and in it the
+    first token, with the row's maximum.
     """
-    vocab, tiles = z_SV.shape[1], sums_SN.shape[1]
+    vocab, tiles = vocabulary.tokens(z_SV), tile_max_SN.shape[1]
     in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
     best_S = first_true(tile_max_SN == max_S[:, None])
-    tile_S = jnp.where(greedy_S, best_S, _argmax(jnp.log(sums_SN) + of_tile_SN))
+    drawn_S, sums_SN = _draw_tile(own_SN, of_tile_SN, vocabulary)
+    tile_S = jnp.where(greedy_S, best_S, drawn_S)
     tile_S = jnp.minimum(tile_S, tiles - 1)
 
-    z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE)
+    z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE, vocabulary)
     p_SC = weights(z_SC, max_S, temp_S, floor_S)
     # The tile's largest logit is kept whenever any of the tile is.
     at_S = jnp.where(greedy_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
-    return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1)
+    return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), sums_SN
+
+
+def _draw_tile(own_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
+    """The tile with the largest noisy log-sum-exp, and the sums of all tiles. Each device looks
+    among its own tiles; all that passes between them is one array.
+    """
+    score_SN = jnp.log(own_SN) + gumbel_SN
+    at_S = _argmax(score_SN)
+    if vocabulary.axis is None:
+        return at_S, own_SN
+    best_S = jnp.max(score_SN, axis=1)
+    tail_S2 = jnp.stack([best_S, at_S.astype(jnp.float32)], axis=1)
+    own_SX = jnp.concatenate([own_SN, tail_S2], axis=1)
+    all_SDX = lax.all_gather(own_SX, vocabulary.axis, axis=1)  # D: the devices
+    devices, tiles = all_SDX.shape[1], own_SN.shape[1]
+    device_S = jnp.minimum(_argmax(all_SDX[:, :, tiles]), devices - 1)
+    at_S = pick(all_SDX[:, :, tiles + 1], device_S).astype(jnp.int32)
+    return device_S * tiles + at_S, all_SDX[:, :, :tiles].reshape(own_SN.shape[0], -1)
 
 
 def _argmax(x_SX: Array) -> Array:
@@ -235,10 +281,15 @@ def _argmax(x_SX: Array) -> Array:
 
 
 def _thresholds(
-    z_SV: Array, max_S: Array, temp_S: Array, greedy_S: Array, controls: Controls
+    z_SV: Array,
+    max_S: Array,
+    temp_S: Array,
+    greedy_S: Array,
+    controls: Controls,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Array:
     """The smallest logit that each row keeps, -inf where it keeps all."""
-    vocab = z_SV.shape[1]
+    vocab = vocabulary.tokens(z_SV)
     min_p_S = jnp.where(greedy_S, jnp.float32(0), controls.min_p_S)
     top_p_S = jnp.where(greedy_S, jnp.float32(1), controls.top_p_S)
     top_k_S = jnp.where(greedy_S | (controls.top_k_S >= vocab), 0, controls.top_k_S)
@@ -247,13 +298,14 @@ def _thresholds(
     size = min(CANDIDATES, vocab)
 
     def search() -> Array:
-        top_SC, _ = top_values(z_SV, size)
+        top_SC, _ = top_values(z_SV, size, vocabulary)
         k_settled_S = top_k_S <= size
         kth_S = pick(top_SC, jnp.clip(top_k_S, 1, size) - 1)
         at_least_S = jnp.maximum(floor_S, jnp.where((top_k_S > 0) & k_settled_S, kth_S, NEG_INF))
 
         def nucleus() -> tuple[Array, Array]:
-            mass_S = top_p_S * total(tile_sums(weights(z_SV, max_S, temp_S, at_least_S)))
+            p_SV = weights(z_SV, max_S, temp_S, at_least_S)
+            mass_S = top_p_S * total(tile_sums(p_SV, vocabulary))
             reached_SC = (
                 jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
             )
@@ -270,12 +322,11 @@ def _thresholds(
         settled_S = k_settled_S & (inside_S | ~p_on_S)
         found_S = jnp.where(p_on_S, jnp.maximum(at_least_S, pth_S), at_least_S)
         rest_S = jnp.where(k_settled_S, 0, top_k_S)
+        rows = (max_S, temp_S, at_least_S, rest_S, top_p_S, settled_S, found_S)
         return lax.cond(
             jnp.all(settled_S),
             lambda: found_S,
-            lambda: _search_rows(
-                z_SV, max_S, temp_S, at_least_S, rest_S, top_p_S, settled_S, found_S
-            ),
+            lambda: _search_rows(z_SV, *rows, vocabulary),
         )
 
     return lax.cond(jnp.any((top_k_S > 0) | (top_p_S < 1)), search, lambda: floor_S)
@@ -290,6 +341,7 @@ def _search_rows(
     top_p_S: Array,
     settled_S: Array,
     found_S: Array,
+    vocabulary: Vocabulary,
 ) -> Array:
     """Exact thresholds of the rows that the candidates did not settle, a few rows at a time;
     `found_S` elsewhere.
@@ -316,9 +368,8 @@ def _search_rows(
                 # The mean, rounded up, without overflow.
                 middle_G = (low_G | high_G) - ((low_G ^ high_G) >> 1)
                 reached_GV = z_GV >= _from_ordered(middle_G)[:, None]
-                enough_G = (
-                    jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1) >= target_G
-                )
+                reached_G = jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1)
+                enough_G = vocabulary.sum(reached_G) >= target_G
                 return jnp.where(enough_G, middle_G, low_G), jnp.where(
                     enough_G, high_G, middle_G - 1
                 )
@@ -336,7 +387,7 @@ def _search_rows(
 
         def nucleus() -> Array:
             p_GV = weights(z_GV, max_G, temp_G, floor_G)
-            return largest(p_GV, top_p_G * jnp.sum(p_GV, axis=1), floor_G)
+            return largest(p_GV, top_p_G * vocabulary.sum(jnp.sum(p_GV, axis=1)), floor_G)
 
         pth_G = lax.cond(jnp.any(top_p_G < 1), nucleus, lambda: floor_G)
         floor_G = jnp.where(top_p_G < 1, pth_G, floor_G)

@@ -21,25 +21,30 @@ from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind
 from jpaged.models.layers.linear import Products, Serving
+from jpaged.models.params import MeshAxis
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, copy_blocks
 from jpaged.runtime.paged_kv import PagedKV, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
+from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
-    """What all steps of an engine are made for. products: who multiplies beside XLA.
+    """What all steps of an engine are made for. model: as it is served (models/served.py).
+    products: who multiplies beside XLA.
 
-    tensor_axis: the mesh axis of axis_size devices that hold shares of the heads, or None.
+    tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
+    None. vocabulary: how that lies.
     """
 
     model: ModelConfig
     config: EngineConfig
     pools: tuple[PoolSpec, ...]
     products: Products | None = None
-    tensor_axis: str | None = None
+    tensor_axis: MeshAxis | None = None
     axis_size: int = 1
+    vocabulary: Vocabulary = WHOLE
 
 
 def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
@@ -91,6 +96,10 @@ class _Step:
             axis_size=self.to.axis_size,
         )
         return bind(self.to.model, params, serving)
+
+    def logits(self, decoder: Decoder, x: Array) -> Array:
+        """Of final hidden states: those that this device has of each row."""
+        return self.to.vocabulary.masked(decoder.logits(x))
 
     def view(
         self, kv: tuple[Array, ...], tables_GSM: Array, context_lens_S: Array, start_loc_S1: Array
@@ -152,7 +161,8 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     def sample(params: Any, hidden_RE: Array, rows: RowState, packed: Array):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
-        logits_SV = step.bind(params, _last_row(context_lens_S)).logits(hidden_RE[:num_rows])
+        decoder = step.bind(params, _last_row(context_lens_S))
+        logits_SV = step.logits(decoder, hidden_RE[:num_rows])
         drawn = _draw(step, logits_SV, fields, context_lens_S, rows, fields["open_after"])
         draws_S = jnp.ones(num_rows, bool)
         if "follows" in fields:  # a row that stopped meanwhile draws no more
@@ -184,7 +194,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
             assert isinstance(written, PagedKV)
             open_after_S = fields["open_after"] - i
-            logits_SV = decoder.logits(x_SE)
+            logits_SV = step.logits(decoder, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
             kept_S = jnp.where(runs_S, at_S, _none(step))
             rows = _keep(step, state.rows, kept_S, drawn, context_lens_S)
@@ -266,7 +276,8 @@ def _draw(
         )
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
-        sampled = sample(logits_SV, controls, full, max_logprobs=most)
+        how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
+        sampled = sample(logits_SV, controls, full, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
 
@@ -277,7 +288,8 @@ def _keep(
     """The rows after their draws; at_S past the end: nothing changes."""
     counts_RV = rows.counts_RV
     if counts_RV is not None:
-        counts_RV = counts_RV.at[at_S, drawn.token_S].add(jnp.int32(2), mode="drop")
+        column_S = step.to.vocabulary.columns(drawn.token_S, counts_RV)
+        counts_RV = counts_RV.at[at_S, column_S].add(jnp.int32(2), mode="drop")
     return RowState(
         last_token_R=rows.last_token_R.at[at_S].set(drawn.last_S, mode="drop"),
         context_len_R=rows.context_len_R.at[at_S].set(context_lens_S + 1, mode="drop"),
@@ -320,12 +332,13 @@ def _score_prompt(
 ) -> dict[str, Array]:
     temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
     scored = token_logprobs(
-        step.bind(params, None).logits,
+        functools.partial(step.logits, step.bind(params, None)),
         x_TE,
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),
         jnp.take(mode_S, row_T, mode="clip"),
         max_logprobs=step.to.config.max_logprobs,
+        vocabulary=step.to.vocabulary,
     )
     return {
         "prompt_logprobs": scored.logprob_T,

@@ -4,6 +4,7 @@ version.
 
 import itertools
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,8 +19,19 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import to_tree
-from jpaged.models.params import TENSOR_AXES, Params, check_leaf, param_shapes, param_specs
-from jpaged.runtime.mesh import Placement
+from jpaged.models.params import (
+    TENSOR_AXES,
+    MeshAxis,
+    Params,
+    check_leaf,
+    nest,
+    param_shapes,
+    param_specs,
+    param_table,
+)
+from jpaged.models.served import Change, served_config
+from jpaged.runtime.mesh import Placement, serving_mesh
+from jpaged.runtime.reshard import Reshard, is_served
 
 log = logging.getLogger("jpaged")
 UNMULTIPLIED = ("bias']", "scale']")  # ends of names of what is no linear weight, whatever its axes
@@ -59,34 +71,55 @@ def as_params(params: Any, config: Any = None) -> Params:
 
 
 def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
-    """Where to serve: `mesh`, else the mesh of the params' own NamedShardings, else the params'
-    device.
+    """Where to serve: `mesh`, else tensor_parallel_size devices (of the params' own mesh, if they
+    have one), else that mesh, else the params' device.
     """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    size = config.tensor_parallel_size
     if mesh is None:
-        own = (
-            x.sharding.mesh
-            for x in leaves
-            if isinstance(x.sharding, NamedSharding) and x.sharding.num_devices > 1
-        )
-        mesh = next((m for m in own if isinstance(m, Mesh)), None)
+        theirs = _own_mesh(leaves)
+        devices = () if theirs is None else theirs.devices.flat
+        mesh = theirs if size is None else serving_mesh(size, None, list(devices))
     if jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes: only one is supported yet")
     if mesh is None or mesh.size == 1:
         own = leaves[0].devices() if leaves else jax.devices()
-        return Placement(
-            mesh=None, axis=None, device=next(iter(own if mesh is None else mesh.devices.flat))
-        )
+        device = next(iter(own if mesh is None else mesh.devices.flat))
+        where = Placement(mesh=None, axis=None, device=device)
+        _check_size(size, where)
+        return where
     axis = config.tensor_axis
     if axis == "auto":
         axis = _kv_axis(params, mesh) or next(
             (name for name in TENSOR_AXES if name in mesh.axis_names), None
         )
-    elif axis is not None and axis not in mesh.axis_names:
-        raise ConfigError(f"tensor_axis={axis!r} is not an axis of the mesh {mesh.axis_names}")
-    # Raises where KV heads do not divide.
-    param_specs(params.config, axis, 1 if axis is None else mesh.shape[axis])
-    return Placement(mesh=mesh, axis=axis, device=mesh.devices.flat[0])
+    named = (axis,) if isinstance(axis, str) else axis or ()
+    if unknown := [name for name in named if name not in mesh.axis_names]:
+        raise ConfigError(
+            f"tensor_axis={axis!r}: {unknown[0]!r} is not an axis of the mesh {mesh.axis_names}"
+        )
+    where = Placement(mesh=mesh, axis=axis or None, device=mesh.devices.flat[0])
+    _check_size(size, where)
+    try:
+        served_config(params.config, where.axis_size)
+    except ConfigError as e:
+        raise ConfigError(f"mesh axis {axis!r}: {e}") from e
+    return where
+
+
+def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
+    """The first mesh of several devices that a leaf lies on."""
+    shardings = (x.sharding for x in leaves if x.sharding.num_devices > 1)
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def _check_size(size: int | None, where: Placement) -> None:
+    if size not in (None, where.axis_size):
+        raise ConfigError(
+            f"tensor_parallel_size={size}: {where.axis_size} devices of the mesh share the model "
+            f"(axis {where.axis!r}); pass one of the two"
+        )
 
 
 def is_deleted(leaf: Any) -> bool:
@@ -106,6 +139,9 @@ class ServingWeights:
         self.where = where
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
+        # Bytes of leaves that were cast, padded or moved, and the seconds until they were there.
+        self.moved_bytes, self.moved_seconds = 0, 0.0
+        self._reshard = Reshard()
         # Of every leaf as served: the steps are compiled for them.
         self._dtypes: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
@@ -140,6 +176,14 @@ class ServingWeights:
         ]
         return dict(jax.tree.unflatten(jax.tree.structure(params), served))
 
+    def report(self) -> dict[str, Any]:
+        """The version, and what its copies and those before it cost."""
+        return {
+            "weight_version": self.version,
+            "weight_bytes_moved": self.moved_bytes,
+            "weight_move_s": self.moved_seconds,
+        }
+
     def release(self) -> None:
         """Free the derived copies; the next update makes them again."""
         self._derived = []
@@ -163,24 +207,26 @@ class ServingWeights:
         self._dtypes = dtypes
 
     def _prepare(self, params: Params, leaves: list[Any]) -> list[jax.Array | None]:
-        """Cast and place what needs it; whatever already fits is served as it is."""
-        specs = param_specs(params.config, self.where.axis, self.where.axis_size)
-        targets = [self.where.sharding(spec) for spec in jax.tree.leaves(specs)]
-        derived: list[jax.Array | None] = []
-        moved = 0
-        for leaf, target in zip(leaves, targets, strict=True):
-            out = (
-                leaf if self.dtype is None or leaf.dtype == self.dtype else leaf.astype(self.dtype)
-            )
-            if not isinstance(out, jax.Array) or not out.sharding.is_equivalent_to(
-                target, out.ndim
-            ):
-                if isinstance(out, jax.Array) and not out.sharding.is_fully_replicated:
-                    moved += out.nbytes
-                out = jax.device_put(out, target)
-            derived.append(None if out is leaf else out)
-        if moved:
-            log.info("gathered %.1f MB of sharded weights for serving", moved / 1e6)
+        """Cast, pad and place what needs it; whatever already fits is served as it is."""
+        model = params.config
+        served = served_config(model, self.where.axis_size)
+        table = nest(param_table(model))
+        splits = jax.tree.leaves(param_specs(served, self.where.axis, self.where.axis_size))
+        jobs: list[tuple[Any, Change, Any] | None] = []
+        for leaf, spec, split in zip(leaves, jax.tree.leaves(table), splits, strict=True):
+            change = Change.of(spec, model, served, self.dtype or leaf.dtype)
+            job = (leaf, change, self.where.sharding(split))
+            jobs.append(None if is_served(*job) else job)
+        moving = [job[0] for job in jobs if job is not None]
+        jax.block_until_ready(moving)  # what a trainer still computes is not time of ours
+        began = time.perf_counter()
+        derived = [None if job is None else self._reshard(*job) for job in jobs]
+        if moving:
+            jax.block_until_ready(derived)
+            seconds, moved = time.perf_counter() - began, sum(leaf.nbytes for leaf in moving)
+            self.moved_seconds += seconds
+            self.moved_bytes += moved
+            log.info("made %.1f MB of weights ready to serve in %.2f s", moved / 1e6, seconds)
         return derived
 
 
@@ -188,8 +234,8 @@ def _names(dtypes: Iterable[Any]) -> str:
     return " and ".join(sorted({str(dtype) for dtype in dtypes}))
 
 
-def _kv_axis(params: Params, mesh: Mesh) -> str | None:
-    """The mesh axis that the KV heads of the first layer are split over."""
+def _kv_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
+    """The mesh axis, or axes, that the KV heads of the first layer are split over."""
     sharding = getattr(params["layers"]["0"]["attention"]["qkv"], "sharding", None)
     spec = (
         sharding.spec
@@ -197,13 +243,7 @@ def _kv_axis(params: Params, mesh: Mesh) -> str | None:
         else ()
     )
     axes = spec[0] if spec else None
-    if not isinstance(axes, tuple):
-        return axes
-    if len(axes) > 1:
-        raise ConfigError(
-            f"KV heads are split over the axes {axes}: only one tensor axis is supported"
-        )
-    return axes[0] if axes else None
+    return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
 
 
 def _check(tree: Any, shapes: Any, path: str) -> None:

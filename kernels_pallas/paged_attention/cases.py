@@ -198,6 +198,7 @@ GPU = (
     Case(
         name="decode_d64_p256_g7_f16", contexts=(255, 257), H=7, K=1, P=256, D=64, dtype="float16"
     ),
+    Case(name="decode_g3_k2", contexts=(20, 0, 9), H=6, P=8, D=64, dtype=_BF16, extra_blocks=0),
     Case(
         name="prefill_d64_p16_g2",
         contexts=(1, 15, 0, 17, 64, 150),
@@ -237,6 +238,7 @@ GPU = (
         D=128,
         dtype=_BF16,
         sliding_window=9,
+        extra_blocks=0,
     ),
     Case(
         name="prefill_d64_p256_g7_window_f16",
@@ -250,6 +252,16 @@ GPU = (
         sliding_window=100,
     ),
     Case(
+        name="prefill_g4_k2",
+        contexts=(20, 5),
+        queries=(3, 5),
+        H=8,
+        P=8,
+        D=64,
+        dtype=_BF16,
+        extra_blocks=0,
+    ),
+    Case(
         name="prefill_few_tokens",
         contexts=(70, 2),
         queries=(3, 2),
@@ -258,53 +270,4 @@ GPU = (
         dtype=_BF16,
         extra_tokens=1,
     ),
-)
-
-_ROWS = Case(name="", contexts=(), dtype=_BF16, num_layers=1, layer=0)
-
-
-def _timed(
-    rows: int,
-    context: int,
-    queries: int | None = None,
-    G: int = 2,
-    K: int = 8,
-    D: int = 128,
-    P: int = 64,
-) -> Case:
-    """Rows alike, in bfloat16; by default with the heads of Qwen3-0.6B."""
-    kind = "decode" if queries is None else "fresh" if queries == context else "cached"
-    name, query_lens = (
-        f"{kind} {rows}x{context} G{G} D{D} P{P}",
-        None if queries is None else (queries,) * rows,
-    )
-    sizes = {"H": G * K, "K": K, "D": D, "P": P}
-    return dataclasses.replace(
-        _ROWS, name=name, contexts=(context,) * rows, queries=query_lens, **sizes
-    )
-
-
-_LENGTHS = (512, 2048, 8192, 32768)
-_OTHERS: tuple[dict[str, int], ...] = (
-    {"G": 1},
-    {"G": 4},
-    {"G": 8},
-    {"D": 64},
-    {"P": 16},
-    {"P": 128},
-)
-
-# What is timed on a GPU: decode, then prefill of 8192 or more tokens of context, fresh and with a
-# cached prefix.
-BENCH = (
-    *(_timed(rows, n) for rows in (1, 8, 32, 128, 256) for n in _LENGTHS),
-    *(_timed(128, 2048, **other) for other in _OTHERS),
-    *(_timed(max(1, 8192 // n), n, n) for n in _LENGTHS),
-    *(_timed(max(1, 8192 // n), n, n // 4) for n in _LENGTHS),
-    *(_timed(1, 8192, 8192, **other) for other in _OTHERS),
-)
-BENCH_DRY = (
-    _timed(2, 40, K=1, D=64, P=16),
-    _timed(1, 48, 48, K=1, D=64, P=16),
-    _timed(1, 48, 32, K=1, D=64, P=16),
 )

@@ -1,14 +1,17 @@
-"""The definition of paged attention in numpy, one query at a time: what every implementation is
-held to.
+"""The definition of paged attention in numpy, one row at a time: what every implementation is held
+to.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, G = H/K, D head dim; C visible tokens of context.
+heads, K KV heads, G = H/K, D head dim; Q queries of a row, C tokens of context that any of them
+sees, N = Q*G.
 """
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from kernels_pallas.paged_attention.interface import Options
+
+QUERIES = 256  # that are computed at once, to bound what their scores take
 
 
 def prefill(
@@ -46,22 +49,31 @@ def prefill(
     H = q.shape[1]
     first_block = layer * (kv_pool.shape[0] // options.num_layers)
     out = np.zeros(q.shape, dtype)
-    for row in range(len(contexts)):
-        for token in range(starts[row], starts[row + 1]):
-            position = contexts[row] - starts[row + 1] + token
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            seen_C = np.arange(first, position + 1)
+    for row, context in enumerate(contexts):
+        last = starts[row + 1]
+        for token in range(starts[row], last, QUERIES):
+            q_QHD = q[token : min(token + QUERIES, last)].astype(dtype)
+            position_Q = context - last + token + np.arange(len(q_QHD))
+            first_Q = np.zeros_like(position_Q)
+            if sliding_window is not None:
+                first_Q = np.maximum(0, position_Q - sliding_window + 1)
+            seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
             kv = kv_pool[first_block + tables[row, seen_C // P], seen_C % P].astype(dtype)
-            for head in range(H):
-                k_CD, v_CD = kv[:, 2 * (head // (H // K))], kv[:, 2 * (head // (H // K)) + 1]
-                score_C = k_CD @ q[token, head].astype(dtype) * dtype.type(scale)
-                if soft_cap is not None:
-                    score_C = dtype.type(soft_cap) * np.tanh(score_C / dtype.type(soft_cap))
-                p_C = np.exp(score_C - score_C.max())
-                p_C /= p_C.sum()
-                if not exact:
-                    p_C = p_C.astype(kv_pool.dtype).astype(dtype)
-                out[token, head] = p_C @ v_CD
+            k_KCD, v_KCD = (kv[:, which::2].swapaxes(0, 1) for which in (0, 1))
+            q_KND = q_QHD.reshape(-1, K, H // K, q.shape[2]).swapaxes(0, 1)
+            q_KND = q_KND.reshape(K, -1, q.shape[2])
+            score_KNC = q_KND @ k_KCD.swapaxes(1, 2) * dtype.type(scale)
+            if soft_cap is not None:
+                score_KNC = dtype.type(soft_cap) * np.tanh(score_KNC / dtype.type(soft_cap))
+            sees_QC = (seen_C <= position_Q[:, None]) & (seen_C >= first_Q[:, None])
+            sees_NC = np.repeat(sees_QC, H // K, axis=0)
+            score_KNC = np.where(sees_NC, score_KNC, dtype.type(-np.inf))
+            p_KNC = np.exp(score_KNC - score_KNC.max(axis=2, keepdims=True))
+            p_KNC /= p_KNC.sum(axis=2, keepdims=True)
+            if not exact:
+                p_KNC = p_KNC.astype(kv_pool.dtype).astype(dtype)
+            o_KQGD = (p_KNC @ v_KCD).reshape(K, len(q_QHD), H // K, -1)
+            out[token : token + len(q_QHD)] = o_KQGD.swapaxes(0, 1).reshape(q_QHD.shape)
     return out if exact else out.astype(q.dtype)
 
 

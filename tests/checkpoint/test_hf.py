@@ -191,9 +191,13 @@ def test_straight_onto_a_mesh(make: Make, small: dict[str, Any], shape: tuple[in
 
 
 def test_a_mesh_that_kv_heads_do_not_divide(make: Make, small: dict[str, Any]) -> None:
+    """Split by the embedding's axis, an eighth on each device all the same."""
     mesh = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ConfigError, match="num_kv_heads=4"):
-        load_params(make(small), mesh=mesh)
+    tensors = make_tensors(small, "bfloat16")
+    params = load_params(make(small, tensors=tensors), mesh=mesh)
+    assert_tensors(params, expected(small, tensors))
+    qkv = params["layers"]["0"]["attention"]["qkv"]
+    assert qkv.sharding == NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
 
 
 # What is refused. Nothing may be read, let alone allocated, before the refusal.

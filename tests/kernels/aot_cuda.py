@@ -2,26 +2,33 @@
 
 Lowering needs jax alone. Compiling needs the CUDA plugin's packages and a ptxas, not a device. As a
 program, with MOSAIC_GPU_DUMP_TO naming an empty folder, it compiles all of KERNELS and prints what
-each takes.
+each takes; then CONTROLS, kernels that are broken on purpose, so that what is read of the others is
+known to show it. Names in its command line: these alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.mosaic_gpu import prefill_kernel
 from scripts._common import H200, absent_devices, hopper
+from tests.kernels import ptx
 
 # name: head dim, block size, query heads, KV heads, options
 KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
@@ -42,6 +49,11 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d256_g4": (256, 64, 8, 2, {}),
     "prefill_d256_g4_window": (256, 64, 8, 2, {"sliding_window": 1000}),
     "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"sliding_window": 1000, "soft_cap": 50.0}),
+}
+# name: a kernel, what is replaced in which module, by what
+CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
+    "control_no_fences": ("prefill_d128_g2", plgpu, "commit_smem", lambda: None),
+    "control_too_many_registers": ("prefill_d128_g2", prefill_kernel, "COPYING", 32),
 }
 
 
@@ -71,9 +83,16 @@ def kernel(name: str) -> tuple[Any, ...]:
 class Resources:
     """What a compiled kernel takes: registers a thread, bytes of spills and of shared memory,
     seconds to compile.
+
+    pool: registers that a thread block is launched with. asked: that its warpgroups ask for.
+    fences: between proxies. unfenced: places that may read what lacks one (tests/kernels/ptx.py).
     """
 
     registers: int
+    pool: int
+    asked: int
+    fences: int
+    unfenced: int
     spills: int
     shared_memory: int
     seconds: float
@@ -102,16 +121,34 @@ def compile_kernel(function: Callable[..., Any], *args: Any, dump: Path) -> Reso
     seconds = time.perf_counter() - start
     (ptxas,) = (file.read_text() for file in dump.glob("*.ptxas"))
     (resources,) = (file.read_text() for file in dump.glob("*.resources.txt"))
+    (code,) = (file.read_text() for file in dump.glob("*.ptx"))
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", ptxas))
+    pool = registers * ptx.threads(code)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas)
     return Resources(
-        registers=max(int(n) for n in re.findall(r"Used (\d+) registers", ptxas)),
+        registers=registers,
+        pool=pool,
+        asked=ptx.asked_registers(code) or pool,
+        fences=ptx.fences(code),
+        unfenced=len(ptx.unfenced(code)),
         spills=sum(int(n) for n in spills),
         shared_memory=max(int(n) for n in re.findall(r"smem_scratch_bytes=(\d+)", resources)),
         seconds=round(seconds, 1),
     )
 
 
+def report(name: str) -> None:
+    """Print what one of KERNELS or CONTROLS takes, as JSON."""
+    broken, dump = CONTROLS.get(name), Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    how = contextlib.nullcontext() if broken is None else mock.patch.object(*broken[1:])
+    with how:
+        function, *args = kernel(name if broken is None else broken[0])
+        jax.clear_caches()
+        found = compile_kernel(function, *args, dump=dump)
+    print(json.dumps({"name": name} | dataclasses.asdict(found)), flush=True)
+
+
 if __name__ == "__main__":
-    for name in KERNELS:
-        resources = compile_kernel(*kernel(name), dump=Path(os.environ["MOSAIC_GPU_DUMP_TO"]))
-        print(json.dumps({"name": name} | dataclasses.asdict(resources)), flush=True)
+    # kernel_report names the chip too.
+    for name in [arg for arg in sys.argv[1:] if not arg.startswith("sm_")] or (*KERNELS, *CONTROLS):
+        report(name)

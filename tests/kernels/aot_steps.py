@@ -1,10 +1,13 @@
 """The whole steps of Qwen3-0.6B, as the engine would compile them, for a chip that is not there.
 
     python -m tests.kernels.aot_steps tpu v5e:2x2
+    python -m tests.kernels.aot_steps tpu v5e:2x4 8 4     # 8 chips share the model, 4 layers of it
+    python -m tests.kernels.aot_steps cuda sm_90a 8 4
 
-compiles prefill and decode and prints a JSON line for each: compile seconds, temporary bytes, and
-how many instructions would copy the pool. There must be none, but in the control, a decode step
-that does not donate its pool; else the exit status is 1.
+compiles prefill and decode and prints a JSON line for each: compile seconds, bytes of temporaries
+and weights on a chip, what passes between chips, and how many instructions would copy the pool.
+There must be none, but in the control, a decode step that does not donate its pool; and nothing may
+pass but sums and gathers; else the exit status is 1.
 """
 
 import dataclasses
@@ -19,9 +22,12 @@ import jax
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket
+from jpaged.models.served import served_config
+from jpaged.runtime.footprint import bytes_on_device, form_of
+from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.runner import Placement, Runner
-from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
-from tests.hlo import pool_copies
+from scripts._common import MODELS, absent_mesh, stay_on_cpu
+from tests.hlo import collectives, pool_copies
 
 BLOCKS = 300  # of the pool
 CONTROL = "control, not donated"
@@ -32,31 +38,39 @@ def not_donated(function: Any, *, donate_argnums: Any = (), **how: Any) -> Any:
     return JIT(function, **how)
 
 
-def main(platform: str, chip: str) -> int:
+def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
     stay_on_cpu()
-    model, good = MODELS["0.6b"], True
+    model, good = dataclasses.replace(MODELS["0.6b"], num_layers=int(layers)), True
     config = EngineConfig(max_model_len=4096, max_num_seqs=256, num_blocks=BLOCKS).resolve(model)
     M = config.max_blocks_per_seq
     prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
     decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
     loop = dataclasses.replace(decode, steps=8)
     cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
-    with absent_device(platform, chip) as device:
-        placement = Placement(mesh=None, axis=None, device=device)
-        params = abstract_params(model, "bfloat16", placement.replicated)
+    with absent_mesh(platform, chip, int(count)) as devices:
+        mesh = serving_mesh(int(count), None, devices)
+        axis = None if mesh is None else "tp"
+        placement = Placement(mesh=mesh, axis=axis, device=devices[0])
+        params = form_of(served_config(model, placement.axis_size), placement, "bfloat16")
         runner = Runner(model, config, placement, params)
         (pool,) = runner.pools
         for name, bucket in cases.items():
             began = time.perf_counter()
             with mock.patch.object(jax, "jit", not_donated if name == CONTROL else JIT):
                 compiled = runner.steps.lower(bucket).compile()
-            copies = len(pool_copies(compiled.as_text(), math.prod(pool.shape)))
+            text = compiled.as_text()
+            copies = len(pool_copies(text, math.prod(pool.shape) // placement.axis_size))
+            always, sometimes = collectives(text)
+            good &= set(always | sometimes) <= {"all-reduce", "all-gather"}
             good &= (copies > 0) == (name == CONTROL)
             found = {
                 "name": f"step {name} {bucket.tokens}x{bucket.rows}",
                 "kernel": pool.kernel.name,
                 "pool_copies": copies,
                 "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+                "weight_bytes": bytes_on_device(params),
+                "collectives": always,
+                "in_branches": sometimes,
                 "seconds": round(time.perf_counter() - began, 1),
             }
             print(json.dumps(found), flush=True)

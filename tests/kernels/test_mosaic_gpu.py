@@ -3,13 +3,15 @@ for CUDA, compiled for sm_90a.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,11 +29,13 @@ from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.cases import GPU, Case
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
+from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import split_count, work_item
 from scripts._common import cannot_compile
 from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check, prepared
 
 SECONDS = 120  # that a test may take: a deadlock in a kernel would otherwise never end
+COMPILING = 600  # seconds for all kernels, on a busy machine
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 SUPPORTED = Shapes(dtype=jnp.bfloat16, head_dim=128, block_size=64, num_heads=16, num_kv_heads=8)
@@ -63,7 +67,7 @@ INTERPRETED = SimpleNamespace(
 @pytest.fixture(autouse=True)
 def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends the process if a test takes too long, and leaves the interpreter as it was."""
-    with bounded(request, SECONDS):
+    with bounded(request, COMPILING if "compiled" in request.fixturenames else SECONDS):
         yield
         interpreter.reset_gpu_interpret_mode_state()
 
@@ -71,7 +75,7 @@ def _watched(request: pytest.FixtureRequest) -> Iterator[None]:
 class TestMosaicGpu(PagedAttentionSuite):
     implementation = INTERPRETED
     cases = GPU
-    plain_cases = (DECODE[3], PREFILL[5])
+    plain_cases = (DECODE[3], PREFILL[-1])
     plain_splits = 1  # how many there are otherwise follows from the table's width
 
 
@@ -82,6 +86,102 @@ class TestMosaicGpu(PagedAttentionSuite):
 def test_any_number_of_splits(splits: int) -> None:
     """With five, some have no tiles."""
     check(INTERPRETED, DECODE[0], splits=splits)
+
+
+# More tiles than the ring has stages, a short row between long ones, padding: (splits, thread
+# blocks) such that a block has one turn, two, many.
+LONG = Case(
+    name="long",
+    contexts=(600, 40, 0, 470, 64),
+    H=2,
+    K=1,
+    P=64,
+    D=64,
+    dtype="bfloat16",
+    num_layers=1,
+    layer=0,
+)
+
+
+@pytest.mark.parametrize("values", ["random", "coded"])
+@pytest.mark.parametrize(
+    ("splits", "thread_blocks"),
+    [
+        (1, 5),
+        (1, 3),
+        (2, 1),
+        pytest.param(2, 4, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_thread_blocks_take_turns(splits: int, thread_blocks: int, values: Any) -> None:
+    check(INTERPRETED, LONG, values, splits=splits, thread_blocks=thread_blocks)
+
+
+@pytest.mark.parametrize(("items", "blocks"), [(7, 3), (1, 1), (264, 132), (300, 132)])
+def test_thread_blocks_share_the_items(items: int, blocks: int) -> None:
+    """Each item is somebody's; at any time neighbours read neighbouring items, which are a row's
+    heads; and nobody has the first, which are the longest, of two turns.
+    """
+    turns = -(-items // blocks)
+    taken = [[work_item(turn, block, blocks) for block in range(blocks)] for turn in range(turns)]
+    assert sorted(x for turn in taken for x in turn) == list(range(turns * blocks))
+    for turn, of_turn in enumerate(taken):
+        assert all(abs(a - b) == 1 for a, b in itertools.pairwise(of_turn))
+        assert of_turn[0] == turn * blocks + (blocks - 1 if turn % 2 else 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "context", "slots", "expected"),
+    [
+        (8, 8, 8192, 132, 2),  # 128 thread blocks of 132, where 5 would be three waves
+        (1, 1, 32768, 132, 128),  # a card for one KV head
+        (1, 8, 32768, 132, 16),
+        (256, 8, 1024, 132, 1),
+        (20, 8, 8192, 132, 4),  # 640 of 660, where 160 are two waves of which one is almost idle
+        (8, 8, 8192, 264, 4),
+        (1, 8, 64, 132, 1),  # nothing to split
+    ],
+)
+def test_splits_fill_the_last_wave(
+    rows: int, kv_heads: int, context: int, slots: int, expected: int
+) -> None:
+    assert split_count(rows * kv_heads, -(-context // 64), slots) == expected
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_splits_are_of_what_is_seen(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the table's width, or of a window's tiles: it may begin within one."""
+    asked = []
+
+    def note(items: int, tiles: int, slots: int) -> int:
+        asked.append((items, tiles, slots))
+        return 1
+
+    monkeypatch.setattr(decode_kernel, "split_count", note)
+    i32, q = jnp.int32, jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((30, 64, 4, 64), jnp.bfloat16)
+    table, contexts = jax.ShapeDtypeStruct((3, 40), i32), jax.ShapeDtypeStruct((3,), i32)
+    options = Options(scale=0.1, sliding_window=window, interpret=False)
+    function = functools.partial(mosaic_gpu.decode.__wrapped__, options=options)  # pyright: ignore
+    aot_cuda.lower(function, q, pool, 0, table, contexts)
+    assert asked == [(6, 40 if window is None else 3, 264)]
+
+
+def test_prefill_has_the_heads_of_a_tile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid's last axis is the fastest."""
+    grids = []
+    launch = prefill_kernel.launch
+
+    def note(*args: Any, grid: dict[str, int], **how: Any) -> Any:
+        grids.append(grid)
+        return launch(*args, grid=grid, **how)
+
+    monkeypatch.setattr(prefill_kernel, "launch", note)
+    function, *args = aot_cuda.kernel("prefill_d64_g2")
+    unjitted = functools.partial(mosaic_gpu.prefill.__wrapped__, **function.keywords)  # pyright: ignore
+    aot_cuda.lower(unjitted, *args)
+    assert [[*grid] for grid in grids] == [["tile", "heads"]]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +343,7 @@ def test_a_stage_refilled_too_early_is_a_race(
 ) -> None:
     """The ring with the wait for a free stage after the copies into it."""
 
-    def stream(pool_ref, base, table_ref, context, head, first, count, kv_sm, full, empty):
+    def stream(pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty):
         (_, C, _), P = kv_sm.shape, pool_ref.shape[1]
 
         @pl.loop(0, count)
@@ -254,10 +354,6 @@ def test_a_stage_refilled_too_early_is_a_race(
                 ]
                 plgpu.copy_gmem_to_smem(src, kv_sm.at[0, pl.ds(j, P)], full.at[i])
 
-        @pl.loop(0, count)
-        def _(i):
-            plgpu.barrier_wait(empty.at[i])
-
     mutate("stream_tiles", stream)
     splits = {"splits": 1} if case.queries is None else {}
     how = {"interpret": INTERPRET}
@@ -267,6 +363,90 @@ def test_a_stage_refilled_too_early_is_a_race(
         assert "RACE DETECTED" in str(error)
     else:
         assert interpreter.get_races().races_found
+
+
+# What is replaced, in which file, by what; what has to notice.
+G4K2, G3K2 = (next(c for c in GPU if c.name == n) for n in ("prefill_g4_k2", "decode_g3_k2"))
+ENDS = next(case for case in GPU if case.name == "prefill_d128_p8_g1_window")
+SOURCES = {
+    "splits rounded down": (
+        *("decode_kernel", "share = pl.cdiv(tiles, jnp.int32(X))", "share = tiles // X"),
+        *(SMALL_DECODE, {"splits": 2}),
+    ),
+    "a turn left out": (
+        *("decode_kernel", "(last >= items)", "(last >= items - 1)"),
+        *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
+    ),
+    "a turn too many": (
+        *("decode_kernel", "(last >= items)", "(last > items)"),
+        *(LONG, {"splits": 1, "thread_blocks": 3}),
+    ),
+    "queries of another turn": (
+        *("decode_kernel", "scores(q_sm.at[place]", "scores(q_sm.at[0]"),
+        *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
+    ),
+    "results overwritten": (
+        *("decode_kernel", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass"),
+        *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
+    ),
+    "another KV head of decode": (
+        *("decode_kernel", "where = (pool_ref, base, table, context, head)"),
+        *("where = (pool_ref, base, table, context, 0)", G3K2, {}),
+    ),
+    "results of another head": (
+        *("decode_kernel", "pl.ds(head * G, G)", "pl.ds(head, G)", G3K2, {}),
+    ),
+    "another KV head of prefill": (
+        *("prefill_kernel", "lax.div(group * heads, jnp.int32(H // K))", "group", G4K2, {}),
+    ),
+    "the table read past its end by decode": (
+        *("pieces", "jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)"),
+        *("lax.div(slot + j, jnp.int32(P))", G3K2, {}),
+    ),
+    "the table read past its end by prefill": (
+        *("pieces", "jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)"),
+        *("lax.div(slot + j, jnp.int32(P))", G4K2, {}),
+    ),
+    "slots before a window": (
+        *("decode_kernel", "(slot >= low) & (slot < high)", "(slot < high)"),
+        *(DECODE[1], {}),
+    ),
+    "slots after a context": (
+        *("decode_kernel", "(slot >= low) & (slot < high)", "(slot >= low)"),
+        *(SMALL_DECODE, {}),
+    ),
+    "keys before a window": (
+        *("prefill_kernel", "seen &= key > query - window", "pass", ENDS, {}),
+    ),
+    "keys after a query": (
+        *("prefill_kernel", "seen = key <= query", "seen = key <= query + 1"),
+        *(SMALL_PREFILL, {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_mutation_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a wrong result, a race, or a read outside of an array."""
+    file, old, new, case, own = SOURCES[name]
+    mutants = {}
+    for at in ("pieces", "decode_kernel", "prefill_kernel"):  # those after it import it
+        source = Path(decode_kernel.__file__).with_name(f"{at}.py").read_text()
+        if at == file:
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        mutants[at] = ModuleType(at)
+        monkeypatch.setitem(sys.modules, f"{mosaic_gpu.__name__}.{at}", mutants[at])
+        exec(compile(source, f"{at}, {name}", "exec"), mutants[at].__dict__)
+    mutant = SimpleNamespace(
+        decode=_without_races(mutants["decode_kernel"].decode),
+        prefill=_without_races(mutants["prefill_kernel"].prefill),
+    )
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as failed:
+        for values in ("random", "coded"):
+            check(mutant, case, values, **own)
+    if not isinstance(failed.value, AssertionError):
+        assert "RACE" in str(failed.value) or "Out-of-bounds" in str(failed.value)
 
 
 # Without interpretation.
@@ -320,27 +500,59 @@ def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in aot_cuda.lower(*aot_cuda.kernel(name))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda")))
-def test_compiles_for_sm_90a_without_spills(tmp_path: Path) -> None:
-    """In a process of its own: the folder that the compiler reports to has to be known before jax
-    is imported.
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What aot_cuda prints, by kernel. In a process of its own: the folder that the compiler
+    reports to has to be known before jax is imported.
     """
+    folder = tmp_path_factory.mktemp("dump")
     environment = os.environ | {
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
+        "MOSAIC_GPU_DUMP_TO": str(folder),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is found there is not reported
     }
     command = [sys.executable, "-m", "tests.kernels.aot_cuda"]
     root = Path(__file__).parents[2]
     child = subprocess.run(
-        command, env=environment, cwd=root, capture_output=True, text=True, timeout=SECONDS
+        command, env=environment, cwd=root, capture_output=True, text=True, timeout=COMPILING
     )
     assert child.returncode == 0, child.stderr[-3000:]
     results = [json.loads(line) for line in child.stdout.splitlines()]
-    assert {r["name"] for r in results} == set(aot_cuda.KERNELS)
-    # A window and a soft cap together take more registers than there are: some 20 of a thread go to
-    # memory and back.
-    assert all(r["spills"] <= (256 if r["name"].endswith("window_cap") else 0) for r in results), (
-        results
-    )
+    return {result["name"]: result for result in results}
+
+
+needs_cuda = pytest.mark.skipif(
+    cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda"))
+)
+
+
+@pytest.mark.slow
+@needs_cuda
+class TestCompiledForHopper:
+    def test_all_are_there(self, compiled: dict[str, dict[str, Any]]) -> None:
+        assert compiled.keys() == {*aot_cuda.KERNELS, *aot_cuda.CONTROLS}
+
+    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    def test_spills(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
+        """A window and a soft cap together take more registers than there are: some 20 of a thread
+        go to memory and back.
+        """
+        assert compiled[name]["spills"] <= (256 if name.endswith("window_cap") else 0)
+
+    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    def test_no_warpgroup_waits_for_registers(
+        self, name: str, compiled: dict[str, dict[str, Any]]
+    ) -> None:
+        """They ask for no more than the thread block was launched with, and it can be launched."""
+        assert compiled[name]["asked"] <= compiled[name]["pool"] <= 65536
+
+    @pytest.mark.parametrize("name", aot_cuda.KERNELS)
+    def test_what_is_stored_is_fenced(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
+        """Before wgmma or TMA reads it, or another warpgroup is told of it."""
+        assert compiled[name]["unfenced"] == 0 and compiled[name]["fences"] >= 2
+
+    def test_controls(self, compiled: dict[str, dict[str, Any]]) -> None:
+        assert compiled["control_no_fences"]["unfenced"] > 0
+        greedy = compiled["control_too_many_registers"]
+        assert greedy["asked"] > greedy["pool"]

@@ -16,7 +16,6 @@ from jpaged.checkpoint import params_from
 from jpaged.checkpoint.hf import stored_names
 from jpaged.checkpoint.name_maps import TUNIX_QWEN3
 from jpaged.checkpoint.tensors import flat
-from jpaged.errors import ConfigError
 from jpaged.models import params as table
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, to_tree
@@ -73,7 +72,7 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
             if name is not None:
                 assert name == axis and size % 2 == 0
                 split.add(path[-1].key)  # pyright: ignore[reportAttributeAccessIssue]
-    expected = {"qkv", "out", "gate_up", "down"}
+    expected = {"qkv", "out", "gate_up", "down", "weight"}
     expected |= {"qkv_bias"} if config.qkv_bias else set()
     expected |= {"gate_up_bias"} if config.mlp_bias else set()
     expected |= {"scale"} if config.qk_norm_whole else set()
@@ -92,11 +91,14 @@ def test_a_share_holds_whole_kv_heads() -> None:
     assert all(index[1:] == (slice(None),) * 3 for index in parts.values())
 
 
-def test_kv_heads_that_do_not_divide() -> None:
-    with pytest.raises(
-        ConfigError, match=r"num_kv_heads=2 does not split over 4 devices of mesh axis 'tp'"
-    ):
-        param_specs(CONFIG, "tp", 4)
+def test_heads_and_vocabularies_that_do_not_divide_are_kept_by_the_embedding() -> None:
+    config = dataclasses.replace(CONFIG, vocab_size=97, qkv_bias=True)
+    specs = param_specs(config, ("x", "tp"), 4)
+    attention = specs["layers"]["0"]["attention"]
+    assert attention["qkv"] == PartitionSpec(None, None, None, ("x", "tp"))
+    assert attention["out"] == PartitionSpec(("x", "tp"))
+    assert attention["qkv_bias"] == PartitionSpec(None), "it has no such axis"
+    assert specs["embed"]["weight"] == PartitionSpec(None, ("x", "tp"))
 
 
 def test_an_ffn_that_does_not_divide_stays_whole() -> None:

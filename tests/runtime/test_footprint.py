@@ -18,6 +18,7 @@ import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.buckets import bucket_table
 from jpaged.models.params import param_shapes
+from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
@@ -108,6 +109,33 @@ def test_the_bound_of_larger_models(
     sizes = engine(model, **changes)
     found = measured(footprint.probe_runner(model, sizes, HERE, abstract(model, dtype)))
     assert 0 < found.temporaries < footprint.bound(model, sizes, dtype).temporaries
+
+
+def test_of_a_mesh_it_is_a_share_of_everything() -> None:
+    """Heads repeated, vocabulary padded: what each of four devices has, and the bound on it."""
+    model, four = config(num_heads=8, vocab_size=3000), {"tensor_parallel_size": 4}
+    plans = [
+        jpaged.plan_memory(model, engine(model, **changes), device=jax.devices(), compiled=compiled)
+        for changes, compiled in (({}, True), (four, True), (four, False))
+    ]
+    one, found, bounded = plans
+    served = served_config(model, 4)
+    assert (served.num_kv_heads, served.vocab_size) == (4, 3072)
+    assert found.block_bytes == one.block_bytes // 2, "one of its four heads, not of two"
+    assert found.needs.state == 4 * 8 * (2 + 3072 // 4)
+    # As they were loaded, in bfloat16, before their padding and repetition: each a fourth.
+    heads = 2 * 2 * (6 + 4) * 16 * model.hidden_size
+    assert (found.other, one.other) == (2 * (2 * 3000 * model.hidden_size + heads) // 4, 0)
+    assert one.weights / 4 < found.weights < one.weights / 3
+    assert (bounded.weights, bounded.num_blocks) == (found.weights, found.num_blocks)
+    where = Placement(
+        mesh=Mesh(np.array(jax.devices()[:4]), ("tp",)), axis="tp", device=HERE.device
+    )
+    form = footprint.form_of(served, where, "float32")
+    needs = footprint.measured(
+        footprint.probe_runner(model, engine(model), where, form), found.block_bytes
+    )
+    assert 0 < needs.temporaries < bounded.needs.temporaries == found.needs.temporaries
 
 
 def no_compile(probe: Any, block_bytes: int) -> Any:

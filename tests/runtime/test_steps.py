@@ -222,9 +222,9 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     bucket, seen = BUCKETS["sample full"], {}
 
-    def spy(logits: Any, controls: Any, full: Any, *, max_logprobs: int) -> Any:
+    def spy(logits: Any, controls: Any, full: Any, **how: Any) -> Any:
         seen.update(vars(controls) | vars(full))
-        return sample(logits, controls, full, max_logprobs=max_logprobs)
+        return sample(logits, controls, full, **how)
 
     sample = steps.sample
     monkeypatch.setattr(steps, "sample", spy)

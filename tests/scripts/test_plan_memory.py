@@ -1,6 +1,7 @@
 """scripts/plan_memory.py: the account of the machine at hand and of cards that are not here."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -8,10 +9,12 @@ import sys
 from pathlib import Path
 
 import _common as common
+import jax
 import plan_memory
 import pytest
 
 from jpaged.config import EngineConfig
+from jpaged.models.params import param_shapes
 from jpaged.runtime import memory
 from tests.tiny import CONFIG, config
 
@@ -121,6 +124,38 @@ def test_a_card_that_nothing_here_compiles_for(
         f"requests of 40,960 tokens: {account['pool'] // block_bytes // 640} in the pool"
     )
     assert waste.startswith(f"waste: {account['unused']:,} ")
+
+
+def test_eight_cards_that_share_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name; what does not fit one card fits each of eight, and says so where it does not."""
+    monkeypatch.setattr(common, "cannot_compile", lambda platform: "no plugin")
+    sizes = ["--max-model-len", "8192", "--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
+    eight = ["--random", "Qwen3-32B", *sizes, "--tensor-parallel-size", "8"]
+    assert plan_memory.main([*eight, "--card", "h100"]) == 0
+    first, account, (blocks, *_) = read(capsys.readouterr().out)
+    assert first.startswith("Qwen3-32B in bfloat16 on each of 8 of h100")
+    norms = 64 * (2 * 5120 + 2 * 128) + 5120
+    split = 64 * (10 * 8 * 128 * 5120 + 8192 * 5120 + 3 * 5120 * 25600) + 2 * 152576 * 5120
+    assert account["weights"] == 2 * (norms + split // 8)
+    assert account["other"] == 2 * 2 * 151936 * 5120 // 8, "embedding and head without padding"
+    assert f"of {2 * 64 * 64 * 128 * 2:,} bytes" in blocks, "one KV head of eight"
+    assert plan_memory.main(["--random", "Qwen3-32B", *sizes, "--card", "h100"]) == 1
+    err = capsys.readouterr().err
+    assert "no KV block" in err and "raise memory_utilization=0.9, tensor_parallel_size=None" in err
+    cards = plan_memory.CARDS
+    assert (cards["v5e"].slice(8), cards["h100"].slice(8)) == ("v5e:2x4", "sm_90a")
+    assert plan_memory.main(["--random", "tiny", "--card", "v5e", "--tensor-parallel-size", "12"])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Qwen2.5-3B", 3.09), ("Qwen3-32B", 32.76), ("Llama-3.3-70B", 70.55)]
+)
+def test_models_by_name_have_their_size(name: str, billions: float) -> None:
+    shapes = param_shapes(common.LARGE[name])
+    sizes = jax.tree.leaves(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    assert sum(map(math.prod, sizes)) == pytest.approx(billions * 1e9, rel=2e-3)
 
 
 def test_what_jax_takes_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

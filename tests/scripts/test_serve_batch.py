@@ -492,6 +492,15 @@ class TestEmbeddedModel:
         assert len(alone[2]["logprobs"]) == 5 and len(alone[2]["logprobs"][0]["top_logprobs"]) == 2
         assert len(alone[3]["prompt_logprobs"]) == alone[3]["usage"]["prompt_tokens"]
 
+    @pytest.mark.middle
+    def test_four_devices_answer_as_one(self, tmp_path):
+        """Two of them for each KV head; the weights read onto the mesh."""
+        sizes = {"max_tokens": 10, "logprobs": 2}
+        lines = [{"prompt": f"def f{i % 3}(", "temperature": i % 2, **sizes} for i in range(6)]
+        alone = self.answers(tmp_path, lines)
+        shared = self.answers(tmp_path, lines, "--tensor-parallel-size", "4")
+        assert [(x["line"], x["text"]) for x in shared] == [(x["line"], x["text"]) for x in alone]
+
     def test_shards_answer_as_the_whole_run(self, tmp_path):
         lines = [
             {"prompt": f"def f{i % 3}(", "max_tokens": 10, "temperature": i % 2} for i in range(9)

@@ -82,6 +82,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "strict": (["--strict"], True),
     "deterministic": (["--deterministic"], True),
     "mixed": (["--mixed"], True),
+    "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "tensor_axis": (["--tensor-axis", "none"], None),
     "compilation_cache_dir": (["--compilation-cache-dir", "none"], None),
 }

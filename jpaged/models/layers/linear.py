@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jpaged.models.params import MeshAxis
+
 
 class Products(Protocol):
     """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
@@ -33,14 +35,14 @@ class Serving:
     num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
     max_len: tokens that a sequence may have; None is as many as are at hand.
     products: who multiplies where it can; None is XLA alone, and can be differentiated.
-    tensor_axis: the mesh axis of axis_size devices that hold shares of the weights, inside
-    shard_map; None where each holds all.
+    tensor_axis: the mesh axis (or axes) of axis_size devices that hold shares of the weights,
+    inside shard_map; None where each holds all.
     """
 
     num_rows: Array | None = None
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
-    tensor_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
+    tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
 
 
@@ -57,7 +59,7 @@ class Linear:
     bias: Array | None
     serving: Serving
     num_outputs: int = dataclasses.field(metadata={"static": True})
-    sum_over: str | None = dataclasses.field(metadata={"static": True})
+    sum_over: MeshAxis | None = dataclasses.field(metadata={"static": True})
 
     def __call__(self, x: Array, dtype: DTypeLike | None = None) -> Array:
         """Accumulated in f32 and rounded once, at the end, to dtype (None is x's)."""

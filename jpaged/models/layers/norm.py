@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.params import MeshAxis
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class RMSNorm:
     eps: float = dataclasses.field(metadata={"static": True})
     has_offset: bool = dataclasses.field(default=False, metadata={"static": True})
     in_f32: bool = dataclasses.field(default=False, metadata={"static": True})
-    mean_over: str | None = dataclasses.field(default=None, metadata={"static": True})
+    mean_over: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(self, x: Array) -> Array:
         axes = tuple(range(x.ndim - self.scale.ndim, x.ndim))

@@ -1,6 +1,12 @@
 """Decode: the G query heads of a KV head are rows of one 64-row product.
 
-A context is split over several thread blocks so that few rows fill the card; the parts meet in a
+The work is a list of items, one a KV head of a part of a row's context, heads fastest, so that what
+lies side by side in memory is read at one time, and the longest rows first. As many thread blocks
+as the card holds go through the list, each its share: while one computes the end of an item, its
+copies are those of the next, so that short contexts too are read without a pause. (At D = 256
+shared memory has no room for that: there each item is a thread block.)
+
+A context is split over several items where rows are too few to fill the card; the parts meet in a
 combine outside. How many is static: it follows from the shapes.
 
 Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, H query heads, K KV heads, G
@@ -8,6 +14,7 @@ Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, H query h
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,22 +29,55 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     SMEM_BYTES,
     Q,
     add_values,
+    drain,
     fold,
     iota,
     launch,
+    multiprocessors,
     normalized,
     ring,
     scaled,
     scores,
     softmax_start,
+    store_flat,
     stream_tiles,
     tiled_smem,
     unsupported,
     zero_unseen,
 )
 
+MAX_SPLITS = 128
+START = 3  # KV tiles that could be read while an item starts and ends
 
-@functools.partial(jax.jit, static_argnames=("options", "splits"))
+
+def split_count(items: int, tiles: int, slots: int) -> int:
+    """X: parts of each of so many contexts of at most `tiles` KV tiles, for a card that holds
+    `slots` thread blocks at once: the number that takes least time, which is what leaves least of
+    the last wave idle without parts so short that they do nothing but start and end.
+    """
+
+    def duration(splits: int) -> int:
+        return -(-items * splits // slots) * (-(-tiles // splits) + START)
+
+    return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=duration)
+
+
+def work_item(turn, block, blocks: int):
+    """The item of a thread block's turn. Every other turn goes through the blocks backwards: items
+    fall in length, and no block shall have the longest of each turn. Works on ints and tracers.
+    """
+    odd = turn % 2
+    return turn * blocks + block + odd * (blocks - 1 - 2 * block)
+
+
+def resident(head_dim: int) -> int:
+    """Thread blocks that an SM holds: two where their registers fit, so that one computes while the
+    other waits.
+    """
+    return 2 if head_dim == 64 else 1
+
+
+@functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks", "fastest"))
 def decode(
     q_SHD: Array,
     pool: Array,
@@ -47,11 +87,14 @@ def decode(
     *,
     options: Options,
     splits: int | None = None,
+    thread_blocks: int | None = None,
+    fastest: Literal["heads", "rows"] = "heads",
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`.
 
-    splits: thread blocks a context, None chooses. Raises NotImplementedError with the reason that
-    `unsupported` gives.
+    splits: items that a KV head of a context is cut into, thread_blocks: that share the items; None
+    chooses. fastest: what neighbouring thread blocks have side by side. Raises NotImplementedError
+    with the reason that `unsupported` gives.
     """
     S, H, D = q_SHD.shape
     shapes, window = shapes_of(q_SHD, pool, block_table_SM, options), options.sliding_window
@@ -59,89 +102,137 @@ def decode(
     P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
     G, C, N = H // K, DECODE_C, pool.shape[0] // options.num_layers
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
-    X = splits or min(max(-(-264 // (S * K)), 1), 16, -(-block_table_SM.shape[1] * P // C))
+    slots = multiprocessors() * resident(D)
+    reach = block_table_SM.shape[1] * P
+    reach = reach if window is None else min(reach, window + C - 1)
+    X = splits or split_count(S * K, -(-reach // C), slots)
+    items = S * X * K
     out_dtype = dtype if X == 1 else jnp.dtype(jnp.float32)
-    # Two thread blocks share an SM where their registers fit (D = 64): one computes while the other
-    # starts or ends.
-    fixed = 4096 + Q * D * out_dtype.itemsize
-    stages = (SMEM_BYTES // (2 if D == 64 else 1) - fixed) // (C * 2 * D * dtype.itemsize)
+    blocks = min(thread_blocks or (items if D > 128 else slots), items)
+    turns = -(-items // blocks)
+    # Shared memory holds queries and, of a single item in their place, results. Of several items
+    # it holds the queries of two, so that the next one's are there in time, and results apart.
+    places, result = min(turns, 2), Q * D * out_dtype.itemsize
+    fixed = 4096 + result + (2 * Q * D * dtype.itemsize if turns > 1 else 0)
+    stages = (SMEM_BYTES // resident(D) - fixed) // (C * 2 * D * dtype.itemsize)
 
-    def kernel(
-        q_ref, pool_ref, table_ref, contexts_ref, layer_ref, o_ref, lse_ref, buffers, barriers
-    ):
-        kv_sm, (q_sm, o_sm), lse_sm = buffers
-        q_full, full, empty = barriers
-        head, split, row = (lax.axis_index(name) for name in ("head", "split", "row"))
-        context = contexts_ref[row]
-        begin = jnp.int32(0) if window is None else jnp.maximum(context - window, 0)
-        first = lax.div(begin, jnp.int32(C))
-        tiles = pl.cdiv(context, jnp.int32(C)) - first
-        share = pl.cdiv(tiles, jnp.int32(X))
-        first += split * share
-        count = jnp.clip(tiles - split * share, 0, share)
+    def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
+        (*out_refs, (kv_sm, (q_sm, o_sm), lse_sm), barriers) = refs
+        q_full, q_empty, full, empty = barriers
+        order_ref, contexts_ref = work_refs
+        block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
 
-        @pl.when(lax.axis_index("warpgroup") == 0)
+        last = work_item(jnp.int32(turns - 1), block, blocks)
+        my_turns = turns - (last >= items).astype(jnp.int32)
+
+        def span_of(turn):
+            """Row, split and head of a turn, the slots that it sees, its first KV tile and how many
+            there are.
+            """
+            item = work_item(turn, block, blocks)
+            part, head = lax.div(item, jnp.int32(K)), lax.rem(item, jnp.int32(K))
+            if fastest == "rows":
+                part, head = lax.rem(item, jnp.int32(S * X)), lax.div(item, jnp.int32(S * X))
+            row, split = order_ref[lax.div(part, jnp.int32(X))], lax.rem(part, jnp.int32(X))
+            context = contexts_ref[row]
+            begin = jnp.int32(0) if window is None else jnp.maximum(context - window, 0)
+            first = lax.div(begin, jnp.int32(C))
+            tiles = pl.cdiv(context, jnp.int32(C)) - first
+            share = pl.cdiv(tiles, jnp.int32(X))
+            count = jnp.clip(tiles - split * share, 0, share)
+            return row, split, head, begin, context, first + split * share, count
+
+        @pl.when(warpgroup == 0)
         def _():
-            plgpu.barrier_wait(q_full)
+            def item(turn, done):
+                """`done`: KV tiles of the turns before."""
+                row, split, head, begin, context, first, count = span_of(turn)
+                place = lax.rem(turn, jnp.int32(places))
+                plgpu.barrier_wait(q_full.at[place])
 
-            def body(i, carry):
-                acc, m, total = carry
-                stage = lax.rem(i, jnp.int32(stages))
-                # Slots of the tile that are seen.
-                low, high = begin - (first + i) * C, context - (first + i) * C
-                plgpu.barrier_wait(full.at[stage])
-                pl.when((low > 0) | (high < C))(lambda: zero_unseen(kv_sm.at[stage], low, high))
-                s = scaled(scores(q_sm, kv_sm.at[stage]), options)
-                slot = iota((Q, C), 1)
-                s = jnp.where((slot >= low) & (slot < high), s, NEG)
-                p, acc, m, total = fold(s, acc, m, total, dtype)
-                acc = add_values(acc, p, kv_sm.at[stage], interpret)
-                plgpu.barrier_arrive(empty.at[stage])
-                return acc, m, total
+                def body(i, carry):
+                    acc, m, total = carry
+                    stage = lax.rem(done + i, jnp.int32(stages))
+                    # Slots of the tile that are seen.
+                    low, high = begin - (first + i) * C, context - (first + i) * C
+                    plgpu.barrier_wait(full.at[stage])
+                    pl.when((low > 0) | (high < C))(lambda: zero_unseen(kv_sm.at[stage], low, high))
+                    s = scaled(scores(q_sm.at[place], kv_sm.at[stage]), options)
+                    slot = iota((Q, C), 1)
+                    s = jnp.where((slot >= low) & (slot < high), s, NEG)
+                    p, acc, m, total = fold(s, acc, m, total, dtype)
+                    acc = add_values(acc, p, kv_sm.at[stage], interpret)
+                    plgpu.barrier_arrive(empty.at[stage])
+                    return acc, m, total
 
-            acc, m, total = lax.fori_loop(0, count, body, softmax_start(D))
-            o_sm[...] = normalized(acc, total).astype(out_dtype)
-            # A sum is at least 1, its maximum's weight, or 0.
-            lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_sm.at[pl.ds(0, rows)], o_ref.at[row, split, head])
-            plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref.at[row, split, head])
+                acc, m, total = lax.fori_loop(0, count, body, softmax_start(D))
+                if turns > 1:
+                    plgpu.barrier_arrive(q_empty.at[place])
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results
+                store_flat(o_sm, normalized(acc, total).astype(out_dtype))
+                if X > 1:
+                    # A sum is at least 1, its maximum's weight, or 0.
+                    lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
+                plgpu.commit_smem()
+                heads = pl.ds(head * G, G)
+                o_ref = out_refs[0].at[row, split, heads]
+                plgpu.copy_smem_to_gmem(o_sm.at[pl.ds(0, G)], o_ref)
+                if X > 1:
+                    lse_ref = out_refs[1].at[row, split, head]
+                    plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref)
+                return done + count
+
+            lax.fori_loop(0, my_turns, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(lax.axis_index("warpgroup") == 1)
+        @pl.when(warpgroup == 1)
         def _():
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_sm.at[pl.ds(0, rows)], q_full)
-            stream_tiles(
-                pool_ref,
-                layer_ref[0] * N,
-                table_ref.at[row],
-                context,
-                head,
-                first,
-                count,
-                kv_sm,
-                full,
-                empty,
-            )
+            def item(turn, done):
+                row, _, head, _, context, first, count = span_of(turn)
+                place = lax.rem(turn, jnp.int32(places))
+                if turns > 1:
+                    pl.when(turn >= 2)(lambda: plgpu.barrier_wait(q_empty.at[place]))
+                queries = q_ref.at[row, head]
+                plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
+                base, table = layer_ref[0] * N, table_ref.at[row]
+                where = (pool_ref, base, table, context, head)
+                stream_tiles(*where, first, count, done, kv_sm, full, empty)
+                return done + count
 
-    outputs = ((S, X, K, rows, D), out_dtype), ((S, X, K, rows), jnp.float32)
-    q_and_o = plgpu.RefUnion(tiled_smem((Q, D), dtype), tiled_smem((Q, D), out_dtype))
+            done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
+            drain(done, stages, empty)
+            if turns > 1:
+                drain(my_turns, 2, q_empty)
+
+    outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
+    q_and_o = tiled_smem((places, Q, D), dtype), plgpu.SMEM((Q, D), out_dtype)
     q = jnp.pad(q_SHD.astype(dtype).reshape(S, K, G, D), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
-    o, lse = launch(
+    order_S = jnp.argsort(context_lens_S, descending=True).astype(jnp.int32)
+    o, *lse = launch(
         kernel,
         q,
         pool,
         block_table_SM,
-        context_lens_S,
+        (order_S, context_lens_S),
         layer,
         interpret=interpret,
         warpgroups=2,
-        grid={"head": K, "split": X, "row": S},
-        out_type=[jax.ShapeDtypeStruct(*output) for output in outputs],
+        grid={"block": blocks},
+        out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 1 if X == 1 else 2]],
         scratch_types=(
-            (tiled_smem((stages, C, 2 * D), dtype), q_and_o, plgpu.SMEM((Q,), jnp.float32)),
-            (plgpu.Barrier(), *ring(stages, C // P, 1)),
+            (
+                tiled_smem((stages, C, 2 * D), dtype),
+                plgpu.RefUnion(*q_and_o) if turns == 1 else q_and_o,
+                plgpu.SMEM((Q,), jnp.float32),
+            ),
+            (
+                plgpu.Barrier(num_barriers=places),
+                plgpu.Barrier(num_barriers=places),
+                *ring(stages, C // P, 1),
+            ),
         ),
     )
-    o = o[:, 0] if X == 1 else combine(o, lse)
-    return o[:, :, :G].reshape(S, H, D).astype(q_SHD.dtype)
+    if X == 1:
+        return o[:, 0].astype(q_SHD.dtype)
+    o = combine(o.reshape(S, X, K, G, D), lse[0][..., :G])
+    return o.reshape(S, H, D).astype(q_SHD.dtype)

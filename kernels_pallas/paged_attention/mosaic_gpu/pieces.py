@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -24,6 +25,14 @@ SMEM_BYTES = 227 << 10  # that a thread block may have
 LOG2E = math.log2(math.e)
 
 WGMMA = plgpu.Layout.WGMMA
+
+
+def multiprocessors() -> int:
+    """Of the card that a kernel is traced for; an H200's where there is none to ask."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.num_cores:
+        return described.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
@@ -50,7 +59,7 @@ def launch(
     q: Array,
     pool: Array,
     block_table_SM: Array,
-    work: Array,
+    work: Any,
     layer: Array | int,
     *,
     interpret: bool | plgpu.InterpretGPUParams,
@@ -58,8 +67,8 @@ def launch(
     warpgroups: int,
     **types: Any,
 ) -> Any:
-    """Runs a kernel over q, the pool as [L*N, P, K, 2D], the table, what each row or tile has to
-    do, and the layer.
+    """Runs a kernel over q, the pool as [L*N, P, K, 2D], the table, what each row or tile has to do
+    (an array or several), and the layer. The last axis of the grid is the fastest.
     """
     if interpret:
         types["interpret"] = plgpu.InterpretGPUParams() if interpret is True else interpret
@@ -93,27 +102,27 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 
 
 def stream_tiles(
-    pool_ref, base, table_ref, context, head, first, count, kv_sm, full, empty
+    pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty
 ) -> None:
     """Copies KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon
     as a stage is free.
 
-    base: of the layer's pool rows. Past the context's end comes its last block again: the table may
-    end there.
+    base: of the layer's pool rows. done: tiles that went through the ring before. Past the
+    context's end comes its last block again: the table may end there.
     """
     (stages, C, _), P = kv_sm.shape, pool_ref.shape[1]
     last = lax.div(context - 1, jnp.int32(P))
 
     @pl.loop(0, count)
     def _(i):
-        slot, stage = (first + i) * C, lax.rem(i, jnp.int32(stages))
+        slot, stage = (first + i) * C, lax.rem(done + i, jnp.int32(stages))
         blocks = (
             base + table_ref[jnp.minimum(lax.div(slot + j, jnp.int32(P)), last)]
             for j in range(0, C, P)
         )
         if P > 8:  # read before the wait, if registers can hold them
             blocks = [*blocks]
-        pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         for j, block in enumerate(blocks):
             # A whole block or, where that is larger, the tile's part of it.
             src = pool_ref.at[block, :, head]
@@ -123,10 +132,15 @@ def stream_tiles(
                 ]
             plgpu.copy_gmem_to_smem(src, kv_sm.at[stage, pl.ds(j * P, min(C, P))], full.at[stage])
 
-    # Every arrival has to be seen: the interpreter insists.
-    @pl.loop(jnp.maximum(count - stages, 0), count)
+
+def drain(used, places: int, empty) -> None:
+    """Waits until the last of `used` turns at so many places are done with: the interpreter insists
+    that every arrival is seen.
+    """
+
+    @pl.loop(jnp.maximum(used - places, 0), used)
     def _(i):
-        plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(stages))])
+        plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(places))])
 
 
 def softmax_start(D: int) -> tuple[Array, Array, Array]:
@@ -208,3 +222,13 @@ def zero_unseen(kv_sm, low, high) -> None:
         v = plgpu.load(v_sm, layout=WGMMA)
         v_sm[...] = jnp.where((slot >= low) & (slot < high), v, jnp.zeros_like(v))
     plgpu.commit_smem()
+
+
+def store_flat(ref, x: Array) -> None:
+    """Stores to shared memory without tiles, of which TMA can copy any number of rows; bank
+    conflicts are accepted.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x

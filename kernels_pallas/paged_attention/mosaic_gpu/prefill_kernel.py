@@ -24,6 +24,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     WGMMA,
     Q,
     add_values,
+    drain,
     fold,
     iota,
     launch,
@@ -32,11 +33,16 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     scaled,
     scores,
     softmax_start,
+    store_flat,
     stream_tiles,
     tiled_smem,
     unsupported,
     zero_unseen,
 )
+
+# Registers of a thread of the two computing warpgroups and of the copying one. 384 threads start
+# with 168, and a thread block gets no more than it started with: 65,536 at 32 would wait for ever.
+COMPUTING, COPYING = 240, 24
 
 
 def prepare(
@@ -115,7 +121,7 @@ def prefill(
 
         @pl.when((queries > 0) & (warpgroup < 2))
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTING, action="increase")
             q_sm, o_sm = (ref.at[warpgroup] for ref in qo_sm)
             head = group * heads + (warpgroup if heads == 2 else 0)
             skip = jnp.int32(0) if heads == 2 else warpgroup * Q
@@ -179,7 +185,7 @@ def prefill(
             )
             pl.when(warpgroup == 0)(next_turn)
 
-            _store_flat(o_sm, normalized(acc, total).astype(dtype))
+            store_flat(o_sm, normalized(acc, total).astype(dtype))
             plgpu.commit_smem()
             # A copy's size is static: the bits of the number of queries say which sizes add up to
             # it.
@@ -199,7 +205,7 @@ def prefill(
 
         @pl.when((queries > 0) & (warpgroup == 2))
         def _():
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(COPYING, action="decrease")
             head, count = lax.div(group * heads, jnp.int32(H // K)), end - begin
             stream_tiles(
                 pool_ref,
@@ -209,10 +215,12 @@ def prefill(
                 head,
                 begin,
                 count,
+                jnp.int32(0),
                 kv_sm,
                 full,
                 empty,
             )
+            drain(count, stages, empty)
 
     padding = max(0, Q - T)
     q_and_o = plgpu.RefUnion(tiled_smem((2, Q, D), dtype), plgpu.SMEM((2, Q, D), dtype))
@@ -226,7 +234,7 @@ def prefill(
         layer,
         interpret=interpret,
         warpgroups=3,
-        grid={"heads": H // heads, "tile": tiles.shape[0]},
+        grid={"tile": tiles.shape[0], "heads": H // heads},
         out_type=jax.ShapeDtypeStruct((T + padding, H, D), dtype),
         scratch_types=(
             (tiled_smem((stages, C, 2 * D), dtype), q_and_o),
@@ -241,13 +249,3 @@ def _tile_heads(num_heads: int, num_kv_heads: int) -> int:
     one.
     """
     return 1 if num_heads // num_kv_heads % 2 else 2
-
-
-def _store_flat(ref, x: Array) -> None:
-    """Stores to shared memory without tiles, of which TMA can copy any number of rows; bank
-    conflicts are accepted.
-    """
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x

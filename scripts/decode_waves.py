@@ -1,0 +1,134 @@
+"""A model of the Mosaic decode kernel's thread blocks on a Hopper card: what splits and turns cost.
+
+    python scripts/decode_waves.py [--card H100]
+
+Memory is one flow that the streaming thread blocks share; none streams faster than it computes, and
+none streams while it starts or ends. `blocks`: a thread block for each item, as many splits as fill
+the card twice and at most 16. `splits`: the kernel's own number. `turns`: as the kernel is, one
+thread block for each place on the card, that takes its items in turn. Shares are of the card's copy
+bandwidth. It knows no caches and no order of addresses, and its seconds are estimates.
+"""
+
+import argparse
+import dataclasses
+import random
+import sys
+from collections.abc import Iterable
+
+import _common as common
+
+from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import (
+    resident,
+    split_count,
+    work_item,
+)
+
+TILE = 64  # slots
+SMS = 132
+START, END = 2.0e-6, 1.2e-6  # of a thread block: before its first bytes, after its last ones
+TURN = 0.3e-6  # between two items of a thread block, whose copies go on
+CLOCKS = {64: 1100, 128: 1450, 256: 1900}  # that a tile computes, by head dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    bandwidth: float
+    clock: float
+
+
+CARDS = {"H200": Card(4.3e12, 1.9e9), "H100": Card(3.0e12, 1.8e9)}
+
+_lengths = random.Random(0)
+CASES: dict[str, tuple[list[int], int, int]] = {  # contexts, KV heads, head dim
+    "256 x 100": ([100] * 256, 8, 128),
+    "256 x 512": ([512] * 256, 8, 128),
+    "256 x 1024": ([1024] * 256, 8, 128),
+    "256 x 1024, D 64": ([1024] * 256, 8, 64),
+    "256 x 200-2048": ([sum(_lengths.choices(range(100, 1024), k=2)) for _ in range(256)], 8, 128),
+    "128 x 2048": ([2048] * 128, 8, 128),
+    "32 x 1024": ([1024] * 32, 8, 128),
+    "20 x 8192": ([8192] * 20, 8, 128),
+    "8 x 8192": ([8192] * 8, 8, 128),
+    "1 x 32768": ([32768], 8, 128),
+    "1 x 32768, 1 KV head": ([32768], 1, 128),
+}
+
+
+def seconds(queue: Iterable[list[float]], places: int, card: Card, fastest: float) -> float:
+    """Until thread blocks are done that start in turn where one has ended, each with the bytes of
+    its items; `fastest`: bytes a second that one can take.
+    """
+    waiting = [
+        [("time", START), *(p for n in items for p in (("bytes", n), ("time", TURN)))]
+        for items in queue
+    ]
+    waiting = [[*phases[:-1], ("time", END)][::-1] for phases in waiting][::-1]
+    running: list[list[tuple[str, float]]] = []
+    now = 0.0
+    while waiting or running:
+        while waiting and len(running) < places:
+            running.append(waiting.pop())
+        streaming = sum(phases[-1][0] == "bytes" for phases in running)
+        rate = {"time": 1.0, "bytes": min(fastest, card.bandwidth / max(streaming, 1))}
+        step = min(left / rate[kind] for kind, left in (phases[-1] for phases in running))
+        now += step
+        for phases in running:
+            kind, left = phases.pop()
+            if (left := left - step * rate[kind]) > 1e-9 * rate[kind]:
+                phases.append((kind, left))
+        running = [phases for phases in running if phases]
+    return now
+
+
+def items_of(contexts: list[int], kv_heads: int, head_dim: int, splits: int) -> list[float]:
+    """Bytes of each item, longest context first, heads fastest."""
+    items = []
+    for context in sorted(contexts, reverse=True):
+        tiles = -(-context // TILE)
+        share = -(-tiles // splits)
+        for split in range(splits):
+            count = min(max(tiles - split * share, 0), share)
+            items += [count * TILE * 4.0 * head_dim] * kv_heads
+    return items
+
+
+def shares(contexts: list[int], kv_heads: int, head_dim: int, card: Card) -> dict[str, float]:
+    """Of the bandwidth, by what the module's docstring names."""
+    places = SMS * resident(head_dim)
+    tiles = -(-max(contexts) // TILE)
+    fastest = TILE * 4 * head_dim * card.clock / CLOCKS[head_dim]
+    old = min(max(-(-264 // (len(contexts) * kv_heads)), 1), 16, tiles)
+    new = split_count(len(contexts) * kv_heads, tiles, places)
+    items = items_of(contexts, kv_heads, head_dim, new)
+    blocks = min(places, len(items))
+    turns: list[list[float]] = [[] for _ in range(blocks)]
+    for turn in range(-(-len(items) // blocks)):
+        for block in range(blocks):
+            if (item := work_item(turn, block, blocks)) < len(items):
+                turns[block].append(items[item])
+    queues = {
+        "blocks": [[n] for n in items_of(contexts, kv_heads, head_dim, old)],
+        "splits": [[n] for n in items],
+        "turns": turns,
+    }
+    least = sum(contexts) * kv_heads * 4 * head_dim / card.bandwidth
+    found = {name: least / seconds(q, places, card, fastest) for name, q in queues.items()}
+    return {"was": old, "splits now": new} | found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.make_parser("decode_waves", __doc__)
+    parser.add_argument("--card", choices=CARDS, nargs="+", default=[*CARDS])
+    args: argparse.Namespace = parser.parse_args(argv)
+    heads = ["card", "rows x context", "splits\nwas", "splits\nis", "blocks", "splits", "turns"]
+    rows = []
+    for card in args.card:
+        for name, case in CASES.items():
+            old, new, *found = shares(*case, CARDS[card]).values()
+            rows.append([card, name, str(old), str(new), *(f"{x:.0%}" for x in found)])
+    print(*common.aligned(heads, rows, left=2), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""scripts/decode_waves.py: a model that must at least be right where the answer is plain."""
+
+import decode_waves
+import pytest
+from decode_waves import CARDS, END, START, TURN, Card, items_of, seconds, shares
+
+CARD = Card(bandwidth=1e9, clock=1e9)
+
+
+def test_one_thread_block_is_its_phases() -> None:
+    """The bandwidth where it can take it, its own rate where it cannot."""
+    assert seconds([[1e6]], 4, CARD, 1e12) == pytest.approx(START + 1e-3 + END)
+    assert seconds([[1e6, 2e6]], 4, CARD, 1e8) == pytest.approx(START + 3e-2 + TURN + END)
+
+
+def test_those_that_run_share_the_bandwidth_and_others_wait() -> None:
+    alone = START + END
+    assert seconds([[1e6]] * 4, 4, CARD, 1e12) == pytest.approx(alone + 4e-3)
+    assert seconds([[1e6]] * 4, 2, CARD, 1e12) == pytest.approx(2 * (alone + 2e-3))
+
+
+def test_items_hold_each_tile_once() -> None:
+    items = items_of([1000, 65], 2, 128, 3)
+    assert sum(items) == 2 * (16 + 2) * 64 * 4 * 128
+    assert items[:4] == [6 * 64 * 512] * 4 and items[-2:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "now", "turns"),
+    [("8 x 8192", 0.77, 0.95, 0.95), ("256 x 512", 0.70, 0.70, 0.93)],
+)
+def test_what_splits_and_turns_bring(name: str, was: float, now: float, turns: float) -> None:
+    found = shares(*decode_waves.CASES[name], CARDS["H200"])
+    assert found["blocks"] == pytest.approx(was, abs=0.01)
+    assert found["splits"] == pytest.approx(now, abs=0.01)
+    assert found["turns"] == pytest.approx(turns, abs=0.02)
+
+
+def test_prints_a_line_a_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decode_waves, "CASES", {"2 x 100": ([100, 100], 1, 64)})
+    assert decode_waves.main(["--card", "H100"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("H100 2 x 100")
