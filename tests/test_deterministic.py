@@ -31,7 +31,7 @@ ORDINARY: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "token_buckets": (64, 256),
 }
-SETTINGS = ORDINARY | {"deterministic": True}
+SETTINGS: dict[str, Any] = {**ORDINARY, "deterministic": True}
 
 
 # bf16 where the C++ kernels compute a row alike in any batch; else, and in f32, steps of one size.
@@ -185,7 +185,7 @@ def test_products_that_differ_with_the_number_of_rows(
     monkeypatch.setattr(Linear, "_product", in_two_parts)
     params = jpaged.load_params(MODEL_PATH, dtype="float32")
     prompts, sampling = requests(params.config.vocab_size)
-    llm = LLM(params, **ORDINARY | {"deterministic": deterministic})
+    llm = LLM(params, **{**ORDINARY, "deterministic": deterministic})
     is_equal = bits(together(llm, prompts, sampling)) == bits(alone(llm, prompts, sampling))
     assert is_equal == deterministic
     llm.close()
