@@ -23,7 +23,7 @@ WINGS = {
     "checkpoint": 680,  # asked: 500
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2390,  # asked: 1500
-    "scripts": 2980,  # asked: 2200; 370 of them to check and model kernels on a card
+    "scripts": 3080,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 
