@@ -17,9 +17,10 @@ MOST_LINES_OF_A_FILE = 500
 # Code lines (no comments, docstrings, blank lines) of a wing: what it may have. Lower one when a
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
-    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 350 for meshes
-    "request path": 6685,
-    "checkpoint": 670,  # asked: 500
+    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 270 for mixtures of
+    # experts, 350 for meshes
+    "request path": 6955,
+    "checkpoint": 680,  # asked: 500
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2390,  # asked: 1500
     "scripts": 2980,  # asked: 2200; 370 of them to check and model kernels on a card

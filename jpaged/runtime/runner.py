@@ -24,7 +24,7 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import choose_products
+from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
@@ -278,6 +278,7 @@ def _setting(
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
         products=choose_products(placement.device, dtype),
+        experts=choose_experts(model, placement.device, dtype, placement.axis_size),
         tensor_axis=axis,
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),
