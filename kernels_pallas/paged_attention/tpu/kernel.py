@@ -46,8 +46,8 @@ def kernel(
     soft_cap: float | None,
     packed: bool,
 ) -> None:
-    """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...], and table
-    [S, M/128, 128], in HBM.
+    """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...] and table
+    [S, M/128, 128] in HBM.
 
     Scratch: blocks [2, U, ...], the two buffers. words [X/128, C*W, 128], a KV tile as 32-bit
     words, zero where unseen. top and total [K, Q, 128], each value in all lanes. acc [K, Q, X].
