@@ -16,6 +16,7 @@ from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner, report_of
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
@@ -51,9 +52,10 @@ class Session:
 
     def __init__(self, params: Params, config: EngineConfig, mesh: Mesh | None, *, grows: bool):
         self.model_config = params.config
-        self.engine_config = config.resolve(params.config)
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
+        dtype = config.dtype or params["embed"]["weight"].dtype
+        self.engine_config = resolve_for(params.config, config, self.placement, dtype)
         self.weights = ServingWeights(self.placement, config.dtype)
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False

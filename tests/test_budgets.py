@@ -19,11 +19,11 @@ MOST_LINES_OF_A_FILE = 500
 WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 270 for mixtures of
     # experts, 350 for meshes
-    "request path": 6955,
-    "checkpoint": 720,  # asked: 500
+    "request path": 7030,
+    "checkpoint": 730,  # asked: 500; 50 of them for models by name
     # With the bodies of openai/, which a server shares: 553 of them.
-    "batch": 2390,  # asked: 1500
-    "scripts": 2980,  # asked: 2200; 370 of them to check and model kernels on a card
+    "batch": 2395,  # asked: 1500
+    "scripts": 3080,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 

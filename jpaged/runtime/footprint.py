@@ -27,6 +27,7 @@ from jpaged.models.served import served_config, share_of
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, serving_mesh
+from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
@@ -57,9 +58,9 @@ def plan_memory(
     settings = EngineConfig() if config is None else config
     dtype = settings.dtype or stored_dtype(model)
     model = ModelConfig.coerce(model)
-    settings = settings.resolve(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
     where = _place(settings.tensor_parallel_size or 1, devices, compiled)
+    settings = resolve_for(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
     params = form_of(served, where, dtype)
     # Params as they are loaded stay beside what is made of them to serve.

@@ -5,8 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import ExpertProducts, Products
+from jpaged.models.served import served_config
+from jpaged.runtime.attention import choose_kernel
+from jpaged.runtime.mesh import Placement
 from kernels_cpu import library, linear
 from kernels_pallas.experts import IMPLEMENTATIONS
 from kernels_pallas.experts.interface import Shapes
@@ -42,3 +47,43 @@ def choose_experts(
                 return implementation.module()
             log.info("experts: not %s (%s)", name, reason)
     raise AssertionError("one of them runs everywhere")
+
+
+def resolve_for(
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
+) -> EngineConfig:
+    """The config resolved for a model at a place, where who multiplies and who attends decides what
+    deterministic serving takes. dtype: of the weights.
+    """
+    free = config.resolve(model, batch_invariant=True)
+    if free.deterministic and not is_batch_invariant(model, free, where, dtype):
+        return config.resolve(model)
+    return free
+
+
+def is_batch_invariant(
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
+) -> bool:
+    """Whether the bits of a row depend on that row alone in every product and in attention, so
+    that deterministic serving needs no steps of one size.
+
+    config: resolved. dtype: of the weights. Asking may compile C++: it happens when an engine
+    starts. Experts are not: XLA sums over them as their number of tokens has it.
+    """
+    chosen = library.level()
+    if model.num_experts:
+        return False
+    if choose_products(where.device, dtype) is None or chosen is None:
+        return False
+    shards = where.axis_size
+    model = served_config(model, shards)
+    heads, ffn = model.num_heads * model.head_dim // shards, model.intermediate_size // shards
+    kernels = (
+        choose_kernel(model, group, config, dtype, where.device, shards)
+        for group in kv_groups(model)
+    )
+    return (
+        chosen.batch_invariant
+        and all(linear.is_width_supported(width) for width in (model.hidden_size, heads, ffn))
+        and all(kernel.is_batch_invariant for kernel in kernels)
+    )
