@@ -60,8 +60,10 @@ class EngineConfig:
     strict: bool = _knob(
         False, "compile the whole bucket table at start; a shape outside it is then an error"
     )
-    deterministic: bool = _knob(
-        False, "bits depend on the request alone: every step is of one size, whatever the buckets"
+    deterministic: bool | None = _knob(
+        None,
+        "bits depend on the request alone: nearly free where products and attention compute a row "
+        "alike in any batch, and on there; elsewhere, if asked for, every step is of one size",
     )
     mixed: bool = _knob(
         False, "rows that decode join the prefill steps, in place of waiting for them to end"
@@ -108,14 +110,12 @@ class EngineConfig:
             raise ConfigError(
                 f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"
             )
-        if self.deterministic and self.decode_steps not in (None, 1):
-            raise ConfigError(
-                f"decode_steps={self.decode_steps}: deterministic=True draws one token a dispatch"
-            )
 
-    def resolve(self, model: ModelConfig) -> Self:
+    def resolve(self, model: ModelConfig, *, batch_invariant: bool = False) -> Self:
         """The same settings with every size filled in for a model; num_blocks stays as it is
         (memory.py knows it).
+
+        batch_invariant: what multiplies and attends computes a row alike in any batch.
         """
         longest = model.max_position_embeddings
         max_model_len = longest if self.max_model_len is None else self.max_model_len
@@ -130,7 +130,13 @@ class EngineConfig:
             raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={batched}")
         if rows[-1] < seqs:
             raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={seqs}")
-        if self.deterministic:
+        deterministic = batch_invariant if self.deterministic is None else self.deterministic
+        if deterministic and not batch_invariant:
+            if self.decode_steps not in (None, 1):
+                raise ConfigError(
+                    f"decode_steps={self.decode_steps}: deterministic=True draws one token a "
+                    "dispatch here"
+                )
             tokens = rows = (PINNED,)
             batched, seqs = min(batched, PINNED), min(seqs, PINNED)
         return dataclasses.replace(
@@ -141,13 +147,19 @@ class EngineConfig:
             token_buckets=tokens,
             seq_buckets=rows,
             decode_steps=self.decode_steps or 1,
+            deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
 
     @property
+    def pinned(self) -> bool:
+        """Whether every step is of PINNED tokens and rows (resolved configs only)."""
+        return bool(self.deterministic) and self.token_buckets == self.seq_buckets == (PINNED,)
+
+    @property
     def ragged_decode(self) -> bool:
         """Whether rows that decode can be in a prefill step."""
-        return self.mixed or self.deterministic
+        return self.mixed or self.pinned
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -156,8 +168,8 @@ class EngineConfig:
         return -(-self.max_model_len // self.block_size)
 
 
-# Tokens and rows of every step with deterministic=True: the bits of a matmul's rows depend on their
-# number.
+# Tokens and rows of every step with deterministic=True where the bits of a product's rows depend on
+# their number.
 PINNED = 64
 
 

@@ -17,7 +17,9 @@ from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.processes import are_many, least
-from jpaged.runtime.runner import Runner, report_of
+from jpaged.runtime.products import resolve_for
+from jpaged.runtime.runner import Runner, report_of, seal
+from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
 
@@ -52,9 +54,10 @@ class Session:
 
     def __init__(self, params: Params, config: EngineConfig, mesh: Mesh | None, *, grows: bool):
         self.model_config = params.config
-        self.engine_config = config.resolve(params.config)
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
+        dtype = config.dtype or params["embed"]["weight"].dtype
+        self.engine_config = resolve_for(params.config, config, self.placement, dtype)
         self.weights = ServingWeights(self.placement, config.dtype)
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
@@ -128,10 +131,11 @@ class Session:
         tree = self.weights.tree(self.params)
         num_blocks = num_blocks or self._most_blocks()
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        runner = Runner(self.model_config, config, self.placement, tree)
+        kind = SharedRunner if are_many(self.placement.mesh) else Runner
+        runner = kind(self.model_config, config, self.placement, tree)
         if config.strict:
             warmup(runner.steps)
-            runner.seal()
+            seal(runner)
         self._engine = Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
         self._cached_version = self.weights.version
 

@@ -6,6 +6,7 @@ compiled once. Where it cannot be had, `unavailable` says why and the XLA implem
 
 import concurrent.futures
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -21,32 +22,85 @@ import jax
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-std=c++17", "-march=x86-64-v4", "-mavx512bf16", "-fPIC", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w")
 HANDLERS = ("jpaged_linear", "jpaged_paged_attention")
 SECONDS = 120  # a compile takes about 3
 SWITCH = "JPAGED_NATIVE"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """Kernels for a kind of processor, in the folder of that name.
+
+    needs: words of /proc/cpuinfo. flags: the compiler's. few_rows: how many rows of x its products
+    are better for than XLA's own; None is any number. batch_invariant: a row's bits depend on that
+    row alone, through products of any size and through attention, prefill and decode alike.
+    """
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+    few_rows: int | None
+    batch_invariant: bool
+
+
+LEVELS = (  # the best first
+    Level(
+        name="avx512",
+        needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+        flags=("-march=x86-64-v4", "-mavx512bf16"),
+        few_rows=64,
+        batch_invariant=False,
+    ),
+    Level(
+        name="avx2",
+        needs=frozenset({"avx2", "fma"}),
+        flags=("-march=x86-64-v3",),
+        few_rows=None,
+        batch_invariant=True,
+    ),
+)
+
+
+def level() -> Level | None:
+    """The best kernels for this processor, or those that JPAGED_NATIVE names; None where there are
+    none. ValueError for a name that is not known.
+    """
+    wanted = os.environ.get(SWITCH, "1")
+    if wanted == "0":
+        return None
+    if wanted not in ("1", *(known.name for known in LEVELS)):
+        names = ", ".join(known.name for known in LEVELS)
+        raise ValueError(f"{SWITCH}={wanted!r}: must be 0, 1, or one of {names}")
+    here = _processor()
+    named = (known for known in LEVELS if wanted in ("1", known.name))
+    return next((known for known in named if known.needs <= here), None)
 
 
 @functools.cache
 def unavailable() -> str | None:
     """Why the kernels cannot run in this process, or None once they are compiled and registered.
 
-    They need x86-64 with AVX-512 bf16 under Linux and a C++ compiler (CXX, c++, g++ or clang++);
-    JPAGED_NATIVE=0 turns them off. A compiler that fails is logged as a warning.
+    They need x86-64 with AVX2 and FMA, or AVX-512 bf16, under Linux and a C++ compiler (CXX, c++,
+    g++ or clang++). JPAGED_NATIVE=0 turns them off, a level's name chooses it. A compiler that
+    fails is logged as a warning.
     """
-    if os.environ.get(SWITCH, "1") == "0":
+    switch = os.environ.get(SWITCH, "1")
+    if switch == "0":
         return f"{SWITCH}=0"
     if (backend := jax.default_backend()) != "cpu":
         return f"jax's default backend is {backend}"
-    if "avx512_bf16" not in _processor():
-        return "it needs a processor with AVX-512 bf16, under Linux"
+    if (chosen := level()) is None:
+        known = [known for known in LEVELS if switch in ("1", known.name)]
+        wanted = " or ".join(" and ".join(sorted(known.needs)) for known in known)
+        return f"it needs a processor with {wanted}, under Linux"
     compiler = next(
         filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None
     )
     if compiler is None:
         return "it needs a C++ compiler: install g++ or clang++, or name one in CXX"
     try:
-        library = ctypes.CDLL(str(_compiled(compiler)))
+        library = ctypes.CDLL(str(_compiled(compiler, chosen)))
     except (OSError, subprocess.SubprocessError) as e:
         detail = (e.stderr if isinstance(e, subprocess.CalledProcessError) else str(e)).strip()
         log.warning(
@@ -60,18 +114,22 @@ def unavailable() -> str | None:
     return None
 
 
-def _compiled(compiler: str) -> Path:
-    """The library of these sources, compiled now or before."""
+def _compiled(compiler: str, level: Level) -> Path:
+    """The library of a level's sources, compiled now or before."""
     here = Path(__file__).parent
-    sources, headers = sorted(here.glob("*.cc")), sorted(here.glob("*.h"))
+    folders, flags = (here, here / level.name), (*FLAGS, *level.flags)
+    sources, headers = (
+        [file for folder in folders for file in sorted(folder.glob(pattern))]
+        for pattern in ("*.cc", "*.h")
+    )
     parts = [
         compiler,
         importlib.metadata.version("jaxlib"),
         platform.platform(),
-        *FLAGS,
+        *flags,
         *(p.read_text() for p in (*sources, *headers)),
     ]
-    name = f"kernels-{hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:16]}.so"
+    name = f"kernels-{level.name}-{hashlib.sha256('\0'.join(parts).encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jpaged" / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +138,8 @@ def _compiled(compiler: str) -> Path:
     library = folder / name
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            objects = {str(source): str(Path(work) / f"{source.stem}.o") for source in sources}
-            to_object = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", "-c"]
+            objects = {str(source): str(Path(work) / f"{i}.o") for i, source in enumerate(sources)}
+            to_object = [compiler, *flags, f"-I{jax.ffi.include_dir()}", "-c"]
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 list(
                     pool.map(
@@ -98,13 +156,16 @@ def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
 
 
-def _processor() -> list[str]:
+@functools.cache
+def _processor() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return []
-    return next((line.split() for line in lines if line.startswith("flags")), [])
+        return frozenset()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return frozenset(flags)
 
 
 if __name__ == "__main__":  # ahead of the first use
-    print(f"CPU kernels: {unavailable() or 'compiled'}")
+    reason, chosen = unavailable(), level()
+    print(f"CPU kernels: {reason or (chosen and f'compiled for {chosen.name}')}")

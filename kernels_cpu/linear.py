@@ -1,4 +1,4 @@
-"""Products with a weight as it lies in memory, for bf16 on CPU; see linear.cc.
+"""Products with a weight as it lies in memory, for bf16 on CPU; see linear.h.
 
 Shapes: T tokens, of which the first `count` (an int32 scalar) are wanted and the rest, padding,
 give zeros; E features in, N out.
@@ -9,17 +9,24 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-FEW_ROWS = 64  # beyond, packing the weight pays, as XLA does
-TILE = 4  # rows of x in a tile of linear.cc, which packs them
+from kernels_cpu.library import level
 
 
 def supported(x: Array, weight: Array) -> bool:
-    """Whether these arrays are better multiplied here: bf16, x [T, E] of few rows, weight [N, E], E
-    in whole 32s. That the library is there (see library.unavailable) is the caller's to know.
+    """Whether these arrays are better multiplied here: bf16, x [T, E] of no more rows than the
+    level's `few_rows`, weight [N, E], E in whole 32s. That the library is there (see
+    library.unavailable) is the caller's to know.
     """
     if not x.dtype == weight.dtype == jnp.bfloat16 or not x.ndim == weight.ndim == 2:
         return False
-    return x.shape[0] <= FEW_ROWS and x.shape[1] % 32 == 0
+    chosen = level()
+    most = None if chosen is None else chosen.few_rows
+    return (most is None or x.shape[0] <= most) and is_width_supported(x.shape[1])
+
+
+def is_width_supported(E: int) -> bool:
+    """Whether rows of so many features can be multiplied here."""
+    return E % 32 == 0
 
 
 def linear(
@@ -28,9 +35,6 @@ def linear(
     """x times weight transposed, [T, N] in f32 or bf16, accumulated in f32; a row's bits depend on
     that row alone.
     """
-    T, E = x_TE.shape
-    result = jax.ShapeDtypeStruct((T, weight_NE.shape[0]), dtype)
-    packed = jax.ShapeDtypeStruct((-(-T // TILE) * TILE, E), x_TE.dtype)  # the kernel's own memory
-    return jax.ffi.ffi_call("jpaged_linear", (result, packed))(
-        x_TE, weight_NE, jnp.asarray(count, jnp.int32)
-    )[0]
+    result = jax.ShapeDtypeStruct((x_TE.shape[0], weight_NE.shape[0]), dtype)
+    call = jax.ffi.ffi_call("jpaged_linear", result)
+    return call(x_TE, weight_NE, jnp.asarray(count, jnp.int32))

@@ -1,4 +1,4 @@
-"""Paged attention on CPU for a bf16 pool; see paged_attention.cc.
+"""Paged attention on CPU for a bf16 pool; see paged_attention.h.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, D head dim.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels_cpu.library import unavailable
+from kernels_cpu.library import level, unavailable
 from kernels_pallas.paged_attention.interface import (
     Options,
     Shapes,
@@ -30,6 +30,12 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
     if shapes.head_dim % 32:
         return f"head_dim {shapes.head_dim}: only multiples of 32"
     return unavailable()
+
+
+def batch_invariant() -> bool:
+    """Whether a query's bits are the same in any batch and chunk, and in decode and prefill."""
+    chosen = level()
+    return chosen is not None and chosen.batch_invariant
 
 
 def prefill(

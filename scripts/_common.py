@@ -27,7 +27,7 @@ from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
-from jpaged.models.params import Params, param_shapes
+from jpaged.models.params import Params, param_shapes, param_table
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that models have
 
@@ -186,10 +186,16 @@ def random_params(config: ModelConfig, dtype: str) -> Any:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Weights that one decode step reads: the matrices, less the rows of an untied embedding."""
-    e, f, d, k = config.hidden_size, config.intermediate_size, config.head_dim, config.num_kv_heads
-    attention = k * (2 * config.group_size + 2) * d * e
-    return config.num_layers * (attention + 3 * e * f) + config.vocab_size * e
+    """Weights that a decode step of one row reads: the matrices, less the rows of an untied
+    embedding and the experts that it does not take.
+    """
+    total = 0
+    for name, spec in param_table(config).items():
+        size = math.prod(spec.shape(config)) if "," in spec.axes else 0
+        if ".experts." in name:
+            size = size * config.experts_per_token // config.num_experts
+        total += size if name != "embed.weight" or config.tie_word_embeddings else 0
+    return total
 
 
 def random_ids(count: int, length: int, vocab_size: int) -> list[list[int]]:

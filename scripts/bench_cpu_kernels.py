@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_cpu import paged_attention as native
-from kernels_cpu.library import unavailable
+from kernels_cpu.library import level, unavailable
 from kernels_cpu.linear import linear
 from kernels_pallas.paged_attention import xla
+from kernels_pallas.paged_attention.interface import Options
 
 # N, K: gate_up and down of the 0.6B and of the 60M model
 WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
@@ -89,10 +90,12 @@ def layers(
     module: Any, q: jax.Array, pool: jax.Array, args: tuple[jax.Array, ...], num_layers: int
 ) -> jax.Array:
     """Attention over each layer of the pool; with query starts among the args it is a prefill."""
-    attend = module.paged_attention_decode if len(args) == 2 else module.paged_attention
-    how = {"num_layers": num_layers, "scale": q.shape[-1] ** -0.5}
+    attend = module.decode if len(args) == 2 else module.prefill
+    options = Options(
+        scale=q.shape[-1] ** -0.5, num_layers=num_layers, num_kv_heads=pool.shape[2] // 2
+    )
     for layer in range(num_layers):
-        q = q + attend(q, pool, jnp.int32(layer), *args, **how)
+        q = q + attend(q, pool, jnp.int32(layer), *args, options=options)
     return q
 
 
@@ -131,6 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     if reason := unavailable():
         print(f"bench_cpu_kernels: the kernels cannot run: {reason}", file=sys.stderr)
         return 1
+    if chosen := level():
+        print(f"kernels for {chosen.name}\n")
     rng, written = np.random.default_rng(0), []
     for part in (products, attention):
         rows = list(part(rng, args.rounds))

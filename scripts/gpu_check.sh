@@ -1,20 +1,7 @@
 #!/usr/bin/env bash
-# Check and time everything on the GPU at hand in under ten minutes: JSON into a folder, then a table.
-#   bash scripts/gpu_check.sh [FOLDER]          PYTHON=... another interpreter     DRY=1 tiny shapes on any backend
-set -uo pipefail
+# One of three calls on the GPU at hand, each under ten minutes and of use alone: see gpu_check.py.
+#   bash scripts/gpu_check.sh marks|kernels|engine|report [FOLDER]     PYTHON=... another interpreter     DRY=1 tiny shapes
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=${PYTHON:-python3}
-out=${1:-gpu_check}
-dry=${DRY:+--dry}
-export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-status=0
-# A part that breaks or hangs leaves the others their time.
-for part_limit in torch:50 checks:140 kernels:140 peers:80 engine:180; do
-    part=${part_limit%:*}
-    command=(scripts/gpu_check.py "$part")
-    if [[ $part == checks ]]; then command=(-m tests.kernels.on_device); fi
-    echo "== $part"
-    timeout "${part_limit#*:}" "$python" "${command[@]}" --out "$out" $dry || { echo "$part: failed ($?)"; status=1; }
-done
-"$python" scripts/gpu_check.py report --out "$out" | tee "$out/report.txt"
-exit $status
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" scripts/gpu_check.py "${1:-marks}" "${2:-gpu_check}" ${DRY:+--dry}

@@ -17,12 +17,13 @@ MOST_LINES_OF_A_FILE = 500
 # Code lines (no comments, docstrings, blank lines) of a wing: what it may have. Lower one when a
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
-    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 470 for meshes
-    "request path": 6810,
-    "checkpoint": 715,  # asked: 500
+    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 270 for mixtures of
+    # experts, 490 for meshes and processes
+    "request path": 7175,
+    "checkpoint": 775,  # asked: 500; 50 of them for models by name
     # With the bodies of openai/, which a server shares: 553 of them.
-    "batch": 2390,  # asked: 1500
-    "scripts": 2690,  # asked: 2200
+    "batch": 2395,  # asked: 1500
+    "scripts": 3080,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 
@@ -32,7 +33,7 @@ LONG_CLASSES = {
     "jpaged/integrations/ray_llm.py::RayLLM": 275,
     "jpaged/integrations/tunix.py::JPagedRollout": 237,
 }
-LONG_FILES = {"scripts/serve_batch.py": 512}
+LONG_FILES = {"scripts/serve_batch.py": 513}
 
 NOT_CODE = {
     tokenize.COMMENT,

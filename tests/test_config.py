@@ -173,6 +173,25 @@ def hf(family: str, **change: Any) -> dict[str, Any]:
             hf("granite", embedding_multiplier=12, attention_multiplier=0.5, logits_scaling=8.0),
             {"embedding_scale": 12, "score_scale": 0.5, "residual_multiplier": 1.0},
         ),
+        (
+            hf("qwen3_moe", head_dim=8, num_experts=6, num_experts_per_tok=2)
+            | {"moe_intermediate_size": 12, "norm_topk_prob": True, "decoder_sparse_step": 2},
+            {
+                "num_experts": 6,
+                "experts_per_token": 2,
+                "expert_size": 12,
+                "norm_topk_prob": True,
+                "dense_layers": (0, 2),
+            },
+        ),
+        (
+            hf("qwen2_moe", num_experts=6, shared_expert_intermediate_size=20, qkv_bias=False),
+            {"shared_expert_size": 20, "qkv_bias": False, "norm_topk_prob": False},
+        ),
+        (
+            hf("mixtral", num_local_experts=3, sliding_window=4),
+            {"num_experts": 3, "expert_size": 48, "experts_per_token": 2, "norm_topk_prob": True},
+        ),
         (hf("olmo2"), {"qk_norm_whole": True, "qk_norm": False, "pre_norms": False}),
         (
             hf("olmo3", sliding_window=5, rope_scaling=YARN | {"rope_type": "yarn"})
@@ -217,9 +236,10 @@ def test_coerce(tmp_path: Path) -> None:
         ),
         (hf("gpt2"), "architecture 'gpt2'"),
         (
-            hf("qwen3_moe", architectures=["Qwen3MoeForCausalLM"]),
-            "architecture 'Qwen3MoeForCausalLM'",
+            hf("qwen3_next", architectures=["Qwen3NextForCausalLM"]),
+            "architecture 'Qwen3NextForCausalLM'",
         ),
+        (hf("mixtral", num_local_experts=1), "experts_per_token=2 of num_experts=1"),
         (
             hf("qwen3", architectures=["Qwen3ForSequenceClassification"]),
             "'Qwen3ForSequenceClassification'",

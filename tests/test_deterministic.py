@@ -1,6 +1,8 @@
 """deterministic=True: bits that depend on a request alone; and how far things differ without it."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,28 +15,27 @@ from jpaged import LLM, ConfigError, EngineConfig, Params, RequestOutput, Sampli
 from jpaged.config import PINNED
 from jpaged.demo import MODEL_PATH
 from jpaged.models.decoder import bind
+from jpaged.models.layers.linear import Linear
+from kernels_cpu import library
 from tests.tiny import CONFIG, STEPS, compiles, make_params
 
 LENGTHS = (9, 3, 140, 90, 61, 130, PINNED, PINNED + 1)
-SETTINGS: dict[str, Any] = {
+ORDINARY: dict[str, Any] = {
     "num_blocks": 96,
     "block_size": 16,
     "max_logprobs": 5,
     "max_model_len": 256,
-    "deterministic": True,
-}
-ORDINARY = SETTINGS | {
     "deterministic": False,
     "max_num_seqs": 16,
     "seq_buckets": (8, 16),
     "max_num_batched_tokens": 256,
     "token_buckets": (64, 256),
 }
+SETTINGS: dict[str, Any] = {**ORDINARY, "deterministic": True}
 
 
-@pytest.fixture(
-    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+# bf16 where the C++ kernels compute a row alike in any batch; else, and in f32, steps of one size.
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def params(request: pytest.FixtureRequest) -> Iterator[Params]:
     yield jpaged.load_params(MODEL_PATH, dtype=request.param)
     jpaged.release(compiled=True)
@@ -166,12 +167,49 @@ def test_bits_depend_on_the_request_alone(params: Params, varied: Iterable[str])
             assert found.tobytes() == outs[i].outputs[0].token_logprobs.tobytes(), (i, temperature)
 
 
-def test_without_it_bits_differ(params: Params) -> None:
-    """The control: the same comparison fails somewhere with deterministic=False."""
+@pytest.mark.own_steps
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_products_that_differ_with_the_number_of_rows(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the same comparison fails without it, and holds with it, on a processor whose
+    products sum in an order that the number of rows decides. (Some processors' do, some do not.)
+    """
+    whole = Linear._product
+
+    def in_two_parts(self: Linear, x: Any, weight_NE: Any, dtype: Any) -> Any:
+        at = x.shape[0] % 61 + 1
+        parts = (whole(self, x[..., s], weight_NE[:, s], dtype) for s in np.s_[:at, at:])
+        return functools.reduce(operator.add, parts)
+
+    monkeypatch.setattr(Linear, "_product", in_two_parts)
+    params = jpaged.load_params(MODEL_PATH, dtype="float32")
     prompts, sampling = requests(params.config.vocab_size)
-    llm = LLM(params, **ORDINARY)
-    if bits(together(llm, prompts, sampling)) == bits(alone(llm, prompts, sampling)):
-        pytest.skip("on this processor XLA's products compute a row alike in any number of rows")
+    llm = LLM(params, **{**ORDINARY, "deterministic": deterministic})
+    is_equal = bits(together(llm, prompts, sampling)) == bits(alone(llm, prompts, sampling))
+    assert is_equal == deterministic
+    llm.close()
+
+
+def test_on_by_default_where_it_is_free(params: Params) -> None:
+    """No pinned steps and several tokens a dispatch where a row's bits depend on it alone; off, or
+    pinned if asked for, elsewhere.
+    """
+    dtype, chosen = params["embed"]["weight"].dtype, library.level()
+    is_free = bool(
+        dtype == "bfloat16" and not library.unavailable() and chosen and chosen.batch_invariant
+    )
+    settings = {name: value for name, value in ORDINARY.items() if name != "deterministic"}
+    for asked, expected in ((None, is_free), (True, True), (False, False)):
+        llm = LLM(params, **settings, deterministic=asked, decode_steps=None)
+        config = llm.session.engine_config
+        assert (config.deterministic, config.pinned) == (expected, expected and not is_free)
+        llm.close()
+    if is_free:
+        LLM(params, **settings, deterministic=True, decode_steps=4).close()
+    else:
+        with pytest.raises(ConfigError, match="decode_steps=4: deterministic=True"):
+            LLM(params, **settings, deterministic=True, decode_steps=4)
 
 
 # Largest difference of a logprob, in nats: f32 differs by rounding alone; bf16 rounds every layer's
@@ -245,4 +283,11 @@ def test_what_it_resolves_to() -> None:
     with pytest.raises(
         ConfigError, match="decode_steps=4: deterministic=True draws one token a dispatch"
     ):
-        EngineConfig(deterministic=True, decode_steps=4)
+        EngineConfig(deterministic=True, decode_steps=4).resolve(CONFIG)
+    free = EngineConfig(deterministic=True, decode_steps=4).resolve(CONFIG, batch_invariant=True)
+    assert free.deterministic and not free.pinned and free.max_num_seqs == 256
+    asked = {None: True, False: False}
+    for value, expected in asked.items():
+        config = EngineConfig(deterministic=value)
+        assert config.resolve(CONFIG, batch_invariant=True).deterministic is expected
+        assert config.resolve(CONFIG).deterministic is False

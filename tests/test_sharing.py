@@ -161,6 +161,7 @@ def test_a_seed_is_the_requests_own(params: Params) -> None:
 
 
 STOPS = [chr(32 + i) for i in range(0, 94, 9)] + ["ab", "cd"]
+SEED = 100  # with which the penalised samples would repeat a token without it
 CONTROLS = {
     "greedy": vary(GREEDY, logprobs=2),
     "sampled": vary(SAMPLED, top_k=20, logprobs=0, logprobs_mode="tempered"),
@@ -186,7 +187,7 @@ def alone(llm: LLM, prompt: list[int], sampling: SamplingParams, index: int) -> 
 
 def test_every_control_holds_for_each_sample(llm: LLM) -> None:
     """All in one call, in rows that change hands; the token counts of penalties are kept by row."""
-    sampling = [vary(p, n=3, seed=i) for i, p in enumerate(CONTROLS.values())]
+    sampling = [vary(p, n=3, seed=SEED + i) for i, p in enumerate(CONTROLS.values())]
     prompts = make_prompts(*[5 + 3 * i for i in range(len(sampling))], seed=20)
     outputs = run(llm, prompts, sampling)
     for name, prompt, p, out in zip(CONTROLS, prompts, sampling, outputs, strict=True):
@@ -205,7 +206,7 @@ def test_every_control_holds_for_each_sample(llm: LLM) -> None:
         for c in by_name[name].outputs
     }
     assert ("stop", str) in ends, "a sample met a stop string"
-    plain = run(llm, prompts, [vary(SAMPLED, n=3, seed=i) for i in range(len(sampling))])
+    plain = run(llm, prompts, [vary(SAMPLED, n=3, seed=SEED + i) for i in range(len(sampling))])
     assert streams(by_name["presence"]) != streams(plain[4]), "penalties do something"
 
 

@@ -83,10 +83,16 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
     def stored(spec: ParamSpec) -> Iterator[Stored]:
         rows: dict[str, int] = {}
         for part, index in spec.places(config):
-            name = spec.at(part.hf_name)
-            shape = tuple(math.prod(axes_shape(side, config)) for side in part.axes.split(","))
-            yield Stored(name, shape, index, rows.get(name, 0))
-            rows[name] = rows.get(name, 0) + shape[0]
+            name, axes = spec.at(part.hf_name), part.axes
+            if "{x}" in name:  # an expert a tensor
+                axes, index = axes.removeprefix("X "), (*index, *[slice(None)] * 2)[1:]
+            shape = tuple(math.prod(axes_shape(side, config)) for side in axes.split(","))
+            if "{x}" in name:
+                for x in range(config.num_experts):
+                    yield Stored(name.replace("{x}", str(x)), shape, (x, *index), 0)
+            else:
+                yield Stored(name, shape, index, rows.get(name, 0))
+                rows[name] = rows.get(name, 0) + shape[0]
 
     return {ours: list(stored(spec)) for ours, spec in param_table(config).items()}
 

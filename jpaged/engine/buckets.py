@@ -44,7 +44,7 @@ class Bucket:
     prefill: tokens T, packed, of `rows` rows; features "prompt" scores the prompt's tokens too.
     sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
     times, drawing included; tokens equal rows. With `mixed` rows that decode are rows of one token
-    in a prefill too; with deterministic=True there is no decode, and they all are. tables, blocks:
+    in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
     block tables of a row, one a group of layers, and their width M. features "full" has penalties,
     biases, bans and top lists.
     """
@@ -139,16 +139,18 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
-    drawing = [e.seq.params for e in plan.entries if e.draws]
+    drawing = [e.seq.sampling_params for e in plan.entries if e.draws]
     features: Features = "plain" if all(p.is_plain for p in drawing) else "full"
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
-    if plan.phase == "decode" and not config.deterministic:
+    if plan.phase == "decode" and not config.pinned:
         kind |= {"steps": config.decode_steps, "features": features}
         return Bucket(phase="decode", tokens=rows, rows=rows, **kind), None
     sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
-    if any(e.seq.params.prompt_logprobs is not None and not e.decodes for e in plan.entries):
+    if any(
+        e.seq.sampling_params.prompt_logprobs is not None and not e.decodes for e in plan.entries
+    ):
         kind["features"] = "prompt"
     tokens = _ceil(config.token_buckets, plan.num_tokens)
     computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
@@ -176,7 +178,7 @@ def bucket_table(
         for features in kinds:
             size = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
-            if not config.deterministic:
+            if not config.pinned:
                 size |= shape | {"steps": config.decode_steps}
                 yield Bucket(phase="decode", **size, features=features)
     kinds = ("plain", "prompt")

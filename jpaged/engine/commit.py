@@ -22,7 +22,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             continue
         if entry.epoch == seq.epoch:
             seq.pending -= entry.draws
-        if not entry.decodes and seq.params.prompt_logprobs is not None:
+        if not entry.decodes and seq.sampling_params.prompt_logprobs is not None:
             _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
         if not entry.draws:
             if seq.score_only and entry.end == seq.prompt_len:
@@ -30,8 +30,8 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
         elif seq.waits_for_host:
             if entry.decodes:
                 _close_written(queues, entry, entry.end)
-            assert seq.params.logprobs is not None
-            seq.candidates = result.top(at, seq.params.logprobs)
+            assert seq.sampling_params.logprobs is not None
+            seq.candidates = result.top(at, seq.sampling_params.logprobs)
             waiting[seq.request] = None
             # Preempted meanwhile: it waits for its request, not for blocks.
             queues.waiting.pop(seq, None)
@@ -62,7 +62,7 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:
     """Append one sampled token and decide whether the sequence ends with it."""
-    token, params = result.tokens[row][step], seq.params
+    token, params = result.tokens[row][step], seq.sampling_params
     seq.token_ids.append(token)
     seq.logprobs.append(result.logprobs[row][step])
     if params.logprobs is not None:
@@ -88,4 +88,4 @@ def _append_prompt_logprobs(
     positions = range(entry.start + 1, min(entry.end + 1, seq.prompt_len))
     for position, scored in zip(positions, rows, strict=False):
         if position == len(seq.prompt_logprobs):
-            seq.prompt_logprobs.append(scored[: (seq.params.prompt_logprobs or 0) + 1])
+            seq.prompt_logprobs.append(scored[: (seq.sampling_params.prompt_logprobs or 0) + 1])

@@ -78,7 +78,7 @@ def pack(plan: Plan, config: EngineConfig) -> Batch:
             _, rows_view = _views(sample, config, view["sample"])
             rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
             _pack_rows(rows_view, drawing, config)
-    admitted = (e.seq for e in plan.entries if e.is_new and e.seq.params.has_penalties)
+    admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
     return Batch(
         bucket=bucket,
         sample=sample,
@@ -155,8 +155,8 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
                 # What each position should predict; past the known tokens it is never read.
                 following = seq.token_ids[entry.start + 1 : entry.end + 1]
                 view["targets"][start : start + len(following)] = following
-                mode = LOGPROBS_MODES.index(seq.params.logprobs_mode)
-                view["scoring"].view(np.float32)[len(starts), 0] = seq.params.temperature
+                mode = LOGPROBS_MODES.index(seq.sampling_params.logprobs_mode)
+                view["scoring"].view(np.float32)[len(starts), 0] = seq.sampling_params.temperature
                 view["scoring"][len(starts), 1] = mode
             starts.append(start)
             device_rows.append(seq.device_row)
@@ -186,17 +186,19 @@ def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> N
         if seq.controls is None:
             seq.controls = _pack_controls(seq, config)
         view["controls"][row] = seq.controls
-        if seq.params.min_tokens:  # so many tokens of output come before the first one drawn now
+        if (
+            seq.sampling_params.min_tokens
+        ):  # so many tokens of output come before the first one drawn now
             drawn = entry.end - entry.draws + 1 - seq.prompt_len
-            view["open_after"][row] = max(seq.params.min_tokens - drawn, 0)
-        if full and (bias := seq.params.logit_bias):
+            view["open_after"][row] = max(seq.sampling_params.min_tokens - drawn, 0)
+        if full and (bias := seq.sampling_params.logit_bias):
             view["bias_ids"][row, : len(bias)] = list(bias)
             view["bias"].view(np.float32)[row, : len(bias)] = list(bias.values())
 
 
 def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
     """A row of CONTROLS and the ids that stop it."""
-    p: SamplingParams = seq.params
+    p: SamplingParams = seq.sampling_params
     values = (
         p.temperature,
         p.top_p,

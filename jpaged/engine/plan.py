@@ -100,7 +100,7 @@ class StepResult:
         assert self.prompt_top_ids is not None and self.prompt_top_logprobs is not None
         entry = plan.entries[row]
         first = sum(e.num_tokens for e in plan.entries[:row])
-        count = entry.seq.params.prompt_logprobs or 0
+        count = entry.seq.sampling_params.prompt_logprobs or 0
         scored = []
         for i in range(min(entry.num_tokens, entry.seq.prompt_len - 1 - entry.start)):
             t = first + i

@@ -58,7 +58,7 @@ class PrefillPlanner:
 
     def _match(self, seq: Sequence) -> Match:
         # Prompt logprobs need every prompt token computed, so such a request takes no hits.
-        if seq.params.prompt_logprobs is not None:
+        if seq.sampling_params.prompt_logprobs is not None:
             return self.blocks.cache.no_match()
         return self.blocks.cache.match(seq)
 
@@ -75,7 +75,7 @@ class PrefillPlanner:
         of one request are always forks; other requests are where the cached blocks leave more than
         the one token to compute.
         """
-        if not self._last_chunks or seq.params.prompt_logprobs is not None:
+        if not self._last_chunks or seq.sampling_params.prompt_logprobs is not None:
             return None
         leader = self._last_chunks.get(_content(seq))
         if leader is None or leader[0].seq.request is seq.request:

@@ -44,17 +44,18 @@ class Sequence:
     `pending` samples are in flight. Between steps a decoding row has num_dispatched ==
     len(token_ids) + pending - 1.
 
-    Who fills what. The caller, once: request_id, token_ids[:prompt_len], params, key, index, salt,
-    stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs, top_logprobs,
-    prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error. BlockManager and
-    PrefixCache: block_tables, first_held, contents, hashes, generation. Scheduler and Queues: all
-    else.
+    Who fills what. The caller, once: request_id, token_ids[:prompt_len], sampling_params, key,
+    index, salt, stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs,
+    top_logprobs, prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error.
+    BlockManager and PrefixCache: block_tables, first_held, contents, hashes, generation. Scheduler
+    and Queues: all else.
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
     __slots__ = (
         # what the caller asked for
-        *("request", "request_id", "params", "key", "index", "salt", "eos_ids", "stop_ids"),
+        *("request", "request_id", "sampling_params", "key", "index", "salt"),
+        *("eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "waits_for_host", "controls"),
         # what came of it
         *("token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "candidates"),
@@ -71,7 +72,7 @@ class Sequence:
         self,
         request_id: str,
         token_ids: list[int],
-        params: SamplingParams,
+        sampling_params: SamplingParams,
         *,
         max_model_len: int,
         key: tuple[int, int] = (0, 0),
@@ -84,23 +85,24 @@ class Sequence:
         self.request_id = request_id
         self.token_ids = list(token_ids)  # prompt, then every committed token
         self.prompt_len = len(token_ids)
-        self.params = params
+        self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
         # Cached blocks are shared under one salt only.
         self.salt = b"" if salt is None else salt.encode()
-        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
-        self.stop_ids = frozenset(params.stop_token_ids or ())
+        self.eos_ids = frozenset() if sampling_params.ignore_eos else eos_ids
+        self.stop_ids = frozenset(sampling_params.stop_token_ids or ())
         self.text = text
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
-        limit = max_model_len if params.max_tokens is None else self.prompt_len + params.max_tokens
+        asked = sampling_params.max_tokens
+        limit = max_model_len if asked is None else self.prompt_len + asked
         # The length at which it stops.
         self.end = self.prompt_len if score_only else min(limit, max_model_len)
         # After each draw it runs on only when its request has taken up `candidates`.
         self.waits_for_host = False
         self.controls: Any = None  # engine.packing's row of what does not change
         self.logprobs: list[float] = []  # of each generated token
-        # (token, logprob, rank) of the drawn and the likeliest tokens, asked by params.logprobs.
+        # (token, logprob, rank) of the drawn and the likeliest tokens, asked by `logprobs`.
         self.top_logprobs: list[list[tuple[int, float, int]]] = []
         # Of each prompt token but the first.
         self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]
@@ -118,7 +120,7 @@ class Sequence:
         del self.logprobs[self.num_generated :]
         del self.top_logprobs[self.num_generated :]
         if self.text is not None:
-            self.text.rewind(self.token_ids[self.prompt_len :], self.params.min_tokens)
+            self.text.rewind(self.token_ids[self.prompt_len :], self.sampling_params.min_tokens)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None

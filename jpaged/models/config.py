@@ -29,7 +29,7 @@ POSITIVE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of one dense decoder; every size and every family is flags of this one
+    """The architecture of one decoder; every size and every family is flags of this one
     definition.
 
     Compared by value, without `eos_token_ids`: they ride along and change no shape and no number.
@@ -69,6 +69,12 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
     attn_logit_softcapping: float | None = None  # c: a score s becomes c * tanh(s / c)
     final_logit_softcapping: float | None = None  # and so a logit
+    num_experts: int = 0  # X: 0 is none
+    experts_per_token: int = 0
+    expert_size: int = 0  # I
+    shared_expert_size: int = 0  # R: of the expert that every token takes; 0 is none
+    norm_topk_prob: bool = False  # the weights of a token's experts sum up to 1
+    dense_layers: tuple[int, ...] = ()  # of a mixture: those with an MLP
     sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
@@ -89,6 +95,11 @@ class ModelConfig:
             raise ConfigError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
+        if self.num_experts:
+            at_least(1, self, "num_experts", "experts_per_token", "expert_size")
+            if self.experts_per_token > self.num_experts:
+                most = f"num_experts={self.num_experts}"
+                raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
         if self.head_dim % 2 or self.rotary_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim}: rotary embeddings need an even head_dim")
         if (s := self.rope_scaling) and s.kind == "longrope":
@@ -127,6 +138,22 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, and not experts."""
+        return not self.num_experts or layer in self.dense_layers
+
+    def has_mlp_bias(self, layer: int) -> bool:
+        """Whether it has one with biases."""
+        return self.mlp_bias and self.has_mlp(layer)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture."""
+        return not self.has_mlp(layer)
+
+    def has_shared_expert(self, layer: int) -> bool:
+        """Whether it has an expert that every token takes."""
+        return self.shared_expert_size > 0 and self.has_experts(layer)
 
     def rope_kind(self, layer: int) -> Literal["global", "local"] | None:
         """Which rotation a layer has: the model's, that of layers with a window, or none."""

@@ -20,11 +20,13 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import DenseKV, KVView, kv_places
 from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import embed
+from jpaged.models.layers.experts import Experts
 from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.params import ParamSpec, initial_tree, nest, param_table
+from kernels_pallas.experts.interface import ExpertWeights
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +40,7 @@ class Layer:
     attention: Attention
     attention_post_norm: RMSNorm | None
     post_norm: RMSNorm | None
-    mlp: MLP
+    mlp: MLP | Experts
     mlp_post_norm: RMSNorm | None
     residual_multiplier: float = dataclasses.field(metadata={"static": True})
 
@@ -106,9 +108,41 @@ class _Weights:
             sum_over=self.serving.tensor_axis if split in inputs else None,
         )
 
+    def mlp(self, *, is_partial: bool = False) -> MLP:
+        """This node as an MLP. is_partial: what devices give is summed by the caller."""
+        down = self.linear("down")
+        if is_partial:
+            down = dataclasses.replace(down, sum_over=None)
+        return MLP(gate_up=self.linear("gate_up"), down=down, activation=self.config.activation)
+
+    def experts(self) -> Experts:
+        """This node as a mixture."""
+        own, config, serving = self.at("experts"), self.config, self.serving
+        names = ["experts", *(["shared"] if "shared" in self.tree else [])]
+        split = [
+            self.specs[name]["down"].split_letter(config, serving.axis_size) is not None
+            for name in names
+        ]
+        sums_shared = split == [True, True]
+        return Experts(
+            router=self.linear("router"),
+            weights=ExpertWeights(
+                gate_up=own.tree["gate_up"],
+                gate_up_bias=own.tree.get("gate_up_bias"),
+                down=own.tree["down"],
+            ),
+            shared=self.at("shared").mlp(is_partial=sums_shared) if split[1:] else None,
+            shared_gate=self.linear("shared_gate") if split[1:] else None,
+            per_token=config.experts_per_token,
+            is_normed=config.norm_topk_prob,
+            activation=config.activation,
+            sum_over=serving.tensor_axis if split[0] else None,
+            sums_shared=sums_shared,
+        )
+
     def layer(self, group: int) -> Layer:
         """This node as a layer."""
-        attention, mlp, config = self.at("attention"), self.at("mlp"), self.config
+        attention, config = self.at("attention"), self.config
         return Layer(
             input_norm=self.norm("input_norm"),
             attention=Attention(
@@ -122,11 +156,7 @@ class _Weights:
             ),
             attention_post_norm=self.norm("attention_post_norm"),
             post_norm=self.norm("post_norm"),
-            mlp=MLP(
-                gate_up=mlp.linear("gate_up"),
-                down=mlp.linear("down"),
-                activation=config.activation,
-            ),
+            mlp=self.at("mlp").experts() if "router" in self.specs["mlp"] else self.at("mlp").mlp(),
             mlp_post_norm=self.norm("mlp_post_norm"),
             residual_multiplier=config.residual_multiplier,
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ConfigError
-from jpaged.models.families import FAMILIES, Family
+from jpaged.models.families import FAMILIES, ExpertKeys, Family
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
 
 HF_NAMES = {  # of ModelConfig's sizes in a config.json
@@ -72,6 +72,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         **numbers,
         **family.always,
         **_rope(hf, family, windows),
+        **({} if family.experts is None else _experts(hf, family.experts)),
         family=model_type,
         activation=ACTIVATIONS[activation],  # pyright: ignore[reportArgumentType]
         tie_word_embeddings=bool(hf["tie_word_embeddings"]),
@@ -112,6 +113,10 @@ def write_hf(config: Any) -> dict[str, Any]:
     raw |= {name: getattr(config, name) for name in family.numbers}
     if config.rope_scaling and config.rope_scaling.kind == "longrope":
         raw |= original  # there it counts
+    if family.experts is not None:
+        raw |= {theirs: getattr(config, ours) for ours, theirs in family.experts.sizes.items()}
+        if family.experts.has_dense_layers:
+            raw |= {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
     if family.no_rope:
         raw[family.no_rope] = [
             int(i not in config.no_rope_layers) for i in range(config.num_layers)
@@ -165,6 +170,18 @@ def _rope(hf: dict[str, Any], family: Family, windows: tuple[int | None, ...]) -
         theta = float(local["rope_theta"] or 10000.0)
         if theta != fields["rope_theta"] or fields["rope_scaling"] is not None:
             fields["local_rope_theta"] = theta
+    return fields
+
+
+def _experts(hf: dict[str, Any], keys: ExpertKeys) -> dict[str, Any]:
+    """ModelConfig's fields of a mixture."""
+    if "num_experts" not in hf:  # some config classes rename it
+        hf = hf | {"num_experts": hf["num_local_experts"]}
+    fields: dict[str, Any] = {ours: hf[theirs] for ours, theirs in keys.sizes.items()}
+    if keys.has_dense_layers:
+        step, layers = hf["decoder_sparse_step"], range(hf["num_hidden_layers"])
+        dense = [i for i in layers if i in hf["mlp_only_layers"] or (i + 1) % step]
+        fields["dense_layers"] = tuple(dense)
     return fields
 
 

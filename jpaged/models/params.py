@@ -31,7 +31,7 @@ from jpaged.models.families import FAMILIES
 TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel axis usually has
 DONATED = "were the params donated to a training step?"
 # The letter of the axis that a mesh splits.
-SPLIT = {"kv_heads": "K", "ffn": "F", "vocab": "V"}
+SPLIT = {"kv_heads": "K", "ffn": "F", "expert": "I", "shared_expert": "R", "vocab": "V"}
 
 type MeshAxis = str | tuple[str, ...]  # one axis of a mesh, or several as if they were one
 
@@ -54,11 +54,11 @@ class ParamSpec:
 
     axes: letters whose sizes `axis_sizes` gives, or sums of them and numbers. Of a linear weight
     the outputs come first, then after a comma the inputs. source: its name in a Hugging Face file,
-    where outputs and inputs are one axis each; or the parts that it is stored as. init: "normal"
-    is of deviation 0.02, "residual" the same divided by the root of how many of them add up. when:
-    the switch of ModelConfig that is on where it exists; None is every model. sharding: what a
-    tensor-parallel mesh axis splits of it; None is whole on every device. layer: set by
-    `param_table` alone.
+    where outputs and inputs are one axis each, and {x} is the number of an expert; or the parts
+    that it is stored as. init: "normal" is of deviation 0.02, "residual" the same divided by the
+    root of how many of them add up. when: the switch of ModelConfig, of a model or of a layer, that
+    is on where it exists; None is every model. sharding: what a tensor-parallel mesh axis splits of
+    it; None is whole on every device. layer: set by `param_table` alone.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ParamSpec:
     source: str | tuple[Part, ...]
     init: Literal["normal", "residual", "zeros", "ones"] = "normal"
     when: str | None = None
-    sharding: Literal["kv_heads", "ffn", "vocab"] | None = None
+    sharding: Literal["kv_heads", "ffn", "expert", "shared_expert", "vocab"] | None = None
     layer: int | None = None
 
     @property
@@ -82,6 +82,13 @@ class ParamSpec:
             return (Part(self.name, self.axes, self.source),)
         node = self.name[: self.name.rfind(".") + 1]
         return tuple(part._replace(name=node + part.name) for part in self.source)
+
+    def is_in(self, config: ModelConfig, layer: int | None) -> bool:
+        """Whether a model has it, in a layer."""
+        if self.when is None:
+            return True
+        switch = getattr(config, self.when)
+        return bool(switch(layer) if callable(switch) else switch)
 
     def stored_as(self, names: Mapping[str, str]) -> "ParamSpec":
         """The same, under a family's own names of some parts."""
@@ -123,13 +130,13 @@ class ParamSpec:
 
     def partition(self, config: ModelConfig, axis: MeshAxis | None, devices: int) -> PartitionSpec:
         """How it lies on a mesh. Where heads or vocabulary do not divide it is split by E, if that
-        does: to be kept, since no step takes it so. An FFN that does not divide stays whole.
+        does: to be kept, since no step takes it so. An FFN or expert that does not stays whole.
         """
         if self.sharding is None:
             return PartitionSpec()
         tokens, letter = _tokens(self.axes), SPLIT[self.sharding]
         divides = self.split_letter(config, devices) is not None
-        if not divides and letter != "F" and "E" in tokens:
+        if not divides and letter in ("K", "V") and "E" in tokens:
             letter, divides = "E", config.hidden_size % devices == 0
         return PartitionSpec(*[None] * tokens.index(letter), axis if divides else None)
 
@@ -159,6 +166,14 @@ QKV_BIAS = (
 GATE_UP = (
     Part("gate", "1 F, E", "mlp.gate_proj.weight"),
     Part("up", "1 F, E", "mlp.up_proj.weight"),
+)
+EXPERTS = (
+    Part("gate", "X 1 I, E", "mlp.experts.{x}.gate_proj.weight"),
+    Part("up", "X 1 I, E", "mlp.experts.{x}.up_proj.weight"),
+)
+SHARED = (
+    Part("gate", "1 R, E", "mlp.shared_expert.gate_proj.weight"),
+    Part("up", "1 R, E", "mlp.shared_expert.up_proj.weight"),
 )
 GATE_UP_BIAS = (
     Part("gate_bias", "1 F", "mlp.gate_proj.bias"),
@@ -202,10 +217,38 @@ TABLE = (
             "post_norms",
         ),
         ParamSpec("post_norm.scale", "E", "post_attention_layernorm.weight", "ones", "pre_norms"),
-        ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", None, "ffn"),
-        ParamSpec("mlp.gate_up_bias", "2 F", GATE_UP_BIAS, "zeros", "mlp_bias", "ffn"),
-        ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", None, "ffn"),
-        ParamSpec("mlp.down_bias", "E", "mlp.down_proj.bias", "zeros", "mlp_bias"),
+        ParamSpec("mlp.gate_up", "2 F, E", GATE_UP, "normal", "has_mlp", "ffn"),
+        ParamSpec("mlp.gate_up_bias", "2 F", GATE_UP_BIAS, "zeros", "has_mlp_bias", "ffn"),
+        ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", "has_mlp", "ffn"),
+        ParamSpec("mlp.down_bias", "E", "mlp.down_proj.bias", "zeros", "has_mlp_bias"),
+        ParamSpec("mlp.router", "X, E", "mlp.gate.weight", "normal", "has_experts"),
+        ParamSpec("mlp.experts.gate_up", "X 2 I, E", EXPERTS, "normal", "has_experts", "expert"),
+        ParamSpec(
+            "mlp.experts.down",
+            "X E, I",
+            "mlp.experts.{x}.down_proj.weight",
+            "residual",
+            "has_experts",
+            "expert",
+        ),
+        ParamSpec(
+            "mlp.shared.gate_up", "2 R, E", SHARED, "normal", "has_shared_expert", "shared_expert"
+        ),
+        ParamSpec(
+            "mlp.shared.down",
+            "E, R",
+            "mlp.shared_expert.down_proj.weight",
+            "residual",
+            "has_shared_expert",
+            "shared_expert",
+        ),
+        ParamSpec(
+            "mlp.shared_gate",
+            "1, E",
+            "mlp.shared_expert_gate.weight",
+            "normal",
+            "has_shared_expert",
+        ),
         ParamSpec(
             "mlp_post_norm.scale", "E", "post_feedforward_layernorm.weight", "ones", "post_norms"
         ),
@@ -218,12 +261,15 @@ TABLE = (
 def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
     """A model's parameters by name ("layers.0.attention.qkv"), in the order of the forward pass."""
     table, names = {}, FAMILIES[config.family].names
-    present = (spec for spec in TABLE if spec.when is None or getattr(config, spec.when))
-    present = (spec.stored_as(names) for spec in present)
-    for in_layers, group in itertools.groupby(present, key=lambda spec: "{i}" in spec.name):
+    named = (spec.stored_as(names) for spec in TABLE)
+    for in_layers, group in itertools.groupby(named, key=lambda spec: "{i}" in spec.name):
         specs = list(group)
         for layer in range(config.num_layers) if in_layers else [None]:
-            placed = [dataclasses.replace(spec, layer=layer) for spec in specs]
+            placed = [
+                dataclasses.replace(spec, layer=layer)
+                for spec in specs
+                if spec.is_in(config, layer)
+            ]
             table |= {spec.at(spec.name): spec for spec in placed}
     return table
 
@@ -243,6 +289,9 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "G": config.group_size,
         "D": config.head_dim,
         "L": config.num_layers,
+        "X": config.num_experts,
+        "I": config.expert_size,
+        "R": config.shared_expert_size,
     }
 
 

@@ -42,13 +42,15 @@ def share_of(model: ModelConfig, devices: int) -> ModelConfig:
     if devices == 1:
         return model
     served = served_config(model, devices)
-    ffn = served.intermediate_size
+    widths = ("intermediate_size", "expert_size", "shared_expert_size")
+    whole = {name: getattr(served, name) for name in widths}
+    shares = {name: n if n % devices else n // devices for name, n in whole.items()}
     return dataclasses.replace(
         served,
         num_heads=served.num_heads // devices,
         num_kv_heads=served.num_kv_heads // devices,
         vocab_size=served.vocab_size // devices,
-        intermediate_size=ffn if ffn % devices else ffn // devices,
+        **shares,
     )
 
 

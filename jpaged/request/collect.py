@@ -22,7 +22,7 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
         completions = [_hypothesis(i, hypothesis, tokenizer) for i, hypothesis in found]
     else:
         completions = [_sample(seq, tokenizer) for seq in request.sequences]
-    scored = first.params.prompt_logprobs is not None
+    scored = first.sampling_params.prompt_logprobs is not None
     output = RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -103,7 +103,7 @@ def completion(
 
 
 def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
-    tokens, asked = seq.token_ids[seq.prompt_len :], seq.params
+    tokens, asked = seq.token_ids[seq.prompt_len :], seq.sampling_params
     if seq.text is not None:
         text = seq.text.finish()
     else:  # "stop" is by an id then: a stop string would have had a TextStream

@@ -4,6 +4,7 @@ engine starts.
 
 import dataclasses
 import logging
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +31,11 @@ class Kernel:
     name: str
     shapes: Shapes
     interpret: bool = False
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a query's bits depend on nothing else in its batch, prefill and decode alike."""
+        return IMPLEMENTATIONS[self.name].is_batch_invariant()
 
     @property
     def pool_layout(self) -> PoolLayout:
@@ -142,13 +148,27 @@ def choose_kernel(
             )
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
         return Kernel(name=config.attention, shapes=shapes, interpret=not is_compiled)
+    refused: list[str] = []
     for name, implementation in IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
             reason = _unsupported(name, shapes, device)
             if reason is None:
+                if refused and name == "xla" and device.platform != "cpu":
+                    _warn_of_xla(refused, device)
                 return Kernel(name=name, shapes=shapes)
             log.info("attention='auto': not %s (%s)", name, reason)
+            refused.append(f"{name}: {reason}")
     raise AssertionError("one of them runs everywhere")
+
+
+def _warn_of_xla(refused: list[str], device: Any) -> None:
+    """That a device which there are kernels for is served without: shown once, as warnings are."""
+    warnings.warn(
+        f"attention='auto' takes 'xla' on {device.device_kind}, much slower than a kernel "
+        f"({'; '.join(refused)}). What can change that: dtype, block_size, max_num_seqs, "
+        "max_model_len; attention='xla' takes it without this warning",
+        stacklevel=2,
+    )
 
 
 def _unsupported(name: str, shapes: Shapes, device: Any) -> str | None:

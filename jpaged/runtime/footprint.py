@@ -27,6 +27,7 @@ from jpaged.models.served import served_config, share_of
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, serving_mesh
+from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
@@ -57,9 +58,9 @@ def plan_memory(
     settings = EngineConfig() if config is None else config
     dtype = settings.dtype or stored_dtype(model)
     model = ModelConfig.coerce(model)
-    settings = settings.resolve(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
     where = _place(settings.tensor_parallel_size or 1, devices, compiled)
+    settings = resolve_for(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
     params = form_of(served, where, dtype)
     # Params as they are loaded stay beside what is made of them to serve.
@@ -217,17 +218,24 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     rows, vocab = config.seq_buckets[-1], model.vocab_size
     tokens = max(config.token_buckets[-1], rows)
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    widths = 4 * (heads + 2 * kv_heads) + 12 * model.intermediate_size + 4 * model.hidden_size
+    ffn = max(model.intermediate_size, model.shared_expert_size)
+    widths = 4 * (heads + 2 * kv_heads) + 12 * ffn + 4 * model.hidden_size
     token = widths + 8 * config.max_logprobs
     short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
     attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
     logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
+    experts = 0
+    if model.num_experts:  # an expert's weights, the pairs in their order, a sum in each layer
+        experts = 24 * model.hidden_size * model.expert_size
+        experts += 64 * tokens * model.experts_per_token
+        experts += 8 * tokens * model.hidden_size * model.num_layers
     ids = 2 * config.max_logprobs + config.max_logit_bias
     tables = len(kv_groups(model)) * config.max_blocks_per_seq
     indices = 4 * rows * (tokens + tables + ids)
-    temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices + TILES
+    temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices
+    temporaries += experts + TILES
     return Needs(
         temporaries=temporaries,
         state=state_bytes(model, config, block_bytes),

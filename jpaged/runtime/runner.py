@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
@@ -24,8 +22,8 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import Peers, are_many, from_shards, local_shards, put
-from jpaged.runtime.products import choose_products
+from jpaged.runtime.processes import put
+from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
@@ -62,18 +60,12 @@ class Runner:
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
         self.model, self.config, self.placement, self.params = model, config, placement, params
         setting = _setting(model, config, placement, params)
-        vocab = setting.model.vocab_size  # with its padding
-        self._counts = ((config.max_num_seqs, vocab), PartitionSpec(None, placement.tensor_axis))
         self.pools = setting.pools
         form = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
         self.steps = CompiledSteps(setting, placement, form)
         self.uploads = self.downloads = 0  # transfers since the start
-        self.peers: Peers | None = None
-        if are_many(placement.mesh):
-            assert isinstance(placement.mesh, Mesh)
-            self.peers = Peers(placement.mesh, config.peer_timeout_s)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -96,16 +88,7 @@ class Runner:
         with explained(self.config):
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
             self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
-            if self.peers is None:
-                return self._dispatch(batch)
-            return self.peers.call(lambda: self._compared(batch, buckets), "dispatching a step")
-
-    def _compared(self, batch: Batch, buckets: list[Bucket]) -> Handle:
-        """Dispatch over processes, once all are about to run the same."""
-        assert self.peers is not None
-        said = repr((buckets, batch.counts)).encode()
-        compared = self.peers.compare(batch.packed.tobytes(), said)
-        return dataclasses.replace(self._dispatch(batch), compared=compared)
+            return self._dispatch(batch)
 
     def _dispatch(self, batch: Batch) -> Handle:
         for row, token_ids, prompt_len in batch.counts:
@@ -173,15 +156,10 @@ class Runner:
         prompts too.
         """
         with explained(self.config):
-            if self.peers is None:
-                outs = self._fetch(handle)
-            else:
-                outs = self.peers.call(lambda: self._fetch(handle), "waiting for a step")
+            outs = self._fetch(handle)
         return unpack_result(handle.batch, self.config, outs)
 
     def _fetch(self, handle: Handle) -> list[np.ndarray]:
-        if handle.compared is not None and self.peers is not None:
-            self.peers.check(handle.compared)
         handle.done.block_until_ready()
         return [self.get(out) for out in handle.outs]
 
@@ -209,13 +187,11 @@ class Runner:
         count = padded_blocks(len(block_ids))
         move = self.steps.move("read_blocks", group, count)
         blocks = move(self._state.kv[group], self.put(_padded(block_ids, count, -1)))
-        if self.peers is not None:
-            self.downloads += 1
-            return self.peers.call(lambda: local_shards(blocks), "reading blocks")
-        if (pinned := kv_cache.pinned(self.placement)) is None:
-            return self.get(blocks)
         self.downloads += 1
-        return jax.device_put(blocks, pinned)
+        return self._down(blocks)
+
+    def _down(self, blocks: Array) -> Any:
+        return kv_cache.to_host(blocks, self.placement)
 
     def write_blocks(self, data: Any, block_ids: list[list[int]]) -> None:
         """Put what read_blocks gave into these blocks, a transfer a group; -1 leaves one out."""
@@ -226,17 +202,13 @@ class Runner:
             if blocks is not None:
                 count = padded_blocks(len(ids))
                 self.uploads += 1
-                blocks = self._upload(blocks, group, count)
+                blocks = self._up(blocks, group, count)
                 move = self.steps.move("write_blocks", group, count)
                 kv[group] = move(kv[group], self.put(_padded(ids, count, -1)), blocks)
                 self._state = DeviceState(kv=tuple(kv), rows=rows)
 
-    def _upload(self, blocks: Any, group: int, count: int) -> Array:
-        where = kv_cache.sharding(self.placement)
-        if self.peers is None:
-            return jax.device_put(blocks, where)
-        pool = self.pools[group]
-        return from_shards(blocks, (pool.num_layers * count, *pool.shape[1:]), where)
+    def _up(self, blocks: Any, group: int, count: int) -> Array:
+        return jax.device_put(blocks, kv_cache.sharding(self.placement))
 
     # Arrays
 
@@ -252,8 +224,8 @@ class Runner:
             last, lens = (put(np.zeros(rows, np.int32), where) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
-            shape, spec = self._counts
-            self._counts_RV = kv_cache.zeros(shape, jnp.int32, self.placement.sharding(spec))
+            form = self.steps.counts
+            self._counts_RV = kv_cache.zeros(form.shape, form.dtype, form.sharding)
 
     def recover(self) -> None:
         """After an exception: state whose buffers went into a step that never came back is made
@@ -278,10 +250,11 @@ class Runner:
         self.downloads += 1
         return jax.device_get(array)
 
-    def seal(self) -> None:
-        """Let no shape in that is not compiled (strict mode)."""
-        self.allocate(full=True)
-        self.steps.seal()
+
+def seal(runner: Runner) -> None:
+    """Let no shape in that is not compiled (strict mode)."""
+    runner.allocate(full=True)
+    runner.steps.seal()
 
 
 def report_of(runner: Runner) -> dict[str, Any]:
@@ -311,6 +284,7 @@ def _setting(
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
         products=choose_products(placement.device, dtype),
+        experts=choose_experts(model, placement.device, dtype, placement.axis_size),
         tensor_axis=axis,
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),

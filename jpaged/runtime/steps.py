@@ -20,7 +20,7 @@ from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_secti
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind
-from jpaged.models.layers.linear import Products, Serving
+from jpaged.models.layers.linear import ExpertProducts, Products, Serving
 from jpaged.models.params import MeshAxis
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, copy_blocks
@@ -32,7 +32,7 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
-    products: who multiplies beside XLA.
+    products, experts: who multiplies beside XLA.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
     None. vocabulary: how that lies.
@@ -42,6 +42,7 @@ class StepSetting:
     config: EngineConfig
     pools: tuple[PoolSpec, ...]
     products: Products | None = None
+    experts: ExpertProducts | None = None
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
@@ -92,6 +93,7 @@ class _Step:
             num_rows=num_rows,
             max_len=self.to.config.max_model_len,
             products=self.to.products,
+            experts=self.to.experts,
             tensor_axis=self.to.tensor_axis,
             axis_size=self.to.axis_size,
         )

@@ -10,6 +10,9 @@ Each is a module of the same functions, whose arguments `interface` describes:
         *, options) -> o_THD
     decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, options) -> o_SHD
 
+One whose results for a query depend on that query and its context alone, to the bit and in prefill
+and decode alike, says so by a function `batch_invariant() -> bool`.
+
 `kv_write` writes new keys and values for all of them. `cases` lists the shapes that tests and
 benches share.
 """
@@ -33,6 +36,11 @@ class Implementation:
     def is_compiled_for(self, platform: str) -> bool:
         """platform: of a jax.Device."""
         return self.platforms is None or platform in self.platforms
+
+    def is_batch_invariant(self) -> bool:
+        """Whether a query's bits depend on nothing else in its batch."""
+        says = getattr(self.module(), "batch_invariant", None)
+        return says is not None and says()
 
     def module(self) -> Any:
         """The module, imported when it is first asked for: Pallas takes its time."""

@@ -53,7 +53,7 @@ def check_ended(host: "Host", seq: Sequence) -> None:
     assert seq.finish_reason == (
         "stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length"
     )
-    if seq.params.prompt_logprobs is not None:
+    if seq.sampling_params.prompt_logprobs is not None:
         kv, scores = 0, []
         for token, target in zip(
             seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False

@@ -320,7 +320,7 @@ def expected(seq: Sequence, windows: tuple[int | None, ...] = (None,)) -> list[i
     prompt = tuple(seq.token_ids[: seq.prompt_len])
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
     stops = seq.eos_ids | seq.stop_ids
-    return _stream(prompt, count, stops, seq.params.min_tokens, seq.index, windows)
+    return _stream(prompt, count, stops, seq.sampling_params.min_tokens, seq.index, windows)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -61,6 +61,18 @@ def _olmo3(**fields: Any) -> dict[str, Any]:
     return _config("olmo3", "Olmo3ForCausalLM", **fields)
 
 
+def _qwen3_moe(**fields: Any) -> dict[str, Any]:
+    return _config("qwen3_moe", "Qwen3MoeForCausalLM", **fields)
+
+
+def _qwen2_moe(**fields: Any) -> dict[str, Any]:
+    return _config("qwen2_moe", "Qwen2MoeForCausalLM", **fields)
+
+
+def _mixtral(**fields: Any) -> dict[str, Any]:
+    return _config("mixtral", "MixtralForCausalLM", **fields)
+
+
 def _gemma(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     tied = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     return _config(model_type, architecture, **(tied | fields))
@@ -470,5 +482,101 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
         },
         eos_token_id=159,
+    ),
+    "qwen3_moe_g2_d32_normed": _qwen3_moe(
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=104,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        rope_theta=1000000.0,
+        eos_token_id=159,
+    ),
+    "qwen3_moe_g4_d64_window": _qwen3_moe(
+        vocab_size=151,
+        hidden_size=80,
+        intermediate_size=88,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        attention_bias=True,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=56,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=21,
+        rope_theta=10000.0,
+        eos_token_id=150,
+    ),
+    "qwen2_moe_g2_d32_shared": _qwen2_moe(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=104,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=56,
+        norm_topk_prob=False,
+        rope_theta=1000000.0,
+        eos_token_id=159,
+    ),
+    "qwen2_moe_g1_d64_window": _qwen2_moe(
+        vocab_size=147,
+        hidden_size=192,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_experts=4,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_theta=10000.0,
+        eos_token_id=146,
+    ),
+    "mixtral_g2_d64": _mixtral(
+        vocab_size=160,
+        hidden_size=72,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-5,
+        eos_token_id=159,
+    ),
+    "mixtral_g4_d32_window_tied": _mixtral(
+        vocab_size=155,
+        hidden_size=128,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        tie_word_embeddings=True,
+        rope_theta=10000.0,
+        eos_token_id=154,
     ),
 }

@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,9 +144,8 @@ def build(config: dict[str, Any], tensors: dict[str, Any], dtype: Any) -> Any:
     model = cls._from_config(
         cls.config_class.from_dict(copy.deepcopy(config)), attn_implementation="eager"
     ).eval()
-    missing, unexpected = model.load_state_dict(
-        {k: torch.from_numpy(v) for k, v in tensors.items()}, strict=False
-    )
+    state = fused_experts({k: torch.from_numpy(v) for k, v in tensors.items()})
+    missing, unexpected = model.load_state_dict(state, strict=False)
     tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
     assert list(missing) == tied and not unexpected, (missing, unexpected)
     model.tie_weights()
@@ -154,6 +154,26 @@ def build(config: dict[str, Any], tensors: dict[str, Any], dtype: Any) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def fused_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Experts as transformers holds them: those of a layer in one tensor, gate and up together."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    state, experts = {}, {}
+    for key, tensor in tensors.items():
+        key = key.replace(".block_sparse_moe.", ".mlp.")
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", key):
+            node, x, name = found.groups()
+            experts.setdefault(node, {})[int(x), name] = tensor
+        else:
+            state[key] = tensor
+    for node, own in experts.items():
+        count = 1 + max(x for x, _ in own)
+        names = ("w1", "w3", "w2") if (0, "w1") in own else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (torch.stack([own[x, name] for x in range(count)]) for name in names)
+        state |= {f"{node}.gate_up_proj": torch.cat([gate, up], 1), f"{node}.down_proj": down}
+    return state
 
 
 def forward(model: Any, ids: list[int]) -> Any:

@@ -28,6 +28,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     family, e, f = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     d = config.get("head_dim") or e // heads
+    is_qwen2_moe = family == "qwen2_moe"
     shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (e,)}
     shapes["model.embed_tokens.weight"] = (config["vocab_size"], e)
     if not config["tie_word_embeddings"]:
@@ -40,24 +41,59 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             widths = {"qkv_proj": sum(widths.values())}
         for name, width in widths.items():
             shapes[f"{attention}{name}.weight"] = (width, e)
-            if family == "qwen2" or config.get("attention_bias"):
+            if (
+                family == "qwen2"
+                or config.get("attention_bias")
+                or config.get("qkv_bias", is_qwen2_moe)
+            ):
                 shapes[f"{attention}{name}.bias"] = (width,)
         shapes[attention + "o_proj.weight"] = (e, heads * d)
         if config.get("attention_bias"):
             shapes[attention + "o_proj.bias"] = (e,)
-        if family in ("qwen3", "gemma3_text"):
+        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
         if family in ("olmo2", "olmo3"):
             shapes[attention + "q_norm.weight"] = (heads * d,)
             shapes[attention + "k_norm.weight"] = (kv_heads * d,)
-        widths = {"gate_up_proj": 2 * f} if family == "phi3" else {"gate_proj": f, "up_proj": f}
-        widths = {name: (width, e) for name, width in widths.items()} | {"down_proj": (e, f)}
-        for name, shape in widths.items():
-            shapes[f"{layer}mlp.{name}.weight"] = shape
-            if config.get("mlp_bias"):
-                shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
+        if is_mixture(config, i):
+            shapes |= {layer + name: shape for name, shape in mixture_shapes(config).items()}
+        else:
+            widths = {"gate_up_proj": 2 * f} if family == "phi3" else {"gate_proj": f, "up_proj": f}
+            widths = {name: (width, e) for name, width in widths.items()} | {"down_proj": (e, f)}
+            for name, shape in widths.items():
+                shapes[f"{layer}mlp.{name}.weight"] = shape
+                if config.get("mlp_bias"):
+                    shapes[f"{layer}mlp.{name}.bias"] = shape[:1]
         norms = NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
         shapes |= {f"{layer}{norm}.weight": (e,) for norm in norms}
+    return shapes
+
+
+def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has experts, and not an MLP."""
+    if config["model_type"] == "mixtral":
+        return True
+    is_in_step = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    return "num_experts" in config and is_in_step and layer not in config.get("mlp_only_layers", [])
+
+
+def mixture_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the experts of a layer, as the checkpoints on the hub have them."""
+    e = config["hidden_size"]
+    if config["model_type"] == "mixtral":
+        node, names = "block_sparse_moe.", ("w1", "w3", "w2")
+        f, count = config["intermediate_size"], config["num_local_experts"]
+    else:
+        node, names = "mlp.", ("gate_proj", "up_proj", "down_proj")
+        f, count = config["moe_intermediate_size"], config["num_experts"]
+    shapes: dict[str, tuple[int, ...]] = {f"{node}gate.weight": (count, e)}
+    owners = {f"{node}experts.{x}.": f for x in range(count)}
+    if shared := config.get("shared_expert_intermediate_size"):
+        owners["mlp.shared_expert."] = shared
+        shapes["mlp.shared_expert_gate.weight"] = (1, e)
+    for owner, width in owners.items():
+        for name, shape in zip(names, ((width, e), (width, e), (e, width)), strict=True):
+            shapes[f"{owner}{name}.weight"] = shape
     return shapes
 
 
@@ -102,8 +138,16 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         if key.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight"))
         else 1.0
     )
-    if config["tie_word_embeddings"] and key.endswith(("o_proj.weight", "down_proj.weight")):
-        gain = 2.0  # else the input embedding rules the residual, and each token predicts itself
+    if key.endswith((".gate.weight", "shared_expert_gate.weight")):
+        gain = 2.0  # experts differ in weight
+    if key.endswith(("w2.weight", "down_proj.weight")) and "experts" in key:
+        gain = 2.0  # a token's experts are added up with small weights
+    if config["tie_word_embeddings"] and key.endswith(
+        ("o_proj.weight", "down_proj.weight", "w2.weight")
+    ):
+        gain = (
+            3.0 if "experts" in key else 2.0
+        )  # else the input embedding rules the residual, and each token predicts itself
     return x * (gain / np.sqrt(x.shape[1]))
 
 

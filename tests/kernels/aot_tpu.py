@@ -70,7 +70,10 @@ PROGRAMS = (
     Program("decode_d256_k1", 16, K=1, G=8, D=256, N=1400),
     Program("decode_d256_k4", 16, K=4, D=256),
     Program("prefill_d256_k2_f32", 320, K=2, D=256, P=16, N=1400, dtype=jnp.float32),
-    Program("decode_largest_table", 256, K=2, S=256, M=950, N=2800),
+    # 256 rows of 128k tokens, as Llama 3.1's default context makes them, and of a million.
+    Program("decode_128k", 256, K=8, G=4, S=256, M=2048),
+    Program("prefill_128k", 2048, K=8, G=4, S=256, M=2048),
+    Program("decode_largest_table", 256, K=2, S=256, M=16384, N=2800),
     Program("prefill_largest_block", 512, K=16, G=8, D=256, P=256, N=20),
     Program("prefill_most_heads", 512, K=32, G=8, N=700),
     Program("decode_loop", 16, loop=True),

@@ -1,61 +1,73 @@
-"""Every kernel compiled for the device at hand against the float64 reference, as a program.
+"""Compiled kernels of the device at hand against the float64 reference, as a program.
 
-    python -m tests.kernels.on_device --out FOLDER [--dry]
+    python -m tests.kernels.on_device mosaic_gpu decode --out FOLDER [--dry]
 
-writes FOLDER/checks.json: for each implementation how many cases are right, which are wrong or not
-taken and why, or why it cannot run. Exit status 1 if any is wrong. --dry: fewer and smaller cases,
-XLA's implementation too, on any backend. scripts/gpu_check.sh runs it.
+checks one phase of one implementation, and writes what it finds of each case to FOLDER as it goes
+(see scripts/gpu_jobs.py: what the file has is not done again). --dry: fewer and smaller cases, on
+any backend. scripts/gpu_check.py runs it for each phase of each implementation, in a process each.
 """
 
 import argparse
+import functools
 import importlib
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from kernels_pallas.paged_attention.device_cases import DEVICE
+from scripts.gpu_jobs import run_cases
 from tests.kernels.suite import check
 
-# XLA's own is held to the reference on any machine, so that a dry run has something to check.
-IMPLEMENTATIONS = ("mosaic_gpu", "triton")
+LIMIT = 40  # seconds of a case, its compile included
 DRY = (*GPU, *DECODE, *PREFILL)[::9]
 
 
-def hold(name: str, *, dry: bool) -> dict[str, Any]:
-    """Every case that an implementation takes."""
-    done: dict[str, Any] = {"passed": 0, "failed": {}, "unsupported": {}}
-    try:
-        implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
-    except ImportError as e:
-        return {"skipped": str(e)}
-    for case in DRY if dry else GPU:
-        for values in ("random", "coded"):
-            try:
-                check(implementation, case, values)
-                done["passed"] += 1
-            except NotImplementedError as e:
-                done["unsupported"][case.name] = str(e)
-            except Exception as e:  # a kernel that breaks must not hide what the others do
-                said = (str(e).splitlines() or [""])[0][:200]
-                done["failed"][f"{case.name} {values}"] = f"{type(e).__name__}: {said}"
-    return done
+def hold(implementation: Any, case: Case, **own: Any) -> dict[str, Any]:
+    """Random values, then those that tell positions apart."""
+    for values in ("random", "coded"):
+        try:
+            check(implementation, case, values, **own)
+        except AssertionError as e:
+            said = (str(e).splitlines() or [""])[0]
+            return {"wrong": f"{values}: {said}"}
+    return {"right": True}
+
+
+def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+    """By the name of a case, long ones first: they tell most. Long contexts of decode are split in
+    any way.
+    """
+    implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
+    found = {}
+    for case in DRY if dry else (*DEVICE, *GPU):
+        if (case.queries is None) != (phase == "decode"):
+            continue
+        splits = (None, 1, 2) if phase == "decode" and case in DEVICE else (None,)
+        for number in splits:
+            own = {} if number is None else {"splits": number}
+            key = f"{name} {case.name}" + "".join(f" splits={n}" for n in own.values())
+            found[key] = functools.partial(hold, implementation, case, **own)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("implementation")
+    parser.add_argument("phase", choices=("decode", "prefill"))
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--dry", action="store_true", help="fewer cases, on any backend")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    for name in (*IMPLEMENTATIONS, "xla") if args.dry else IMPLEMENTATIONS:
-        found[name] = hold(name, dry=args.dry)
-        # Written as it grows: a run that is cut off keeps what it had.
-        (args.out / "checks.json").write_text(json.dumps(found, indent=1))
-    return int(any(done.get("failed") for done in found.values()))
+    cases = checks(args.implementation, args.phase, dry=args.dry)
+    run_cases(
+        args.out / f"checks_{args.implementation}_{args.phase}.jsonl",
+        cases,
+        limit=LIMIT * (10 if args.dry else 1),
+    )
+    return 0
 
 
 if __name__ == "__main__":

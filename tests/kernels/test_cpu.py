@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_cpu import paged_attention
-from kernels_cpu.library import unavailable
+from kernels_cpu.library import level, unavailable
 from kernels_cpu.linear import linear, supported
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
@@ -70,6 +70,21 @@ class TestPagedAttention(PagedAttentionSuite):
         )
 
 
+@pytest.mark.skipif(
+    (chosen := level()) is None or not chosen.batch_invariant,
+    reason="decode sums in another order than prefill at this level",
+)
+@pytest.mark.parametrize("case", [c for c in CASES if c.queries is None], ids=str)
+def test_decode_has_the_bits_of_prefill(case: Case) -> None:
+    """So has a token its bits whether it was drawn or is scored."""
+    inputs = build(case)
+    starts = np.arange(len(case.contexts) + 1, dtype=np.int32)
+    packed = dataclasses.replace(inputs, query_start_loc=starts)
+    queries = dataclasses.replace(case, queries=(1,) * len(case.contexts))
+    one, many = call(paged_attention, case, inputs), call(paged_attention, queries, packed)
+    assert np.array_equal(one, many)
+
+
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name in ("decode_bf16", "prefill_bf16")], ids=str
 )
@@ -97,7 +112,8 @@ def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
     return x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
 
 
-# Rows and columns that fill tiles of 4 x 6 and that do not, one of everything.
+# Rows and columns that fill tiles of 4 x 6 or 3 x 3 and that do not, one of everything; more rows
+# than are few.
 SHAPES = [
     (1, 2, 32),
     (3, 4, 64),

@@ -9,6 +9,8 @@ import pytest
 from kernels_cpu import library
 from kernels_cpu.library import unavailable
 
+AVX2 = frozenset({"avx2", "fma"})
+LEVEL = library.LEVELS[-1]
 afresh = unavailable.__wrapped__  # the function itself, under its cache
 
 
@@ -17,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's cache that holds nothing yet, on a processor that would do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JPAGED_NATIVE", raising=False)
-    monkeypatch.setattr(library, "_processor", lambda: ["avx512_bf16"])
+    monkeypatch.setattr(library, "_processor", lambda: AVX2)
     return tmp_path / "jpaged" / "native"
 
 
@@ -33,13 +35,13 @@ def test_it_is_compiled_once(folder: Path, tmp_path: Path) -> None:
     compiler = fake_compiler(
         tmp_path, f'for last; do :; done; echo x > "$last"; echo "$@" >> {log}'
     )
-    made = library._compiled(compiler)
+    made = library._compiled(compiler, LEVEL)
     assert made.parent == folder and made.read_text() == "x\n" and list(folder.iterdir()) == [made]
     calls = log.read_text().splitlines()
-    assert [" -c " in call for call in calls] == [True, True, False]
-    assert library._compiled(compiler) == made and log.read_text().splitlines() == calls
-    other = library._compiled(shutil.copy(compiler, f"{compiler}-2"))
-    assert other != made and len(log.read_text().splitlines()) == 6
+    assert [" -c " in call for call in calls] == [True, True, True, True, False]
+    assert library._compiled(compiler, LEVEL) == made and log.read_text().splitlines() == calls
+    other = library._compiled(shutil.copy(compiler, f"{compiler}-2"), LEVEL)
+    assert other != made and len(log.read_text().splitlines()) == 10
 
 
 def test_a_compiler_that_fails_is_told_of(
@@ -57,8 +59,11 @@ def test_what_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert "C++ compiler: install g++" in str(afresh())
-    monkeypatch.setattr(library, "_processor", lambda: ["avx2"])
-    assert "AVX-512 bf16" in str(afresh())
+    monkeypatch.setattr(library, "_processor", lambda: frozenset({"avx2"}))
+    assert "avx512_bf16" in str(afresh()) and "avx2 and fma" in str(afresh())
+    monkeypatch.setattr(library, "_processor", lambda: AVX2)
+    monkeypatch.setenv("JPAGED_NATIVE", "avx512")
+    assert "avx512_bf16" in str(afresh()) and "fma" not in str(afresh())
     monkeypatch.setenv("JPAGED_NATIVE", "0")
     assert afresh() == "JPAGED_NATIVE=0"
 
@@ -67,5 +72,27 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = library._compiled(fake_compiler(tmp_path, 'for last; do :; done; echo x > "$last"'))
+    made = library._compiled(
+        fake_compiler(tmp_path, 'for last; do :; done; echo x > "$last"'), LEVEL
+    )
     assert made.parent.name.startswith("jpaged-native-") and made.exists()
+
+
+def test_the_level_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JPAGED_NATIVE", raising=False)
+    best, least = library.LEVELS
+    for words, expected in (
+        (AVX2 | best.needs, best),
+        (AVX2, least),
+        (AVX2 | best.needs - {"avx512_bf16"}, least),
+        (frozenset({"avx2"}), None),
+    ):
+        monkeypatch.setattr(library, "_processor", lambda words=words: words)
+        assert library.level() is expected
+    monkeypatch.setattr(library, "_processor", lambda: AVX2 | best.needs)
+    for value, expected in {"1": best, "0": None, "avx2": least, "avx512": best}.items():
+        monkeypatch.setenv("JPAGED_NATIVE", value)
+        assert library.level() is expected
+    monkeypatch.setenv("JPAGED_NATIVE", "sse2")
+    with pytest.raises(ValueError, match="JPAGED_NATIVE='sse2': must be 0, 1, or one of avx512"):
+        library.level()

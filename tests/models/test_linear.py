@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.models.decoder import bind
 from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.mlp import MLP
 from tests.tiny import config, make_params, make_prompts
 
 
@@ -88,6 +89,7 @@ def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> 
     c = config(intermediate_size=width)
     serving = Serving(tensor_axis="tp", axis_size=2)
     layer = bind(c, make_params(0, c), serving)._weights().at("layers").at("0").layer(0)
+    assert isinstance(layer.mlp, MLP)
     linears = {
         "qkv": layer.attention.qkv,
         "out": layer.attention.out,

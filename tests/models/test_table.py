@@ -42,6 +42,15 @@ VARIANTS = {
     "gemma3": dataclasses.replace(
         CONFIG, family="gemma3_text", post_norms=True, norm_offset=True, mlp_bias=True
     ),
+    "mixture": dataclasses.replace(
+        CONFIG,
+        family="qwen2_moe",
+        num_experts=3,
+        experts_per_token=2,
+        expert_size=40,
+        shared_expert_size=26,
+        dense_layers=(1,),
+    ),
     "olmo2": dataclasses.replace(
         CONFIG, family="olmo2", qk_norm=False, qk_norm_whole=True, pre_norms=False, post_norms=True
     ),

@@ -4,6 +4,7 @@ XLA's.
 
 import dataclasses
 import logging
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,14 +60,37 @@ def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
 
 
 def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "jpaged"):
+    told = (
+        r"'xla' on NVIDIA H200.*mosaic_gpu: dtype float32.*triton: dtype float32.*attention='xla'"
+    )
+    with caplog.at_level(logging.INFO, "jpaged"), pytest.warns(UserWarning, match=told):
         assert choose(HOPPER, dtype=jnp.float32).name == "xla"
     assert [r.getMessage().split(" (")[0] for r in caplog.records] == [
         "attention='auto': not mosaic_gpu",
         "attention='auto': not triton",
     ]
     assert choose(HOPPER, block_size=20).name == "triton"
-    assert choose(HOPPER, model=config(head_dim=80)).name == "xla"
+    with pytest.warns(UserWarning, match="head_dim 80"):
+        assert choose(HOPPER, model=config(head_dim=80)).name == "xla"
+    choose(CPU, dtype=jnp.float32)  # what takes nobody by surprise is no warning
+    choose(HOPPER, dtype=jnp.float32, attention="xla")
+
+
+def test_the_warning_is_shown_once() -> None:
+    """As the engine asks: for its memory plan, then for itself."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            choose(HOPPER, dtype=jnp.float32)
+    assert len(shown) == 1
+
+
+def test_long_contexts_fit_a_tpu() -> None:
+    """256 rows of 128k tokens in blocks of 16: a table of 8 MiB, of which two rows are at hand."""
+    long = dataclasses.replace(MODEL, max_position_embeddings=1 << 17)
+    sizes: dict[str, Any] = {"max_num_seqs": 256, "max_model_len": 1 << 17, "seq_buckets": (256,)}
+    kernel = choose(TPU, model=long, **sizes)
+    assert (kernel.name, kernel.shapes.blocks_per_row) == ("tpu", 8192)
 
 
 @pytest.mark.parametrize(

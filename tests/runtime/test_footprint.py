@@ -36,6 +36,9 @@ WIDE = config(
     head_dim=64,
     vocab_size=16000,
 )
+MIXTURE = dataclasses.replace(
+    WIDE, num_experts=16, experts_per_token=4, expert_size=384, intermediate_size=8
+)
 
 
 def engine(model: ModelConfig = CONFIG, **changes: Any) -> EngineConfig:
@@ -98,6 +101,8 @@ SHAPES = [
     (WIDE, "float32", {"max_num_batched_tokens": 2048}),
     (WIDE, "float16", {"max_num_seqs": 128}),
     (dataclasses.replace(WIDE, num_layers=12), "bfloat16", {"block_size": 64}),
+    (MIXTURE, "bfloat16", {"max_num_batched_tokens": 512}),
+    (MIXTURE, "float32", {"max_num_seqs": 64}),
 ]
 
 

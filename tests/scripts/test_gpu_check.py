@@ -3,25 +3,30 @@ and the other implementations that it times do the same work as ours.
 """
 
 import dataclasses
-import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import _common as common
 import gpu_check
+import gpu_jobs
+import gpu_timed
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.cases import BENCH, BENCH_DRY, Case
+from kernels_pallas.paged_attention import mosaic_gpu, reference
+from kernels_pallas.paged_attention.cases import GPU, Case
+from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 from tests.kernels import aot_cuda, on_device
-from tests.kernels.suite import Inputs, call
+from tests.kernels.suite import Inputs, call, check
 from tests.tiny import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,105 +34,6 @@ DECODE, FRESH, CACHED = BENCH_DRY
 deprecated = pytest.mark.filterwarnings(
     "ignore:.*(paged_attention is|Triton backend is) deprecated"
 )
-
-
-STUB = """#!/bin/sh
-echo "$@" >> "$CALLS"
-test "$2" != report || echo a table
-test "$2" != peers
-"""
-
-
-def test_every_part_is_called_whatever_the_others_do(tmp_path: Path) -> None:
-    """A Python that notes its calls stands in; its peers fail."""
-    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    python.write_text(STUB)
-    python.chmod(0o755)
-    out.mkdir()
-    environment = os.environ | {"DRY": "1", "PYTHON": str(python), "CALLS": str(calls)}
-    command = ["bash", "scripts/gpu_check.sh", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "peers: failed (1)" in done.stdout
-    check, checks = "scripts/gpu_check.py", "-m tests.kernels.on_device"
-    parts = [f"{check} torch", checks, *(f"{check} {x}" for x in ("kernels", "peers", "engine"))]
-    assert calls.read_text().splitlines() == [
-        *(f"{part} --out {out} --dry" for part in parts),
-        f"{check} report --out {out}",
-    ]
-    assert (out / "report.txt").read_text() == "a table\n" and done.stdout.endswith("a table\n")
-
-
-def check_parts(out: Path, names: set[str]) -> None:
-    """What a dry run writes, with these implementations."""
-    parts = {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
-    assert parts.keys() == {"checks", *gpu_check.PARTS} and set(parts["checks"]) == names
-    for name, checked in parts["checks"].items():
-        assert checked["passed"] > 0 and not checked["failed"], name
-    for times in parts["kernels"]["times"].values():
-        assert times.keys() == names and all(isinstance(s, float) for s in times.values())
-    peers = parts["peers"]["times"]
-    for case, peer in ((DECODE, "jax_triton"), (DECODE, "cudnn"), (FRESH, "cudnn")):
-        assert isinstance(peers[case.name][peer], float), peers
-    assert "decode alone" in peers[FRESH.name]["jax_triton"]
-    assert "cached prefix" in peers[CACHED.name]["cudnn"]
-    # A reason: only CUDA has it.
-    assert all(isinstance(peers[case.name]["cudnn_paged"], str) for case in BENCH_DRY)
-    assert all(record["output_tok_s"] > 0 for record in parts["engine"].values())
-    assert set(parts["engine"]) == {"auto", "xla"}
-    report = gpu_check.report_part(out)
-    assert "of limit" in report and report.count("decode 2x40") == len(names) + 4
-    assert "engine auto" in report
-
-
-@deprecated
-@pytest.mark.usefixtures("few_shapes")
-def test_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part, as in programs of their own: no strict promotion. Without the Mosaic kernels,
-    which take longest to interpret.
-    """
-    cases = {case.queries is None: case for case in on_device.DRY}
-    monkeypatch.setattr(on_device, "DRY", tuple(cases.values()))
-    monkeypatch.setattr(on_device, "IMPLEMENTATIONS", ("triton",))
-    monkeypatch.setattr(gpu_check, "IMPLEMENTATIONS", ("triton", "xla"))
-    monkeypatch.setitem(common.MODELS, "tiny", CONFIG)
-    flags = ["--out", str(tmp_path), "--dry"]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert on_device.main(flags) == 0
-        for part in gpu_check.PARTS:
-            assert gpu_check.main([part, *flags]) == 0
-    check_parts(tmp_path, {"triton", "xla"})
-
-
-@pytest.mark.slow
-def test_the_whole_dry_run(tmp_path: Path) -> None:
-    environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
-    command = ["bash", "scripts/gpu_check.sh", str(tmp_path)]
-    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, timeout=600, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_parts(tmp_path, {"mosaic_gpu", "triton", "xla"})
-    report = (tmp_path / "report.txt").read_text()
-    assert report == gpu_check.report_part(tmp_path) + "\n" and done.stdout.endswith(report)
-
-
-def test_report_of_what_is_there(tmp_path: Path) -> None:
-    """A wrong kernel is named; a part that never ran is left out."""
-    checks = {"triton": {"passed": 1, "failed": {"case random": "AssertionError: "}}}
-    (tmp_path / "checks.json").write_text(json.dumps(checks))
-    marks = {"device": "card", "jax": "1", "copy_gb_s": 1e3, "matmul_tflop_s": 1.0}
-    seconds = gpu_check.moved_bytes(DECODE) / 500e9
-    times = {"mosaic_gpu": seconds, "triton": "ValueError: no"}
-    kernels = marks | {"times": {DECODE.name: times}}
-    (tmp_path / "kernels.json").write_text(json.dumps(kernels))
-    peers = {"times": {DECODE.name: {"cudnn": seconds / 2, "jax_triton": "no"}}}
-    (tmp_path / "peers.json").write_text(json.dumps(peers))
-    report = gpu_check.report_part(tmp_path)
-    assert "triton      1 right, 1 wrong, 0 cases not taken\n  WRONG case random: Asser" in report
-    lines = [line.split() for line in report.splitlines() if line.startswith(DECODE.name)]
-    ours, refused, sdpa, cudnn, _ = (line[len(DECODE.name.split()) :] for line in lines)
-    assert (ours[0], ours[2], ours[-3:]) == ("mosaic_gpu", "500", ["50.0%", "50.0%", "cudnn"])
-    assert refused[-2:] == ["ValueError:", "no"] and sdpa[-2:] == ["not", "timed"]
-    assert cudnn[-1] == "100.0%" and "engine" not in report
 
 
 @deprecated
@@ -147,7 +53,7 @@ def test_peers_compute_the_same(peer: str, case: Case) -> None:
     table = np.arange(len(pool)).reshape(rows, -1)
     inputs = Inputs(np.asarray(q), pool, 0, table, np.asarray(case.contexts), starts)
     exact = call(reference, case, inputs, exact=True)
-    function, arrays = gpu_check.PEERS[peer](case, k, v, True)
+    function, arrays = gpu_timed.JAX_PEERS[peer](case, k, v, True)
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention counts on it
         result = function(q, *arrays)
     error, own = (
@@ -166,7 +72,7 @@ TIMED = [
 
 @deprecated
 @pytest.mark.parametrize("case", TIMED, ids=str)
-@pytest.mark.parametrize("peer", gpu_check.PEERS)
+@pytest.mark.parametrize("peer", gpu_timed.JAX_PEERS)
 def test_peers_lower_for_cuda(peer: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the arguments made for them; cuDNN's version is asked of a library that is not there."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
@@ -177,7 +83,7 @@ def test_peers_lower_for_cuda(peer: str, case: Case, monkeypatch: pytest.MonkeyP
     ]
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        function, arrays = gpu_check.PEERS[peer](case, k, v, False)
+        function, arrays = gpu_timed.JAX_PEERS[peer](case, k, v, False)
         return function(q, *arrays)
 
     if peer == "jax_triton" and case.queries is not None:
@@ -196,20 +102,240 @@ def test_bytes_and_operations() -> None:
 
 
 def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(DECODE, name="long")
     monkeypatch.setattr(on_device, "GPU", (DECODE,))
+    monkeypatch.setattr(on_device, "DEVICE", (case,))
 
-    def check(implementation: Any, case: Case, values: str) -> None:
-        if implementation.__name__.endswith("triton"):
+    def check(implementation: Any, case: Case, values: str, **own: Any) -> None:
+        if own == {"splits": 2}:
             raise NotImplementedError("not this one")
-        assert values == "random"
+        assert values == "random" or own, "off"
 
     monkeypatch.setattr(on_device, "check", check)
-    assert on_device.main(["--out", str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "checks.json").read_text())
-    assert found["triton"] == {
-        "passed": 0,
-        "failed": {},
-        "unsupported": {DECODE.name: "not this one"},
-    }
-    assert found["mosaic_gpu"]["passed"] == 1
-    assert list(found["mosaic_gpu"]["failed"]) == [f"{DECODE.name} coded"]
+    assert on_device.main(["triton", "decode", "--out", str(tmp_path)]) == 0
+    found = gpu_jobs.read(tmp_path / "checks_triton_decode.jsonl")
+    assert [*found] == [
+        "triton long",
+        "triton long splits=1",
+        "triton long splits=2",
+        f"triton {DECODE.name}",
+    ]
+    assert "coded: " in found["triton long"]["wrong"] and found["triton long splits=1"]["right"]
+    assert found["triton long splits=2"]["not_taken"] == "not this one"
+    assert gpu_check.is_wrong(tmp_path)
+    assert "WRONG triton long: coded" in gpu_check.report(tmp_path)
+
+
+JOB = """
+import os, sys, time
+sys.path.insert(0, {scripts!r})
+from pathlib import Path
+from gpu_jobs import run_cases
+def refuse(): raise NotImplementedError("never")
+def fail(): raise ValueError("no")
+cases = {{
+    "good": lambda: {{"n": 1}}, "bad": fail, "refused": refuse, "dies": lambda: os._exit(7),
+    "hangs": lambda: time.sleep(60), "last": lambda: {{"n": 2}},
+}}
+run_cases(Path({file!r}), cases, limit=1)
+"""
+
+
+def job(tmp_path: Path, seconds: float) -> gpu_jobs.Job:
+    file = tmp_path / "job.jsonl"
+    code = JOB.format(scripts=str(ROOT / "scripts"), file=str(file))
+    return gpu_jobs.Job(file=file.name, command=(sys.executable, "-c", code), seconds=seconds)
+
+
+def test_a_case_that_hangs_or_crashes_loses_itself_alone(tmp_path: Path) -> None:
+    gpu_jobs.run_job(job(tmp_path, 60), tmp_path, time.monotonic() + 60)
+    found = gpu_jobs.read(tmp_path / "job.jsonl")
+    assert found["good"]["n"] == 1 and found["last"]["n"] == 2
+    assert found["bad"]["error"] == "ValueError: no" and found["refused"]["not_taken"] == "never"
+    assert found["dies"]["error"] == "hung or crashed (7)"
+    assert found["hangs"]["error"] == "hung or crashed (1)"
+    size = (tmp_path / "job.jsonl").stat().st_size
+    gpu_jobs.run_job(job(tmp_path, 60), tmp_path, time.monotonic() + 60)  # all is there
+    assert (tmp_path / "job.jsonl").stat().st_size == size
+
+
+def test_a_job_that_is_out_of_time_keeps_what_it_had(tmp_path: Path) -> None:
+    (tmp_path / "job.jsonl").write_text('{"case": "dies"}\n')
+    code = job(tmp_path, 0).command[2].replace("limit=1", "limit=50")
+    slow = gpu_jobs.Job(file="job.jsonl", command=(sys.executable, "-c", code), seconds=2)
+    began = time.monotonic()
+    gpu_jobs.run_job(slow, tmp_path, began + 60)
+    assert time.monotonic() - began < 20
+    found = gpu_jobs.read(tmp_path / "job.jsonl")
+    assert found["good"]["n"] == 1 and found["hangs"]["error"] == "out of time"
+    assert "last" not in found
+
+
+def test_a_job_that_does_not_start_is_told(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import nothing_of_that_name")
+    broken = gpu_jobs.Job(file="checks_x.jsonl", command=command, seconds=30)
+    gpu_jobs.run_job(broken, tmp_path, time.monotonic() + 60)
+    assert "WRONG start: exit status 1" in gpu_check.report(tmp_path)
+
+
+@pytest.mark.parametrize("part", gpu_check.SECONDS)
+def test_parts_fit_their_calls(part: str, tmp_path: Path) -> None:
+    """Under ten minutes with what comes around them, and the jobs of a part under its own."""
+    assert gpu_check.SECONDS[part] <= 570
+    jobs = gpu_check.jobs(part, tmp_path, dry=False)
+    first, *rest = (job.seconds for job in jobs)
+    assert first + sum(rest) <= gpu_check.SECONDS[part] + 50  # they rarely take all
+    assert len({job.file for job in jobs}) == len(jobs)
+    for job in jobs:
+        module = job.command[1:3] if job.command[1] == "-m" else (job.command[1],)
+        assert module[-1] == "tests.kernels.on_device" or Path(module[0]).exists()
+
+
+def test_the_table_is_printed_when_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By SIGTERM, in the middle of a job that leaves a record."""
+
+    def run(job: gpu_jobs.Job, out: Path, deadline: float) -> None:
+        gpu_jobs.write(out / job.file, {"case": "copy", "gb_s": 1234.0, "device": "card"})
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(gpu_check, "run_job", run)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            gpu_check.main(["marks", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "copy        1234.0 GB/s" in capsys.readouterr().out
+    assert "device card" in (tmp_path / "report.txt").read_text()
+
+
+def write_all(file: Path, records: dict[str, dict[str, Any]]) -> None:
+    for case, record in records.items():
+        gpu_jobs.write(file, {"case": case} | record)
+
+
+def test_report_of_what_is_there(tmp_path: Path) -> None:
+    """Shares of the kernel's own time, of the best peer; none of what L2 may hold; the goals."""
+    write_all(
+        tmp_path / "marks.jsonl",
+        {"copy": {"device": "card", "jax": "1", "gb_s": 1e3}, "matmul": {"tflop_s": 1.0}},
+    )
+    seconds = gpu_check.moved_bytes(DECODE) / 500e9
+    ours, own = f"{DECODE.name} | mosaic_gpu", {"seconds": 2 * seconds, "kernel_seconds": seconds}
+    small = f"{DECODE.name} | splits=1"
+    write_all(
+        tmp_path / "kernels.jsonl",
+        {
+            ours: own | {"fits_l2": False},
+            small: own | {"fits_l2": True},
+            f"{FRESH.name} | triton": {"error": "ValueError: no"},
+        },
+    )
+    write_all(tmp_path / "peers_jax.jsonl", {f"{DECODE.name} | cudnn": {"seconds": seconds}})
+    write_all(
+        tmp_path / "engine.jsonl",
+        {"run 1": {"output_tok_s": 100.0, "best_s": 2.0, "read_bytes": 1e12, "took_s": 3}},
+    )
+    lines = gpu_check.report(tmp_path).splitlines()
+    cells = {line.split()[5]: line.split()[6:] for line in lines if line.startswith(DECODE.name)}
+    assert cells["mosaic_gpu"][2] == "500" and cells["mosaic_gpu"][4:] == ["50.0%", "50%"]
+    assert cells["splits=1"][4] == "-" and cells["cudnn"][4] == "50.0%"
+    (failed,) = (line for line in lines if line.startswith(FRESH.name))
+    assert failed.endswith("ValueError: no")
+    assert any("50.0% of copy bandwidth over weights and KV, goal 75%" in line for line in lines)
+
+
+class Plane(NamedTuple):
+    name: str
+    lines: list[Any]
+
+
+def test_kernel_time_is_of_its_events_on_the_device() -> None:
+    def events(*named: tuple[str, float]) -> list[Any]:
+        return [SimpleNamespace(name=name, duration_ns=ns) for name, ns in named]
+
+    stream = SimpleNamespace(name="Stream #13", lines=None)
+    stream.events = events(
+        ("kernel_mosaic_gpu_kernel", 3e3), ("fusion_1", 9e3), ("mosaic_gpu", 1e3)
+    )
+    other = SimpleNamespace(name="XLA Ops", events=events(("mosaic_gpu", 5e3)))
+    planes = [Plane("/device:GPU:0", [stream, other]), Plane("/host:CPU", [stream])]
+    assert gpu_timed.device_seconds(planes, ("mosaic_gpu",)) == pytest.approx(4e-6)
+    assert gpu_timed.device_seconds(planes[1:], ("mosaic_gpu",)) is None
+
+
+@pytest.mark.parametrize("case", BENCH, ids=str)
+def test_what_is_timed_reads_more_than_l2_holds(case: Case) -> None:
+    layers = gpu_timed.num_layers(case, dry=False)
+    kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+    assert layers * kv_bytes <= max(gpu_timed.MOST_BYTES, kv_bytes)
+    assert layers * kv_bytes >= 4 * gpu_timed.L2 or case.queries is not None
+
+
+def test_there_are_layers_enough_even_of_a_small_context() -> None:
+    small = dataclasses.replace(BENCH[0], contexts=(512,))
+    assert gpu_timed.num_layers(small, dry=False) == 64
+
+
+WANTED = [
+    *((case, {}) for case in BENCH[:3]),
+    *((BENCH[0], own) for own in gpu_timed.WAYS),
+]
+
+
+@pytest.mark.parametrize(("case", "own"), WANTED, ids=str)
+def test_our_steps_lower_for_cuda(case: Case, own: dict[str, Any]) -> None:
+    """As they are timed: every call of a step over another layer."""
+    step, shapes = gpu_timed.our_step("mosaic_gpu", case, 9, own, dry=False, interpret=False)
+    text = aot_cuda.lower(step, *shapes)
+    assert "mosaic_gpu" in text and text.count("call @") >= gpu_timed.CALLS
+
+
+@pytest.mark.parametrize("fastest", ["heads", "rows"])
+def test_either_order_is_right(fastest: str) -> None:
+    case = dataclasses.replace(GPU[0], contexts=(70, 5), name="order")
+    check(mosaic_gpu, case, "coded", fastest=fastest, splits=2)
+
+
+@deprecated
+@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.parametrize("name", gpu_timed.JOBS)
+def test_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job, as in a program of its own: no strict promotion."""
+    monkeypatch.setitem(common.MODELS, "tiny", CONFIG)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert gpu_timed.main([name, "--out", str(tmp_path), "--dry"]) == 0
+    found = gpu_jobs.read(tmp_path / f"{name}.jsonl")
+    if name == "engine":
+        assert found["warm"]["warmup_s"] > 0 and found["run 2"]["output_tok_s"] > 0
+        assert found["run 2"]["compiles"] == 0 and found["run 2"]["read_bytes"] > 0
+    if name == "kernels":
+        assert len(found) == 2 * len(BENCH_DRY) and all("seconds" in r for r in found.values())
+    if name == "peers_torch":
+        taken = all("seconds" in r for r in found.values())
+        assert taken or all(r["not_taken"] == "torch is not installed" for r in found.values())
+    if name == "peers_jax":
+        assert "seconds" in found[f"{FRESH.name} | cudnn"]
+        assert "cached prefix" in found[f"{CACHED.name} | cudnn"]["not_taken"]
+    assert not any(r.get("error") for r in found.values() if "cudnn_paged" not in r["case"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", gpu_check.SECONDS)
+def test_the_whole_dry_run(part: str, tmp_path: Path) -> None:
+    environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    command = ["bash", "scripts/gpu_check.sh", part, str(tmp_path)]
+    how: dict[str, Any] = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=600, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = (tmp_path / "report.txt").read_text()
+    assert done.stdout.endswith(report) and report == gpu_check.report(tmp_path) + "\n"
+    files = {job.file for job in gpu_check.jobs(part, tmp_path, dry=True)}
+    assert files <= {file.name for file in tmp_path.glob("*.jsonl")}
+    if part == "marks":
+        assert report.count(" 0 wrong") == 4 and "GB/s" in report

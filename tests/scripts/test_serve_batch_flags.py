@@ -134,7 +134,6 @@ class TestEngineFlags:
             (["--dtype", "int8"], "dtype='int8': must be float32"),
             (["--attention", "magic"], "--attention: invalid choice: 'magic'"),
             (["--max-model-len", "x"], "--max-model-len: invalid int value: 'x'"),
-            (["--deterministic", "--decode-steps", "4"], "decode_steps=4: deterministic=True"),
             (["--token-buckets", "64", "16"], "must be positive and strictly ascending"),
         ],
     )

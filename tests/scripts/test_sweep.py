@@ -206,6 +206,7 @@ def test_a_broken_sweep_goes_on(
     assert table.splitlines()[1].split() == head
 
 
+@pytest.mark.own_steps
 def test_out_of_memory_is_a_row(
     random_folder: Path,
     tmp_path: Path,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
@@ -26,7 +27,9 @@ from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat
 from jpaged.request.processor import Processor
 from jpaged.request.sampling_params import SamplingParams
-from jpaged.runtime.footprint import plan_memory
+from jpaged.runtime.footprint import plan_memory, stored_dtype
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.products import resolve_for
 
 GIB = 1 << 30
 
@@ -70,7 +73,9 @@ class Checker:
 
     def __init__(self, folder: str, config: EngineConfig):
         self.model = ModelConfig.coerce(folder)
-        self.engine_config = config.resolve(self.model)
+        where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+        dtype = config.dtype or stored_dtype(folder)
+        self.engine_config = resolve_for(self.model, config, where, dtype)
         self._processor = Processor(self.model, self.engine_config, None, Path(folder))
         self.plan = plan_memory(folder, config)
 

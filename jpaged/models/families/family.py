@@ -6,6 +6,18 @@ from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """What a config.json calls the sizes of a mixture of experts, by our names.
+
+    has_dense_layers: some layers may have an MLP instead (`mlp_only_layers`,
+    `decoder_sparse_step`).
+    """
+
+    sizes: Mapping[str, str]
+    has_dense_layers: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """The switches of one Hugging Face `model_type`, all of them in terms of ModelConfig's fields.
 
@@ -15,7 +27,7 @@ class Family:
     ignored here too. windows: of its layers; "by layer" is `layer_types`, "every layer" one
     `sliding_window`. rope_by_kind: layers with a window have rope parameters of their own.
     partial_rotary: part of a head may be rotated. no_rope: the key that lists a 0 for each layer
-    without rope. activation: the key of the MLP's.
+    without rope. activation: the key of the MLP's. experts: of a mixture.
     names: where a Hugging Face file of this family holds a part, by our name of it, where that is
     not what the table says; parts of one tensor under one name follow each other in it.
     """
@@ -30,6 +42,7 @@ class Family:
     partial_rotary: bool = False
     no_rope: str | None = None
     activation: str = "hidden_act"
+    experts: ExpertKeys | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

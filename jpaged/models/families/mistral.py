@@ -1,9 +1,28 @@
-"""Mistral, dense."""
+"""Mistral and Mixtral."""
 
-from jpaged.models.families.family import Family
+from jpaged.models.families.family import ExpertKeys, Family, in_layers
 
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     windows="every layer",
+)
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    always={"norm_topk_prob": True},
+    windows="every layer",
+    experts=ExpertKeys(
+        sizes={
+            "num_experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_size": "intermediate_size",
+        }
+    ),
+    names=in_layers(
+        mlp__router="block_sparse_moe.gate.weight",
+        mlp__experts__gate="block_sparse_moe.experts.{x}.w1.weight",
+        mlp__experts__up="block_sparse_moe.experts.{x}.w3.weight",
+        mlp__experts__down="block_sparse_moe.experts.{x}.w2.weight",
+    ),
 )

@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.models.params import MeshAxis
+from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
 class Products(Protocol):
@@ -27,6 +28,16 @@ class Products(Protocol):
         ...
 
 
+class ExpertProducts(Protocol):
+    """A module of kernels_pallas.experts."""
+
+    def experts(
+        self, x: Array, chosen: Array, weight: Array, weights: ExpertWeights, glu: Glu, /
+    ) -> Array:
+        """Of each row the weighted sum of what its experts give, f32."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
@@ -35,13 +46,15 @@ class Serving:
     num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
     max_len: tokens that a sequence may have; None is as many as are at hand.
     products: who multiplies where it can; None is XLA alone, and can be differentiated.
-    tensor_axis: the mesh axis (or axes) of axis_size devices that hold shares of the weights,
-    inside shard_map; None where each holds all.
+    experts: who multiplies by the experts of a mixture; None computes all of them, and can be
+    differentiated. tensor_axis: the mesh axis (or axes) of axis_size devices that hold shares of
+    the weights, inside shard_map; None where each holds all.
     """
 
     num_rows: Array | None = None
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
+    experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
 

@@ -6,8 +6,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jpaged.models.layers.linear import Linear
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @jax.tree_util.register_dataclass
@@ -17,14 +20,16 @@ class MLP:
 
     gate_up: Linear
     down: Linear
-    activation: Literal["silu", "gelu_tanh"] = dataclasses.field(metadata={"static": True})
+    activation: Activation = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, dtype: DTypeLike | None = None) -> Array:
+        """x [..., E], the result in dtype (None is x's)."""
         gate_up = self.gate_up(x, jnp.float32)
-        gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
-        return self.down((activate(self.activation, gate) * up).astype(x.dtype))
+        h = gated(self.activation, gate_up[..., 0, :], gate_up[..., 1, :])
+        return self.down(h.astype(x.dtype), dtype)
 
 
-def activate(kind: Literal["silu", "gelu_tanh"], x: Array) -> Array:
-    """The activation of a gate."""
-    return jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=True)
+def gated(kind: Activation, gate: Array, up: Array) -> Array:
+    """What goes down of gate and up, f32 [..., F]."""
+    gate = jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
+    return gate * up

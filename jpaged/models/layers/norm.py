@@ -28,7 +28,8 @@ class RMSNorm:
     def __call__(self, x: Array) -> Array:
         axes = tuple(range(x.ndim - self.scale.ndim, x.ndim))
         x32 = x.astype(jnp.float32)
-        mean = jnp.mean(x32 * x32, axis=axes, keepdims=True)
+        mean = mean_of_squares(x32.reshape(*x.shape[: axes[0]], -1))
+        mean = mean.reshape(mean.shape[:-1] + (1,) * len(axes))
         if self.mean_over is not None:
             mean = jax.lax.pmean(mean, self.mean_over)
         x32 = x32 * jax.lax.rsqrt(mean + jnp.float32(self.eps))
@@ -37,3 +38,29 @@ class RMSNorm:
         if self.has_offset:
             scale = 1 + scale
         return (x32.astype(dtype) * scale).astype(x.dtype)
+
+
+LANES = 128  # partial sums of a row, which are stored between the two halves of the sum
+
+
+def mean_of_squares(x: Array) -> Array:
+    """Over the last axis, which becomes 1 long: added by halving, an order that is written down.
+
+    For jnp.mean, XLA:CPU picks one by the number of rows, and bits would depend on the batch.
+    """
+    lanes = _halved(x * x, LANES)
+    if lanes.shape[-1] < x.shape[-1]:
+        lanes = jax.lax.optimization_barrier(lanes)  # or the whole sum is one long expression
+    rest = _halved(lanes, 1)
+    total = rest[..., :1]
+    for i in range(1, rest.shape[-1]):
+        total = total + rest[..., i : i + 1]
+    return total / x.shape[-1]
+
+
+def _halved(x: Array, most: int) -> Array:
+    """Halves of the last axis added while it is even and longer than `most`."""
+    while x.shape[-1] > most and x.shape[-1] % 2 == 0:
+        low, high = jnp.split(x, 2, axis=-1)
+        x = low + high
+    return x

@@ -14,6 +14,7 @@ Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, H query h
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def resident(head_dim: int) -> int:
     return 2 if head_dim == 64 else 1
 
 
-@functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks"))
+@functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks", "fastest"))
 def decode(
     q_SHD: Array,
     pool: Array,
@@ -87,11 +88,13 @@ def decode(
     options: Options,
     splits: int | None = None,
     thread_blocks: int | None = None,
+    fastest: Literal["heads", "rows"] = "heads",
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`.
 
     splits: items that a KV head of a context is cut into, thread_blocks: that share the items; None
-    chooses. Raises NotImplementedError with the reason that `unsupported` gives.
+    chooses. fastest: what neighbouring thread blocks have side by side. Raises NotImplementedError
+    with the reason that `unsupported` gives.
     """
     S, H, D = q_SHD.shape
     shapes, window = shapes_of(q_SHD, pool, block_table_SM, options), options.sliding_window
@@ -128,6 +131,8 @@ def decode(
             """
             item = work_item(turn, block, blocks)
             part, head = lax.div(item, jnp.int32(K)), lax.rem(item, jnp.int32(K))
+            if fastest == "rows":
+                part, head = lax.rem(item, jnp.int32(S * X)), lax.div(item, jnp.int32(S * X))
             row, split = order_ref[lax.div(part, jnp.int32(X))], lax.rem(part, jnp.int32(X))
             context = contexts_ref[row]
             begin = jnp.int32(0) if window is None else jnp.maximum(context - window, 0)

@@ -31,6 +31,7 @@ KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
 QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
 # Of at least 64 MiB and 1 MiB since TPU v5; the compiler needs some too.
 VMEM, SMEM = 48 << 20, 960 << 10
+LANES = 128  # numbers in a row of memory
 
 _i32 = jnp.int32
 _jit = functools.partial(jax.jit, static_argnames=("options", "tiles", "kernel"))
@@ -64,7 +65,8 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
     token_bytes = layout.rows * layout.width * dtype.itemsize
     vmem = 3 * max(shapes.block_size, 128) * token_bytes
     vmem += 16 * _query_bytes(shapes.num_heads, layout.width, dtype.itemsize)
-    smem = 4 * num_rows * (blocks_per_row + 4)
+    # Two rows of the table; of each row its context, its start and an item of two numbers or more.
+    smem = 4 * (2 * -(-blocks_per_row // LANES) * LANES + 6 * num_rows)
     heads = f"{shapes.num_heads} query heads over {shapes.num_kv_heads} KV heads"
     kind, old = "TPU" if device is None else device.device_kind, ("TPU v2", "TPU v3", "TPU v4")
     if not kind.startswith("TPU") or kind.startswith(old):
@@ -175,7 +177,9 @@ def prefill(
         jnp.minimum(starts_S[row_A] // B + nth_A, count - 1),
         jnp.stack([first_block, items]),
     )
-    scalars = (base, row_A, tile_A, block_table_SM.reshape(-1), context_lens_S, query_start_loc_S1)
+    scalars = (base, row_A, tile_A, context_lens_S, query_start_loc_S1)
+    # Whole rows of 128, which a copy may take some of: those of a row of the table.
+    table = pad(block_table_SM, (S, -(-M // LANES) * LANES)).reshape(S, -1, LANES)
 
     q = (
         pad(q_THD.astype(pool.dtype), (count * B, H, X))
@@ -201,13 +205,15 @@ def prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=item_A.shape,
-            in_specs=[query_tile, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[query_tile, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
             out_specs=query_tile,
             scratch_shapes=[
                 buffers,
                 words,
                 *state,
+                pltpu.SMEM((2, *table.shape[1:]), _i32),
                 pltpu.SMEM((1,), _i32),
+                pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -217,7 +223,7 @@ def prefill(
         ),
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="paged_attention",
-    )(*scalars, q, pool)
+    )(*scalars, q, pool, table)
     lead = 64 if D <= 64 else 0  # packed: what the probabilities make of V's lanes
     o_THD = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + D]
     return jnp.where(live_T[:, None, None], o_THD, 0)

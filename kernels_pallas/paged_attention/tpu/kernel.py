@@ -23,19 +23,21 @@ def kernel(
     base,
     row_A,
     tile_A,
-    table,
     context_S,
     start_S1,
     q,
     pool,
+    table,
     o,
     blocks,
     words,
     top,
     total,
     acc,
+    tables,
     turn,
     arrived,
+    fetched,
     *,
     B: int,
     W: int,
@@ -44,16 +46,16 @@ def kernel(
     soft_cap: float | None,
     packed: bool,
 ) -> None:
-    """base [2]: the layer's first block, number of items. table [S*M]. q, o [K, Q, X]. pool [L*N,
-    ...], in HBM.
+    """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...] and table
+    [S, M/128, 128] in HBM.
 
     Scratch: blocks [2, U, ...], the two buffers. words [X/128, C*W, 128], a KV tile as 32-bit
     words, zero where unseen. top and total [K, Q, 128], each value in all lanes. acc [K, Q, X].
-    turn [1], KV tiles met so far, whose parity says which buffer is whose. arrived, a semaphore a
-    buffer.
+    tables [2, M/128, 128]: of this item's row, and of the next one's. turn [1], KV tiles met so
+    far, whose parity says which buffer is whose. arrived, fetched: a semaphore a buffer, a table.
     """
     K, Q, X = q.shape
-    U, C, G, M = blocks.shape[1], words.shape[1] // W, Q // B, table.shape[0] // context_S.shape[0]
+    U, C, G = blocks.shape[1], words.shape[1] // W, Q // B
     P, narrow = C // U, blocks.dtype == jnp.bfloat16
     item, items = pl.program_id(0), base[1]
 
@@ -67,12 +69,18 @@ def kernel(
             begin = jnp.maximum(jnp.maximum(first, start_S1[row]) + shift - (sliding_window - 1), 0)
         return row, shift, begin, jnp.minimum(first + B, start_S1[row + 1]) + shift
 
+    def fetch(item, act: str) -> None:
+        """Start, or await, the block table of an item's row: those of all rows would not fit."""
+        at = lax.rem(item, 2)
+        source = table.at[row_A[item]]
+        getattr(pltpu.make_async_copy(source, tables.at[at], fetched.at[at]), act)()
+
     def copy(item, j, slot, act: str) -> None:
         """Start, or await, the blocks of KV tile j that an item sees."""
-        row, _, begin, end = span(item)
+        _, _, begin, end = span(item)
 
         def block(u, _):
-            source = pool.at[base[0] + table[row * M + u]]
+            source = pool.at[base[0] + tables[lax.rem(item, 2), lax.div(u, 128), lax.rem(u, 128)]]
             getattr(
                 pltpu.make_async_copy(source, blocks.at[slot, u - j * U], arrived.at[slot]), act
             )()
@@ -106,7 +114,13 @@ def kernel(
         @pl.when(item == 0)
         def _():
             turn[0] = 0
+            fetch(0, "start")
+            fetch(0, "wait")
             copy(0, lax.div(begin, C), 0, "start")
+
+        @pl.when(item + 1 < items)
+        def _():
+            fetch(item + 1, "start")
 
         @pl.when((item == 0) | (tile_A[jnp.maximum(item - 1, 0)] != tile))
         def _():
@@ -117,6 +131,10 @@ def kernel(
 
         def kv_tile(j, _):
             slot = lax.rem(turn[0], 2)
+
+            @pl.when((j == last) & (item + 1 < items))
+            def _():
+                fetch(item + 1, "wait")
 
             @pl.when((j < last) | (item + 1 < items))
             def _():

@@ -1,0 +1,96 @@
+"""The feed-forward part of a mixture of experts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jpaged.models.layers.linear import Linear
+from jpaged.models.layers.mlp import MLP, Activation, gated
+from jpaged.models.params import MeshAxis
+from kernels_pallas.experts.interface import ExpertWeights, Glu
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
+    through one that is shared (arXiv:2401.06066), where there is one.
+
+    shared, shared_gate: or None. per_token: experts of a token. is_normed: their weights sum up to
+    1. sum_over: the mesh axis whose devices each hold a share of every expert's width; None is one
+    device. sums_shared: the shared one is split too, and summed with the others.
+    """
+
+    router: Linear
+    weights: ExpertWeights
+    shared: MLP | None
+    shared_gate: Linear | None
+    per_token: int = dataclasses.field(metadata={"static": True})
+    is_normed: bool = dataclasses.field(metadata={"static": True})
+    activation: Activation = dataclasses.field(metadata={"static": True})
+    sum_over: MeshAxis | None = dataclasses.field(metadata={"static": True})
+    sums_shared: bool = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., E]."""
+        serving, rows = self.router.serving, x.reshape(-1, x.shape[-1])
+        with jax.named_scope("router"):
+            chosen, weight = self._route(rows)
+        if serving.num_rows is not None:  # padding chooses none
+            is_real = jnp.arange(rows.shape[0]) < serving.num_rows
+            chosen = jnp.where(is_real[:, None], chosen, self.weights.gate_up.shape[0])
+        glu = functools.partial(gated, self.activation)
+        experts = every_expert if serving.experts is None else serving.experts.experts
+        with jax.named_scope("experts"):
+            y = experts(rows, chosen, weight, self.weights, glu)
+        shared = self._shared(rows)
+        if self.sums_shared:
+            y, shared = y + shared, 0.0
+        if self.sum_over is not None:
+            y = jax.lax.psum(y, self.sum_over)
+        return (y + shared).astype(x.dtype).reshape(x.shape)
+
+    def _shared(self, x: Array) -> Array | float:
+        if self.shared is None or self.shared_gate is None:
+            return 0.0
+        with jax.named_scope("shared_expert"):
+            gate = jax.nn.sigmoid(self.shared_gate(x, jnp.float32))
+            return gate * self.shared(x, jnp.float32)
+
+    def _route(self, x: Array) -> tuple[Array, Array]:
+        """Of each row its experts and their weights, in f32."""
+        scores = jax.nn.softmax(self.router(x, jnp.float32), axis=-1)
+        weight, chosen = jax.lax.top_k(scores, self.per_token)
+        if self.is_normed:
+            weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+        return chosen, weight
+
+
+def every_expert(
+    x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
+) -> Array:
+    """The definition: every expert for every token, unwanted results times 0; see
+    kernels_pallas.experts. It can be differentiated.
+    """
+    contract = (((1,), (1,)), ((), ()))
+    dot = functools.partial(
+        jax.lax.dot_general, dimension_numbers=contract, preferred_element_type=jnp.float32
+    )
+
+    @jax.checkpoint
+    def add(y_TE: Array, expert: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
+        at, own = expert
+        h = dot(x_TE, own.gate_up.reshape(-1, x_TE.shape[1]))
+        if own.gate_up_bias is not None:
+            h = h + own.gate_up_bias.reshape(1, -1).astype(jnp.float32)
+        gate, up = jnp.split(h, 2, axis=-1)
+        share_T = jnp.sum(jnp.where(chosen_TA == at, weight_TA, 0.0), axis=1)
+        y = dot(glu(gate, up).astype(x_TE.dtype), own.down)
+        return y_TE + share_T[:, None] * y, None
+
+    every = (jnp.arange(weights.down.shape[0]), weights)
+    y_TE, _ = jax.lax.scan(add, jnp.zeros(x_TE.shape, jnp.float32), every)
+    return y_TE

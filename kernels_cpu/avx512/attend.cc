@@ -1,0 +1,331 @@
+// Paged attention with AVX-512 bf16; see paged_attention.h. A prefill packs each tile into the form that vdpbf16ps
+// multiplies, since many queries share it; decode uses keys and values as they lie, in another order of sums.
+#include "../paged_attention.h"
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "lanes.h"
+
+namespace jpaged {
+namespace {
+
+constexpr int64_t kRows = 6;  // query rows of a register tile
+
+// One thread's memory: an item's queries and accumulators, a tile, and a slot's keys and values of all heads as zeros.
+struct Scratch {
+  std::vector<bf16> q, k, v, p, zeros;
+  std::vector<float> scores, alpha, o, top, total;
+
+  void Size(int64_t rows, int64_t D) {
+    o.assign(rows * D, 0.0f), top.assign(rows, kMasked), total.assign(rows, 0.0f), alpha.resize(rows);
+    q.resize(rows * D), k.resize(kTile * D), v.resize(kTile * D), p.resize(rows * kTile), scores.resize(rows * kTile);
+    zeros.resize(2 * rows * D);
+  }
+};
+
+// e^x to 2 units in the last place; 0 below -87, NaN of NaN.
+inline __m512 Exp(__m512 x) {
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+  }
+  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), y, n);
+}
+
+// c[R][16 V] = alpha * c + a . b: a row of a has `pairs` pairs of bf16, row i of b the pairs of 16 V columns. Without
+// alpha, c is only written.
+template <int R, int V>
+inline void MultiplyTile(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t pairs, float* c,
+                         int64_t c_stride, const float* alpha) {
+  __m512 acc[R][V];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      acc[r][v] = alpha == nullptr ? _mm512_setzero_ps()
+                                   : _mm512_mul_ps(_mm512_loadu_ps(c + r * c_stride + 16 * v), _mm512_set1_ps(alpha[r]));
+    }
+  }
+  for (int64_t i = 0; i < pairs; ++i) {
+    __m512bh columns[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) columns[v] = Load(b + i * b_stride + 32 * v);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, a + r * a_stride + 2 * i, sizeof(pair));
+      __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, columns[v]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, acc[r][v]);
+  }
+}
+
+template <int V>
+void Multiply(int64_t rows, const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t pairs, float* c,
+              int64_t c_stride, const float* alpha) {
+  using Function = decltype(&MultiplyTile<1, V>);
+  static constexpr Function kBySize[] = {&MultiplyTile<1, V>, &MultiplyTile<2, V>, &MultiplyTile<3, V>,
+                                         &MultiplyTile<4, V>, &MultiplyTile<5, V>, &MultiplyTile<6, V>};
+  for (int64_t r = 0; r < rows; r += kRows) {
+    kBySize[std::min(kRows, rows - r) - 1](a + r * a_stride, a_stride, b, b_stride, pairs, c + r * c_stride, c_stride,
+                                           alpha == nullptr ? nullptr : alpha + r);
+  }
+}
+
+// out[j][i] = x[i][j] for 16 x 16 words.
+inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      x[4 * i + 2 * half] = _mm512_unpacklo_epi64(t[4 * i + half], t[4 * i + half + 2]);
+      x[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(t[4 * i + half], t[4 * i + half + 2]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {  // quarter n of x[4i + j] is column 4n + j of rows 4i to 4i + 3
+    __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), b = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd), d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+    _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(a, b, 0x88));
+    _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(c, d, 0x88));
+    _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
+    _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(c, d, 0xdd));
+  }
+}
+
+// k [D/2][64 slots][2] and v [32][D][2 slots].
+void PackTile(const bf16* const (&at)[kTile], int64_t D, bf16* k, bf16* v) {
+  for (int64_t d = 0; d < D; d += 32) {
+    for (int64_t slot = 0; slot < kTile; slot += 16) {
+      __m512i x[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_si512(at[slot + i] + d);
+      Transpose(x, k + d * kTile + 2 * slot, 2 * kTile);
+    }
+  }
+  auto wide = [D](const bf16* row, int64_t d) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(row + D + d)));
+  };
+  for (int64_t i = 0; i < kTile; i += 2) {
+    for (int64_t d = 0; d < D; d += 16) {
+      __m512i pair = _mm512_or_si512(wide(at[i], d), _mm512_slli_epi32(wide(at[i + 1], d), 16));
+      _mm512_storeu_si512(v + i * D + 2 * d, pair);
+    }
+  }
+}
+
+// Scores of a query row against a tile -> weights in bf16, and the row's running maximum and sum; returns the factor for
+// what it has accumulated. The query sees slots [low, high) of the tile.
+float Soften(const Problem& p, float* scores, bf16* weights, int64_t low, int64_t high, float* top, float* total) {
+  uint64_t upto = high >= kTile ? ~0ull : high <= 0 ? 0 : (1ull << high) - 1;
+  uint64_t from = low <= 0 ? ~0ull : low >= kTile ? 0 : ~((1ull << low) - 1);
+  uint64_t seen = upto & from;
+  if (p.soft_cap > 0) {
+    for (int64_t i = 0; i < kTile; ++i) scores[i] = p.soft_cap * std::tanh(scores[i] * p.scale / p.soft_cap) / p.scale;
+  }
+  __m512 s[4], most = _mm512_set1_ps(kMasked);
+  for (int i = 0; i < 4; ++i) {
+    __mmask16 mask = seen >> (16 * i);
+    s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(kMasked), mask, _mm512_loadu_ps(scores + 16 * i), _mm512_set1_ps(p.scale));
+    most = _mm512_max_ps(most, s[i]);
+  }
+  float before = *top;
+  *top = std::max(before, _mm512_reduce_max_ps(most));
+  __m512 sum = _mm512_setzero_ps();
+  for (int i = 0; i < 4; ++i) {
+    __mmask16 mask = seen >> (16 * i);
+    __m512 weight = _mm512_maskz_mov_ps(mask, Exp(_mm512_sub_ps(s[i], _mm512_set1_ps(*top))));
+    __m256i rounded = (__m256i)_mm512_cvtneps_pbh(weight);
+    _mm256_storeu_si256((__m256i*)(weights + 16 * i), rounded);
+    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16)));
+  }
+  float alpha = before == *top ? 1.0f : std::exp(before - *top);
+  *total = *total * alpha + _mm512_reduce_add_ps(sum);
+  return alpha;
+}
+
+// Many queries of a row: KV tiles are packed, since each serves many.
+void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
+  int64_t rows = item.count * p.G, D = p.D;  // query rows: [count, G]
+  scratch.Size(rows, D);
+  auto query = [&](int64_t token) { return ((item.token + token) * p.H + item.head * p.G) * D; };
+  for (int64_t t = 0; t < item.count; ++t) {
+    std::memcpy(&scratch.q[t * p.G * D], p.q + query(t), p.G * D * sizeof(bf16));
+  }
+  for (int64_t first = item.begin / kTile * kTile; first < item.end; first += kTile) {
+    const bf16* at[kTile];
+    Locate(p, item, item.head, first, scratch.zeros.data(), at);
+    PackTile(at, D, scratch.k.data(), scratch.v.data());
+    float *scores = scratch.scores.data(), *alpha = scratch.alpha.data();
+    Multiply<4>(rows, scratch.q.data(), D, scratch.k.data(), 2 * kTile, D / 2, scores, kTile, nullptr);
+    for (int64_t r = 0; r < rows; ++r) {
+      int64_t position = item.position + r / p.G, low = p.window > 0 ? position + 1 - p.window - first : 0;
+      alpha[r] = Soften(p, scores + r * kTile, &scratch.p[r * kTile], low, position + 1 - first, &scratch.top[r],
+                        &scratch.total[r]);
+    }
+    int64_t d = 0;
+    for (; d + 64 <= D; d += 64) {
+      Multiply<4>(rows, scratch.p.data(), kTile, &scratch.v[2 * d], 2 * D, kTile / 2, &scratch.o[d], D, alpha);
+    }
+    if (d < D) Multiply<2>(rows, scratch.p.data(), kTile, &scratch.v[2 * d], 2 * D, kTile / 2, &scratch.o[d], D, alpha);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    __m512 total = _mm512_set1_ps(scratch.total[r]);
+    for (int64_t d = 0; d < D; d += 16) {
+      __m512 mean = _mm512_div_ps(_mm512_loadu_ps(&scratch.o[r * D + d]), total);
+      _mm256_storeu_si256((__m256i*)(p.o + query(r / p.G) + r % p.G * D + d), (__m256i)_mm512_cvtneps_pbh(mean));
+    }
+  }
+}
+
+// scores[i] = q . k of 16 slots.
+inline void Score(const bf16* q, const bf16* const* at, int64_t offset, int64_t D, float* scores) {
+  __m512 acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < D; d += 32) {
+    __m512bh x = Load(q + d);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) acc[i] = _mm512_dpbf16_ps(acc[i], x, Load(at[i] + offset + d));
+  }
+  _mm512_storeu_ps(scores, Sums(acc));
+}
+
+// o[R][32 V] = alpha * o + weights . v over a tile's slots; within each 32 dimensions, those that unpacking puts first
+// stand first: see Unpacked.
+template <int R, int V>
+inline void Weigh(const bf16* weights, const bf16* const* at, int64_t offset, int64_t slots, float* o, int64_t D,
+                  const float* alpha) {
+  __m512 acc[R][2 * V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * V; ++v) {
+      acc[r][v] = _mm512_mul_ps(_mm512_loadu_ps(o + r * D + 16 * v), _mm512_set1_ps(alpha[r]));
+    }
+  }
+  for (int64_t i = 0; i < slots; i += 2) {
+    __m512bh columns[2 * V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) {
+      __m512i x = _mm512_loadu_si512(at[i] + offset + 32 * v), y = _mm512_loadu_si512(at[i + 1] + offset + 32 * v);
+      columns[2 * v] = (__m512bh)_mm512_unpacklo_epi16(x, y);
+      columns[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(x, y);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, weights + r * kTile + i, sizeof(pair));
+      __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], w, columns[v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * V; ++v) _mm512_storeu_ps(o + r * D + 16 * v, acc[r][v]);
+  }
+}
+
+// 32 dimensions in their own order, from what Weigh accumulated; `half` 0 or 1 is the first or last 16 of them.
+inline __m512 Unpacked(const float* o, int half) {
+  const __m512i order = half == 0 ? _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23)
+                                  : _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  return _mm512_permutex2var_ps(_mm512_loadu_ps(o), order, _mm512_loadu_ps(o + 16));
+}
+
+// Brings a tile's slots, of `lines` cache lines each, into the L2 cache while the tile before it is at work: the processor
+// does not foresee slots that are far apart, and asked for all at once they would be waited for.
+struct Ahead {
+  const bf16* const* at;
+  int64_t lines;
+  int64_t slot = 0, line = 0;
+
+  void Bring(int64_t n) {
+    for (; n > 0 && slot < kTile; --n) {
+      _mm_prefetch((const char*)at[slot] + 64 * line, _MM_HINT_T1);
+      if (++line == lines) line = 0, ++slot;
+    }
+  }
+};
+
+// One query of a row, for some of its KV heads: keys and values are used as they lie, slot by slot for all heads, so that
+// memory is read in order. `after`: what this thread does next, or null.
+void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& scratch) {
+  int64_t rows = item.heads * p.G, D = p.D;  // query rows: [heads, G], which lie together
+  scratch.Size(rows, D);
+  const bf16 *q = p.q + (item.token * p.H + item.head * p.G) * D, *zeros = scratch.zeros.data();
+  const bf16 *at[kTile], *next[kTile];
+  Locate(p, item, item.head, item.begin / kTile * kTile, zeros, at);
+  for (int64_t first = item.begin / kTile * kTile; first < item.end; first += kTile) {
+    if (first + kTile < item.end) {
+      Locate(p, item, item.head, first + kTile, zeros, next);
+    } else if (after != nullptr) {
+      Locate(p, *after, after->head, after->begin / kTile * kTile, zeros, next);
+    } else {
+      std::fill(next, next + kTile, zeros);
+    }
+    int64_t slots = std::min(kTile, (item.end - first + 15) / 16 * 16);
+    Ahead ahead{next, item.heads * D / 16};
+    int64_t share = kTile * ahead.lines / (2 * rows * slots / 16) + 1;
+    for (int64_t slot = 0; slot < slots; slot += 16) {
+      for (int64_t r = 0; r < rows; ++r, ahead.Bring(share)) {
+        Score(q + r * D, at + slot, r / p.G * 2 * D, D, &scratch.scores[r * kTile + slot]);
+      }
+    }
+    int64_t low = p.window > 0 ? item.position + 1 - p.window - first : 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      scratch.alpha[r] = Soften(p, &scratch.scores[r * kTile], &scratch.p[r * kTile], low, item.position + 1 - first,
+                                &scratch.top[r], &scratch.total[r]);
+    }
+    for (int64_t r = 0, n; r < rows; r += n, ahead.Bring(share * n * slots / 16)) {
+      n = std::min<int64_t>(4, p.G - r % p.G);
+      for (int64_t d = 0; d < D;) {
+        bool wide = d + 64 <= D;
+        auto weigh = wide ? (n == 4 ? &Weigh<4, 2> : n == 3 ? &Weigh<3, 2> : n == 2 ? &Weigh<2, 2> : &Weigh<1, 2>)
+                          : (n == 4 ? &Weigh<4, 1> : n == 3 ? &Weigh<3, 1> : n == 2 ? &Weigh<2, 1> : &Weigh<1, 1>);
+        weigh(&scratch.p[r * kTile], at, (2 * (r / p.G) + 1) * D + d, slots, &scratch.o[r * D + d], D, &scratch.alpha[r]);
+        d += wide ? 64 : 32;
+      }
+    }
+    std::memcpy(at, next, sizeof(at));
+  }
+  bf16* o = p.o + (item.token * p.H + item.head * p.G) * D;
+  for (int64_t r = 0; r < rows; ++r) {
+    __m512 total = _mm512_set1_ps(scratch.total[r]);
+    for (int64_t d = 0; d < D; d += 16) {
+      __m512 mean = _mm512_div_ps(Unpacked(&scratch.o[r * D + d / 32 * 32], d / 16 % 2), total);
+      _mm256_storeu_si256((__m256i*)(o + r * D + d), (__m256i)_mm512_cvtneps_pbh(mean));
+    }
+  }
+}
+}  // namespace
+
+void Attend(const Problem& p, const Item& item, const Item* after) {
+  static thread_local Scratch scratch;
+  if (p.decode) {
+    AttendOne(p, item, after, scratch);
+  } else {
+    AttendMany(p, item, scratch);
+  }
+}
+}  // namespace jpaged

@@ -1,0 +1,51 @@
+// Paged attention of packed queries over a bf16 pool: flash attention (arXiv:2205.14135) by KV tiles of 64 slots, read
+// straight from the pool. Each processor has its own Attend.
+//
+// A query's result does not depend on its batch or chunk: its KV tiles begin at multiples of 64, every sum along them runs
+// in one order, and a tile that it does not see leaves its state as it is.
+//
+// Shapes: q and o [T, H, D], pool [L*N, P, 2K, D] (K0, V0, K1, V1, ...), block table [S, M], G = H / K.
+#pragma once
+
+#include "kernels.h"
+
+namespace jpaged {
+
+constexpr int64_t kTile = 64;      // slots of a KV tile
+constexpr int64_t kQueries = 48;   // query rows (tokens times heads of a group) of an item, at most
+constexpr float kMasked = -1e30f;  // finite, so that a query that has seen nothing yet has a state without NaN
+
+struct Problem {
+  const bf16 *q, *pool;
+  bf16* o;
+  const int32_t *table, *contexts, *starts;
+  int64_t T, S, M, H, K, G, D, P, first_block, window;  // window 0: none
+  float scale, soft_cap;                                // soft_cap 0: none
+  bool decode;                                          // one query a row
+};
+
+// Consecutive queries of a row, the slots [begin, end) that any of them sees, and the KV heads that one thread works
+// through for them.
+struct Item {
+  int64_t row, token, count, position, begin, end, head, heads;
+};
+
+// Works through one item. `after`: what this thread does next, or null.
+void Attend(const Problem& p, const Item& item, const Item* after);
+
+// Where the keys of the slots [first, first + 64) of a row and head begin (their values follow them, D later); at zeros
+// for slots outside [begin, end), whose memory may hold anything.
+inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t first, const bf16* zeros,
+                   const bf16* (&at)[kTile]) {
+  int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kTile, item.end) - first;
+  std::fill(at, at + begin, zeros);
+  std::fill(at + end, at + kTile, zeros);
+  int64_t stride = 2 * p.K * p.D, block = (first + begin) / p.P, inside = (first + begin) % p.P;
+  for (int64_t i = begin; i < end; ++block, inside = 0) {
+    int64_t index = p.first_block + p.table[item.row * p.M + block];
+    const bf16* slot = p.pool + (index * p.P + inside) * stride + 2 * head * p.D;
+    for (int64_t n = std::min(end, i + p.P - inside); i < n; ++i, slot += stride) at[i] = slot;
+  }
+}
+
+}  // namespace jpaged

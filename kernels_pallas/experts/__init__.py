@@ -1,0 +1,35 @@
+"""The experts of a mixture: each token through the few that were chosen for it, none dropped.
+
+IMPLEMENTATIONS are modules of the same two functions:
+
+    unsupported(shapes, device) -> why it cannot run there, or None
+    experts(x_TE, chosen_TA, weight_TA, weights, glu) -> [T, E] f32: of each token the sum over its
+        A choices of weight * down(glu(gate, up))
+
+`interface` has their arguments. Shapes: T tokens, A choices of a token, X experts, E embed, I width
+of an expert, P = T * A pairs of token and choice.
+"""
+
+import dataclasses
+import importlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """Where an implementation is, and the platforms of devices that it runs on; None is all."""
+
+    path: str
+    platforms: tuple[str, ...] | None = None
+
+    def module(self) -> Any:
+        """The module, imported when it is first asked for: Pallas takes its time."""
+        return importlib.import_module(self.path)
+
+
+# By name; on a device where several can run, the first of them is the fastest.
+IMPLEMENTATIONS = {
+    "megablox": Implementation("kernels_pallas.experts.megablox", ("tpu",)),
+    "mosaic_gpu": Implementation("kernels_pallas.experts.mosaic_gpu", ("gpu", "cuda")),
+    "tiles": Implementation("kernels_pallas.experts.tiles"),
+}

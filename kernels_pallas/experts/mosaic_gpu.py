@@ -1,0 +1,46 @@
+"""Experts on Hopper: jax's own grouped product by warpgroup matrix instructions."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped_experts
+
+IN, OUT = 64, 128  # of a tile
+FEW, MANY = 64, 128  # its rows
+
+
+def unsupported(shapes: Shapes, device: Any) -> str | None:
+    """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    for name in ("hidden_size", "expert_size"):
+        if getattr(shapes, name) % OUT:
+            return f"{name} {getattr(shapes, name)} is not a multiple of {OUT}"
+    if shapes.dtype != jnp.bfloat16:
+        return f"dtype {shapes.dtype}"
+    if device is not None and device.compute_capability != "9.0":
+        return f"compute capability {device.compute_capability}: only 9.0"
+    return None
+
+
+def experts(
+    x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
+) -> Array:
+    """See the package; products are rounded to bf16."""
+    return grouped_experts(_product, x_TE, chosen_TA, weight_TA, weights, glu)
+
+
+def _product(x: Array, weights: Array, sizes: Array) -> Array:
+    many = x.shape[0] >= MANY * weights.shape[0]
+    return ragged_dot(
+        x,
+        weights,
+        group_sizes=sizes,
+        block_m=MANY if many else FEW,
+        block_n=OUT,
+        block_k=IN,
+        max_concurrent_steps=4,
+        grid_block_n=1,
+        transpose_rhs=True,
+    )

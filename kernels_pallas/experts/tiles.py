@@ -1,0 +1,59 @@
+"""Experts in plain XLA: tiles of sorted pairs, each of one expert, in a loop that reads the weights
+of the experts that were drawn and of no others.
+
+A token's bits depend on the token and on the rows of a tile alone: its products are of one shape
+whatever else the step holds, and its experts are added up in their order.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, sort
+
+FEW, MANY = 16, 128  # rows of a tile
+
+
+def unsupported(shapes: Shapes, device: Any) -> None:
+    """Nothing is: why these shapes cannot run."""
+
+
+def experts(
+    x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
+) -> Array:
+    """See the package."""
+    T, num_experts, width = x_TE.shape[0], weights.gate_up.shape[0], weights.gate_up.shape[2]
+    num_choices, num_pairs = chosen_TA.shape[1], chosen_TA.size
+    rows = tile_rows(num_pairs, num_experts)
+    by_expert = sort(chosen_TA, num_experts)
+    tiles_X = -(-by_expert.sizes_X // rows)
+    last_X, start_X = jnp.cumsum(tiles_X), jnp.cumsum(by_expert.sizes_X) - by_expert.sizes_X
+
+    def one(i: Array, y_TE: Array) -> Array:
+        at = jnp.sum(last_X <= i, dtype=jnp.int32)  # the expert
+        place = (i - last_X[at] + tiles_X[at]) * rows + jnp.arange(rows)
+        mine = place < by_expert.sizes_X[at]
+        pair = by_expert.pair_P[jnp.minimum(start_X[at] + place, num_pairs - 1)]
+        token = pair // num_choices
+        h = _product(x_TE[token], weights.gate_up[at].reshape(2 * width, -1))
+        if weights.gate_up_bias is not None:
+            h = h + weights.gate_up_bias[at].reshape(1, -1).astype(jnp.float32)
+        h = glu(h[:, :width], h[:, width:]).astype(x_TE.dtype)
+        weight = jnp.where(mine, weight_TA.reshape(-1)[pair], 0.0)
+        y = _product(h, weights.down[at]) * weight[:, None]
+        return y_TE.at[jnp.where(mine, token, T)].add(y, mode="drop")
+
+    return lax.fori_loop(0, last_X[-1], one, jnp.zeros(x_TE.shape, jnp.float32))
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """About as many as an expert has on average, a power of two."""
+    average = max(num_pairs // num_experts, 1)
+    return min(max(1 << (average.bit_length() - 1), FEW), MANY)
+
+
+def _product(x: Array, weight: Array) -> Array:
+    contract = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)

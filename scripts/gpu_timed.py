@@ -1,0 +1,441 @@
+"""What gpu_check times on the GPU at hand; each a process that writes FOLDER/JOB.jsonl as it goes.
+
+    python scripts/gpu_timed.py JOB --out FOLDER [--dry]
+
+JOB: marks (copy bandwidth and matmul rate: the two ceilings), kernels (ours, over the cases that
+tell most, compiled side by side first), peers_jax (jax's own Triton kernel, cuDNN over contiguous
+and over paged keys and values), peers_torch (SDPA by FlashAttention and by cuDNN, causal over equal
+work, and flex_attention), engine (nano-vllm's workload end to end).
+
+A timed step holds several calls, each over another layer of the pool and fed by the one before, so
+that together they read far more than L2 holds; the layers change from step to step. A kernel's own
+time comes from jax's profiler, where that sees the device.
+"""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import _common as common
+import bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_jobs import run_cases
+
+from kernels_pallas.paged_attention.cases import Case
+from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
+
+Found = dict[str, Any]
+Cases = dict[str, Callable[[], Found]]
+# A function of q and more arguments, and these arguments for each layer of the pool.
+Built = tuple[Callable[..., Any], list[Any]]
+
+CALLS = 8  # of a kernel in one timed step
+L2 = 60 << 20  # bytes that a card may keep; what is read has to be a multiple of it
+MOST_BYTES = 16 << 30  # of a pool
+PEER_CASES = 6  # of BENCH, that others are timed on too
+# Of BENCH, the decodes that are timed in other ways too.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"splits": 1},
+    {"splits": 2},
+    {"splits": 4},
+    {"fastest": "rows"},
+    {"thread_blocks": 1 << 20},  # one for each item
+)
+# Seconds that one case may take: of kernels a compile may come first.
+LIMITS = {"marks": 40, "kernels": 90, "peers_jax": 60, "peers_torch": 60, "engine": 400}
+
+
+def bench_cases(dry: bool) -> tuple[Case, ...]:
+    return BENCH_DRY if dry else BENCH
+
+
+# ---- timing ----
+
+
+def seconds_of(run: Callable[[], Any], wait: Callable[[Any], Any], dry: bool) -> float:
+    """Median seconds of a run; the runs that a sample holds take 20 ms together."""
+    wait(run())
+    began = time.perf_counter()
+    wait(run())
+    repeat = 1 if dry else max(1, int(0.02 / max(time.perf_counter() - began, 1e-6)))
+    samples, last = [], None
+    for _ in range(1 if dry else 7):
+        began = time.perf_counter()
+        for _ in range(repeat):
+            last = run()
+        wait(last)
+        samples.append((time.perf_counter() - began) / repeat)
+    return statistics.median(samples)
+
+
+def kernel_seconds(run: Callable[[], Any], names: tuple[str, ...]) -> float | None:
+    """Seconds that kernels with any of these in their names take in a run; None where the profiler
+    sees none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        files = list(Path(folder).glob("**/*.xplane.pb"))
+        planes = jax.profiler.ProfileData.from_file(str(files[0])).planes if files else ()
+        return device_seconds(planes, names)
+
+
+def device_seconds(planes: Any, names: tuple[str, ...]) -> float | None:
+    total = 0.0
+    for plane in planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                events = (e for e in line.events if any(name in e.name for name in names))
+                total += sum(event.duration_ns for event in events)
+    return total / 1e9 or None
+
+
+# ---- marks ----
+
+
+def marks(dry: bool) -> Cases:
+    n, size = (256, 2**16) if dry else (8192, 2**30)
+
+    def copy() -> Found:
+        x, function = jnp.ones((size,), jnp.bfloat16), jax.jit(lambda x: x + 1)
+        seconds = seconds_of(lambda: function(x), jax.block_until_ready, dry)
+        return common.environment() | {"gb_s": 2 * x.nbytes / seconds / 1e9}
+
+    def matmul() -> Found:
+        a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+        function = jax.jit(lambda a, b: a @ b)
+        seconds = seconds_of(lambda: function(a, b), jax.block_until_ready, dry)
+        return {"tflop_s": 2 * n**3 / seconds / 1e12}
+
+    return {"copy": copy, "matmul": matmul}
+
+
+# ---- our kernels ----
+
+
+def num_layers(case: Case, dry: bool) -> int:
+    """Of the pool: so many that they do not fit L2, as memory allows."""
+    kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+    wanted = max(CALLS, min(64, -(-4 * L2 // kv_bytes)))
+    return 1 if dry else max(1, min(wanted, MOST_BYTES // kv_bytes))
+
+
+def rows_of(case: Case) -> list[Any]:
+    """The block table of one layer, permuted, the contexts and, of a prefill, where rows start."""
+    rows, per_row = len(case.contexts), -(-case.contexts[0] // case.P)
+    ids = np.random.default_rng(0).permutation(np.arange(1, rows * per_row + 1))
+    starts = [np.cumsum([0, *case.query_lens])] if case.queries else []
+    arrays = (ids.reshape(rows, per_row), case.contexts, *starts)
+    return [np.asarray(x, np.int32) for x in arrays]
+
+
+def our_step(
+    name: str, case: Case, layers: int, own: dict[str, Any], *, dry: bool, **how: Any
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A function of its first layer, q, the pool and `rows_of`, and the shapes of these. how:
+    fields of the kernel's Options.
+    """
+    kernel = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
+    function = kernel.prefill if case.queries else kernel.decode
+    options = dataclasses.replace(case.options, num_layers=layers, **how)
+
+    def step(first: Any, q: Any, pool: Any, *rest: Any) -> Any:
+        for i in range(1 if dry else CALLS):
+            layer = jax.lax.rem(first + i, jnp.int32(layers))
+            q = function(q, pool, layer, *rest, options=options, **own)
+        return q
+
+    rest = rows_of(case)
+    blocks = layers * (rest[0].size + 1)
+    shapes = [
+        ((), jnp.int32),
+        ((sum(case.query_lens), case.H, case.D), jnp.bfloat16),
+        ((blocks, case.P, 2 * case.K, case.D), jnp.bfloat16),
+        *((x.shape, x.dtype) for x in rest),
+    ]
+    return step, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def noise(shape: tuple[int, ...]) -> Any:
+    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+
+
+def time_ours(case: Case, layers: int, compiled: Callable[[], Any], dry: bool) -> Found:
+    step, (_, q, pool, *_) = compiled()
+    arrays = [noise(q.shape), noise(pool.shape), *map(jnp.asarray, rows_of(case))]
+    firsts = itertools.cycle([jnp.int32(i) for i in range(0, layers, min(CALLS, layers))])
+
+    def run() -> Any:
+        return step(next(firsts), *arrays)
+
+    calls = 1 if dry else CALLS
+    found = {"seconds": seconds_of(run, jax.block_until_ready, dry) / calls}
+    if (inside := kernel_seconds(run, ("mosaic_gpu", "paged_attention"))) is not None:
+        found["kernel_seconds"] = inside / calls
+    kv_bytes = 4 * case.K * case.D * sum(case.contexts)
+    return found | {"fits_l2": kv_bytes * layers < 4 * L2}
+
+
+def kernels(dry: bool) -> Cases:
+    """Every case by Mosaic; then in other ways, and by Triton, the first ones. All are compiled at
+    once, in the order of their turns.
+    """
+    cases = bench_cases(dry)
+    wanted: list[tuple[str, str, Case, dict[str, Any]]] = [
+        (f"{case} | mosaic_gpu", "mosaic_gpu", case, {}) for case in cases
+    ]
+    first = cases[:PEER_CASES]
+    for case in () if dry else first:
+        if case.queries is None:
+            for own in WAYS:
+                ((how, value),) = own.items()
+                wanted.append((f"{case} | {how}={value}", "mosaic_gpu", case, own))
+    wanted += [(f"{case} | triton", "triton", case, {}) for case in first]
+    threads = ThreadPoolExecutor(1 if dry else 12)
+    found: Cases = {}
+    for key, name, case, own in wanted:
+        layers = num_layers(case, dry)
+
+        def compiled(
+            name: str = name, case: Case = case, layers: int = layers, own: Any = own
+        ) -> Any:
+            step, shapes = our_step(name, case, layers, own, dry=dry)
+            return jax.jit(step).lower(*shapes).compile(), shapes
+
+        future = threads.submit(compiled)
+        found[key] = functools.partial(time_ours, case, layers, future.result, dry)
+    return found
+
+
+# ---- what else there is ----
+
+
+def peer_case(case: Case) -> bool:
+    """Whether a causal mask of whole prompts, or of one last token, says what it sees."""
+    return case.query_lens[0] in (1, case.contexts[0])
+
+
+def jax_triton(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
+    """jax's own Triton kernel, over pages of [K, N, P, D]; it does not scale."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    if case.queries is not None:
+        raise NotImplementedError("decode alone")
+    (rows, S, K, D), P, lens = k_RSKD.shape, case.P, jnp.asarray(case.contexts, jnp.int32)
+    table = jnp.arange(rows * S // P, dtype=jnp.int32).reshape(rows, S // P)
+    # It wants whole numbers of pages a split, and of steps: enough splits to fill a card, and steps
+    # of 128 slots.
+    splits = math.gcd(S // P, 1 << min(4, max(0, math.ceil(math.log2(264 / (rows * K))))))
+    pages = math.gcd(S // P // splits, max(1, 128 // P))
+    how = {"k_splits": splits, "pages_per_compute_block": pages, "interpret": dry}
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return paged_attention(q * case.D**-0.5, k, v, table, lens, **how)
+
+    return call, [x.reshape(-1, P, K, D).transpose(2, 0, 1, 3) for x in (k_RSKD, v_RSKD)]
+
+
+def cudnn(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
+    """cuDNN's attention over contiguous keys and values; dry, XLA's."""
+    if not peer_case(case):
+        raise NotImplementedError("its causal mask knows no cached prefix")
+    rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
+    how: Any = {"is_causal": queries > 1, "implementation": "xla" if dry else "cudnn"}
+    how["scale"] = case.D**-0.5
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        q = q.reshape(rows, queries, case.H, case.D)
+        return jax.nn.dot_product_attention(q, k, v, **how).reshape(-1, case.H, case.D)
+
+    return call, [x[:, :context] for x in (k_RSKD, v_RSKD)]
+
+
+def cudnn_paged(case: Case, k_RSKD: Any, v_RSKD: Any, dry: bool) -> Built:
+    """cuDNN's attention over pages of [N, P, K, D], which jax has no public name for."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    if not peer_case(case):
+        raise NotImplementedError("its causal mask knows no cached prefix")
+    (rows, S, K, D), P, queries = k_RSKD.shape, case.P, case.query_lens[0]
+    table = jnp.arange(rows * S // P, dtype=jnp.int32).reshape(rows, 1, S // P, 1)
+    lens = (jnp.asarray(case.query_lens, jnp.int32), jnp.asarray(case.contexts, jnp.int32))
+    mask = attention.MaskType.PADDING_CAUSAL if queries > 1 else attention.MaskType.PADDING
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        q = q.reshape(rows, queries, case.H, D)
+        o = attention.paged_attention(q, k, v, *lens, table, table, scale=D**-0.5, mask_type=mask)
+        return o.reshape(-1, case.H, D)
+
+    return call, [x.reshape(-1, P, K, D) for x in (k_RSKD, v_RSKD)]
+
+
+JAX_PEERS: dict[str, Callable[..., Built]] = {
+    "jax_triton": jax_triton,
+    "cudnn": cudnn,
+    "cudnn_paged": cudnn_paged,
+}
+
+
+def time_jax_peer(name: str, case: Case, dry: bool) -> Found:
+    """Random keys and values as it takes them, the pages of each row one after another."""
+    layers = min(num_layers(case, dry), CALLS)
+    shape = (2, len(case.contexts), -(-case.contexts[0] // case.P) * case.P, case.K, case.D)
+    built = [JAX_PEERS[name](case, *noise(shape), dry) for _ in range(layers)]
+    call, arguments = built[0][0], [arrays for _, arrays in built]
+
+    @jax.jit
+    def step(q: Any, arguments: Any) -> Any:
+        for i in range(1 if dry else CALLS):
+            q = call(q, *arguments[i % layers])
+        return q
+
+    q = noise((sum(case.query_lens), case.H, case.D))
+    seconds = seconds_of(lambda: step(q, arguments), jax.block_until_ready, dry)
+    return {"seconds": seconds / (1 if dry else CALLS)}
+
+
+def peers_jax(dry: bool) -> Cases:
+    return {
+        f"{case} | {name}": functools.partial(time_jax_peer, name, case, dry)
+        for case in bench_cases(dry)[:PEER_CASES]
+        for name in JAX_PEERS
+    }
+
+
+def peers_torch(dry: bool) -> Cases:
+    ways = ("sdpa_flash", "sdpa_cudnn", "flex_attention")
+    return {
+        f"{case} | {way}": functools.partial(time_torch, way, case, dry)
+        for case in bench_cases(dry)[:PEER_CASES]
+        for way in ways
+    }
+
+
+def time_torch(way: str, case: Case, dry: bool) -> Found:
+    """torch over contiguous keys and values; each query sees what is before it."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+        from torch.nn import attention  # pyright: ignore[reportMissingImports]
+    except ImportError as e:
+        raise NotImplementedError("torch is not installed") from e
+    cuda = torch.cuda.is_available()
+    if not cuda and not dry:
+        raise NotImplementedError("torch sees no CUDA device")
+    rows, context, queries = len(case.contexts), case.contexts[0], case.query_lens[0]
+    how: Any = {"device": "cuda" if cuda else "cpu", "dtype": torch.bfloat16}
+    q = torch.randn((rows, case.H, queries, case.D), **how)
+    layers = min(num_layers(case, dry), CALLS)
+    kv = [torch.randn((2, rows, case.K, context, case.D), **how) for _ in range(layers)]
+    turn = itertools.cycle(kv)
+    if way == "flex_attention":
+        flex = attention.flex_attention
+        skipped = context - queries
+
+        def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return i + skipped >= j
+
+        mask = flex.create_block_mask(sees, None, None, queries, context, device=how["device"])
+        compiled = flex.flex_attention if dry else torch.compile(flex.flex_attention)
+
+        def call(k: Any, v: Any) -> Any:
+            return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+    else:
+        backends = {
+            "sdpa_flash": attention.SDPBackend.FLASH_ATTENTION,
+            "sdpa_cudnn": attention.SDPBackend.CUDNN_ATTENTION,
+        }
+        masked: Any = {"is_causal": queries > 1}
+        if not peer_case(case):
+            lower_right = attention.bias.causal_lower_right(queries, context)
+            masked = {"attn_mask": lower_right}
+
+        def call(k: Any, v: Any) -> Any:
+            backend = attention.SDPBackend.MATH if dry else backends[way]
+            with attention.sdpa_kernel(backend):
+                sdpa = torch.nn.functional.scaled_dot_product_attention
+                return sdpa(q, k, v, enable_gqa=True, **masked)
+
+    def wait(_: Any) -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    return {"seconds": seconds_of(lambda: call(*next(turn)), wait, dry)}
+
+
+# ---- engine ----
+
+ENGINE = (
+    "--random 0.6b --workload nano --attention auto --num-blocks 5632 --seq-buckets 128 256 "
+    "--token-buckets 2048 8192"
+)
+ENGINE_DRY = (
+    "--random tiny --workload nano --requests 4 --output 3 5 --input 5 9 --dtype float32 "
+    "--max-model-len 64 --max-num-seqs 8 --max-num-batched-tokens 64 --seq-buckets 8 --num-blocks 9"
+)
+
+
+def engine(dry: bool) -> Cases:
+    """nano-vllm's workload on Qwen3-0.6B of random weights: start, warm-up, then timed runs."""
+    args = bench.parse_args([*(ENGINE_DRY if dry else ENGINE).split()])
+    config = common.model_config(args)
+    work = bench.full_workload(args, config.vocab_size)
+    prompts, outputs = work.requests_of()
+    # Every token of a completion reads all before it.
+    read = sum(n * len(p) + n * (n - 1) // 2 for p, n in zip(prompts, outputs, strict=True))
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    llm: Any = functools.cache(lambda: bench.make_llm(args, config, work))
+
+    def warm() -> Found:
+        return {"warmup_s": llm().warmup(use_tqdm=False), "attention": llm().stats()["attention"]}
+
+    def run() -> Found:
+        found = bench.timed(llm(), prompts, work, outputs)
+        figures = bench.figures([found], sum(map(len, prompts)), 0, math.inf)
+        names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "host_ms_per_step", "steps")
+        more = ("device_ms_per_step", "outside_steps_s", "best_s", "compiles", "preemptions")
+        weights = found["decode_steps"] * common.num_weights(config) * 2
+        return {name: figures[name] for name in (*names, *more)} | {
+            "read_bytes": weights + read * token_bytes,
+        }
+
+    return {"start": lambda: {"ready": llm() is not None}, "warm": warm, "run 1": run, "run 2": run}
+
+
+JOBS: dict[str, Callable[[bool], Cases]] = {
+    "marks": marks,
+    "kernels": kernels,
+    "peers_jax": peers_jax,
+    "peers_torch": peers_torch,
+    "engine": engine,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.make_parser("gpu_timed", __doc__)
+    add = parser.add_argument
+    add("job", choices=JOBS)
+    add("--out", type=Path, required=True, help="folder of the JSON files")
+    add("--dry", action="store_true", help="tiny shapes, on any backend")
+    args = parser.parse_args(argv)
+    limit = LIMITS[args.job] * (10 if args.dry else 1)  # what is interpreted is slow
+    run_cases(args.out / f"{args.job}.jsonl", JOBS[args.job](args.dry), limit=limit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
