@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig
-from jpaged.errors import CheckpointError
+from jpaged.errors import CheckpointError, PeerError
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
@@ -156,6 +156,12 @@ def make_parser() -> Parser:
     lost = "how often a line is run again whose engine died, before it is an error line"
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
+    add = parser.group("one engine over several processes, the same command in each")
+    where = "of the first process, which alone reads and writes (default: only this process)"
+    add("--coordinator", where, metavar="HOST:PORT")
+    add("--num-processes", "of them all (default: what the cluster says)", type=int)
+    add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
+
     add = parser.group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     add("--model", model)
@@ -222,6 +228,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--retry-failed needs --resume")
     if args.existing == "resume" and args.output in (None, "-"):
         parser.error("--resume needs the --output of the run to go on with")
+    args.lead = lambda llm: llm
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
     fields = [field.name for field in dataclasses.fields(EngineConfig)]
     args.engine = {name: getattr(args, name) for name in fields if name in args}
@@ -336,9 +343,25 @@ def make_llm(args: argparse.Namespace) -> Any:
             )
         import jpaged
 
-        return jpaged.LLM(path, seed=args.seed, **args.engine)
+        return args.lead(jpaged.LLM(path, seed=args.seed, **args.engine))
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
+
+
+def run_with_peers(args: argparse.Namespace) -> int:
+    """`run` in the first process; the others do what its engine does."""
+    from jpaged.integrations.batch import peers
+
+    try:
+        peers.join(args.coordinator, args.num_processes, args.process_id)
+        args.engine.setdefault("tensor_parallel_size", peers.num_devices())
+        if not peers.is_first():
+            peers.follow(make_llm(args))
+            return OK
+        with peers.leading() as args.lead:
+            return run(args)
+    except PeerError as e:
+        raise BatchError(f"the run stopped: {sentence(e)}") from e
 
 
 def model_path(args: argparse.Namespace) -> str:
@@ -491,9 +514,11 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = parse_args(argv)
     try:
-        return run(args)
+        return run(args) if args.coordinator is None else run_with_peers(args)
     except (BatchError, CheckpointError) as e:
-        print(f"serve_batch: {e}", file=sys.stderr)
+        print(f"serve_batch: {e}", file=sys.stderr, flush=True)
+        if isinstance(e.__cause__, PeerError):
+            os._exit(FATAL)  # what still waits for the other processes would hold this one
         if os.environ.get("JPAGED_DEBUG"):
             raise
         return FATAL

@@ -22,8 +22,8 @@ WINGS = {
     "request path": 7175,
     "checkpoint": 775,  # asked: 500; 50 of them for models by name
     # With the bodies of openai/, which a server shares: 553 of them.
-    "batch": 2395,  # asked: 1500
-    "scripts": 3080,  # asked: 2200; 370 of them to check and model kernels on a card
+    "batch": 2465,  # asked: 1500
+    "scripts": 3095,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 
@@ -33,7 +33,7 @@ LONG_CLASSES = {
     "jpaged/integrations/ray_llm.py::RayLLM": 275,
     "jpaged/integrations/tunix.py::JPagedRollout": 237,
 }
-LONG_FILES = {"scripts/serve_batch.py": 513}
+LONG_FILES = {"scripts/serve_batch.py": 538}
 
 NOT_CODE = {
     tokenize.COMMENT,
