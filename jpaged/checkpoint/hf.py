@@ -70,7 +70,7 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
         read = functools.partial(read_entry, stored.name, entry)
-        return Part(DTYPES[entry.dtype], read, stored.index)
+        return Part(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.index)
 
     whole = {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
     return whole | stacked
@@ -99,7 +99,8 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
             shape = tuple(math.prod(axes_shape(side, config)) for side in axes.split(","))
             if "{x}" in name:
                 for x in range(config.num_experts):
-                    yield Stored(name.replace("{x}", str(x)), shape, (x, *index), 0)
+                    own = (slice(x, x + 1), *index)
+                    yield Stored(name.replace("{x}", str(x)), shape, own, 0)
             else:
                 yield Stored(name, shape, index, rows.get(name, 0))
                 rows[name] = rows.get(name, 0) + shape[0]
@@ -177,6 +178,14 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+
+
+def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor as an array of a shape; only the pages of what is looked at are read."""
+    try:
+        return np.memmap(entry.file, DTYPES[entry.dtype], "r", entry.start, shape)
+    except (OSError, ValueError) as e:  # ValueError: the file ends early
+        raise CheckpointError(f"{entry.file}: {e}") from e
 
 
 def _inside(folder: Path, file: str) -> Path:

@@ -3,7 +3,7 @@ and up in turn, transposed in bfloat16 or packed in mxfp4.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,25 @@ def stacked_parts(
                 read, dtype = _read_transposed, _dtype(entries, theirs)
             own_entries = [(key, entries.get(key)) for key in own]
             parts[ours] = [
-                Part(dtype, functools.partial(_fill, read, own_entries, own, x), (x,))
+                _part(dtype, functools.partial(_fill, read, own_entries, own, x), slice(x, x + 1))
                 for x in range(num)
             ]
             bias = f"{theirs}_bias"
             given = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs))
-            parts[f"{ours}_bias"] = [Part(_dtype(entries, bias), given)]
+            parts[f"{ours}_bias"] = [_part(_dtype(entries, bias), given, slice(None))]
             wanted |= own | {bias: (num, outputs)}
     return parts, wanted
+
+
+def _part(dtype: np.dtype, fill: Callable[[np.ndarray], None], experts: slice) -> Part:
+    """Some experts of a tensor, which are read whole for a share of them too."""
+
+    def view(shape: tuple[int, ...]) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        fill(out)
+        return out
+
+    return Part(dtype, fill, view, (experts,))
 
 
 def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -63,9 +74,8 @@ def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _fill(read: Any, entries: Any, shapes: Mapping[str, Any], x: int, out: np.ndarray) -> None:
-    """One expert's weights, gate_up [2, I, E] or down [E, I]."""
-    name, rows = entries[0][0], read(entries, shapes, x)
-    _put(name, rows, out)
+    """One expert's weights, gate_up [1, 2, I, E] or down [1, E, I]."""
+    _put(entries[0][0], read(entries, shapes, x), out[0])
 
 
 def _fill_bias(name: str, entry: Any, shape: tuple[int, ...], out: np.ndarray) -> None:

@@ -11,7 +11,9 @@ from safetensors.numpy import save_file
 
 import jpaged
 from jpaged import CheckpointError, ConfigError
+from jpaged.checkpoint.load import find_parts
 from jpaged.checkpoint.stacked import dequantised
+from jpaged.checkpoint.tensors import flat, read_share
 from tests.golden.reference import load
 
 GOLDEN = load("gpt_oss_g2_d32_yarn")
@@ -117,3 +119,20 @@ def test_other_quantizations_and_families(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match="quantization_config \\('mxfp4'\\)"):
         jpaged.ModelConfig.from_hf(load("qwen3_g7_d80").config | {"quantization_config": QUANTIZED})
+
+
+def test_shares_are_of_the_whole(tmp_path: Path) -> None:
+    """What one of several processes reads: some experts, and a share of their width."""
+    folder = write(tmp_path / "a", packed(), quantization_config=QUANTIZED)
+    whole = flat(jpaged.load_params(folder))
+    config = jpaged.ModelConfig.coerce(folder)
+    parts = find_parts(folder, config)
+    wide = (slice(2, 6), slice(None), slice(32, 64), slice(None))
+    for name, index in (
+        ("layers.1.mlp.experts.gate_up", wide),
+        ("layers.1.mlp.experts.gate_up_bias", wide[:3]),
+        ("layers.1.mlp.experts.down", (*wide[:2], wide[2])),
+    ):
+        x = whole[name]
+        found = read_share(name, parts[name], x.shape, np.dtype(x.dtype), index)
+        np.testing.assert_array_equal(found, x[index], err_msg=name)
