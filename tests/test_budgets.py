@@ -19,11 +19,11 @@ MOST_LINES_OF_A_FILE = 500
 WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 270 for mixtures of
     # experts, 350 for meshes
-    "request path": 7030,
+    "request path": 7065,
     "checkpoint": 680,  # asked: 500
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2395,  # asked: 1500
-    "scripts": 3080,  # asked: 2200; 370 of them to check and model kernels on a card
+    "scripts": 3030,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 
@@ -33,7 +33,7 @@ LONG_CLASSES = {
     "jpaged/integrations/ray_llm.py::RayLLM": 275,
     "jpaged/integrations/tunix.py::JPagedRollout": 237,
 }
-LONG_FILES = {"scripts/serve_batch.py": 512}
+LONG_FILES: dict[str, int] = {}
 
 NOT_CODE = {
     tokenize.COMMENT,
