@@ -30,11 +30,11 @@ from jpaged.session import Session, Snapshot
 class LLM:
     """A model ready to generate.
 
-    model: a checkpoint folder; or, with `params`, what describes them (ModelConfig, Hugging Face
-    config dict, folder); or Params themselves. tokenizer: a transformers tokenizer; None takes the
-    source folder's, loaded when first needed. mesh: where to serve; None is tensor_parallel_size
-    devices or the mesh of the params. seed: int or jax key. The rest are EngineConfig's fields.
-    session holds weights, pool and engine. Raises CheckpointError or ConfigError.
+    model: a checkpoint folder or OWNER/NAME of the Hugging Face Hub; or, with `params`, what
+    describes them (ModelConfig, Hugging Face config dict, folder); or Params. tokenizer: a
+    transformers tokenizer; None takes the source folder's, loaded when first needed. mesh: where to
+    serve; None is tensor_parallel_size devices or the params' mesh. seed: int or jax key. The rest
+    are EngineConfig's fields. session holds weights and pool. Raises CheckpointError, ConfigError.
     """
 
     def __init__(

@@ -133,7 +133,11 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
     """`workload`, with ids of the vocabulary and what else a model is asked for."""
     work = workload(args)
     top = min(work.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
-    flags = {"temperature": args.temperature, "max_len": engine_settings(args).get("max_model_len"), "n": args.n}
+    flags = {
+        "temperature": args.temperature,
+        "max_len": engine_settings(args).get("max_model_len"),
+        "n": args.n,
+    }
     given = {name: value for name, value in flags.items() if value is not None}
     return dataclasses.replace(work, ids=(work.ids[0], top), **given)
 

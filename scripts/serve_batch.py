@@ -3,7 +3,7 @@ out.
 
     python scripts/serve_batch.py prompts.jsonl              # prints prompts and answers to read
     python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl
-    python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl --resume
+    python scripts/serve_batch.py batch.jsonl --model Qwen/Qwen3-0.6B --output a.jsonl --resume
     python scripts/serve_batch.py batch.jsonl --model DIR --check     # plans, and runs nothing
     cat prompts.txt | python scripts/serve_batch.py - --format text --output -
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
+from jpaged.errors import CheckpointError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
@@ -155,7 +156,7 @@ def make_parser() -> Parser:
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
     group = parser.add_argument_group("engine")
-    model = "checkpoint folder, Hugging Face's layout or Orbax (default: the embedded demo model)"
+    model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
     window = "requests in the engine at once (default: 4 * max_num_seqs)"
     group.add_argument("--window", help=window, type=int)
@@ -294,7 +295,7 @@ def make_llm(args: argparse.Namespace) -> Any:
             from jpaged.integrations.ray_llm import RayLLM
 
             return RayLLM(
-                args.model,
+                None if args.model is None else path,
                 address=args.ray,
                 replicas=args.replicas,
                 resources=args.replica_resources,
@@ -314,10 +315,11 @@ def model_path(args: argparse.Namespace) -> str:
         from jpaged.demo import MODEL_PATH
 
         return str(MODEL_PATH)
-    if not Path(args.model).is_dir():
-        said = "no such folder (nothing is downloaded: pass a local checkpoint)"
-        raise BatchError(f"--model {args.model}: {said}")
-    return args.model
+    from jpaged.checkpoint.hub import local_folder
+
+    if not (folder := local_folder(args.model, weights=not args.check)).is_dir():
+        raise BatchError(f"--model {args.model}: no such folder, and no OWNER/NAME of the Hub")
+    return str(folder)
 
 
 def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Settings:
@@ -459,7 +461,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         return run(args)
-    except BatchError as e:
+    except (BatchError, CheckpointError) as e:
         print(f"serve_batch: {e}", file=sys.stderr)
         if os.environ.get("JPAGED_DEBUG"):
             raise

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jpaged.checkpoint.stacked import stacked_parts
 from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, first_line, store
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
+from jpaged.models.families import FAMILIES
 from jpaged.models.params import ParamSpec, axes_shape, param_table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -28,6 +30,8 @@ DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Not wanted but no misfit: old checkpoints carry the first, which is computed, and tied ones the
 # second at times.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
+
+PACKED = ("_blocks", "_scales")  # ends of names of experts in mxfp4
 
 
 class Entry(NamedTuple):
@@ -45,12 +49,17 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     """
     entries = find_entries(folder)
     table = stored_names(config)
+    stacked: dict[str, list[Part]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
+    keys = FAMILIES[config.family].experts
+    if keys is not None and keys.are_stacked:
+        stacked, wanted = stacked_parts(entries, config)
+        table = {ours: parts for ours, parts in table.items() if ours not in stacked}
     for stored in (stored for parts in table.values() for stored in parts):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
         wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
     found = {
-        name: (e.shape, e.dtype)
+        name: (e.shape, "bfloat16" if name.endswith(PACKED) and e.dtype == "U8" else e.dtype)
         for name, e in entries.items()
         if name in wanted or not IGNORED.search(name)
     }
@@ -61,9 +70,10 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
         read = functools.partial(read_entry, stored.name, entry)
-        return Part(DTYPES[entry.dtype], read, stored.index)
+        return Part(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.index)
 
-    return {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
+    whole = {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
+    return whole | stacked
 
 
 class Stored(NamedTuple):
@@ -89,7 +99,8 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
             shape = tuple(math.prod(axes_shape(side, config)) for side in axes.split(","))
             if "{x}" in name:
                 for x in range(config.num_experts):
-                    yield Stored(name.replace("{x}", str(x)), shape, (x, *index), 0)
+                    own = (slice(x, x + 1), *index)
+                    yield Stored(name.replace("{x}", str(x)), shape, own, 0)
             else:
                 yield Stored(name, shape, index, rows.get(name, 0))
                 rows[name] = rows.get(name, 0) + shape[0]
@@ -167,6 +178,14 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+
+
+def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor as an array of a shape; only the pages of what is looked at are read."""
+    try:
+        return np.memmap(entry.file, DTYPES[entry.dtype], "r", entry.start, shape)
+    except (OSError, ValueError) as e:  # ValueError: the file ends early
+        raise CheckpointError(f"{entry.file}: {e}") from e
 
 
 def _inside(folder: Path, file: str) -> Path:

@@ -1,5 +1,6 @@
 """load_params: a checkpoint folder to Params, one tensor at a time."""
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -9,8 +10,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.checkpoint.hf import INDEX, SINGLE, hf_parts
+from jpaged.checkpoint.hub import local_folder
 from jpaged.checkpoint.orbax import find_orbax, orbax_parts
-from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
+from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype, read_share
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
@@ -23,17 +25,20 @@ PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 def load_params(
     path: str | os.PathLike[str], *, dtype: Any = None, mesh: Mesh | None = None
 ) -> Params:
-    """Params from a Hugging Face folder (safetensors) or an Orbax folder with a config.json.
+    """Params from a Hugging Face folder (safetensors), an Orbax folder with a config.json, or a
+    model of the Hub by its name.
 
-    dtype: "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files
-    hold. mesh: split over its tensor axis as `param_specs` says; None is jax's default device.
-    Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host
-    memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at the
-    largest tensor's on an accelerator. Raises CheckpointError (missing, damaged, unsafe, misfit)
-    and ConfigError (architecture, dtype or mesh cannot work).
+    path: a folder, else OWNER/NAME or OWNER/NAME@REVISION as `local_folder` takes it. dtype:
+    "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files hold. mesh:
+    its tensor axis splits KV heads, FFN and vocabulary as `param_specs` says; None is jax's default
+    device. Names, shapes, dtypes and file sizes are all checked before the first tensor is read.
+    Host memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at
+    the largest tensor's on an accelerator; of several processes each reads its own shares alone.
+    Raises CheckpointError (missing, damaged, unsafe, misfit) and ConfigError (architecture, dtype
+    or mesh cannot work).
     """
     target = None if dtype is None else float_dtype(dtype)
-    folder = Path(path).expanduser().absolute()
+    folder = local_folder(path)
     config = read_config(folder)
     stored = find_parts(folder, config)
     shapes = {name: spec.shape(config) for name, spec in param_table(config).items()}
@@ -47,11 +52,18 @@ def load_params(
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
         held = {part.dtype for part in stored[name]}
         own = held.pop() if len(held) == 1 else DTYPES["float32"]
+        where = shardings.get(name)
+        if where is not None and not where.is_fully_addressable:
+            read = functools.cache(
+                functools.partial(read_share, name, stored[name], shapes[name], target or own)
+            )
+            leaves[name] = jax.make_array_from_callback(shapes[name], where, read)
+            continue
         buffer = empty(shapes[name], target or own)
         for part in stored[name]:
             part.read(buffer[part.index])
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
-        leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
+        leaves[name] = jax.block_until_ready(jax.device_put(buffer, where))
         del buffer
     return Params(nest({name: leaves[name] for name in shapes}), config, folder)
 
@@ -60,7 +72,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a checkpoint folder; the message of any error names the folder."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder}: no such folder (checkpoints are read from local folders only)"
+            f"{folder}: no such folder (nor is it OWNER/NAME, a model of the Hugging Face Hub)"
         )
     raw = read_json(folder / "config.json", CheckpointError)
     try:

@@ -23,6 +23,7 @@ HF_NAMES = {  # of ModelConfig's sizes in a config.json
     "rms_norm_eps": "rms_norm_eps",
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's, and ours
+CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation of that name
 
 
 def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,10 +39,10 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         built = ", ".join(family.architecture for family in FAMILIES.values())
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
         raise ConfigError(f"{asked} is not supported; supported are {built}")
-    if quantization := raw.get("quantization_config"):
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        )
+    quantization = raw.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    is_read = method == "mxfp4" and family.experts is not None and family.experts.are_stacked
+    if quantization and not is_read:
         raise ConfigError(
             f"quantization_config ({method!r}): quantized checkpoints are not supported"
         )
@@ -55,6 +56,10 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     if (activation := hf.get(family.activation) or "silu") not in ACTIVATIONS:
         built = ", ".join(ACTIVATIONS)
         raise ConfigError(f"{family.activation}={activation!r} is not supported ({built} are)")
+    if family.always.get("activation") == "clamped":
+        given = tuple(hf.get(key, default) for key, default in CLAMPED.items())
+        if given != tuple(CLAMPED.values()):
+            raise ConfigError(f"{', '.join(CLAMPED)}={given}: only {tuple(CLAMPED.values())} are")
     windows = () if family.windows == "none" else _sliding_windows(hf)
     # Not hf: some families default to an id that the file never named.
     eos = raw.get("eos_token_id")
@@ -66,15 +71,13 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     switches = {ours: bool(hf.get(key)) for key, set_by in family.keys.items() for ours in set_by}
     numbers = {name: hf[name] for name in family.numbers if hf.get(name) is not None}
+    own = {"activation": ACTIVATIONS[activation], **switches, **numbers, **family.always}
     return dict(
         **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
-        **switches,
-        **numbers,
-        **family.always,
+        **own,
         **_rope(hf, family, windows),
         **({} if family.experts is None else _experts(hf, family.experts)),
         family=model_type,
-        activation=ACTIVATIONS[activation],  # pyright: ignore[reportArgumentType]
         tie_word_embeddings=bool(hf["tie_word_embeddings"]),
         sliding_windows=windows,
         eos_token_ids=eos,
@@ -106,7 +109,7 @@ def write_hf(config: Any) -> dict[str, Any]:
         **{theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()},
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_word_embeddings,
-        family.activation: theirs[config.activation],
+        family.activation: theirs.get(config.activation, "silu"),
         "eos_token_id": list(config.eos_token_ids) or None,
     }
     raw |= {key: getattr(config, switches[0]) for key, switches in family.keys.items()}

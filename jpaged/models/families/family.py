@@ -10,11 +10,13 @@ class ExpertKeys:
     """What a config.json calls the sizes of a mixture of experts, by our names.
 
     has_dense_layers: some layers may have an MLP instead (`mlp_only_layers`,
-    `decoder_sparse_step`).
+    `decoder_sparse_step`). are_stacked: a file holds those of a layer in one tensor
+    (checkpoint/stacked.py).
     """
 
     sizes: Mapping[str, str]
     has_dense_layers: bool = False
+    are_stacked: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
