@@ -16,17 +16,16 @@ failed; 1 nothing could run, or the engine or the input failed on the way; 3 sto
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, PeerError
+from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
@@ -162,42 +161,13 @@ def make_parser() -> Parser:
     add("--num-processes", "of them all (default: what the cluster says)", type=int)
     add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
 
-    add = parser.group("engine")
+    group = parser.add_argument_group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
-    add("--model", model)
-    add("--window", "requests in the engine at once (default: 4 * max_num_seqs)", type=int)
-    hints = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
-        default = field.default
-        if isinstance(default, bool):
-            default = "on" if default else "off"
-        text = f"{field.metadata['help']} (default: {default})"
-        values = values_of(hints[field.name])
-        add(flag, text, dest=field.name, default=argparse.SUPPRESS, **values)
+    group.add_argument("--model", help=model)
+    window = "requests in the engine at once (default: 4 * max_num_seqs)"
+    group.add_argument("--window", help=window, type=int)
+    add_engine_flags(group)
     return parser
-
-
-def values_of(hint: Any) -> dict[str, Any]:
-    """How a flag takes the values of a type: a number, text, one of several words, a list of
-    numbers, on or off; "none" where None is one of them.
-    """
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
-    if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    kind = kinds[0]
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is tuple:
-        return {"type": int, "nargs": "+", "metavar": "N"}
-    if type(None) not in typing.get_args(hint):
-        return {"type": kind}
-
-    def value(text: str) -> Any:
-        return None if text == "none" else kind(text)
-
-    value.__name__ = kind.__name__  # argparse names it where a value is none
-    return {"type": value}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -230,8 +200,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--resume needs the --output of the run to go on with")
     args.lead = lambda llm: llm
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
-    fields = [field.name for field in dataclasses.fields(EngineConfig)]
-    args.engine = {name: getattr(args, name) for name in fields if name in args}
+    args.engine = engine_settings(args)
     try:
         args.engine_config = EngineConfig(**args.engine)
         args.replica_resources = parse_resources(args.replica_resources or ())
@@ -346,22 +315,6 @@ def make_llm(args: argparse.Namespace) -> Any:
         return args.lead(jpaged.LLM(path, seed=args.seed, **args.engine))
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
-
-
-def run_with_peers(args: argparse.Namespace) -> int:
-    """`run` in the first process; the others do what its engine does."""
-    from jpaged.integrations.batch import peers
-
-    try:
-        peers.join(args.coordinator, args.num_processes, args.process_id)
-        args.engine.setdefault("tensor_parallel_size", peers.num_devices())
-        if not peers.is_first():
-            peers.follow(make_llm(args))
-            return OK
-        with peers.leading() as args.lead:
-            return run(args)
-    except PeerError as e:
-        raise BatchError(f"the run stopped: {sentence(e)}") from e
 
 
 def model_path(args: argparse.Namespace) -> str:
@@ -514,7 +467,11 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = parse_args(argv)
     try:
-        return run(args) if args.coordinator is None else run_with_peers(args)
+        if args.coordinator is None:
+            return run(args)
+        from jpaged.integrations.batch.peers import run_together
+
+        return run_together(args, run, make_llm)
     except (BatchError, CheckpointError) as e:
         print(f"serve_batch: {e}", file=sys.stderr, flush=True)
         if isinstance(e.__cause__, PeerError):

@@ -11,24 +11,27 @@ import jax
 
 import jpaged
 from jpaged.errors import JpagedError, PeerError
+from jpaged.integrations.batch.source import BatchError
 
 Order = tuple[str, tuple[Any, ...], dict[str, Any]]
 IDLE_SHARE = 0.25  # of peer_timeout_s: how long the others are left without any order
 
 
-def join(coordinator: str, num_processes: int | None, process_id: int | None) -> None:
-    """Make this one of so many processes; before jax is used. None: as jax finds out by itself."""
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+def run_together(args: Any, run: Callable[[Any], int], make_llm: Callable[[Any], Any]) -> int:
+    """`run` in the first process, and in the others what its engine does; the exit status.
 
-
-def num_devices() -> int:
-    """Of all processes together."""
-    return jax.device_count()
-
-
-def is_first() -> bool:
-    """Whether this is the process that reads and writes."""
-    return jax.process_index() == 0
+    args: of serve_batch. BatchError where another process is gone.
+    """
+    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    args.engine.setdefault("tensor_parallel_size", jax.device_count())
+    try:
+        if jax.process_index() == 0:
+            with leading() as args.lead:
+                return run(args)
+        follow(make_llm(args))
+    except PeerError as e:
+        raise BatchError(f"the run stopped: {e}") from e
+    return 0
 
 
 @contextlib.contextmanager
