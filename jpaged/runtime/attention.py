@@ -160,7 +160,7 @@ def choose_kernel(
         if implementation.is_compiled_for(device.platform):
             reason = _unsupported(name, shapes, device)
             if reason is None:
-                if refused and name == "xla" and device.platform != "cpu":
+                if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
                 return Kernel(name=name, shapes=shapes)
             log.info("attention='auto': not %s (%s)", name, reason)
