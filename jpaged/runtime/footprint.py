@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket, padded_blocks
+from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import param_shapes, param_specs
@@ -32,7 +32,7 @@ from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
 
-FEATURES = ("plain", "full", "prompt")  # each does what the one before it does, and more
+FEATURES = (*DRAWS, "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet

@@ -95,6 +95,8 @@ class Runner:
         self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
         for row, token_ids, prompt_len in batch.counts:
             self._enter_counts(row, token_ids, prompt_len)
+        if batch.copies is not None:
+            self._copy_blocks(batch.copies)
         packed = self.put(batch.packed)
         if batch.bucket.phase == "decode":
             step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.rows * batch.steps)
@@ -173,6 +175,12 @@ class Runner:
             scalars = (row, max(prompt_len - start, 0), start == 0)
             at, num_prompt, clear = (self.put(np.asarray(x, np.int32)) for x in scalars)
             self._counts_RV = step(self._counts_RV, at, self.put(chunk), num_prompt, clear)
+
+    def _copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy blocks within each group's pool, before the step that writes to the new ones."""
+        assert self._state is not None
+        kv = self.steps.copy_blocks()(self._state.kv, self.put(copies))
+        self._state = DeviceState(kv=kv, rows=self._state.rows)
 
     def read_blocks(self, block_ids: list[list[int]]) -> Any:
         """Copy blocks of each group to the host, a transfer each, padded to a power of two: into
