@@ -139,7 +139,8 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
     drawing = [e.seq.sampling_params for e in plan.entries if e.draws]
-    features = max((p.draw for p in drawing), key=DRAWS.index, default="plain")
+    draws: list[Features] = ["plain", *(params.draw for params in drawing)]
+    features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}

@@ -215,7 +215,7 @@ class Host:
     ) -> BeamSearch:
         root = self.sequence(prompt, max_tokens, temperature=0.0, **options)
         wanted = num_candidates(width, len(root.eos_ids))
-        root.params = dataclasses.replace(root.params, logprobs=wanted)
+        root.sampling_params = dataclasses.replace(root.sampling_params, logprobs=wanted)
         search = BeamSearch(
             root, width, length_penalty=length_penalty, early_stopping=early_stopping, prompt=None
         )
