@@ -14,6 +14,7 @@ from jpaged.errors import (
     ConfigError,
     GenerationError,
     JpagedError,
+    PeerError,
     RequestError,
     UnsupportedError,
 )
@@ -30,6 +31,7 @@ from jpaged.request.outputs import (
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
+from jpaged.runtime.processes import broadcast
 from jpaged.runtime.step_table import BucketReport
 from jpaged.session import Snapshot
 
@@ -49,12 +51,14 @@ __all__ = [
     "MemoryPlan",
     "ModelConfig",
     "Params",
+    "PeerError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "Snapshot",
     "UnsupportedError",
     "beam_search",
+    "broadcast",
     "generate",
     "load_params",
     "params_from",

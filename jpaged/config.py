@@ -76,6 +76,9 @@ class EngineConfig:
         "mesh axis, or axes as one, that heads, FFN and vocabulary are split over; auto takes the "
         "one that the params use",
     )
+    peer_timeout_s: float = _knob(
+        300.0, "over several processes: seconds to wait for a step of theirs, compiles included"
+    )
     compilation_cache_dir: str | None = _knob(
         "auto",
         "where compiled steps are kept between processes; auto is a folder of the user's cache "
@@ -94,6 +97,8 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization={share!r}: must be in (0, 1]")
         if not isinstance(swap, int | float) or not 0.0 <= swap < math.inf:
             raise ConfigError(f"swap_space_gib={swap!r}: must be a number of GiB of at least 0")
+        if not isinstance(self.peer_timeout_s, int | float) or not self.peer_timeout_s > 0:
+            raise ConfigError(f"peer_timeout_s={self.peer_timeout_s!r}: must be above 0")
         for name in ("token_buckets", "seq_buckets"):
             if (sizes := getattr(self, name)) is not None:
                 if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:

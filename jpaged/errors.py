@@ -38,6 +38,12 @@ class GenerationError(JpagedError):
         self.outputs = outputs
 
 
+class PeerError(JpagedError):
+    """Another process of the same model is gone, late, or runs something else. No call after it can
+    succeed: leave this process too.
+    """
+
+
 class ReplicaError(JpagedError):
     """A request, or all of them, lost with the engine of a cluster that ran it, more often than is
     tried again.

@@ -16,8 +16,10 @@ from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.products import resolve_for
-from jpaged.runtime.runner import Runner, report_of
+from jpaged.runtime.runner import Runner, report_of, seal
+from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
 
@@ -129,10 +131,11 @@ class Session:
         tree = self.weights.tree(self.params)
         num_blocks = num_blocks or self._most_blocks()
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        runner = Runner(self.model_config, config, self.placement, tree)
+        kind = SharedRunner if are_many(self.placement.mesh) else Runner
+        runner = kind(self.model_config, config, self.placement, tree)
         if config.strict:
             warmup(runner.steps)
-            runner.seal()
+            seal(runner)
         self._engine = Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
         self._cached_version = self.weights.version
 
@@ -232,7 +235,8 @@ class Session:
         tree = self.weights.tree(self.params)
         held = self.runner.pool_bytes if self.has_pool else 0
         where = self.placement
-        return plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
+        found = plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
+        return least(found) if are_many(where.mesh) else found
 
 
 def _renew(session: Session, params: Params) -> None:

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import time
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from jax.sharding import AxisType, Mesh
 
 import jpaged
 from jpaged.checks import read_json
-from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import Params, param_shapes, param_table
@@ -45,33 +43,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", nargs="?", help="a checkpoint folder")
     names = ", ".join(MODELS | LARGE)
     add("--random", metavar="SIZE", help=f"random weights instead: {names} or a config.json")
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """A flag for each field of EngineConfig, or for those of the names; left out it is None.
-
-    defaults: by field, where it is not None.
-    """
-    add = parser.add_argument_group("engine: fields of EngineConfig").add_argument
-    hints = typing.get_type_hints(EngineConfig)
-    for name in names or hints:
-        flag, kinds = f"--{name.replace('_', '-')}", typing.get_args(hints[name]) or (hints[name],)
-        default = defaults.get(name)
-        if bool in kinds:
-            add(flag, action=argparse.BooleanOptionalAction, default=default)
-        elif tuple[int, ...] in kinds:
-            add(flag, type=int, nargs="+", default=default)
-        elif name == "dtype":
-            add(flag, choices=ITEMSIZE, default=default)
-        else:
-            kind = next((kind for kind in (int, float) if kind in kinds), str)
-            add(flag, type=kind, default=default)
-
-
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that flags have set."""
-    names = (field.name for field in dataclasses.fields(EngineConfig))
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def check_model_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

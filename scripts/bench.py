@@ -36,6 +36,7 @@ import _common as common
 import jpaged
 from jpaged import SamplingParams
 from jpaged.errors import JpagedError
+from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest
 from jpaged.integrations.batch.run import OK, Job, run_batch
@@ -119,10 +120,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-id", type=int, help="largest prompt token id (never past the vocabulary)")
     add("--temperature", type=float)
     add("--n", type=int, default=1, help="samples a prompt (default: 1)")
-    add("--prefix-caching", dest="enable_prefix_caching", action="store_true")
     common.add_model_flags(parser)
     add_workload_flags(parser)
-    common.add_engine_flags(parser, dtype="bfloat16", enable_prefix_caching=False)
+    add_engine_flags(parser, dtype="bfloat16", enable_prefix_caching=False)
     args = parser.parse_args(argv)
     common.check_model_flags(parser, args)
     common.check_positive(parser, args, "repeat", "requests", "n")
@@ -133,14 +133,18 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
     """`workload`, with ids of the vocabulary and what else a model is asked for."""
     work = workload(args)
     top = min(work.ids[1] if args.max_id is None else args.max_id, vocab_size - 1)
-    flags = {"temperature": args.temperature, "max_len": args.max_model_len, "n": args.n}
+    flags = {
+        "temperature": args.temperature,
+        "max_len": engine_settings(args).get("max_model_len"),
+        "n": args.n,
+    }
     given = {name: value for name, value in flags.items() if value is not None}
     return dataclasses.replace(work, ids=(work.ids[0], top), **given)
 
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:
     """The engine, from nothing to ready (its steps are compiled when they are first met)."""
-    engine: dict[str, Any] = common.engine_settings(args) | {"max_model_len": work.max_len}
+    engine: dict[str, Any] = engine_settings(args) | {"max_model_len": work.max_len}
     is_random = args.checkpoint is None
     model = common.random_params(config, args.dtype) if is_random else args.checkpoint
     return jpaged.LLM(model, **engine)

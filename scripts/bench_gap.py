@@ -18,6 +18,7 @@ from typing import Any
 import _common as common
 
 import jpaged
+from jpaged.flags import add_engine_flags, engine_settings
 
 
 def one_round(llm: jpaged.LLM, args: argparse.Namespace) -> dict[str, float]:
@@ -59,7 +60,7 @@ def one_round(llm: jpaged.LLM, args: argparse.Namespace) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = common.make_parser("bench_gap", __doc__)
     common.add_model_flags(parser)
-    common.add_engine_flags(parser, "dtype", "max_num_batched_tokens", "attention", "block_size")
+    add_engine_flags(parser, "dtype", "max_num_batched_tokens", "attention", "block_size")
     add = parser.add_argument
     add("--rows", type=int, default=8, help="rows that decode")
     add("--context", type=int, default=128, help="tokens of their prompts")
@@ -69,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     common.check_model_flags(parser, args)
     common.check_positive(parser, args, "rows", "context", "tokens", "prompt", "rounds")
-    params = common.load_model(args, args.dtype)
-    settings = common.engine_settings(args)
+    params = common.load_model(args, engine_settings(args).get("dtype"))
+    settings = engine_settings(args)
     longest = args.prompt + args.context + args.tokens
     sizes: dict[str, Any] = {"max_model_len": longest, "enable_prefix_caching": False}
     calls = {}

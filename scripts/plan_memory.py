@@ -28,6 +28,7 @@ import jax
 import jpaged
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, JpagedError
+from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.footprint import stored_dtype
 from jpaged.runtime.memory import Limits, MemoryPlan
@@ -79,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--length", type=int, nargs="+", default=[2048], help="tokens of a request, of both kinds")
     add("--bound", action="store_true", help="compile nothing: take the upper bound")
     common.add_model_flags(parser)
-    common.add_engine_flags(parser)
+    add_engine_flags(parser)
     args = parser.parse_args(argv)
     common.check_model_flags(parser, args)
     common.check_positive(parser, args, "length")
@@ -127,9 +128,9 @@ def table(found: MemoryPlan) -> str:
 
 def report(args: argparse.Namespace) -> None:
     model = args.checkpoint or common.model_config(args)
-    config = EngineConfig(**common.engine_settings(args))
+    config = EngineConfig(**engine_settings(args))
     found, source = make_plan(args, config, model)
-    dtype = args.dtype or stored_dtype(model)
+    dtype = engine_settings(args).get("dtype") or stored_dtype(model)
     count = config.tensor_parallel_size or 1
     card = args.card or "the device at hand"
     card = card if count == 1 else f"each of {count} of {card}"

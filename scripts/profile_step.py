@@ -33,6 +33,7 @@ import jax
 import jpaged
 from jpaged import SamplingParams
 from jpaged.errors import JpagedError
+from jpaged.flags import add_engine_flags, engine_settings
 
 CONTAINERS = ("while", "conditional", "call")  # their bodies' operations have events of their own
 NATIVE = 'custom_call_target="jpaged_linear"'
@@ -50,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ops", type=int, default=0, metavar="N", help="also list the N slowest operations")
     add("--trace", type=Path, metavar="DIR", help="keep the trace here (for xprof, or Perfetto)")
     common.add_model_flags(parser)
-    common.add_engine_flags(parser, dtype="bfloat16", enable_prefix_caching=False)
+    add_engine_flags(parser, dtype="bfloat16", enable_prefix_caching=False)
     args = parser.parse_args(argv)
     common.check_model_flags(parser, args)
     return args
@@ -67,7 +68,7 @@ class Steps:
         self.rows, self.steps = args.rows, args.steps
         longest = args.context + 3 * args.steps + 64
         sizes = {"max_num_seqs": args.rows, "max_model_len": 1 << longest.bit_length()}
-        settings = sizes | common.engine_settings(args)
+        settings = sizes | engine_settings(args)
         self.llm = jpaged.LLM(common.load_model(args, args.dtype), **settings)
         self.llm.session.engine.depth = 1  # no dispatch under way when a trace begins or ends
         vocab_size = self.llm.model_config.vocab_size

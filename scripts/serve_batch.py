@@ -16,17 +16,16 @@ failed; 1 nothing could run, or the engine or the input failed on the way; 3 sto
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError
+from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
@@ -156,42 +155,13 @@ def make_parser() -> Parser:
     lost = "how often a line is run again whose engine died, before it is an error line"
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
-    add = parser.group("engine")
+    group = parser.add_argument_group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
-    add("--model", model)
-    add("--window", "requests in the engine at once (default: 4 * max_num_seqs)", type=int)
-    hints = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
-        default = field.default
-        if isinstance(default, bool):
-            default = "on" if default else "off"
-        text = f"{field.metadata['help']} (default: {default})"
-        values = values_of(hints[field.name])
-        add(flag, text, dest=field.name, default=argparse.SUPPRESS, **values)
+    group.add_argument("--model", help=model)
+    window = "requests in the engine at once (default: 4 * max_num_seqs)"
+    group.add_argument("--window", help=window, type=int)
+    add_engine_flags(group)
     return parser
-
-
-def values_of(hint: Any) -> dict[str, Any]:
-    """How a flag takes the values of a type: a number, text, one of several words, a list of
-    numbers, on or off; "none" where None is one of them.
-    """
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
-    if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    kind = kinds[0]
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is tuple:
-        return {"type": int, "nargs": "+", "metavar": "N"}
-    if type(None) not in typing.get_args(hint):
-        return {"type": kind}
-
-    def value(text: str) -> Any:
-        return None if text == "none" else kind(text)
-
-    value.__name__ = kind.__name__  # argparse names it where a value is none
-    return {"type": value}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -223,8 +193,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.existing == "resume" and args.output in (None, "-"):
         parser.error("--resume needs the --output of the run to go on with")
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
-    fields = [field.name for field in dataclasses.fields(EngineConfig)]
-    args.engine = {name: getattr(args, name) for name in fields if name in args}
+    args.engine = engine_settings(args)
     try:
         args.engine_config = EngineConfig(**args.engine)
         args.replica_resources = parse_resources(args.replica_resources or ())

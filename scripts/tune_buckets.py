@@ -38,6 +38,7 @@ from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
 from jpaged.errors import ConfigError, JpagedError
+from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.request.sampling_params import SamplingParams
 
 # Each phase, the setting that pads its steps, and the one that no step of it exceeds.
@@ -252,7 +253,7 @@ def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
     """
     settings = read_record(args.config) if args.config is not None else {}
     try:
-        config = EngineConfig(**settings | common.engine_settings(args))
+        config = EngineConfig(**settings | engine_settings(args))
     except TypeError as e:
         raise ConfigError(f"{args.config}: {e}") from e
     # Of the model, only the longest context counts here.
@@ -290,7 +291,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--compile-seconds", type=float, help="of one bucket")
     add("--config", type=Path, help="JSON of EngineConfig's fields, as they are now")
     bench.add_workload_flags(parser)
-    common.add_engine_flags(parser)
+    add_engine_flags(parser)
     args = parser.parse_args(argv)
     common.check_positive(parser, args, "buckets", "multiple", "requests")
     return args

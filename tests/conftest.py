@@ -72,6 +72,7 @@ HOST_SETTINGS = {
     "swap_min_tokens": 0,
     "max_n": 1,
     "compilation_cache_dir": None,
+    "peer_timeout_s": 1.0,
 }
 KEPT_TABLES = 48  # each executable holds memory maps, of which a process may have 65,530
 

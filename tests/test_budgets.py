@@ -17,13 +17,15 @@ MOST_LINES_OF_A_FILE = 500
 # Code lines (no comments, docstrings, blank lines) of a wing: what it may have. Lower one when a
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
-    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 270 for mixtures of
-    # experts, 350 for meshes
-    "request path": 7030,
-    "checkpoint": 730,  # asked: 500; 50 of them for models by name
+    # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 360 for mixtures of
+    # experts, 490 for meshes and processes, 80 for determinism that is free and for flags
+    "request path": 7320,
+    # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
+    # for the trees of Gemma and of experts
+    "checkpoint": 945,
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2395,  # asked: 1500
-    "scripts": 3080,  # asked: 2200; 370 of them to check and model kernels on a card
+    "scripts": 3040,  # asked: 2200; 370 of them to check and model kernels on a card
 }
 KERNEL_FILE = 300
 
@@ -33,7 +35,7 @@ LONG_CLASSES = {
     "jpaged/integrations/ray_llm.py::RayLLM": 275,
     "jpaged/integrations/tunix.py::JPagedRollout": 237,
 }
-LONG_FILES = {"scripts/serve_batch.py": 513}
+LONG_FILES: dict[str, int] = {}
 
 NOT_CODE = {
     tokenize.COMMENT,

@@ -192,6 +192,19 @@ def hf(family: str, **change: Any) -> dict[str, Any]:
             hf("mixtral", num_local_experts=3, sliding_window=4),
             {"num_experts": 3, "expert_size": 48, "experts_per_token": 2, "norm_topk_prob": True},
         ),
+        (
+            hf("gpt_oss", head_dim=16, num_local_experts=5, rope_theta=1e5, sliding_window=6)
+            | {"rope_scaling": YARN | {"truncate": False}},
+            {
+                "attention_sinks": True,
+                "activation": "clamped",
+                "expert_bias": True,
+                "out_bias": True,
+                "num_experts": 5,
+                "experts_per_token": 4,
+                "sliding_windows": (6, None, 6),
+            },
+        ),
         (hf("olmo2"), {"qk_norm_whole": True, "qk_norm": False, "pre_norms": False}),
         (
             hf("olmo3", sliding_window=5, rope_scaling=YARN | {"rope_type": "yarn"})
@@ -239,6 +252,7 @@ def test_coerce(tmp_path: Path) -> None:
             hf("qwen3_next", architectures=["Qwen3NextForCausalLM"]),
             "architecture 'Qwen3NextForCausalLM'",
         ),
+        (hf("gpt_oss", swiglu_limit=5.0), r"swiglu_limit=\(1.702, 5.0\)"),
         (hf("mixtral", num_local_experts=1), "experts_per_token=2 of num_experts=1"),
         (
             hf("qwen3", architectures=["Qwen3ForSequenceClassification"]),

@@ -1,10 +1,5 @@
-"""Everything that an engine does, on one device and on meshes of 2, 4 and 8: equal results.
+"""Everything that an engine does, on one device and on meshes of 2, 4 and 8: equal results."""
 
-The model has 2 KV heads of 4 query heads each and 300 tokens, so 4 and 8 devices repeat its heads
-and some hold nothing but padding of the vocabulary.
-"""
-
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,69 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jpaged import LLM, SamplingParams
-from tests.tiny import CROWDED, assert_idle, assert_same, config, make_params, make_prompts
-
-MODEL = config(
-    num_heads=8, num_kv_heads=2, vocab_size=300, num_layers=2, qkv_bias=True, intermediate_size=45
-)
-PARAMS = make_params(3, MODEL)
-PROMPTS = make_prompts(3, 17, 30, 9)
-# Some sequences swap, and short ones are computed again.
-SETTINGS = dataclasses.replace(CROWDED, swap_space_gib=0.01, swap_min_tokens=28)
-CONTROLS = {
-    "temperature": 1.0,
-    "top_p": 0.95,
-    "top_k": 40,
-    "min_p": 0.01,
-    "presence_penalty": 0.4,
-    "frequency_penalty": 0.2,
-    "repetition_penalty": 1.2,
-    "logit_bias": {7: 2.0, 290: 3.0, 150: -4.0},
-    "min_tokens": 3,
-    "logprobs": 4,
-}
-
-
-def sampled(**changes: Any) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 10, "temperature": 0, "ignore_eos": True} | changes))
-
-
-def everything(llm: LLM) -> dict[str, Any]:
-    """By feature, what comes out."""
-    found: dict[str, Any] = {}
-
-    def run(name: str, how: Any, prompts: Any = PROMPTS) -> None:
-        found[name] = llm.generate(prompts, how, use_tqdm=False)
-
-    run("greedy", sampled(logprobs=3, prompt_logprobs=2))
-    run("prefix hits", sampled(logprobs=1))
-    assert sum(out.num_cached_tokens for out in found["prefix hits"]) > 0
-    run("seeded", [sampled(temperature=t, seed=i) for i, t in enumerate((0.7, 1.0, 1.3, 2.0))])
-    modes = ("raw", "tempered", "processed", "raw")
-    run("controls", [sampled(seed=i, logprobs_mode=m, **CONTROLS) for i, m in enumerate(modes)])
-    run("wide nucleus", sampled(temperature=3.0, top_p=0.99, top_k=200, seed=5))
-    run("samples and preemption", sampled(temperature=1.0, n=3, seed=1, max_tokens=24))
-    found["beams"] = llm.beam_search(PROMPTS[:2], 3, 8, use_tqdm=False)
-    found["scores"] = [np.asarray(x) for x in llm.score(PROMPTS, temperature=0.8)]
-    ids = [llm.add_request(prompt, sampled(temperature=1.0, seed=9)) for prompt in PROMPTS]
-    for _ in range(4):
-        llm.step()
-    snapshot, outs = llm.snapshot(), []
-    for _ in range(2):
-        done = {}
-        while llm.has_unfinished():
-            done |= {out.request_id: out for out in llm.step()}
-        outs.append([done[i] for i in ids])
-        llm.restore(snapshot)
-    while llm.has_unfinished():
-        llm.step()
-    assert_same(*outs)
-    found["snapshot"] = outs[0]
-    stats = llm.stats()
-    assert stats["preemptions_swapped"] > 0 and stats["preemptions_recomputed"] > 0
-    assert_idle(llm)
-    return found
+from jpaged import LLM
+from tests.features import PARAMS, SETTINGS, everything
+from tests.tiny import assert_same
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ would double the peak.
 
 import functools
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jpaged.checkpoint.stacked import stacked_parts
 from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, first_line, store
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
+from jpaged.models.families import FAMILIES
 from jpaged.models.params import ParamSpec, axes_shape, param_table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -28,6 +31,12 @@ DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Not wanted but no misfit: old checkpoints carry the first, which is computed, and tied ones the
 # second at times.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
+# Of a model of text and images: its parts, under the names of two times.
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
+log = logging.getLogger("jpaged")
+
+PACKED = ("_blocks", "_scales")  # ends of names of experts in mxfp4
 
 
 class Entry(NamedTuple):
@@ -44,13 +53,20 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     checked.
     """
     entries = find_entries(folder)
+    if FAMILIES[config.family].text_of is not None:
+        entries = _text_entries(entries)
     table = stored_names(config)
+    stacked: dict[str, list[Part]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
+    keys = FAMILIES[config.family].experts
+    if keys is not None and keys.are_stacked:
+        stacked, wanted = stacked_parts(entries, config)
+        table = {ours: parts for ours, parts in table.items() if ours not in stacked}
     for stored in (stored for parts in table.values() for stored in parts):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
         wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
     found = {
-        name: (e.shape, e.dtype)
+        name: (e.shape, "bfloat16" if name.endswith(PACKED) and e.dtype == "U8" else e.dtype)
         for name, e in entries.items()
         if name in wanted or not IGNORED.search(name)
     }
@@ -61,9 +77,23 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
         read = functools.partial(read_entry, stored.name, entry)
-        return Part(DTYPES[entry.dtype], read, stored.index)
+        return Part(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.index)
 
-    return {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
+    whole = {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
+    return whole | stacked
+
+
+def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The tensors of the text part under their names in a model of text alone."""
+    found = {}
+    for name, entry in entries.items():
+        if (image := OF_IMAGES.match(name)) is None:
+            found[OF_TEXT.sub(r"\1", name)] = entry
+        else:
+            log.debug("not loaded: %s", image.string)
+    if len(found) < len(entries):
+        log.info("the text part is loaded: %d tensors of images are not", len(entries) - len(found))
+    return found
 
 
 class Stored(NamedTuple):
@@ -89,7 +119,8 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
             shape = tuple(math.prod(axes_shape(side, config)) for side in axes.split(","))
             if "{x}" in name:
                 for x in range(config.num_experts):
-                    yield Stored(name.replace("{x}", str(x)), shape, (x, *index), 0)
+                    own = (slice(x, x + 1), *index)
+                    yield Stored(name.replace("{x}", str(x)), shape, own, 0)
             else:
                 yield Stored(name, shape, index, rows.get(name, 0))
                 rows[name] = rows.get(name, 0) + shape[0]
@@ -167,6 +198,14 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+
+
+def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor as an array of a shape; only the pages of what is looked at are read."""
+    try:
+        return np.memmap(entry.file, DTYPES[entry.dtype], "r", entry.start, shape)
+    except (OSError, ValueError) as e:  # ValueError: the file ends early
+        raise CheckpointError(f"{entry.file}: {e}") from e
 
 
 def _inside(folder: Path, file: str) -> Path:

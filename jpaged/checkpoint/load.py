@@ -1,5 +1,6 @@
 """load_params: a checkpoint folder to Params, one tensor at a time."""
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.checkpoint.hf import INDEX, SINGLE, hf_parts
 from jpaged.checkpoint.hub import local_folder
 from jpaged.checkpoint.orbax import find_orbax, orbax_parts
-from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype
+from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype, read_share
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
@@ -32,8 +33,9 @@ def load_params(
     its tensor axis splits KV heads, FFN and vocabulary as `param_specs` says; None is jax's default
     device. Names, shapes, dtypes and file sizes are all checked before the first tensor is read.
     Host memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at
-    the largest tensor's on an accelerator. Raises CheckpointError (missing, damaged, unsafe,
-    misfit) and ConfigError (architecture, dtype or mesh cannot work).
+    the largest tensor's on an accelerator; of several processes each reads its own shares alone.
+    Raises CheckpointError (missing, damaged, unsafe, misfit) and ConfigError (architecture, dtype
+    or mesh cannot work).
     """
     target = None if dtype is None else float_dtype(dtype)
     folder = local_folder(path)
@@ -50,11 +52,18 @@ def load_params(
     for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
         held = {part.dtype for part in stored[name]}
         own = held.pop() if len(held) == 1 else DTYPES["float32"]
+        where = shardings.get(name)
+        if where is not None and not where.is_fully_addressable:
+            read = functools.cache(
+                functools.partial(read_share, name, stored[name], shapes[name], target or own)
+            )
+            leaves[name] = jax.make_array_from_callback(shapes[name], where, read)
+            continue
         buffer = empty(shapes[name], target or own)
         for part in stored[name]:
             part.read(buffer[part.index])
         # Waiting here bounds the host's share: a transfer keeps its buffer alive until it is done.
-        leaves[name] = jax.block_until_ready(jax.device_put(buffer, shardings.get(name)))
+        leaves[name] = jax.block_until_ready(jax.device_put(buffer, where))
         del buffer
     return Params(nest({name: leaves[name] for name in shapes}), config, folder)
 

@@ -39,7 +39,8 @@ from jpaged.models.params import (
 
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
 
-NameMap = Mapping[str, tuple[str, str]]
+# A third entry, (divisor, minus): the other tree's numbers are ours times the one, plus the other.
+NameMap = Mapping[str, tuple[str, str] | tuple[str, str, tuple[float, float]]]
 
 # What a name map gives, with our order of its axes. Which of them are needed follows from the
 # config.
@@ -64,6 +65,10 @@ LAYERS = {  # of a layer's parts: the axes that both projects have, tunix's path
     "mlp.gate": ("E F", "mlp.gate_proj.kernel", "mlp.wi_0.kernel"),
     "mlp.up": ("E F", "mlp.up_proj.kernel", "mlp.wi_1.kernel"),
     "mlp.down": ("F E", "mlp.down_proj.kernel", "mlp.wo.kernel"),
+    "mlp.router": ("E X", None, "moe_block.gate.kernel"),
+    "mlp.experts.gate": ("X E I", None, "moe_block.wi_0"),
+    "mlp.experts.up": ("X E I", None, "moe_block.wi_1"),
+    "mlp.experts.down": ("X I E", None, "moe_block.wo"),
 }
 TUNIX_QWEN3: NameMap = {
     "embed.weight": ("embedder.input_embedding", "V E"),
@@ -78,7 +83,7 @@ TUNIX_QWEN3: NameMap = {
 
 
 def maxtext_qwen3(*, scanned: bool = True, scan_axis: int = 1) -> NameMap:
-    """The name map of MaxText's dense Qwen3: its layers stacked on `scan_axis` (its
+    """The name map of MaxText's Qwen3, dense or of experts: its layers stacked on `scan_axis` (its
     param_scan_axis), or each its own.
 
     Of its options, fused_qkv and fused_mlp must be off, as its Qwen3 configs have them.
@@ -100,6 +105,67 @@ def maxtext_qwen3(*, scanned: bool = True, scan_axis: int = 1) -> NameMap:
     }
 
 
+NORMS = {  # of a Gemma: tunix's path and MaxText's
+    "input_norm.scale": ("pre_attention_norm.scale", "pre_self_attention_norm.scale"),
+    "attention_post_norm.scale": ("post_attention_norm.scale", "post_self_attention_norm.scale"),
+    "post_norm.scale": ("pre_ffw_norm.scale", "pre_ffw_norm.scale"),
+    "mlp_post_norm.scale": ("post_ffw_norm.scale", "post_ffw_norm.scale"),
+}
+
+
+def tunix_gemma3(*, fused: bool = False) -> NameMap:
+    """The name map of tunix's Gemma 3, text. fused: as many KV heads as heads, in one tensor."""
+    heads = {"q": "(K G) E D", "k": "K E D", "v": "K E D"}
+    if fused:
+        where = {x: ("qkv_einsum.w", f"{i} {axes}") for i, (x, axes) in enumerate(heads.items())}
+    else:
+        where = {x: ("kv_einsum.w", f"{i} {heads[x]}") for i, x in enumerate("kv")}
+        where["q"] = ("q_einsum.w", heads["q"])
+    layer: dict[str, tuple[str, str]] = {
+        **{f"attention.{x}": (f"attn.{path}", axes) for x, (path, axes) in where.items()},
+        "attention.out": ("attn.attn_vec_einsum.w", "(K G) D E"),
+        "attention.q_norm.scale": ("attn._query_norm.scale", "D"),
+        "attention.k_norm.scale": ("attn._key_norm.scale", "D"),
+        **{ours: (path, "E") for ours, (path, _) in NORMS.items()},
+        **{f"mlp.{x}": (LAYERS[f"mlp.{x}"][1] or "", axes) for x, axes in MLP.items()},
+    }
+    return {
+        "embed.weight": ("embedder.input_embedding", "V E"),
+        **{
+            f"layers.{{i}}.{ours}": (f"layers.{{i}}.{p}", axes) for ours, (p, axes) in layer.items()
+        },
+        "norm.scale": ("final_norm.scale", "E"),
+    }
+
+
+MLP = {"gate": "E F", "up": "E F", "down": "F E"}
+
+
+def maxtext_gemma3(hidden_size: int) -> NameMap:
+    """The name map of MaxText's Gemma 3, text, its layers unscanned: embeddings are scaled in its
+    tree, and norms hold 1 + scale.
+    """
+    scale = float(jnp.bfloat16(hidden_size**0.5))  # as MaxText rounds it
+    own = {**NORMS, "attention.q_norm.scale": LAYERS["attention.q_norm.scale"][1:]}
+    own["attention.k_norm.scale"] = LAYERS["attention.k_norm.scale"][1:]
+    parts = ("q", "k", "v", "out")
+    weights = [*(f"attention.{x}" for x in parts), *(f"mlp.{x}" for x in MLP)]
+    layer: dict[str, Any] = {
+        **{
+            ours: (path, LAYERS.get(ours, ("E",))[0], (1.0, 1.0)) for ours, (_, path) in own.items()
+        },
+        **{ours: (LAYERS[ours][2], LAYERS[ours][0]) for ours in weights},
+    }
+    return {
+        "embed.weight": ("token_embedder.embedding", "V* E", (scale, 0.0)),
+        **{
+            f"layers.{{i}}.{ours}": (f"decoder.layers_{{i}}.{path}", *how)
+            for ours, (path, *how) in layer.items()
+        },
+        "norm.scale": ("decoder.decoder_norm.scale", "E", (1.0, 1.0)),
+    }
+
+
 def params_from(
     tree: Any, family: str | NameMap, *, config: Any, lora_scale: float | None = None
 ) -> Params:
@@ -107,17 +173,18 @@ def params_from(
     fused, unstacked.
 
     tree: an nnx Module or State, a linen {"params": ...} dict or a plain dict; arrays on one device
-    or sharded. family: "tunix_qwen3", "maxtext_qwen3" (scanned or not), or a name map in the form
-    that this module describes. config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha
-    / rank of the tree's LoRA parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix
-    has them), which are merged: W + lora_scale * A @ B. Tensors that need no change are the tree's
-    own arrays. The rest is made on the devices by functions compiled once a form, so that new
-    weights of the same shapes compile nothing. Raises ConfigError naming the first path that does
-    not fit, every leaf that the map does not take, and LoRA parts without a lora_scale.
+    or sharded. family: "tunix_qwen3", "tunix_gemma3", "maxtext_qwen3" (dense or of experts, scanned
+    or not), "maxtext_gemma3" (unscanned), or a name map in the form that this module describes.
+    config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha / rank of the tree's LoRA
+    parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix has them), which are
+    merged: W + lora_scale * A @ B. Tensors that need no change are the tree's own arrays. The rest
+    is made on the devices by functions compiled once a form, so that new weights of the same shapes
+    compile nothing. Raises ConfigError naming the first path that does not fit, every leaf that the
+    map does not take, and LoRA parts without a lora_scale.
     """
     model = ModelConfig.coerce(config)
     leaves = dict(_leaves(tree))
-    source = _Source(model, _name_map(family, leaves), leaves, lora_scale)
+    source = _Source(model, _name_map(family, leaves, model), leaves, lora_scale)
     out = {name: source.tensor(name, spec) for name, spec in param_table(model).items()}
     if left := [path for path in leaves if path not in source.taken]:
         lora = (
@@ -142,6 +209,8 @@ class _View:
     sizes: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]  # of the part in our tensor
     lora_scale: float = 0.0
+    divisor: float = 1.0
+    minus: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +241,11 @@ class _Source:
         """A part's view, and its leaves: the weight, or the weight with LoRA's A and B."""
         if part.name not in self.table:
             raise ConfigError(f"the name map lacks {part.name!r}, which this config needs")
-        path, axes = self.table[part.name]
+        path, axes, *change = self.table[part.name]
         path = spec.at(path)
         view = _view(part, axes, self.model)
+        if change:
+            view = dataclasses.replace(view, divisor=change[0][0], minus=change[0][1])
         found = [self._leaf(path)]
         _check_shape(path, found[0].shape, part.name, view)
         lora = [f"{path}_lora_a", f"{path}_lora_b"]
@@ -231,11 +302,15 @@ def _part(view: _View, layer: Any, x: jax.Array, *lora: jax.Array) -> jax.Array:
         letter for token in view.theirs for letter in token if letter in sizes and letter != "L"
     ]
     x = x.reshape([sizes[letter] for letter in letters])
+    if (view.divisor, view.minus) != (1.0, 0.0):
+        x = ((x.astype(jnp.float32) - view.minus) / view.divisor).astype(x.dtype)
     return x.transpose([letters.index(letter) for letter in view.ours]).reshape(view.shape)
 
 
 def _is_ours(view: _View, shape: tuple[int, ...]) -> bool:
     """Whether their array is our tensor already."""
+    if (view.divisor, view.minus) != (1.0, 0.0):
+        return False
     return shape == view.shape and tuple(token.rstrip("*") for token in view.theirs) == view.ours
 
 
@@ -252,20 +327,28 @@ def _view(part: Part, axes: str, model: ModelConfig) -> _View:
     return _View(tuple(theirs), tuple(ours), sizes, axes_shape(part.axes, model))
 
 
-def _name_map(family: str | NameMap, leaves: Mapping[str, Any]) -> NameMap:
+def _name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfig) -> NameMap:
     if isinstance(family, Mapping):
         if unknown := sorted(set(family) - set(all_parts())):
             raise ConfigError(
                 f"the name map gives {unknown[0]!r}, which is not one of {', '.join(PARTS)}"
             )
         return family
+    is_scanned = any(path.startswith("decoder.layers.") for path in leaves)
     if family == "tunix_qwen3":
         return TUNIX_QWEN3
+    if family == "tunix_gemma3":
+        return tunix_gemma3(fused=any("qkv_einsum" in path for path in leaves))
     if family == "maxtext_qwen3":
         return maxtext_qwen3(
             scanned=not any(path.startswith("decoder.layers_0.") for path in leaves)
         )
-    raise ConfigError(f"family={family!r}: must be 'tunix_qwen3', 'maxtext_qwen3' or a name map")
+    if family == "maxtext_gemma3":
+        if is_scanned:
+            raise ConfigError("maxtext_gemma3: scanned layers; pass a tree with scan_layers=False")
+        return maxtext_gemma3(model.hidden_size)
+    built = "'tunix_qwen3', 'tunix_gemma3', 'maxtext_qwen3', 'maxtext_gemma3' or a name map"
+    raise ConfigError(f"family={family!r}: must be {built}")
 
 
 def _check_shape(path: str, shape: tuple[int, ...], part: str, view: _View) -> None:

@@ -126,7 +126,13 @@ def orbax_parts(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
     found = dict.fromkeys(names, ((), "")) | {n: (a.shape, a.dtype.name) for n, a in arrays.items()}
     check_fit(root, found, wanted)
     return {
-        name: [Part(DTYPES[array.dtype.name], functools.partial(_read, f"{root}: {name}", array))]
+        name: [
+            Part(
+                DTYPES[array.dtype.name],
+                functools.partial(_read, f"{root}: {name}", array),
+                functools.partial(_Pieces, f"{root}: {name}", array),
+            )
+        ]
         for name, array in arrays.items()
     }
 
@@ -162,6 +168,20 @@ def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
     return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": not complete}
 
 
+class _Pieces:
+    """A stored tensor, of which an index reads the chunks that it meets."""
+
+    def __init__(self, name: str, array: Any, shape: tuple[int, ...]):
+        assert tuple(array.shape) == shape, name
+        self._name, self._array = name, array
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        try:
+            return self._array[index].read().result()
+        except Exception as e:
+            raise CheckpointError(f"{self._name} cannot be read ({first_line(e)})") from e
+
+
 def _read(name: str, array: Any, out: np.ndarray) -> None:
     """Fill `out` with a stored tensor, one stored chunk after another."""
     chunk = array.chunk_layout.read_chunk.shape
@@ -170,11 +190,7 @@ def _read(name: str, array: Any, out: np.ndarray) -> None:
         for n, c in zip(out.shape, chunk, strict=True)
     ]
     for index in itertools.product(*sides):
-        try:
-            block = array[index].read().result()
-        except Exception as e:
-            raise CheckpointError(f"{name} cannot be read ({first_line(e)})") from e
-        store(name, block, out[index])
+        store(name, _Pieces(name, array, out.shape)[index], out[index])
 
 
 def _config_json(params: Params) -> str:

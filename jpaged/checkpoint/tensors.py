@@ -18,11 +18,12 @@ SLAB_BYTES = 16 * 2**20  # what is read, cast or stored as one piece
 
 class Part(NamedTuple):
     """A stored tensor and its place: canonical[index] takes it in C order. `read` fills that view,
-    and casts.
+    and casts. `view` gives it as an array of the view's shape, of which an index reads a piece.
     """
 
     dtype: np.dtype
     read: Callable[[np.ndarray], None]
+    view: Callable[[tuple[int, ...]], Any]
     index: Any = ()
 
 
@@ -72,6 +73,27 @@ def check_fit(
     }
     if said := [f"{len(names)} {kind} ({first[kind]})" for kind, names in misfits.items() if names]:
         raise CheckpointError(f"{where}: tensors do not fit the config: " + "; ".join(said))
+
+
+def read_share(
+    name: str, parts: list[Part], shape: Shape, dtype: np.dtype, index: tuple[slice, ...]
+) -> np.ndarray:
+    """canonical[index] of a tensor of this shape; nothing else of its parts is read."""
+    wanted = [range(*own.indices(size)) for own, size in zip(index, shape, strict=True)]
+    out = np.empty([len(own) for own in wanted], dtype)
+    for part in parts:
+        slices = (*part.index, *[slice(None)] * (len(shape) - len(part.index)))
+        there = [range(*own.indices(size)) for own, size in zip(slices, shape, strict=True)]
+        both = [
+            (max(a[0], b[0]), min(a[-1], b[-1]) + 1) for a, b in zip(wanted, there, strict=True)
+        ]
+        if all(first < end for first, end in both):
+            at, into = (
+                tuple(slice(first - own[0], end - own[0]) for (first, end), own in pairs)
+                for pairs in (zip(both, there, strict=True), zip(both, wanted, strict=True))
+            )
+            store(name, part.view(tuple(map(len, there)))[at], out[into])
+    return out
 
 
 def store(name: str, block: np.ndarray, out: np.ndarray) -> None:

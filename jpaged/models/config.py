@@ -53,6 +53,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     qk_norm: bool = False  # of each head
     qk_norm_whole: bool = False  # of all heads together
+    attention_sinks: bool = False  # one more score of each head, a parameter
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -60,7 +61,7 @@ class ModelConfig:
     post_norms: bool = False  # of what they give
     norm_offset: bool = False  # norms multiply by 1 + scale
     norm_in_f32: bool = False  # and do so before they round
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
     scaled_embedding: bool = False  # by the root of hidden_size
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and the MLP add
@@ -73,6 +74,7 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_size: int = 0  # I
     shared_expert_size: int = 0  # R: of the expert that every token takes; 0 is none
+    expert_bias: bool = False  # of the router, too
     norm_topk_prob: bool = False  # the weights of a token's experts sum up to 1
     dense_layers: tuple[int, ...] = ()  # of a mixture: those with an MLP
     sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
@@ -150,6 +152,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture."""
         return not self.has_mlp(layer)
+
+    def has_expert_bias(self, layer: int) -> bool:
+        """Whether it is one with biases."""
+        return self.expert_bias and self.has_experts(layer)
 
     def has_shared_expert(self, layer: int) -> bool:
         """Whether it has an expert that every token takes."""

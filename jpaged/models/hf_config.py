@@ -23,6 +23,7 @@ HF_NAMES = {  # of ModelConfig's sizes in a config.json
     "rms_norm_eps": "rms_norm_eps",
 }
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's, and ours
+CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the activation of that name
 
 
 def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,18 +31,20 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
+    raw = _text_part(raw)
     model_type = str(raw.get("model_type"))
     family = FAMILIES.get(model_type)
     named = raw.get("architectures") or (family.architecture if family else model_type)
     architecture = named[0] if isinstance(named, list | tuple) else named
     if family is None or architecture != family.architecture:
-        built = ", ".join(family.architecture for family in FAMILIES.values())
+        named = [(f.architecture, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
+        built = ", ".join(name for names in named for name in names)
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
         raise ConfigError(f"{asked} is not supported; supported are {built}")
-    if quantization := raw.get("quantization_config"):
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        )
+    quantization = raw.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    is_read = method == "mxfp4" and family.experts is not None and family.experts.are_stacked
+    if quantization and not is_read:
         raise ConfigError(
             f"quantization_config ({method!r}): quantized checkpoints are not supported"
         )
@@ -55,6 +58,10 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     if (activation := hf.get(family.activation) or "silu") not in ACTIVATIONS:
         built = ", ".join(ACTIVATIONS)
         raise ConfigError(f"{family.activation}={activation!r} is not supported ({built} are)")
+    if family.always.get("activation") == "clamped":
+        given = tuple(hf.get(key, default) for key, default in CLAMPED.items())
+        if given != tuple(CLAMPED.values()):
+            raise ConfigError(f"{', '.join(CLAMPED)}={given}: only {tuple(CLAMPED.values())} are")
     windows = () if family.windows == "none" else _sliding_windows(hf)
     # Not hf: some families default to an id that the file never named.
     eos = raw.get("eos_token_id")
@@ -66,19 +73,32 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
     hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     switches = {ours: bool(hf.get(key)) for key, set_by in family.keys.items() for ours in set_by}
     numbers = {name: hf[name] for name in family.numbers if hf.get(name) is not None}
+    own = {"activation": ACTIVATIONS[activation], **switches, **numbers, **family.always}
     return dict(
         **{ours: hf[theirs] for ours, theirs in HF_NAMES.items()},
-        **switches,
-        **numbers,
-        **family.always,
+        **own,
         **_rope(hf, family, windows),
         **({} if family.experts is None else _experts(hf, family.experts)),
         family=model_type,
-        activation=ACTIVATIONS[activation],  # pyright: ignore[reportArgumentType]
         tie_word_embeddings=bool(hf["tie_word_embeddings"]),
         sliding_windows=windows,
         eos_token_ids=eos,
     )
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text part where it is a model of text and images; else as it is."""
+    named = raw.get("architectures") or [None]
+    for family in FAMILIES.values():
+        if family.text_of is None or raw.get("model_type") != family.text_of[0]:
+            continue
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping) or named[0] not in (None, family.text_of[1]):
+            continue
+        shared = ("eos_token_id", "tie_word_embeddings", "quantization_config")
+        own = {"model_type": family.model_type, "architectures": [family.architecture]}
+        return {**text, **{key: raw[key] for key in shared if key in raw}, **own}
+    return raw
 
 
 def write_hf(config: Any) -> dict[str, Any]:
@@ -106,7 +126,7 @@ def write_hf(config: Any) -> dict[str, Any]:
         **{theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()},
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_word_embeddings,
-        family.activation: theirs[config.activation],
+        family.activation: theirs.get(config.activation, "silu"),
         "eos_token_id": list(config.eos_token_ids) or None,
     }
     raw |= {key: getattr(config, switches[0]) for key, switches in family.keys.items()}

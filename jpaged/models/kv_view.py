@@ -62,11 +62,13 @@ class KVView(Protocol):
         *,
         scale: float,
         soft_cap: float | None,
+        sinks: Any = None,
     ) -> tuple[Any, Self]:
         """Keep these tokens' keys and values, then attend over each row's whole context.
 
         group: of kv_groups. index: place of the layer among the group's, an int or a scalar array.
-        q [..., H, D], k and v [..., K, D]. soft_cap: c of c * tanh(score / c), or None. Returns
+        q [..., H, D], k and v [..., K, D]. soft_cap: c of c * tanh(score / c), or None. sinks [H]:
+        one more score of each head, which takes its share of the softmax alone; or None. Returns
         o [..., H, D] in q's dtype, and the view with the keys and values in it.
         """
         ...
@@ -94,11 +96,12 @@ class DenseKV:
         *,
         scale: float,
         soft_cap: float | None,
+        sinks: Any = None,
     ) -> tuple[Any, Self]:
         """See KVView: jax's reference attention, differentiable, its softmax in f32."""
         window = self.windows[group]
-        if soft_cap is not None:
-            return _capped_attention(q, k, v, scale, soft_cap, window), self
+        if soft_cap is not None or sinks is not None:
+            return _attention(q, k, v, sinks, scale, soft_cap, window), self
         local = None if window is None else (window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
             o = jax.nn.dot_product_attention(
@@ -107,19 +110,30 @@ class DenseKV:
         return o, self
 
 
-def _capped_attention(
-    q: Any, k: Any, v: Any, scale: float, soft_cap: float, window: int | None
+def _attention(
+    q: Any, k: Any, v: Any, sinks: Any, scale: float, soft_cap: float | None, window: int | None
 ) -> Any:
-    """jax's reference attention with capped scores, which it does not have."""
+    """jax's reference attention with sinks and capped scores, which it does not have."""
     tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
     q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=jnp.float32)
-    scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+    scores = scores * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     at = jnp.arange(tokens)
     seen = at[None, :] <= at[:, None]
     if window is not None:
         seen &= at[None, :] > at[:, None] - window
     scores = jnp.where(seen.reshape((1,) * (scores.ndim - 2) + seen.shape), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    most = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+        sinks = sinks.reshape((1,) * (scores.ndim - 4) + sinks.shape)
+        most = jnp.maximum(most, sinks)
+    weights = jnp.exp(scores - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - most)
+    weights = (weights / total).astype(v.dtype)
     o = jnp.einsum("...kgts,...skd->...tkgd", weights, v, preferred_element_type=jnp.float32)
     return o.astype(v.dtype).reshape(*o.shape[:-3], heads, -1)

@@ -167,6 +167,10 @@ GATE_UP = (
     Part("gate", "1 F, E", "mlp.gate_proj.weight"),
     Part("up", "1 F, E", "mlp.up_proj.weight"),
 )
+EXPERT_BIASES = (
+    Part("gate_bias", "X 1 I", "mlp.experts.gate_proj_bias"),
+    Part("up_bias", "X 1 I", "mlp.experts.up_proj_bias"),
+)
 EXPERTS = (
     Part("gate", "X 1 I, E", "mlp.experts.{x}.gate_proj.weight"),
     Part("up", "X 1 I, E", "mlp.experts.{x}.up_proj.weight"),
@@ -208,6 +212,9 @@ TABLE = (
         ParamSpec(
             "attention.out", "E, K G D", "self_attn.o_proj.weight", "residual", None, "kv_heads"
         ),
+        ParamSpec(
+            "attention.sinks", "K G", "self_attn.sinks", "zeros", "attention_sinks", "kv_heads"
+        ),
         ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros", "out_bias"),
         ParamSpec(
             "attention_post_norm.scale",
@@ -222,6 +229,22 @@ TABLE = (
         ParamSpec("mlp.down", "E, F", "mlp.down_proj.weight", "residual", "has_mlp", "ffn"),
         ParamSpec("mlp.down_bias", "E", "mlp.down_proj.bias", "zeros", "has_mlp_bias"),
         ParamSpec("mlp.router", "X, E", "mlp.gate.weight", "normal", "has_experts"),
+        ParamSpec("mlp.router_bias", "X", "mlp.router.bias", "zeros", "has_expert_bias"),
+        ParamSpec(
+            "mlp.experts.gate_up_bias",
+            "X 2 I",
+            EXPERT_BIASES,
+            "zeros",
+            "has_expert_bias",
+            "expert",
+        ),
+        ParamSpec(
+            "mlp.experts.down_bias",
+            "X E",
+            "mlp.experts.down_proj_bias",
+            "zeros",
+            "has_expert_bias",
+        ),
         ParamSpec("mlp.experts.gate_up", "X 2 I, E", EXPERTS, "normal", "has_experts", "expert"),
         ParamSpec(
             "mlp.experts.down",

@@ -78,13 +78,14 @@ class Kernel:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks_H: Array | None = None,
     ) -> Array:
         """Causal attention of packed queries, [T, H, D] in q's dtype; see
         `kernels_pallas.paged_attention.reference.prefill`.
         """
         options = self._options(num_layers, scale, sliding_window, soft_cap)
         rows = (block_table_SM, context_lens_S, query_start_loc_S1, prepared)
-        return self._module.prefill(q_THD, pool, layer, *rows, options=options)
+        return self._module.prefill(q_THD, pool, layer, *rows, options=options, **_given(sinks_H))
 
     def decode(
         self,
@@ -98,13 +99,14 @@ class Kernel:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks_H: Array | None = None,
     ) -> Array:
         """Attention of one query a row, [S, H, D] in q's dtype; see
         `kernels_pallas.paged_attention.reference.decode`.
         """
         options = self._options(num_layers, scale, sliding_window, soft_cap)
         rows = (block_table_SM, context_lens_S)
-        return self._module.decode(q_SHD, pool, layer, *rows, options=options)
+        return self._module.decode(q_SHD, pool, layer, *rows, options=options, **_given(sinks_H))
 
     @property
     def _module(self) -> Any:
@@ -121,6 +123,10 @@ class Kernel:
             soft_cap=soft_cap,
             interpret=self.interpret,
         )
+
+
+def _given(sinks_H: Array | None) -> dict[str, Array]:
+    return {} if sinks_H is None else {"sinks_H": sinks_H}
 
 
 def choose_kernel(
@@ -140,6 +146,7 @@ def choose_kernel(
         num_kv_heads=group.num_kv_heads // shards,
         num_rows=config.max_num_seqs,
         blocks_per_row=config.max_blocks_per_seq,
+        has_sinks=model.attention_sinks,
     )
     if config.attention != "auto":
         if reason := _unsupported(config.attention, shapes, device):
@@ -153,7 +160,7 @@ def choose_kernel(
         if implementation.is_compiled_for(device.platform):
             reason = _unsupported(name, shapes, device)
             if reason is None:
-                if refused and name == "xla" and device.platform != "cpu":
+                if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
                 return Kernel(name=name, shapes=shapes)
             log.info("attention='auto': not %s (%s)", name, reason)
@@ -177,4 +184,6 @@ def _unsupported(name: str, shapes: Shapes, device: Any) -> str | None:
     is_compiled = implementation.is_compiled_for(device.platform)
     if not is_compiled and device.platform != "cpu":
         return f"not on {device.platform}"
+    if shapes.has_sinks and not implementation.takes_sinks:
+        return "attention sinks"
     return implementation.module().unsupported(shapes, device if is_compiled else None)

@@ -109,17 +109,23 @@ class CompiledSteps:
         return jax.shard_map(function, mesh=self.where.mesh, **specs, check_vma=False)
 
     @property
+    def counts(self) -> jax.ShapeDtypeStruct:
+        """RowState.counts_RV, of the vocabulary with its padding."""
+        shape = (self.setting.config.max_num_seqs, self.setting.model.vocab_size)
+        return self._struct(shape, jnp.int32, self._counts_spec)
+
+    @property
     def _counts_spec(self) -> PartitionSpec:
         return PartitionSpec(None, self.where.tensor_axis)
 
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
         """The device's state as ShapeDtypeStructs, and how it is split."""
         config, axis = self.setting.config, self.where.tensor_axis
-        slots, vocab = config.max_num_seqs, self.setting.model.vocab_size
+        slots = config.max_num_seqs
         spec, whole = kv_cache.spec(axis), PartitionSpec()
         pools = tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
         row = self._struct((slots,), jnp.int32)
-        counts = self._struct((slots, vocab), jnp.int32, self._counts_spec) if full else None
+        counts = self.counts if full else None
         rows = RowState(last_token_R=row, context_len_R=row, counts_RV=counts)
         counts_spec = self._counts_spec if full else None
         row_spec = RowState(last_token_R=whole, context_len_R=whole, counts_RV=counts_spec)
@@ -154,15 +160,13 @@ class CompiledSteps:
     def set_counts(self) -> Any:
         """device_state.set_counts."""
         if self._set_counts is None:
-            started, config = time.perf_counter(), self.setting.config
-            shape, spec = (config.max_num_seqs, self.setting.model.vocab_size), self._counts_spec
-            counts = self._struct(shape, jnp.int32, spec)
+            started, spec = time.perf_counter(), self._counts_spec
             scalar, chunk = (self._struct(shape, jnp.int32) for shape in ((), (COUNTS_CHUNK,)))
             step = functools.partial(set_counts, vocabulary=self.setting.vocabulary)
             whole = PartitionSpec()
             step = self._per_device(step, (spec, whole, whole, whole, whole), spec)
             jitted = jax.jit(step, donate_argnums=0, out_shardings=self.where.sharding(spec))
-            lowered = jitted.lower(counts, scalar, chunk, scalar, scalar)
+            lowered = jitted.lower(self.counts, scalar, chunk, scalar, scalar)
             self._set_counts = lowered.compile()
             self.seconds["set_counts"] = time.perf_counter() - started
         return self._set_counts

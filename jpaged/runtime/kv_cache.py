@@ -134,6 +134,12 @@ def pinned(where: Placement) -> Any:
     return sharding(where).with_memory_kind("pinned_host") if "pinned_host" in kinds else None
 
 
+def to_host(blocks: Array, where: Placement) -> Any:
+    """Blocks on the host, in pinned memory where there is any."""
+    memory = pinned(where)
+    return jax.device_get(blocks) if memory is None else jax.device_put(blocks, memory)
+
+
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding) -> Any:
     def zeros() -> Array:

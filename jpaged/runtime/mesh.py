@@ -23,7 +23,7 @@ from jpaged.models.params import MeshAxis
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """One device, or a mesh with heads, FFN and vocabulary over `axis`: an axis of it, or several
-    as if they were one (None: everything is replicated).
+    as if they were one (None: everything is replicated). device: the first of this process.
     """
 
     mesh: Mesh | AbstractMesh | None  # abstract where nothing is compiled or run

@@ -52,6 +52,7 @@ class PagedKV:
         *,
         scale: float,
         soft_cap: float | None,
+        sinks: Any = None,
     ) -> tuple[Array, "PagedKV"]:
         """See models.kv_view.KVView; index: of the layer in its group."""
         spec, of = self.specs[group], self.groups[group]
@@ -67,6 +68,7 @@ class PagedKV:
         options = {
             "scale": scale,
             "soft_cap": soft_cap,
+            "sinks_H": sinks,
             "num_layers": spec.num_layers,
             "sliding_window": spec.group.window,
         }

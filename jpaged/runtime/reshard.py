@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jpaged.models.served import Change
+from jpaged.runtime.processes import put
 
 
 class Reshard:
@@ -24,8 +25,11 @@ class Reshard:
     def __call__(self, leaf: Any, change: Change, target: Sharding) -> Any:
         """The leaf changed, with this sharding."""
         if not isinstance(leaf, jax.Array):
-            return jax.device_put(change(np.asarray(leaf)), target)
+            return put(change(np.asarray(leaf)), target)
         here = leaf.sharding
+        if here.is_fully_addressable and not target.is_fully_addressable:
+            # Whole in each process, which gives its own shares of it.
+            return put(change(np.asarray(leaf)), target)
         if _order(here) == _order(target):
             return self._changed(leaf, change, target)
         if not isinstance(here, NamedSharding) or here.num_devices == 1:

@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
@@ -24,6 +22,7 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import put
 from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -36,6 +35,7 @@ class Handle:
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
+    compared: Array | None = None  # over processes: whether all run this step
 
 
 @dataclasses.dataclass
@@ -60,8 +60,6 @@ class Runner:
     def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
         self.model, self.config, self.placement, self.params = model, config, placement, params
         setting = _setting(model, config, placement, params)
-        vocab = setting.model.vocab_size  # with its padding
-        self._counts = ((config.max_num_seqs, vocab), PartitionSpec(None, placement.tensor_axis))
         self.pools = setting.pools
         form = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
@@ -88,11 +86,11 @@ class Runner:
         memory runs out.
         """
         with explained(self.config):
+            buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
+            self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
             return self._dispatch(batch)
 
     def _dispatch(self, batch: Batch) -> Handle:
-        buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-        self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
         for row, token_ids, prompt_len in batch.counts:
             self._enter_counts(row, token_ids, prompt_len)
         if batch.copies is not None:
@@ -160,9 +158,12 @@ class Runner:
         prompts too.
         """
         with explained(self.config):
-            handle.done.block_until_ready()
-            outs = [self.get(out) for out in handle.outs]
+            outs = self._fetch(handle)
         return unpack_result(handle.batch, self.config, outs)
+
+    def _fetch(self, handle: Handle) -> list[np.ndarray]:
+        handle.done.block_until_ready()
+        return [self.get(out) for out in handle.outs]
 
     def _enter_counts(self, row: int, token_ids: list[int], prompt_len: int) -> None:
         """Set a row's token counts from scratch: its last owner's are of no use to a sequence just
@@ -194,10 +195,11 @@ class Runner:
         count = padded_blocks(len(block_ids))
         move = self.steps.move("read_blocks", group, count)
         blocks = move(self._state.kv[group], self.put(_padded(block_ids, count, -1)))
-        if (pinned := kv_cache.pinned(self.placement)) is None:
-            return self.get(blocks)
         self.downloads += 1
-        return jax.device_put(blocks, pinned)
+        return self._down(blocks)
+
+    def _down(self, blocks: Array) -> Any:
+        return kv_cache.to_host(blocks, self.placement)
 
     def write_blocks(self, data: Any, block_ids: list[list[int]]) -> None:
         """Put what read_blocks gave into these blocks, a transfer a group; -1 leaves one out."""
@@ -208,10 +210,13 @@ class Runner:
             if blocks is not None:
                 count = padded_blocks(len(ids))
                 self.uploads += 1
-                blocks = jax.device_put(blocks, kv_cache.sharding(self.placement))
+                blocks = self._up(blocks, group, count)
                 move = self.steps.move("write_blocks", group, count)
                 kv[group] = move(kv[group], self.put(_padded(ids, count, -1)), blocks)
                 self._state = DeviceState(kv=tuple(kv), rows=rows)
+
+    def _up(self, blocks: Any, group: int, count: int) -> Array:
+        return jax.device_put(blocks, kv_cache.sharding(self.placement))
 
     # Arrays
 
@@ -224,11 +229,11 @@ class Runner:
             sharding = kv_cache.sharding(self.placement)
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
                 kv = tuple(kv_cache.zeros(p.shape, p.dtype, sharding) for p in self.pools)
-            last, lens = (jax.device_put(np.zeros(rows, np.int32), where) for _ in range(2))
+            last, lens = (put(np.zeros(rows, np.int32), where) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
-            shape, spec = self._counts
-            self._counts_RV = kv_cache.zeros(shape, jnp.int32, self.placement.sharding(spec))
+            form = self.steps.counts
+            self._counts_RV = kv_cache.zeros(form.shape, form.dtype, form.sharding)
 
     def recover(self) -> None:
         """After an exception: state whose buffers went into a step that never came back is made
@@ -246,17 +251,18 @@ class Runner:
     def put(self, array: np.ndarray) -> Array:
         """The only way up: one explicit, counted transfer."""
         self.uploads += 1
-        return jax.device_put(array, self.placement.replicated)
+        return put(array, self.placement.replicated)
 
     def get(self, array: Array) -> np.ndarray:
         """The only way down: one explicit, counted transfer."""
         self.downloads += 1
         return jax.device_get(array)
 
-    def seal(self) -> None:
-        """Let no shape in that is not compiled (strict mode)."""
-        self.allocate(full=True)
-        self.steps.seal()
+
+def seal(runner: Runner) -> None:
+    """Let no shape in that is not compiled (strict mode)."""
+    runner.allocate(full=True)
+    runner.steps.seal()
 
 
 def report_of(runner: Runner) -> dict[str, Any]:

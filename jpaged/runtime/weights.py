@@ -80,8 +80,6 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         theirs = _own_mesh(leaves)
         devices = () if theirs is None else theirs.devices.flat
         mesh = theirs if size is None else serving_mesh(size, None, list(devices))
-    if jax.process_count() > 1:
-        raise ConfigError(f"{jax.process_count()} processes: only one is supported yet")
     if mesh is None or mesh.size == 1:
         own = leaves[0].devices() if leaves else jax.devices()
         device = next(iter(own if mesh is None else mesh.devices.flat))
@@ -98,7 +96,13 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         raise ConfigError(
             f"tensor_axis={axis!r}: {unknown[0]!r} is not an axis of the mesh {mesh.axis_names}"
         )
-    where = Placement(mesh=mesh, axis=axis or None, device=mesh.devices.flat[0])
+    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    if not own:
+        raise ConfigError(
+            f"process {jax.process_index()} has no device on the mesh {mesh.axis_names}: every "
+            "process that calls must share the model"
+        )
+    where = Placement(mesh=mesh, axis=axis or None, device=own[0])
     _check_size(size, where)
     try:
         served_config(params.config, where.axis_size)

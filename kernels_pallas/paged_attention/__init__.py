@@ -32,6 +32,7 @@ class Implementation:
 
     path: str
     platforms: tuple[str, ...] | None = None
+    takes_sinks: bool = False  # as prefill(..., sinks_H=), decode(..., sinks_H=)
 
     def is_compiled_for(self, platform: str) -> bool:
         """platform: of a jax.Device."""
@@ -55,5 +56,5 @@ IMPLEMENTATIONS = {
     "triton": Implementation("kernels_pallas.paged_attention.triton", _CUDA),
     "tpu": Implementation("kernels_pallas.paged_attention.tpu", ("tpu",)),
     "native": Implementation("kernels_cpu.paged_attention", ("cpu",)),
-    "xla": Implementation("kernels_pallas.paged_attention.xla"),
+    "xla": Implementation("kernels_pallas.paged_attention.xla", takes_sinks=True),
 }

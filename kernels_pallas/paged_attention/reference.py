@@ -24,6 +24,7 @@ def prefill(
     *,
     options: Options,
     exact: bool = False,
+    sinks_H: ArrayLike | None = None,
 ) -> np.ndarray:
     """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
 
@@ -34,7 +35,8 @@ def prefill(
     query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
     zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
     all before it, or, with sliding_window w, itself and the w - 1 before it. soft_cap c turns a
-    score s into c * tanh(s / c). Slots that no query sees may hold anything, NaN too.
+    score s into c * tanh(s / c). sinks_H: one more score of each head, which takes its share of the
+    softmax and adds nothing. Slots that no query sees may hold anything, NaN too.
 
     exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and
     softmax, probabilities rounded to the pool's dtype, the result to q's.
@@ -68,8 +70,12 @@ def prefill(
             sees_QC = (seen_C <= position_Q[:, None]) & (seen_C >= first_Q[:, None])
             sees_NC = np.repeat(sees_QC, H // K, axis=0)
             score_KNC = np.where(sees_NC, score_KNC, dtype.type(-np.inf))
-            p_KNC = np.exp(score_KNC - score_KNC.max(axis=2, keepdims=True))
-            p_KNC /= p_KNC.sum(axis=2, keepdims=True)
+            sinks_KG = np.full((K, H // K), -np.inf) if sinks_H is None else np.asarray(sinks_H)
+            sinks_KN = np.tile(sinks_KG.astype(dtype).reshape(K, -1), (1, len(q_QHD)))
+            most_KN = np.maximum(score_KNC.max(axis=2), sinks_KN)
+            p_KNC = np.exp(score_KNC - most_KN[:, :, None])
+            total_KN = p_KNC.sum(axis=2) + np.exp(sinks_KN - most_KN)
+            p_KNC /= total_KN[:, :, None]
             if not exact:
                 p_KNC = p_KNC.astype(kv_pool.dtype).astype(dtype)
             o_KQGD = (p_KNC @ v_KCD).reshape(K, len(q_QHD), H // K, -1)
@@ -86,6 +92,7 @@ def decode(
     *,
     options: Options,
     exact: bool = False,
+    sinks_H: ArrayLike | None = None,
 ) -> np.ndarray:
     """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
     q, contexts = np.asarray(q_SHD), np.asarray(context_lens_S)
@@ -93,7 +100,15 @@ def decode(
     starts = np.arange(len(live) + 1)
     table = np.asarray(block_table_SM)[live]
     result = prefill(
-        q[live], pool, layer, table, contexts[live], starts, options=options, exact=exact
+        q[live],
+        pool,
+        layer,
+        table,
+        contexts[live],
+        starts,
+        options=options,
+        exact=exact,
+        sinks_H=sinks_H,
     )
     out = np.zeros(q.shape, result.dtype)
     out[live] = result

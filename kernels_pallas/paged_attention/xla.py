@@ -68,6 +68,7 @@ def decode(
     context_lens_S: Array,
     *,
     options: Options,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`."""
     S, H, D = q_SHD.shape
@@ -130,9 +131,10 @@ def decode(
         )
 
     f32 = jnp.float32
+    most_H, total_H = _start(sinks_H, H)
     state = (
-        jnp.full((S + W, H), NEG, f32),
-        jnp.zeros((S + W, H), f32),
+        jnp.broadcast_to(most_H, (S + W, H)),
+        jnp.broadcast_to(total_H, (S + W, H)),
         jnp.zeros((S + W, H, D), f32),
     )
     _, total, acc = lax.fori_loop(0, (end_S[-1] + W - 1) // W, body, state)
@@ -247,6 +249,7 @@ def prefill(
     prepared: Prepared | None = None,
     *,
     options: Options,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
@@ -304,8 +307,13 @@ def prefill(
                 acc0 * alpha[..., None] + pv,
             )
 
-        zeros = jnp.zeros((W, K, H // K * B), jnp.float32)
-        state = (zeros + NEG, zeros, jnp.zeros((*zeros.shape, D), jnp.float32))
+        shape = (W, K, H // K * B)
+        most, total = (jnp.tile(x_H.reshape(1, K, -1), (1, 1, B)) for x_H in _start(sinks_H, H))
+        state = (
+            jnp.broadcast_to(most, shape),
+            jnp.broadcast_to(total, shape),
+            jnp.zeros((*shape, D), jnp.float32),
+        )
         _, total, acc = lax.fori_loop(0, mine.need[0], body, state)
         o = (
             (acc / jnp.maximum(total, 1e-30)[..., None])
@@ -319,6 +327,13 @@ def prefill(
     A = queries.need.shape[0]
     out = lax.fori_loop(0, groups, group, jnp.zeros((A * B + 1, H * D), q_THD.dtype))
     return _take(out, _barrier(at_T)).reshape(T, H, D)
+
+
+def _start(sinks_H: Array | None, H: int) -> tuple[Array, Array]:
+    """The running maximum and sum of the softmax, before any score but the sinks."""
+    if sinks_H is None:
+        return jnp.full(H, NEG, jnp.float32), jnp.zeros(H, jnp.float32)
+    return sinks_H.astype(jnp.float32), jnp.ones(H, jnp.float32)
 
 
 def _einsum(form: str, x: Array, y: Array) -> Array:

@@ -14,11 +14,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jpaged.checkpoint import load_params
-from jpaged.checkpoint.tensors import flat
+from jpaged.checkpoint import load_params, save_params
+from jpaged.checkpoint.load import find_parts
+from jpaged.checkpoint.tensors import Part, flat, read_share
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import param_shapes
+from jpaged.models.params import param_shapes, param_specs
 from tests.checkpoint.conftest import make_tensors
 
 Make = Callable[..., Path]
@@ -188,6 +189,39 @@ def test_straight_onto_a_mesh(make: Make, small: dict[str, Any], shape: tuple[in
     assert attention["out"].sharding == NamedSharding(mesh, PartitionSpec(None, "tp"))
     assert attention["qkv"].addressable_shards[0].data.shape[0] == 4 // shape[1]
     assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_shares_are_read_alone(
+    make: Make, small: dict[str, Any], tmp_path: Path, kind: str
+) -> None:
+    """As a process of several reads them: the slices that it is asked for, and no more."""
+    folder = make(small)
+    whole = load_params(folder)
+    if kind == "orbax":
+        save_params(whole, folder := tmp_path / "orbax")
+    stored, config = find_parts(folder, whole.config), whole.config
+    specs = flat(param_specs(config, "tp", 2))
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    for name, leaf in flat(dict(whole)).items():
+        index = list(NamedSharding(mesh, specs[name]).devices_indices_map(leaf.shape).values())[1]
+        read: list[int] = []
+
+        def spied(part: Part, read: list[int] = read) -> Part:
+            class Spy:
+                def __init__(self, shape: Any):
+                    self.array = part.view(shape)
+
+                def __getitem__(self, at: Any) -> Any:
+                    read.append(self.array[at].size)
+                    return self.array[at]
+
+            return part._replace(view=Spy)
+
+        parts = [spied(part) for part in stored[name]]
+        found = read_share(name, parts, leaf.shape, np.dtype(np.float32), index)
+        np.testing.assert_array_equal(found, np.asarray(leaf)[index], err_msg=name)
+        assert sum(read) == found.size, name
 
 
 def test_a_mesh_that_kv_heads_do_not_divide(make: Make, small: dict[str, Any]) -> None:

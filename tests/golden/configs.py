@@ -73,6 +73,10 @@ def _mixtral(**fields: Any) -> dict[str, Any]:
     return _config("mixtral", "MixtralForCausalLM", **fields)
 
 
+def _gpt_oss(**fields: Any) -> dict[str, Any]:
+    return _config("gpt_oss", "GptOssForCausalLM", **fields)
+
+
 def _gemma(model_type: str, architecture: str, **fields: Any) -> dict[str, Any]:
     tied = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     return _config(model_type, architecture, **(tied | fields))
@@ -578,5 +582,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_theta=10000.0,
         eos_token_id=154,
+    ),
+    "gpt_oss_g2_d32_yarn": _gpt_oss(  # sizes in whole blocks of mxfp4
+        vocab_size=160,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=3,  # windows in the first and the last, by default
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=16,
+        rope_theta=150000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+        eos_token_id=[159, 158],
+    ),
+    "gpt_oss_g4_d64": _gpt_oss(
+        vocab_size=151,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=21,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=150,
     ),
 }

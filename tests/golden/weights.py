@@ -43,13 +43,15 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{attention}{name}.weight"] = (width, e)
             if (
                 family == "qwen2"
-                or config.get("attention_bias")
+                or config.get("attention_bias", family == "gpt_oss")
                 or config.get("qkv_bias", is_qwen2_moe)
             ):
                 shapes[f"{attention}{name}.bias"] = (width,)
         shapes[attention + "o_proj.weight"] = (e, heads * d)
-        if config.get("attention_bias"):
+        if config.get("attention_bias", family == "gpt_oss"):
             shapes[attention + "o_proj.bias"] = (e,)
+        if family == "gpt_oss":
+            shapes[attention + "sinks"] = (heads,)
         if family in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (d,)
         if family in ("olmo2", "olmo3"):
@@ -71,7 +73,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer has experts, and not an MLP."""
-    if config["model_type"] == "mixtral":
+    if config["model_type"] in ("mixtral", "gpt_oss"):
         return True
     is_in_step = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
     return "num_experts" in config and is_in_step and layer not in config.get("mlp_only_layers", [])
@@ -80,6 +82,16 @@ def is_mixture(config: Mapping[str, Any], layer: int) -> bool:
 def mixture_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of the experts of a layer, as the checkpoints on the hub have them."""
     e = config["hidden_size"]
+    if config["model_type"] == "gpt_oss":
+        f, count, node = config["intermediate_size"], config["num_local_experts"], "mlp."
+        return {
+            f"{node}router.weight": (count, e),
+            f"{node}router.bias": (count,),
+            f"{node}experts.gate_up_proj": (count, e, 2 * f),
+            f"{node}experts.gate_up_proj_bias": (count, 2 * f),
+            f"{node}experts.down_proj": (count, f, e),
+            f"{node}experts.down_proj_bias": (count, e),
+        }
     if config["model_type"] == "mixtral":
         node, names = "block_sparse_moe.", ("w1", "w3", "w2")
         f, count = config["intermediate_size"], config["num_local_experts"]
@@ -127,8 +139,10 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         if config["model_type"] in NORMS and config["tie_word_embeddings"]:
             mean *= 8.0 if any(norm in key for norm in AFTER) else 1.0  # see "residual" below
         return mean - config["model_type"].startswith("gemma") + 0.25 * x
-    if key.endswith(".bias"):
-        return 0.4 * x
+    if key.endswith(("bias", "sinks")):
+        return (1.0 if key.endswith("sinks") else 0.4) * x
+    if key.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [X, inputs, outputs]
+        return x * ((1.0 if "gate_up" in key else 2.0) / np.sqrt(x.shape[1]))
     if key == "model.embed_tokens.weight":
         return x * (3.0 / np.sqrt(x.shape[1]) if config["tie_word_embeddings"] else 1.0)
     gain = (
@@ -138,7 +152,7 @@ def _scaled(key: str, x: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
         if key.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight"))
         else 1.0
     )
-    if key.endswith((".gate.weight", "shared_expert_gate.weight")):
+    if key.endswith((".gate.weight", "router.weight", "shared_expert_gate.weight")):
         gain = 2.0  # experts differ in weight
     if key.endswith(("w2.weight", "down_proj.weight")) and "experts" in key:
         gain = 2.0  # a token's experts are added up with small weights

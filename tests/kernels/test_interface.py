@@ -50,8 +50,19 @@ def test_each_has_the_functions_of_the_interface(name: str) -> None:
 
 def test_the_reference_defines_two_of_them() -> None:
     prefill, decode = FUNCTIONS["prefill"], FUNCTIONS["decode"]
-    assert parameters(reference.prefill) == [p for p in prefill if p != "prepared"] + ["exact"]
-    assert parameters(reference.decode) == [*decode, "exact"]
+    assert parameters(reference.prefill) == [
+        *(p for p in prefill if p != "prepared"),
+        "exact",
+        "sinks_H",
+    ]
+    assert parameters(reference.decode) == [*decode, "exact", "sinks_H"]
+
+
+def test_who_takes_sinks() -> None:
+    for implementation in IMPLEMENTATIONS.values():
+        for function in ("prefill", "decode"):
+            found = parameters(getattr(implementation.module(), function))
+            assert ("sinks_H" in found) == implementation.takes_sinks
 
 
 def test_config_offers_the_list() -> None:

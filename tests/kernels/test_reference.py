@@ -25,6 +25,7 @@ def dense(
     visible: Callable[[np.ndarray, np.ndarray, Case], np.ndarray] = right,
     spread: Callable[..., np.ndarray] = np.repeat,
     scale: float = 1.0,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Whole score matrices with masks, in float64, over blocks laid end to end; the options are
     there to get it wrong.
@@ -59,7 +60,8 @@ def dense(
         weights = (
             np.exp(scores) * visible(age, position, case) if queries else np.zeros(scores.shape)
         )
-        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        sink = 0.0 if sinks is None else np.exp(sinks)[:, None, None]
+        weights /= np.maximum(weights.sum(-1, keepdims=True) + sink, 1e-300)
         out[rows] = np.einsum("hqk,hkd->qhd", weights, v)
     return out
 
@@ -69,6 +71,14 @@ def test_reference_is_a_dense_softmax(case: Case) -> None:
     exact = call(reference, case, build(case), exact=True)
     assert np.abs(exact - dense(case)).max() < 1e-12
     check(reference, case)
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_sinks_take_a_share_of_the_softmax(case: Case) -> None:
+    sinks = np.random.default_rng(0).standard_normal(case.H) * 3
+    exact = call(reference, case, build(case), exact=True, sinks_H=sinks)
+    assert np.abs(exact - dense(case, sinks=sinks)).max() < 1e-12
+    assert np.abs(exact - dense(case)).max() > 1e-3
 
 
 def test_cases_cover_what_they_should() -> None:

@@ -53,11 +53,13 @@ MIDDLE = {
     "qwen3_moe_g2_d32_normed",
     "qwen2_moe_g2_d32_shared",
     "mixtral_g4_d32_window_tied",
+    "gpt_oss_g2_d32_yarn",
 }
 # Whatever a family does to heads that a mesh splits; the others do nothing that these do not.
 SPLIT = [
     "gemma2_g2_d64_capped",
     "gemma3_g2_d32_linear",
+    "gpt_oss_g2_d32_yarn",
     "granite_g2_d32_tied",
     "llama_g2_d64_mlp_bias",
     "olmo2_g4_d32_bias",

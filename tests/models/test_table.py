@@ -51,6 +51,16 @@ VARIANTS = {
         shared_expert_size=26,
         dense_layers=(1,),
     ),
+    "gpt_oss": dataclasses.replace(
+        CONFIG,
+        family="gpt_oss",
+        qk_norm=False,
+        num_experts=3,
+        experts_per_token=2,
+        expert_size=40,
+        attention_sinks=True,
+        expert_bias=True,
+    ),
     "olmo2": dataclasses.replace(
         CONFIG, family="olmo2", qk_norm=False, qk_norm_whole=True, pre_norms=False, post_norms=True
     ),
@@ -85,6 +95,8 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
     expected |= {"qkv_bias"} if config.qkv_bias else set()
     expected |= {"gate_up_bias"} if config.mlp_bias else set()
     expected |= {"scale"} if config.qk_norm_whole else set()
+    expected |= {"sinks"} if config.attention_sinks else set()
+    expected |= {"gate_up_bias"} if config.expert_bias else set()
     assert split == (set() if axis is None else expected)
 
 

@@ -193,6 +193,17 @@ def test_scales_and_caps_reach_each_kernel(
         assert error < 0.2 * np.abs(scaled[other] - scaled[model]).mean()
 
 
+@pytest.mark.parametrize(
+    ("device", "name"), [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, "native")]
+)
+def test_sinks_are_refused_by_name(device: Any, name: str) -> None:
+    model = dataclasses.replace(MODEL, attention_sinks=True)
+    said = f"attention='{name}' cannot run: attention sinks"
+    with pytest.raises(UnsupportedError, match=said):
+        choose(device, model=model, attention=name)
+    assert choose(CPU, model=model).name == "xla"
+
+
 def test_f32_on_the_tpu_kernel() -> None:
     """The one other than XLA's that takes it; head_dim 16 is packed and padded."""
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

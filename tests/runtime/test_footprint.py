@@ -252,3 +252,42 @@ def test_a_plan_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert card.limit == 256 << 20 and card.needs.source == "an upper bound"
     with pytest.raises(ConfigError, match="no KV block of"):
         jpaged.plan_memory(CONFIG, named, limits=jpaged.Limits(total=1 << 20), compiled=False)
+
+
+def test_windows_free_memory() -> None:
+    """Gemma 3 12B at 128k: 40 of 48 layers see 1024 tokens, so that a sequence takes 9 GiB, not
+    48.
+    """
+    raw = {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+    }
+    model = ModelConfig.from_hf(raw)
+    gib, settings = 1 << 30, EngineConfig(max_num_seqs=1, max_num_batched_tokens=2048)
+    limits = memory.Limits(total=80 * gib)
+
+    def plan(model: ModelConfig, **changes: Any) -> memory.MemoryPlan:
+        config = dataclasses.replace(settings, **changes)
+        return footprint.plan_memory(model, config, limits=limits, compiled=False)
+
+    found = plan(model)
+    assert found.weights == 23_532_068_352 and found.num_blocks == 2048
+    (local, most), (whole, unlimited) = found.pool.groups
+    assert (local, whole) == (40 * 64 * 8192, 8 * 64 * 8192) and unlimited is None
+    assert most is not None and most * 64 <= 1024 + 2048 + 3 * 64, "a window and a chunk"
+    assert found.pool.of(2048) == 2048 * whole + most * local < 9.01 * gib
+    full = dataclasses.replace(model, sliding_windows=(), local_rope_theta=None)
+    assert plan(full).pool.of(2048) == 48 * gib
+    # What a card of 80 GiB holds at once, of sequences of that length.
+    many = plan(model, max_num_seqs=8, max_num_batched_tokens=8192)
+    few = plan(full, max_num_seqs=8, max_num_batched_tokens=8192)
+    print(f"128k sequences: {many.num_blocks / 2048:.1f} with windows, {few.num_blocks / 2048:.1f}")
+    assert few.num_blocks < 2048 < 4 * 2048 < many.num_blocks

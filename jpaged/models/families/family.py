@@ -10,11 +10,13 @@ class ExpertKeys:
     """What a config.json calls the sizes of a mixture of experts, by our names.
 
     has_dense_layers: some layers may have an MLP instead (`mlp_only_layers`,
-    `decoder_sparse_step`).
+    `decoder_sparse_step`). are_stacked: a file holds those of a layer in one tensor
+    (checkpoint/stacked.py).
     """
 
     sizes: Mapping[str, str]
     has_dense_layers: bool = False
+    are_stacked: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,10 @@ class Family:
     `sliding_window`. rope_by_kind: layers with a window have rope parameters of their own.
     partial_rotary: part of a head may be rotated. no_rope: the key that lists a 0 for each layer
     without rope. activation: the key of the MLP's. experts: of a mixture.
-    names: where a Hugging Face file of this family holds a part, by our name of it, where that is
-    not what the table says; parts of one tensor under one name follow each other in it.
+    text_of: `model_type` and architecture of models of text and images whose text part, in their
+    `text_config`, this is. names: where a Hugging Face file of this family holds a part, by our
+    name of it, where that is not what the table says; parts of one tensor under one name follow
+    each other in it.
     """
 
     model_type: str
@@ -43,6 +47,7 @@ class Family:
     no_rope: str | None = None
     activation: str = "hidden_act"
     experts: ExpertKeys | None = None
+    text_of: tuple[str, str] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -18,13 +18,15 @@ class Attention:
     """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
 
     group: of kv_groups, where this layer's keys and values are kept. scale: of the scores.
-    soft_cap: c of c * tanh(score / c), or None.
+    soft_cap: c of c * tanh(score / c), or None. sinks: one more score of each head, [K, G], which
+    takes its share of the softmax alone; or None.
     """
 
     qkv: Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     out: Linear
+    sinks: Array | None
     group: int = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
     soft_cap: float | None = dataclasses.field(metadata={"static": True})
@@ -44,7 +46,8 @@ class Attention:
             with jax.named_scope("rope"):
                 q, k = rotary(q, k)
         q = q.reshape(*x.shape[:-1], -1, q.shape[-1])
-        options = {"scale": self.scale, "soft_cap": self.soft_cap}
+        sinks = None if self.sinks is None else self.sinks.reshape(-1)
+        options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": sinks}
         o, kv = kv.attend(self.group, index, q, k, v, **options)
         with jax.named_scope("out"):
             return self.out(o.reshape(*x.shape[:-1], -1)), kv

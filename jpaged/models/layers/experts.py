@@ -19,13 +19,15 @@ class Experts:
     """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
     through one that is shared (arXiv:2401.06066), where there is one.
 
-    shared, shared_gate: or None. per_token: experts of a token. is_normed: their weights sum up to
-    1. sum_over: the mesh axis whose devices each hold a share of every expert's width; None is one
-    device. sums_shared: the shared one is split too, and summed with the others.
+    down_bias: [X, E] or None. shared, shared_gate: or None. per_token: experts of a token.
+    is_normed: their weights sum up to 1. sum_over: the mesh axis whose devices each hold a share of
+    every expert's width; None is one device. sums_shared: the shared one is split too, and summed
+    with the others.
     """
 
     router: Linear
     weights: ExpertWeights
+    down_bias: Array | None
     shared: MLP | None
     shared_gate: Linear | None
     per_token: int = dataclasses.field(metadata={"static": True})
@@ -51,6 +53,11 @@ class Experts:
             y, shared = y + shared, 0.0
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
+        if self.down_bias is not None:  # once, whoever holds which share
+            shape = (rows.shape[0], self.down_bias.shape[0])
+            at = jnp.arange(shape[0])[:, None]
+            share = jnp.zeros(shape, jnp.float32).at[at, chosen].set(weight, mode="drop")
+            y = y + jnp.dot(share, self.down_bias.astype(jnp.float32), precision="highest")
         return (y + shared).astype(x.dtype).reshape(x.shape)
 
     def _shared(self, x: Array) -> Array | float:

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from jpaged.models.layers.linear import Linear
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped"]
+ALPHA, LIMIT = 1.702, 7.0  # of "clamped"
 
 
 @jax.tree_util.register_dataclass
@@ -31,5 +32,8 @@ class MLP:
 
 def gated(kind: Activation, gate: Array, up: Array) -> Array:
     """What goes down of gate and up, f32 [..., F]."""
+    if kind == "clamped":  # GPT-OSS's
+        gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+        return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
     gate = jax.nn.silu(gate) if kind == "silu" else jax.nn.gelu(gate, approximate=True)
     return gate * up

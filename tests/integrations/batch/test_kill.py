@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kernels_cpu.library import level, unavailable
 from tests.batch_engine import ROOT, load_script
 from tests.text_model import write_folder
 
@@ -63,8 +64,8 @@ def lines() -> list[dict[str, Any]]:
 
 
 def flags_of(folder: Path, output: str, *flags: str) -> list[str]:
-    files = [folder / "in.jsonl", "--model", folder / "model", "--output", folder / output]
-    return [*map(str, files), "--window", "16", *ENGINE, *flags]
+    files = [folder / "in.jsonl", "--output", folder / output]
+    return [*map(str, files), "--window", "16", *flags]
 
 
 def answers(path: Path) -> dict[int, Any]:
@@ -79,16 +80,25 @@ def answers(path: Path) -> dict[int, Any]:
     return found
 
 
-def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
-    """Kill a run so many times and let it end; a row of a table for each kill."""
+def small(folder: Path) -> tuple[str, ...]:
+    """Flags of a tiny model in f32 and a crowded engine."""
     write_folder(folder / "model")
-    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
+    return ("--model", str(folder / "model"), *ENGINE)
+
+
+def survive(
+    folder: Path, kills: int, seed: int, made: list[dict[str, Any]], status: int, *flags: str
+) -> list[str]:
+    """Kill a run of these lines so many times and let it end, with this exit status; a row of a
+    table for each kill.
+    """
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     program = [sys.executable, str(ROOT / "scripts" / "serve_batch.py")]
-    assert serve_batch.main(flags_of(folder, "whole.jsonl", *flags)) == 2
+    assert serve_batch.main(flags_of(folder, "whole.jsonl", *flags)) == status
     whole, output = answers(folder / "whole.jsonl"), folder / "out.jsonl"
-    assert len(whole) == 120
+    assert len(whole) == len(made)
     # A random byte of the output each, so that a kill falls into the work; some fall into the start
     # instead.
     rng, size, table = random.Random(seed), (folder / "whole.jsonl").stat().st_size, []
@@ -114,16 +124,26 @@ def survive(folder: Path, kills: int, seed: int, *flags: str) -> list[str]:
             f"kill {i + 1:2}: {'at the start' if early else 'at work'}, "
             f"{data.count(b'\n')} rows{torn}"
         )
-    assert serve_batch.main(flags_of(folder, "out.jsonl", "--resume", *flags)) == 2
+    assert serve_batch.main(flags_of(folder, "out.jsonl", "--resume", *flags)) == status
     assert answers(output) == whole
     return table
 
 
 def test_two_kills(tmp_path: Path) -> None:
-    print("\n".join(survive(tmp_path, 2, seed=0)))
+    print("\n".join(survive(tmp_path, 2, 0, lines(), 2, *small(tmp_path))))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--ordered",)])
 def test_ten_kills(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    print("\n".join(survive(tmp_path, 10, 1, *flags)))
+    print("\n".join(survive(tmp_path, 10, 1, lines(), 2, *small(tmp_path), *flags)))
+
+
+@pytest.mark.skipif(
+    (chosen := level()) is None or unavailable() is not None or not chosen.batch_invariant,
+    reason="bits do not depend on the request alone here unless --deterministic",
+)
+def test_six_kills_of_the_embedded_model(tmp_path: Path) -> None:
+    """In bf16 at temperature 1, with no flag: every text is that of the undisturbed run."""
+    texts = [{"prompt": f"def f{i}(x, y):\n", "max_tokens": 40} for i in range(84)]
+    print("\n".join(survive(tmp_path, 6, 3, texts, 0)))

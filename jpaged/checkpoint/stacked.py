@@ -1,0 +1,126 @@
+"""Experts that a Hugging Face file holds in one tensor a layer, as GPT-OSS's does: the rows of gate
+and up in turn, transposed in bfloat16 or packed in mxfp4.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jpaged.checkpoint.tensors import DTYPES, Part, store
+from jpaged.errors import CheckpointError
+from jpaged.models.config import ModelConfig
+
+BLOCK = 32  # values of mxfp4 that share a scale: 16 bytes, the lower half of each first
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = np.array([*_HALF, *(-value for value in _HALF)], np.float32)
+
+
+def stacked_parts(
+    entries: Mapping[str, Any], config: ModelConfig
+) -> tuple[dict[str, list[Part]], dict[str, tuple[int, ...]]]:
+    """The parts of the experts' tensors, an expert each, and the shapes that the file's must have.
+
+    entries: the file's tensors (hf.Entry), packed where they are named *_blocks and *_scales.
+    """
+    parts: dict[str, list[Part]] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
+    num, width, hidden = config.num_experts, config.expert_size, config.hidden_size
+    for layer in filter(config.has_experts, range(config.num_layers)):
+        for name, inputs, outputs in (("gate_up", hidden, 2 * width), ("down", width, hidden)):
+            theirs = f"model.layers.{layer}.mlp.experts.{name}_proj"
+            ours = f"layers.{layer}.mlp.experts.{name}"
+            if f"{theirs}_blocks" in entries:
+                groups = (num, outputs, inputs // BLOCK)
+                own = {f"{theirs}_blocks": (*groups, BLOCK // 2), f"{theirs}_scales": groups}
+                read, dtype = _read_packed, DTYPES["bfloat16"]
+            else:
+                own = {theirs: (num, inputs, outputs)}
+                read, dtype = _read_transposed, _dtype(entries, theirs)
+            own_entries = [(key, entries.get(key)) for key in own]
+            parts[ours] = [
+                _part(dtype, functools.partial(_fill, read, own_entries, own, x), slice(x, x + 1))
+                for x in range(num)
+            ]
+            bias = f"{theirs}_bias"
+            given = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs))
+            parts[f"{ours}_bias"] = [_part(_dtype(entries, bias), given, slice(None))]
+            wanted |= own | {bias: (num, outputs)}
+    return parts, wanted
+
+
+def _part(dtype: np.dtype, fill: Callable[[np.ndarray], None], experts: slice) -> Part:
+    """Some experts of a tensor, which are read whole for a share of them too."""
+
+    def view(shape: tuple[int, ...]) -> np.ndarray:
+        out = np.empty(shape, dtype)
+        fill(out)
+        return out
+
+    return Part(dtype, fill, view, (experts,))
+
+
+def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """f32 [..., groups * 32] of mxfp4: blocks uint8 [..., groups, 16], two values a byte, the lower
+    bits first; scales uint8 [..., groups], the exponent of two plus 127.
+
+    Source: OCP Microscaling Formats 1.0.
+    """
+    pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
+    values = VALUES[pairs].reshape(*blocks.shape[:-1], -1)
+    scaled = np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
+    return scaled.reshape(*blocks.shape[:-2], -1)
+
+
+def _fill(read: Any, entries: Any, shapes: Mapping[str, Any], x: int, out: np.ndarray) -> None:
+    """One expert's weights, gate_up [1, 2, I, E] or down [1, E, I]."""
+    _put(entries[0][0], read(entries, shapes, x), out[0])
+
+
+def _fill_bias(name: str, entry: Any, shape: tuple[int, ...], out: np.ndarray) -> None:
+    """Every expert's, [X, 2, I] or [X, E]."""
+    bias = _read(name, entry, shape, DTYPES[entry.dtype])
+    for x in range(shape[0]):
+        _put(name, bias[x], out[x])
+
+
+def _put(name: str, rows: np.ndarray, out: np.ndarray) -> None:
+    """Rows of gate and up in turn, [2 I, ...], or rows as they are."""
+    if out.ndim > rows.ndim:
+        rows = rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1)
+    store(name, rows, out)
+
+
+def _read_packed(entries: Any, shapes: Mapping[str, Any], x: int) -> np.ndarray:
+    blocks, scales = (
+        _read(name, entry, shapes[name][1:], np.dtype(np.uint8), x) for name, entry in entries
+    )
+    return dequantised(blocks, scales)
+
+
+def _read_transposed(entries: Any, shapes: Mapping[str, Any], x: int) -> np.ndarray:
+    ((name, entry),) = entries
+    return _read(name, entry, shapes[name][1:], DTYPES[entry.dtype], x).T
+
+
+def _read(
+    name: str, entry: Any, shape: tuple[int, ...], dtype: np.dtype, index: int = 0
+) -> np.ndarray:
+    """So many values of a tensor, from the index-th such piece on."""
+    count = int(np.prod(shape))
+    try:
+        with entry.file.open("rb") as file:
+            file.seek(entry.start + index * count * dtype.itemsize)
+            data = file.read(count * dtype.itemsize)
+    except OSError as e:
+        raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+    if len(data) < count * dtype.itemsize:
+        raise CheckpointError(f"{entry.file}: {name}: the file ends early")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _dtype(entries: Mapping[str, Any], name: str) -> np.dtype:
+    """Of a tensor that may be missing, which the check against the config then says."""
+    entry = entries.get(name)
+    return DTYPES.get(entry.dtype if entry else "", DTYPES["bfloat16"])

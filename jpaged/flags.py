@@ -1,0 +1,58 @@
+"""Every field of EngineConfig as a flag of a command line."""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any, Literal
+
+from jpaged.config import EngineConfig
+
+
+def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
+    """A flag for each field, or for those of the names, to a parser or a group of one. A field
+    whose flag is left out is no attribute of the result.
+
+    `enable_x` is --x and --no-x; "none" is None where a field may be None. defaults: by field,
+    values of a program's own.
+    """
+    hints = typing.get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if names and field.name not in names:
+            continue
+        default = defaults.get(field.name, field.default)
+        told = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+        parser.add_argument(
+            f"--{field.name.removeprefix('enable_').replace('_', '-')}",
+            help=f"{field.metadata['help']} (default: {told})",
+            dest=field.name,
+            default=defaults.get(field.name, argparse.SUPPRESS),
+            **_values_of(hints[field.name]),
+        )
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of EngineConfig that flags have set."""
+    names = (field.name for field in dataclasses.fields(EngineConfig))
+    return {name: getattr(args, name) for name in names if name in args}
+
+
+def _values_of(hint: Any) -> dict[str, Any]:
+    """How a flag takes the values of a type: a number, text, one of several words, a list of
+    numbers, on or off; "none" where None is one of them.
+    """
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    kind = kinds[0]
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is tuple:
+        return {"type": int, "nargs": "+", "metavar": "N"}
+    if type(None) not in typing.get_args(hint):
+        return {"type": kind}
+
+    def value(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    value.__name__ = kind.__name__  # argparse names it where a value is none
+    return {"type": value}

@@ -1,0 +1,52 @@
+"""SharedRunner: the runner of one process of several that share a model."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from jpaged.config import EngineConfig
+from jpaged.engine.packing import Batch
+from jpaged.models.config import ModelConfig
+from jpaged.runtime import kv_cache
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import Peers, from_shards, local_shards
+from jpaged.runtime.runner import Handle, Runner
+
+
+class SharedRunner(Runner):
+    """A Runner that compares each step with its peers', and waits for them no longer than
+    peer_timeout_s: PeerError then. Blocks go to each process's own host memory.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
+        super().__init__(model, config, placement, params)
+        assert isinstance(placement.mesh, Mesh)
+        self.peers = Peers(placement.mesh, config.peer_timeout_s)
+
+    def _dispatch(self, batch: Batch) -> Handle:
+        def dispatch() -> Handle:
+            said = repr((batch.bucket, batch.sample, batch.counts)).encode()
+            compared = self.peers.compare(batch.packed.tobytes(), said)
+            return dataclasses.replace(started(batch), compared=compared)
+
+        started = super()._dispatch
+        return self.peers.call(dispatch, "dispatching a step")
+
+    def _fetch(self, handle: Handle) -> list[np.ndarray]:
+        def fetch() -> list[np.ndarray]:
+            assert handle.compared is not None
+            self.peers.check(handle.compared)
+            return fetched(handle)
+
+        fetched = super()._fetch
+        return self.peers.call(fetch, "waiting for a step")
+
+    def _down(self, blocks: Array) -> Any:
+        return self.peers.call(lambda: local_shards(blocks), "reading blocks")
+
+    def _up(self, blocks: Any, group: int, count: int) -> Array:
+        pool, where = self.pools[group], kv_cache.sharding(self.placement)
+        return from_shards(blocks, (pool.num_layers * count, *pool.shape[1:]), where)

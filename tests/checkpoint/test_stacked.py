@@ -1,0 +1,138 @@
+"""Experts that are stored together: in mxfp4, and what does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import jpaged
+from jpaged import CheckpointError, ConfigError
+from jpaged.checkpoint.load import find_parts
+from jpaged.checkpoint.stacked import dequantised
+from jpaged.checkpoint.tensors import flat, read_share
+from tests.golden.reference import load
+
+GOLDEN = load("gpt_oss_g2_d32_yarn")
+QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+def value(half_byte: int, exponent: int) -> float:
+    """Of four bits, sign, two of exponent, one of mantissa, and a scale."""
+    sign, high, low = half_byte >> 3, (half_byte >> 1) & 3, half_byte & 1
+    size = 0.5 * low if high == 0 else (1 + 0.5 * low) * 2.0 ** (high - 1)
+    return (-size if sign else size) * 2.0 ** (exponent - 127)
+
+
+def packed() -> dict[str, np.ndarray]:
+    """The reference's tensors in bf16, the experts' weights of random bytes."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, x in GOLDEN.tensors().items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = x.astype(ml_dtypes.bfloat16)
+            continue
+        rng = np.random.default_rng(len(tensors))
+        experts, inputs, outputs = x.shape
+        groups = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (*groups, 16), np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(118, 123, groups, np.uint8)
+    return tensors
+
+
+def unpacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same as transformers stores them when it has dequantised them."""
+    out = {k: v for k, v in tensors.items() if not k.endswith(("_blocks", "_scales"))}
+    for name, blocks in tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        whole = name.removesuffix("_blocks")
+        scales = tensors[f"{whole}_scales"]
+        experts, outputs, groups, _ = blocks.shape
+        rows = np.zeros((experts, groups * 32, outputs), np.float32)
+        for (x, row, group, byte), pair in np.ndenumerate(blocks):
+            at, exponent = 32 * group + 2 * byte, int(scales[x, row, group])
+            rows[x, at, row] = value(int(pair) & 15, exponent)
+            rows[x, at + 1, row] = value(int(pair) >> 4, exponent)
+        out[whole] = rows.astype(ml_dtypes.bfloat16)
+        assert (out[whole].astype(np.float32) == rows).all(), "exact in bfloat16"
+    return out
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(GOLDEN.config | config))
+    return folder
+
+
+def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
+    tensors = packed()
+    found = jpaged.load_params(write(tmp_path / "a", tensors, quantization_config=QUANTIZED))
+    wanted = jpaged.load_params(write(tmp_path / "b", unpacked(tensors)))
+    for i in range(3):
+        experts = [p["layers"][str(i)]["mlp"]["experts"] for p in (found, wanted)]
+        assert set(experts[0]) == {"gate_up", "gate_up_bias", "down", "down_bias"}
+        for name, x in experts[0].items():
+            assert x.dtype == ml_dtypes.bfloat16
+            np.testing.assert_array_equal(x, experts[1][name], err_msg=name)
+    gate_up = np.asarray(wanted["layers"]["0"]["mlp"]["experts"]["gate_up"], np.float32)
+    stored = unpacked(tensors)["model.layers.0.mlp.experts.gate_up_proj"].astype(np.float32)
+    np.testing.assert_array_equal(gate_up[3, 0], stored[3, :, 0::2].T)  # gates
+    np.testing.assert_array_equal(gate_up[3, 1], stored[3, :, 1::2].T)  # ups
+
+
+def test_dequantised_shapes() -> None:
+    blocks = np.arange(2 * 3 * 16, dtype=np.uint8).reshape(2, 3, 16)
+    found = dequantised(blocks, np.full((2, 3), 127, np.uint8))
+    assert found.shape == (2, 96) and found.dtype == np.float32
+    assert [value(b, 127) for b in (1, 2, 3)] == [0.5, 1.0, 1.5]
+    np.testing.assert_array_equal(found[0, 2:8], [0.5, 0.0, 1.0, 0.0, 1.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"), "1 missing"),
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_bias"), "1 missing"),
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_blocks"), "down_proj"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(np.uint8)[::2]}),
+            "1 not bfloat16",
+        ),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, change: Any, said: str) -> None:
+    tensors = packed()
+    change(tensors)
+    with pytest.raises(CheckpointError, match=said):
+        jpaged.load_params(write(tmp_path / "a", tensors, quantization_config=QUANTIZED))
+
+
+def test_other_quantizations_and_families(tmp_path: Path) -> None:
+    tensors = packed()
+    with pytest.raises(ConfigError, match="quantization_config \\('fp8'\\)"):
+        jpaged.load_params(
+            write(tmp_path / "a", tensors, quantization_config={"quant_method": "fp8"})
+        )
+    with pytest.raises(ConfigError, match="quantization_config \\('mxfp4'\\)"):
+        jpaged.ModelConfig.from_hf(load("qwen3_g7_d80").config | {"quantization_config": QUANTIZED})
+
+
+def test_shares_are_of_the_whole(tmp_path: Path) -> None:
+    """What one of several processes reads: some experts, and a share of their width."""
+    folder = write(tmp_path / "a", packed(), quantization_config=QUANTIZED)
+    whole = flat(jpaged.load_params(folder))
+    config = jpaged.ModelConfig.coerce(folder)
+    parts = find_parts(folder, config)
+    wide = (slice(2, 6), slice(None), slice(32, 64), slice(None))
+    for name, index in (
+        ("layers.1.mlp.experts.gate_up", wide),
+        ("layers.1.mlp.experts.gate_up_bias", wide[:3]),
+        ("layers.1.mlp.experts.down", (*wide[:2], wide[2])),
+    ):
+        x = whole[name]
+        found = read_share(name, parts[name], x.shape, np.dtype(x.dtype), index)
+        np.testing.assert_array_equal(found, x[index], err_msg=name)

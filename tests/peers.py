@@ -1,0 +1,100 @@
+"""A process of several that serve one model, for test_processes.py.
+
+    python -m tests.peers INDEX PORT
+
+It reads its orders, one JSON object, from stdin, and ends its stdout with a JSON line of what came.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any
+
+DEVICES = 2  # of each process
+
+
+def main(index: int, port: int, orders: dict[str, Any]) -> None:
+    import jax
+
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        orders["processes"],
+        index,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=20,
+    )
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    began = time.perf_counter()
+    try:
+        found = run(index, orders)
+    except Exception as e:
+        said = {"error": type(e).__name__, "message": str(e)}
+        said["seconds"] = time.perf_counter() - orders.get("began", began)
+        print(json.dumps(said), flush=True)
+        os._exit(3)  # what still waits for the others would hold the interpreter
+    print(json.dumps(found), flush=True)
+    jax.distributed.shutdown()
+
+
+def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
+    import jax
+
+    import jpaged
+    from jpaged import LLM, SamplingParams
+    from tests.features import PARAMS, SETTINGS, everything
+    from tests.tiny import make_prompts
+
+    settings = dataclasses.replace(
+        SETTINGS,
+        tensor_parallel_size=orders["processes"] * DEVICES,
+        peer_timeout_s=orders.get("timeout", 120.0),
+    )
+    # The first process alone knows the prompts.
+    prompts = jpaged.broadcast(make_prompts(3, 17, 30, 9) if index == 0 else None)
+    if orders["what"] == "everything":
+        llm = LLM(PARAMS, **vars(settings))
+        return {"found": summary(everything(llm)), "blocks": llm.stats()["num_blocks"]}
+    if orders["what"] == "folder":
+        llm = LLM(orders["folder"], **vars(settings))
+        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        return {"found": [out.outputs[0].token_ids for out in outs]}
+    llm = LLM(PARAMS, **vars(settings))
+    how = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    llm.generate(prompts, how, use_tqdm=False)  # compiles
+    if orders["what"] == "diverge" and index == 1:
+        prompts[1] = [*prompts[1][:-1], 7]
+    if orders["what"] == "longer" and index == 1:  # a step of another shape
+        prompts = [prompt * 2 for prompt in prompts]
+    for prompt in prompts:
+        llm.add_request(prompt, how)
+    print("ready", flush=True)
+    orders["began"] = time.perf_counter()
+    steps = 0
+    while llm.has_unfinished():
+        if orders["what"] == "stall" and index == 1 and steps == 4:
+            time.sleep(600)
+        llm.step()
+        steps += 1
+        if orders["what"] == "kill":
+            time.sleep(0.05)
+    return {"steps": steps, "process": jax.process_index()}
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, ranks and logprobs of everything, as JSON has them."""
+    out: dict[str, Any] = {}
+    for name, outs in found.items():
+        if name == "scores":
+            out[name] = [x.tolist() for x in outs]
+            continue
+        out[name] = [
+            [(c.token_ids, c.token_logprobs.tolist(), c.finish_reason) for c in one.outputs]
+            for one in outs
+        ]
+    return out
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.stdin.readline()))

@@ -1,0 +1,223 @@
+"""One model over processes, by gloo on this machine: results of one device, and four faults."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jpaged
+from jpaged import LLM, PeerError, SamplingParams
+from jpaged.runtime.processes import Peers
+from tests.features import PARAMS, SETTINGS, everything
+from tests.peers import DEVICES, summary
+from tests.tiny import config, engine, make_params, make_prompts, tokens_of
+
+ROOT = Path(__file__).parents[1]
+
+
+class Process:
+    """One of the processes, its lines as they come."""
+
+    def __init__(self, index: int, port: int, orders: dict[str, Any]):
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "tests.peers", str(index), str(port)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(orders) + "\n")
+        self.process.stdin.flush()
+        self.lines: list[str] = []
+        self.errors = ""
+        self.readers = [threading.Thread(target=f) for f in (self._read, self._read_errors)]
+        for reader in self.readers:
+            reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors = self.process.stderr.read()
+
+    def end(self, timeout: float = 400) -> int:
+        """Its exit status, once it has ended."""
+        code = self.process.wait(timeout)
+        for reader in self.readers:
+            reader.join(10)
+        return code
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Its last line."""
+        assert self.lines, self.errors[-3000:]
+        return json.loads(self.lines[-1])
+
+
+def start(what: str, processes: int = 2, **orders: Any) -> list[Process]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    orders |= {"what": what, "processes": processes}
+    return [Process(index, port, orders) for index in range(processes)]
+
+
+def finish(started: list[Process]) -> None:
+    for one in started:
+        one.process.kill()
+        one.end(10)
+        for pipe in (one.process.stdin, one.process.stdout, one.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Any]:
+    llm = LLM(PARAMS, **vars(SETTINGS))
+    found = summary(everything(llm))
+    llm.close()
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(2, marks=pytest.mark.middle), pytest.param(4, marks=pytest.mark.slow)],
+)
+def test_everything_is_as_on_one_device(processes: int, wanted: dict[str, Any]) -> None:
+    """Every feature, swaps and snapshots through each process's own memory among them."""
+    started = start("everything", processes)
+    try:
+        assert [one.end() for one in started] == [0] * processes, started[0].errors[-3000:]
+        for one in started:
+            found = one.found["found"]
+            assert found.keys() == wanted.keys()
+            for name, outs in found.items():
+                if name == "scores":
+                    for a, b in zip(outs, wanted[name], strict=True):
+                        np.testing.assert_allclose(a, b, atol=1e-5)
+                    continue
+                for a, b in zip(outs, wanted[name], strict=True):
+                    assert [c[0] for c in a] == [c[0] for c in b], name
+                    for x, y in zip(a, b, strict=True):
+                        np.testing.assert_allclose(x[1], y[1], atol=1e-5)
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
+def test_a_folder_is_read_in_shares(tmp_path: Path) -> None:
+    params = make_params(0, config(num_heads=8, intermediate_size=45))
+    jpaged.save_params(params, tmp_path / "model")
+    prompts, greedy = make_prompts(3, 17, 30, 9), SamplingParams(temperature=0, max_tokens=8)
+    outs = jpaged.generate(params, prompts, greedy, engine_config=SETTINGS)
+    started = start("folder", folder=str(tmp_path / "model"))
+    try:
+        assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
+        assert all(one.found["found"] == tokens_of(outs) for one in started)
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("what", ["diverge", "longer"])
+def test_processes_that_disagree_find_out(what: str) -> None:
+    """Other tokens in a step of the same shape, a step of another one: in the first dispatch."""
+    started = start(what, timeout=60.0)
+    try:
+        assert [one.end() for one in started] == [3, 3]
+        for one in started:
+            assert one.found["error"] == "PeerError"
+            assert "run different steps" in one.found["message"]
+            print(f"{what}: {one.found['seconds']:.2f} s to the error")
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
+def test_a_peer_that_stalls_is_an_error_in_time() -> None:
+    started = start("stall", timeout=15.0)
+    try:
+        first = started[0]
+        assert first.end() == 3
+        assert first.found["error"] == "PeerError"
+        assert "did not come within peer_timeout_s=15" in first.found["message"]
+        assert 14 < first.found["seconds"] < 30
+        print(f"stall: {first.found['seconds']:.2f} s to the error, peer_timeout_s=15")
+        # It only sleeps, until the first one's coordination service goes.
+        assert started[1].process.poll() in (None, -signal.SIGABRT)
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_is_killed_ends_the_other(victim: int) -> None:
+    started = start("kill", timeout=60.0)
+    try:
+        deadline = time.monotonic() + 300
+        while not any("ready" in line for line in started[0].lines):
+            assert time.monotonic() < deadline and started[0].process.poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)
+        started[victim].process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        other = started[1 - victim]
+        code = other.end(timeout=70)
+        took = time.monotonic() - killed
+        assert took < 70
+        print(f"process {victim} killed: {took:.2f} s to the other's end, status {code}")
+        # Of the first process: its coordination service went with it, which aborts the others.
+        assert code in ((3,) if victim == 1 else (3, -signal.SIGABRT)), other.errors[-2000:]
+        if code == 3:
+            assert other.found["error"] == "PeerError" and "is gone" in other.found["message"]
+    finally:
+        finish(started)
+
+
+def peers(seconds: float) -> Peers:
+    return Peers(Mesh(np.array(jax.devices()[:2]), ("tp",)), seconds)
+
+
+def test_a_call_that_does_not_come_back_is_an_error() -> None:
+    ours, forever = peers(0.2), threading.Event()
+    assert ours.call(lambda: 3, "counting") == 3
+    with pytest.raises(KeyError, match="whatever"):
+        ours.call(lambda: {}["whatever"], "reading")
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=r"waiting: .* within peer_timeout_s=0.2"):
+        ours.call(forever.wait, "waiting")
+    assert time.monotonic() - began < 5
+    forever.set()
+
+
+def test_what_is_compared() -> None:
+    ours = peers(5)
+    ours.check(ours.compare(b"one", b"two"))
+    assert int(ours.compare(b"one")) == 0
+    with pytest.raises(PeerError, match="the processes run different steps"):
+        ours.check(jax.numpy.int32(1))
+
+
+def test_alone_a_broadcast_is_the_value() -> None:
+    assert jpaged.broadcast({"a": [1]}) == {"a": [1]}
+
+
+def test_the_timeout_is_a_number_of_seconds() -> None:
+    with pytest.raises(jpaged.ConfigError, match="peer_timeout_s=0: must be above 0"):
+        engine(peer_timeout_s=0)
