@@ -8,6 +8,7 @@ would double the peak.
 
 import functools
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Not wanted but no misfit: old checkpoints carry the first, which is computed, and tied ones the
 # second at times.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
+# Of a model of text and images: its parts, under the names of two times.
+OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
+log = logging.getLogger("jpaged")
 
 PACKED = ("_blocks", "_scales")  # ends of names of experts in mxfp4
 
@@ -48,6 +53,8 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     checked.
     """
     entries = find_entries(folder)
+    if FAMILIES[config.family].text_of is not None:
+        entries = _text_entries(entries)
     table = stored_names(config)
     stacked: dict[str, list[Part]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
@@ -74,6 +81,19 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
 
     whole = {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
     return whole | stacked
+
+
+def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The tensors of the text part under their names in a model of text alone."""
+    found = {}
+    for name, entry in entries.items():
+        if (image := OF_IMAGES.match(name)) is None:
+            found[OF_TEXT.sub(r"\1", name)] = entry
+        else:
+            log.debug("not loaded: %s", image.string)
+    if len(found) < len(entries):
+        log.info("the text part is loaded: %d tensors of images are not", len(entries) - len(found))
+    return found
 
 
 class Stored(NamedTuple):

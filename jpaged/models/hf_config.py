@@ -31,12 +31,14 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for any architecture or option outside the families, by name.
     """
+    raw = _text_part(raw)
     model_type = str(raw.get("model_type"))
     family = FAMILIES.get(model_type)
     named = raw.get("architectures") or (family.architecture if family else model_type)
     architecture = named[0] if isinstance(named, list | tuple) else named
     if family is None or architecture != family.architecture:
-        built = ", ".join(family.architecture for family in FAMILIES.values())
+        named = [(f.architecture, *(f.text_of or ())[1:]) for f in FAMILIES.values()]
+        built = ", ".join(name for names in named for name in names)
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
         raise ConfigError(f"{asked} is not supported; supported are {built}")
     quantization = raw.get("quantization_config")
@@ -82,6 +84,21 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         sliding_windows=windows,
         eos_token_ids=eos,
     )
+
+
+def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text part where it is a model of text and images; else as it is."""
+    named = raw.get("architectures") or [None]
+    for family in FAMILIES.values():
+        if family.text_of is None or raw.get("model_type") != family.text_of[0]:
+            continue
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping) or named[0] not in (None, family.text_of[1]):
+            continue
+        shared = ("eos_token_id", "tie_word_embeddings", "quantization_config")
+        own = {"model_type": family.model_type, "architectures": [family.architecture]}
+        return {**text, **{key: raw[key] for key in shared if key in raw}, **own}
+    return raw
 
 
 def write_hf(config: Any) -> dict[str, Any]:

@@ -30,8 +30,10 @@ class Family:
     `sliding_window`. rope_by_kind: layers with a window have rope parameters of their own.
     partial_rotary: part of a head may be rotated. no_rope: the key that lists a 0 for each layer
     without rope. activation: the key of the MLP's. experts: of a mixture.
-    names: where a Hugging Face file of this family holds a part, by our name of it, where that is
-    not what the table says; parts of one tensor under one name follow each other in it.
+    text_of: `model_type` and architecture of models of text and images whose text part, in their
+    `text_config`, this is. names: where a Hugging Face file of this family holds a part, by our
+    name of it, where that is not what the table says; parts of one tensor under one name follow
+    each other in it.
     """
 
     model_type: str
@@ -45,6 +47,7 @@ class Family:
     no_rope: str | None = None
     activation: str = "hidden_act"
     experts: ExpertKeys | None = None
+    text_of: tuple[str, str] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -29,6 +29,7 @@ GEMMA3 = Family(
     numbers=("query_pre_attn_scalar", "final_logit_softcapping"),  # it caps no scores
     windows="by layer",
     rope_by_kind=True,
+    text_of=("gemma3", "Gemma3ForConditionalGeneration"),
     activation="hidden_activation",
     names=NAMES,
 )
