@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jpaged.config import EngineConfig
-from jpaged.errors import CheckpointError
+from jpaged.errors import CheckpointError, PeerError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
@@ -155,6 +155,12 @@ def make_parser() -> Parser:
     lost = "how often a line is run again whose engine died, before it is an error line"
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
+    add = parser.group("one engine over several processes, the same command in each")
+    where = "of the first process, which alone reads and writes (default: only this process)"
+    add("--coordinator", where, metavar="HOST:PORT")
+    add("--num-processes", "of them all (default: what the cluster says)", type=int)
+    add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
+
     group = parser.add_argument_group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
@@ -192,6 +198,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--retry-failed needs --resume")
     if args.existing == "resume" and args.output in (None, "-"):
         parser.error("--resume needs the --output of the run to go on with")
+    args.lead = lambda llm: llm
     args.overrides = {k: getattr(args, k) for k in SAMPLING if getattr(args, k) is not None}
     args.engine = engine_settings(args)
     try:
@@ -305,7 +312,7 @@ def make_llm(args: argparse.Namespace) -> Any:
             )
         import jpaged
 
-        return jpaged.LLM(path, seed=args.seed, **args.engine)
+        return args.lead(jpaged.LLM(path, seed=args.seed, **args.engine))
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
 
@@ -460,9 +467,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = parse_args(argv)
     try:
-        return run(args)
+        if args.coordinator is None:
+            return run(args)
+        from jpaged.integrations.batch.peers import run_together
+
+        return run_together(args, run, make_llm)
     except (BatchError, CheckpointError) as e:
-        print(f"serve_batch: {e}", file=sys.stderr)
+        print(f"serve_batch: {e}", file=sys.stderr, flush=True)
+        if isinstance(e.__cause__, PeerError):
+            os._exit(FATAL)  # what still waits for the other processes would hold this one
         if os.environ.get("JPAGED_DEBUG"):
             raise
         return FATAL

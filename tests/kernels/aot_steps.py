@@ -29,7 +29,9 @@ from jpaged.runtime.runner import Placement, Runner
 from scripts._common import MODELS, absent_mesh, stay_on_cpu
 from tests.hlo import collectives, pool_copies
 
-BLOCKS = 300  # of the pool
+BLOCKS = (
+    300  # of a chip's pool in 28 layers: more than the memory on the chip, where XLA would keep it
+)
 CONTROL = "control, not donated"
 JIT = jax.jit
 
@@ -41,7 +43,8 @@ def not_donated(function: Any, *, donate_argnums: Any = (), **how: Any) -> Any:
 def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
     stay_on_cpu()
     model, good = dataclasses.replace(MODELS["0.6b"], num_layers=int(layers)), True
-    config = EngineConfig(max_model_len=4096, max_num_seqs=256, num_blocks=BLOCKS).resolve(model)
+    blocks = BLOCKS * int(count) * 28 // int(layers)
+    config = EngineConfig(max_model_len=4096, max_num_seqs=256, num_blocks=blocks).resolve(model)
     M = config.max_blocks_per_seq
     prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
     decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
