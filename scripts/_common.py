@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -25,7 +24,7 @@ import jpaged
 from jpaged.checks import read_json
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
-from jpaged.models.params import Params, param_shapes, param_table
+from jpaged.models.params import param_shapes, param_table, random_params
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that models have
 
@@ -125,7 +124,7 @@ def load_model(args: argparse.Namespace, dtype: str | None) -> Any:
     """The params that the flags name; dtype None: a checkpoint's own, random ones in bfloat16."""
     if args.checkpoint is not None:
         return jpaged.load_params(args.checkpoint, dtype=dtype)
-    return random_params(model_config(args), dtype or "bfloat16")
+    return random_params(model_config(args), dtype=dtype or "bfloat16")
 
 
 def abstract_params(config: ModelConfig, dtype: str, sharding: Any = None) -> Any:
@@ -135,25 +134,6 @@ def abstract_params(config: ModelConfig, dtype: str, sharding: Any = None) -> An
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     return jax.tree.map(leaf, param_shapes(config), is_leaf=lambda node: isinstance(node, tuple))
-
-
-def random_params(config: ModelConfig, dtype: str) -> Any:
-    """Params drawn straight onto the default device: normal(0, 0.02), norms one, biases zero."""
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return (0.02 * jax.random.normal(key, shape)).astype(dtype)
-
-    keys = iter(jax.random.split(jax.random.key(0), 16 * (config.num_layers + 1)))
-
-    def leaf(path: Any, shape: Any) -> jax.Array:
-        name = path[-1].key
-        if name == "scale":
-            return jnp.ones(shape.shape, dtype)
-        return jnp.zeros(shape.shape, dtype) if "bias" in name else draw(next(keys), shape.shape)
-
-    tree = jax.tree_util.tree_map_with_path(leaf, abstract_params(config, dtype))
-    return Params(tree, config=config)
 
 
 def num_weights(config: ModelConfig) -> int:

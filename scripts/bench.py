@@ -42,6 +42,7 @@ from jpaged.integrations.batch.manifest import make_manifest
 from jpaged.integrations.batch.run import OK, Job, run_batch
 from jpaged.integrations.batch.source import open_source
 from jpaged.models.config import ModelConfig
+from jpaged.models.params import random_params
 
 # Totals of the engine that the record holds as they are.
 COUNTS = ("preemptions", "copied_blocks", "swap_out_bytes", "swap_in_bytes")
@@ -146,7 +147,7 @@ def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> A
     """The engine, from nothing to ready (its steps are compiled when they are first met)."""
     engine: dict[str, Any] = engine_settings(args) | {"max_model_len": work.max_len}
     is_random = args.checkpoint is None
-    model = common.random_params(config, args.dtype) if is_random else args.checkpoint
+    model = random_params(config, dtype=args.dtype) if is_random else args.checkpoint
     return jpaged.LLM(model, **engine)
 
 

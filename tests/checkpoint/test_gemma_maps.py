@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
-from jpaged import ConfigError, ModelConfig, Params
+from jpaged import ConfigError, EngineConfig, ModelConfig, Params, SamplingParams, api
 from jpaged.checkpoint.name_maps import PARTS, maxtext_gemma3, tunix_gemma3
 from tests.golden.reference import Golden, load
 from tests.golden.weights import checksum, state_dict
@@ -174,6 +175,41 @@ def test_maxtext_experts(tmp_path: Path, scanned: bool) -> None:
     tree = {"params": {"token_embedder": embedding, "decoder": decoder}}
     params = jpaged.params_from(tree, "maxtext_qwen3", config=config)
     assert_equal(params, loaded(golden, tmp_path))
+
+
+@pytest.mark.middle
+def test_a_trainers_shards_are_served_on_their_mesh() -> None:
+    """Gemma's tree over tp as a trainer holds it: nothing is gathered, and the tokens are the
+    reference's.
+    """
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    tree = gemma_maxtext(GEMMA)
+
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        heads = any(f"'{n}']" in name for n in ("query", "key", "value"))
+        split = {"wi_0": 1, "wi_1": 1, "wo": 0, "'out'": 0, "embedding": 0}
+        at = 1 if heads else next((i for n, i in split.items() if n in name), None)
+        spec = PartitionSpec() if at is None else PartitionSpec(*[None] * at, "tp")
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    sharded = jax.tree_util.tree_map_with_path(place, tree)
+    params = jpaged.params_from(sharded, "maxtext_gemma3", config=GEMMA.config)
+    qkv: Any = params["layers"]["0"]["attention"]["qkv"]
+    assert qkv.sharding.mesh == mesh
+    settings = EngineConfig(
+        block_size=8,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        token_buckets=(32,),
+        seq_buckets=(8,),
+        num_blocks=48,
+    )
+    greedy, prompt = SamplingParams(temperature=0, max_tokens=12), GEMMA.prompts[2]
+    (output,) = jpaged.generate(params, prompt.token_ids, greedy, engine_config=settings)
+    assert output.outputs[0].token_ids == prompt.greedy[:12]
+    assert api.kept_sessions()[-1].runner.placement.axis == "tp"
 
 
 def test_every_part_is_known() -> None:

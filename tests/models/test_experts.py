@@ -90,6 +90,21 @@ def test_split_over_two_devices(name: str) -> None:
     assert len(found) == exchanges
 
 
+@pytest.mark.middle
+def test_deterministic_in_any_company() -> None:
+    """A prompt alone, among others, and scored: the same bits."""
+    params = make_params(0, MIXTURE)
+    settings = engine(num_blocks=96, deterministic=True, seq_buckets=None, token_buckets=None)
+    (alone,) = jpaged.generate(params, PROMPTS[1], GREEDY, engine_config=settings)
+    among = jpaged.generate(params, PROMPTS, GREEDY, engine_config=settings)[1]
+    assert alone.outputs[0].token_ids == among.outputs[0].token_ids
+    logprobs = alone.outputs[0].token_logprobs
+    np.testing.assert_array_equal(logprobs, among.outputs[0].token_logprobs)
+    tokens = PROMPTS[1] + alone.outputs[0].token_ids
+    scored: Any = jpaged.score(params, [tokens], engine_config=settings)
+    np.testing.assert_array_equal(scored[0][len(PROMPTS[1]) - 1 :], logprobs)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
