@@ -29,7 +29,8 @@ class SharedRunner(Runner):
     def _dispatch(self, batch: Batch) -> Handle:
         def dispatch() -> Handle:
             said = repr((batch.bucket, batch.sample, batch.counts)).encode()
-            compared = self.peers.compare(batch.packed.tobytes(), said)
+            copies = b"" if batch.copies is None else batch.copies.tobytes()
+            compared = self.peers.compare(batch.packed.tobytes(), copies, said)
             return dataclasses.replace(started(batch), compared=compared)
 
         started = super()._dispatch
