@@ -2,7 +2,8 @@
 
 Shape suffixes in names, everywhere: T packed tokens, S rows (sequences), M blocks a row, L layers,
 N pool blocks, P block size, H query heads, K KV heads, G = H/K, D head dim, E embed, F ffn, V
-vocab, R device slots: `q_THD`, `block_table_SM`.
+vocab, R device slots, X experts, A choices of a token, I width of an expert: `q_THD`,
+`block_table_SM`.
 """
 
 from jpaged.api import beam_search, generate, release, score, warmup

@@ -7,7 +7,8 @@ The tests' own programs run, each in a process: first every kernel alone (tests/
 registers, spills and shared memory; aot_tpu.py: whether the pool stays in place), then the whole
 prefill and decode steps of Qwen3-0.6B (aot_steps.py): compile seconds, temporary bytes, and the
 instructions that would copy the pool, of which there must be none; a decode step that does not
-donate its pool is the control, and must have some. Exit status 1 if that is not so.
+donate its pool is the control, and must have some. For a GPU also how many graphs and kernels a
+decode step is launched with (aot_decode.py). Exit status 1 if that is not so.
 """
 
 import json
@@ -54,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
             good &= run(chip, f"tests.kernels.aot_{args.platform}", chip)
         if args.only != "kernels":
             good &= run(chip, "tests.kernels.aot_steps", args.platform, chip)
+            if args.platform == "cuda":
+                good &= run(chip, "tests.kernels.aot_decode")
     return 0 if good else 1
 
 

@@ -263,7 +263,10 @@ def test_one_shape() -> None:
     shapes = {(b.phase, b.tokens, b.rows, b.features) for b in llm.buckets()}
     assert shapes == {
         (phase, PINNED, PINNED, kind)
-        for phase, kinds in {"prefill": ("plain", "prompt"), "sample": ("plain", "full")}.items()
+        for phase, kinds in {
+            "prefill": ("plain", "prompt"),
+            "sample": ("plain", "filtered", "full"),
+        }.items()
         for kind in kinds
     }
     llm.warmup(use_tqdm=False)

@@ -199,6 +199,28 @@ def test_more_devices_than_kv_heads(params: Params) -> None:
     assert {x.data.shape[2] for x in pool.addressable_shards} == {2}, "one KV head a device"
 
 
+# Heads of Qwen3-0.6B and Qwen2.5-3B, in a layer of a small width.
+SHAPES: dict[str, dict[str, Any]] = {
+    "16 heads, 8 KV heads": {"num_layers": 1, "num_heads": 16, "num_kv_heads": 8},
+    "16 heads, 2 KV heads": {
+        "num_layers": 1,
+        "num_heads": 16,
+        "num_kv_heads": 2,
+        "family": "qwen2",
+        "qk_norm": False,
+        "qkv_bias": True,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_heads_of_real_models(shape: str, devices: int) -> None:
+    params = make_params(0, config(**SHAPES[shape], vocab_size=1000))
+    check(params, params, mesh(1, devices), "tp")
+
+
 @pytest.mark.middle
 def test_so_with_norms_over_all_heads() -> None:
     """OLMo 2's: their scales are repeated with the heads, and the mean over all is the same."""
@@ -211,7 +233,8 @@ def test_tensor_parallel_size(params: Params) -> None:
     """It makes the mesh: of jax's devices, or of those that the params lie on."""
     llm = jpaged.LLM(params, **vars(engine(num_blocks=64, tensor_parallel_size=2)))
     where = llm.session.placement
-    assert where.mesh is not None and list(where.mesh.devices.flat) == jax.devices()[:2]
+    assert isinstance(where.mesh, Mesh)
+    assert list(where.mesh.devices.flat) == jax.devices()[:2]
     assert (where.axis, where.axis_size) == ("tp", 2)
     assert llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == (
         dense_greedy(params, PROMPTS[0], 8)
@@ -221,7 +244,8 @@ def test_tensor_parallel_size(params: Params) -> None:
     turned = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("fsdp", "tp"))
     theirs = jax.device_put(params, NamedSharding(turned, PartitionSpec()))
     found = placement(theirs, engine(tensor_parallel_size=4), None)
-    assert found.mesh is not None and list(found.mesh.devices.flat) == jax.devices()[:3:-1]
+    assert isinstance(found.mesh, Mesh)
+    assert list(found.mesh.devices.flat) == jax.devices()[:3:-1]
     assert placement(theirs, engine(tensor_parallel_size=2), turned).axis == "tp"
     for size, given in ((4, turned), (2, mesh(1, 1)), (1, mesh(1, 2))):
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}: .* pass one of"):

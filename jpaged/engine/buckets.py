@@ -34,7 +34,8 @@ CONTROLS = (
 TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 
 Phase = Literal["prefill", "sample", "decode"]
-Features = Literal["plain", "full", "prompt"]
+Features = Literal["plain", "filtered", "full", "prompt"]
+DRAWS: tuple[Features, ...] = ("plain", "filtered", "full")  # of a draw, each with more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -45,8 +46,9 @@ class Bucket:
     sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
     times, drawing included; tokens equal rows. With `mixed` rows that decode are rows of one token
     in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
-    block tables of a row, one a group of layers, and their width M. features "full" has penalties,
-    biases, bans and top lists.
+    block tables of a row, one a group of layers, and their width M. features "filtered"
+    has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
+    them itself would have a GPU wait for the host in its middle.
     """
 
     phase: Phase
@@ -83,9 +85,6 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
         return _lay_out(shapes | ({"follows": (most,)} if config.ragged_decode else {}))
     shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
-    if bucket.phase == "decode" or config.ragged_decode:
-        # A row writes one block of each group, so it needs one copy at most.
-        shapes["copies"] = (bucket.tables, rows, 2)
     if bucket.phase == "decode":
         return _lay_out(
             shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
@@ -140,7 +139,8 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
     drawing = [e.seq.sampling_params for e in plan.entries if e.draws]
-    features: Features = "plain" if all(p.is_plain for p in drawing) else "full"
+    draws: list[Features] = ["plain", *(params.draw for params in drawing)]
+    features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
@@ -173,15 +173,14 @@ def bucket_table(
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
     shape = {"tables": tables, "blocks": config.max_blocks_per_seq}
-    kinds: tuple[Features, ...] = ("plain", "full")
     for S in _up_to(config.seq_buckets, rows):
-        for features in kinds:
+        for features in DRAWS:
             size = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned:
                 size |= shape | {"steps": config.decode_steps}
                 yield Bucket(phase="decode", **size, features=features)
-    kinds = ("plain", "prompt")
+    kinds: tuple[Features, ...] = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):
             for features in kinds:

@@ -24,13 +24,14 @@ Views = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one step uploads: `packed` (int32 [n], laid out by input_sections), and device rows
-    whose counts must be set.
+    """What one step uploads: `packed` (int32 [n], laid out by input_sections), blocks that must be
+    copied before it, and device rows whose counts must be set.
 
     bucket: of a prefill or decode. sample: of the draw after a prefill, None where no row draws.
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
-    most. counts: (device row, token ids, prompt length) of rows with penalties that were just
-    admitted.
+    most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
+    are the same ends a group's. counts: (device row, token ids, prompt length) of rows with
+    penalties that were just admitted.
     """
 
     bucket: Bucket
@@ -39,6 +40,7 @@ class Batch:
     num_tokens: int
     num_rows: int
     steps: int = 1
+    copies: np.ndarray | None = None
     counts: tuple[tuple[int, list[int], int], ...] = ()
 
     @property
@@ -54,17 +56,12 @@ class Batch:
 def pack(plan: Plan, config: EngineConfig) -> Batch:
     """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and
     no device row.
-
-    A pair of `copies` whose blocks are the same ends the list.
     """
     bucket, sample = choose_buckets(plan, config)
     packed, view = _views(bucket, config)
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
     _pack_tables(view, computed)
-    for at, copies in enumerate(plan.copies):
-        if copies:
-            view["copies"][at, : len(copies)] = copies
     if bucket.phase == "decode":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
@@ -86,8 +83,21 @@ def pack(plan: Plan, config: EngineConfig) -> Batch:
         num_tokens=plan.num_tokens,
         num_rows=len(drawing),
         steps=max((e.draws for e in drawing), default=1),
+        copies=_pack_copies(plan, config),
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
     )
+
+
+def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray | None:
+    if not any(plan.copies):
+        return None
+    assert config.seq_buckets is not None
+    # A row writes one block of each group, so it needs one copy at most.
+    packed = np.zeros((len(plan.copies), config.seq_buckets[-1], 2), np.int32)
+    for at, copies in enumerate(plan.copies):
+        if copies:
+            packed[at, : len(copies)] = copies
+    return packed
 
 
 def _input_token(entry: PlanEntry) -> int:

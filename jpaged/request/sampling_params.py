@@ -67,11 +67,12 @@ class SamplingParams:
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the "plain" step can serve the request; everything else takes the "full" one."""
-        return not (
-            self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None
-        )
+    def draw(self) -> Literal["plain", "filtered", "full"]:
+        """The least of the steps that can serve the request; see engine.buckets.Bucket."""
+        if self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None:
+            return "full"
+        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        return "filtered" if filters else "plain"
 
     def validate(self, config: EngineConfig, vocab_size: int) -> None:
         """Raise RequestError naming the first value that cannot work."""

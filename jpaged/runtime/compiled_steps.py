@@ -47,6 +47,7 @@ class CompiledSteps:
         self._steps: dict[Bucket, Any] = {}
         self._moves: dict[tuple[str, int, int], Any] = {}  # by group and number of blocks
         self._set_counts: Any = None
+        self._copy_blocks: Any = None
         self._is_sealed = False
 
     def __contains__(self, bucket: Bucket) -> bool:
@@ -169,6 +170,32 @@ class CompiledSteps:
             self._set_counts = lowered.compile()
             self.seconds["set_counts"] = time.perf_counter() - started
         return self._set_counts
+
+    def copy_blocks(self) -> Any:
+        """kv_cache.copy_blocks in all pools: apart from the steps, which mostly have none to copy
+        and would ask how many on the device.
+        """
+        if self._copy_blocks is None:
+            started, pools = time.perf_counter(), self.setting.pools
+            assert self.setting.config.seq_buckets is not None
+
+            def copy(kv: tuple[Any, ...], copies_GC2: Any) -> tuple[Any, ...]:
+                pairs = zip(pools, kv, copies_GC2, strict=True)
+                return tuple(
+                    kv_cache.copy_blocks(pool, copies, num_layers=spec.num_layers)
+                    for spec, pool, copies in pairs
+                )
+
+            spec = (kv_cache.spec(self.where.tensor_axis),) * len(pools)
+            structs = zip(pools, spec, strict=True)
+            kv = tuple(self._struct(pool.shape, pool.dtype, spec) for pool, spec in structs)
+            copies = self._struct((len(pools), self.setting.config.seq_buckets[-1], 2), jnp.int32)
+            function = self._per_device(copy, (spec, PartitionSpec()), spec)
+            outs = jax.tree.map(self.where.sharding, spec)
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
+            self._copy_blocks = jitted.lower(kv, copies).compile()
+            self.seconds["copy_blocks"] = time.perf_counter() - started
+        return self._copy_blocks
 
 
 def compile_options(backend: str) -> dict[str, int]:

@@ -9,6 +9,7 @@ same.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket, padded_blocks
+from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import param_shapes, param_specs
@@ -32,7 +33,7 @@ from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
 
-FEATURES = ("plain", "full", "prompt")  # each does what the one before it does, and more
+FEATURES = (*DRAWS, "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
@@ -179,7 +180,9 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
     """What the compiled steps say; compiles the largest of each phase."""
     table = step_table(probe.steps.setting)
     lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
-    found = [step.compile().memory_analysis() for step in lowered]
+    with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU
+        compiled = threads.map(lambda step: step.compile(), lowered)
+        found = [step.memory_analysis() for step in compiled]
     # With results of their own: those that do not take an argument's place.
     temporaries = max(
         m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found

@@ -93,6 +93,8 @@ class Runner:
     def _dispatch(self, batch: Batch) -> Handle:
         for row, token_ids, prompt_len in batch.counts:
             self._enter_counts(row, token_ids, prompt_len)
+        if batch.copies is not None:
+            self._state = _copied(self._state, self.steps, self.put(batch.copies))
         packed = self.put(batch.packed)
         if batch.bucket.phase == "decode":
             step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.rows * batch.steps)
@@ -108,8 +110,7 @@ class Runner:
             rows, out = step(self.params, hidden, self._lent(batch.sample).rows, packed)
             self._take_back(DeviceState(kv=kv, rows=rows))
             outs.append(out)
-        if scored is not None:
-            outs.append(scored)
+        outs += [] if scored is None else [scored]
         return Handle(batch=batch, outs=tuple(outs), done=hidden)
 
     def _lent(self, bucket: Bucket) -> DeviceState:
@@ -123,9 +124,8 @@ class Runner:
         """Keep what a step made of `_lent`; counts apart, since they change between steps too."""
         if state.rows.counts_RV is not None:
             self._counts_RV = state.rows.counts_RV
-        self._state = dataclasses.replace(
-            state, rows=dataclasses.replace(state.rows, counts_RV=None)
-        )
+        rows = dataclasses.replace(state.rows, counts_RV=None)
+        self._state = dataclasses.replace(state, rows=rows)
 
     def _prepare(self, buckets: list[Bucket], *, full: bool) -> None:
         """Have the arrays and the steps of a dispatch: what is missing of them is made side by
@@ -255,6 +255,12 @@ def seal(runner: Runner) -> None:
     """Let no shape in that is not compiled (strict mode)."""
     runner.allocate(full=True)
     runner.steps.seal()
+
+
+def _copied(state: DeviceState | None, steps: CompiledSteps, copies_GC2: Array) -> DeviceState:
+    """The state with blocks copied within each group's pool, before a step writes to them."""
+    assert state is not None
+    return dataclasses.replace(state, kv=steps.copy_blocks()(state.kv, copies_GC2))
 
 
 def report_of(runner: Runner) -> dict[str, Any]:

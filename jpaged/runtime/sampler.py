@@ -98,13 +98,15 @@ def sample(
     *,
     max_logprobs: int = 0,
     vocabulary: Vocabulary = WHOLE,
+    filters: bool = True,
 ) -> Sampled:
     """Draw one token a row, and its log-probability.
 
     logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob
     NaN). `full` None is the plain step: no penalties, biases, bans or top lists; a row that uses
     none of them gets the same bits from both. max_logprobs (K) is at most V. vocabulary: how V
-    lies; of a share the results are those of the whole, on every device.
+    lies; of a share the results are those of the whole, on every device. filters: whether any row
+    may have a top_k or a top_p.
     """
     greedy_S = controls.temperature_S <= 0
     # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide
@@ -115,7 +117,7 @@ def sample(
     z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
     tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
     max_S = finite_max(tile_max_SN)
-    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary)
+    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
     own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
     rows = (max_S, temp_S, floor_S, greedy_S)
     gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
@@ -287,6 +289,7 @@ def _thresholds(
     greedy_S: Array,
     controls: Controls,
     vocabulary: Vocabulary = WHOLE,
+    filters: bool = True,
 ) -> Array:
     """The smallest logit that each row keeps, -inf where it keeps all."""
     vocab = vocabulary.tokens(z_SV)
@@ -329,6 +332,8 @@ def _thresholds(
             lambda: _search_rows(z_SV, *rows, vocabulary),
         )
 
+    if not filters:
+        return lax.optimization_barrier(floor_S)  # the same bits as from the branch below
     return lax.cond(jnp.any((top_k_S > 0) | (top_p_S < 1)), search, lambda: floor_S)
 
 

@@ -68,7 +68,7 @@ def warmup(
             for group in range(len(steps.setting.pools))
             for size in sizes
         ]
-    jobs.append(steps.set_counts)
+    jobs += [steps.set_counts, steps.copy_blocks]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = as_completed([pool.submit(job) for job in jobs])
         bar: dict[str, Any] = {"unit": "step", "desc": "compiling", "disable": not use_tqdm}

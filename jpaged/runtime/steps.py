@@ -23,7 +23,7 @@ from jpaged.models.decoder import Decoder, bind
 from jpaged.models.layers.linear import ExpertProducts, Products, Serving
 from jpaged.models.params import MeshAxis
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
-from jpaged.runtime.kv_cache import PoolSpec, copy_blocks
+from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.paged_kv import PagedKV, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -124,18 +124,11 @@ class _Step:
         )
         return view, row_T, positions_T
 
-    def copy_blocks(self, kv: tuple[Array, ...], fields: dict[str, Array]) -> tuple[Array, ...]:
-        if "copies" not in fields:
-            return kv
-        pairs = zip(self.to.pools, kv, fields["copies"], strict=True)
-        return tuple(copy_blocks(x, copies, num_layers=p.num_layers) for p, x, copies in pairs)
-
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
     def prefill(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
         fields = step.unpack(packed)
         start_loc_S1, context_lens_S = fields["query_start_loc"], fields["context_lens"]
-        kv = step.copy_blocks(kv, fields)
         tables_GSM = fields["block_tables"]
         view, row_T, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
         tokens_T = fields["tokens"]
@@ -205,7 +198,6 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
             return i + 1, last_S, steps_S, DeviceState(kv=written.pools, rows=rows), outputs
 
-        state = dataclasses.replace(state, kv=step.copy_blocks(state.kv, fields))
         # Of a token in flight the device alone knows what it is and how long the context then is.
         is_here_S, rows = fields["tokens"] < 0, state.rows
         take = functools.partial(jnp.take, indices=at_S, mode="clip")
@@ -279,6 +271,7 @@ def _draw(
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
         how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
+        how["filters"] = step.bucket.features != "plain"
         sampled = sample(logits_SV, controls, full, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))

@@ -114,6 +114,8 @@ class MockRunner:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
         view = self._inputs(batch.bucket, batch.packed)
+        if batch.copies is not None:
+            self._copy(batch.copies)
         buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
         outs = [
             np.full(output_sections(bucket, self.config)[1], POISON, np.int32) for bucket in buckets
@@ -157,7 +159,6 @@ class MockRunner:
         knows it, and (start, end) of each row's chunk, by the place of its last token.
         """
         contexts, chunks = {}, {}
-        self._copy(view)
         for row, end in enumerate(view["context_lens"]):
             first, past = view["query_start_loc"][row : row + 2]
             tokens = view["tokens"][first:past].tolist()
@@ -180,8 +181,8 @@ class MockRunner:
             chunks[past - 1] = (int(end) - len(tokens), int(end))
         return contexts, chunks
 
-    def _copy(self, view: Views) -> None:
-        for at, pairs in enumerate(view.get("copies", ())):
+    def _copy(self, copies: np.ndarray) -> None:
+        for at, pairs in enumerate(copies.tolist()):
             for source, target in itertools.takewhile(lambda pair: pair[0] != pair[1], pairs):
                 self._put(at, target, self._get(at, source))
 
@@ -190,7 +191,6 @@ class MockRunner:
         assert not view["context_lens"][batch.num_rows :].any()
         assert (view["device_rows"][batch.num_rows :] == self.config.max_num_seqs).all()
         assert batch.steps == view["steps"].max() <= batch.bucket.steps
-        self._copy(view)
         known, spans = view["tokens"][: batch.num_rows].tolist(), []
         for row, device_row in enumerate(view["device_rows"][: batch.num_rows]):
             start, count = int(view["context_lens"][row]) - 1, 0

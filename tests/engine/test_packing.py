@@ -169,7 +169,7 @@ def test_rows_that_decode_join_a_prefill():
     assert view["query_start_loc"].tolist() == [0, 1, 2, 5, 5, 5]
     assert view["context_lens"].tolist() == [9, 10, 3, 0, 0]
     assert view["logits_indices"].tolist() == [0, 1, 4, 0, 0]
-    assert view["device_rows"].tolist() == [4, 0, 1, 5, 5] and not view["copies"].any()
+    assert view["device_rows"].tolist() == [4, 0, 1, 5, 5] and batch.copies is None
     assert batch.sample is not None
     rows = views(view["sample"], batch.sample, config)
     assert rows["follows"].tolist() == [0, 1, 0, 0, 0]
@@ -186,7 +186,10 @@ def test_a_table_and_copies_of_each_group():
     assert batch.bucket.tables == 2
     view = fields(batch)
     assert view["block_tables"][:, 0, :5].tolist() == [[5, 6, 7, 8, 0], [0, 0, 3, 9, 0]]
-    assert view["copies"].tolist() == [[[0, 0], [0, 0]], [[4, 9], [0, 0]]]
+    assert batch.copies is not None and CONFIG.seq_buckets is not None
+    assert batch.copies.shape == (2, CONFIG.seq_buckets[-1], 2)
+    assert batch.copies[:, :2].tolist() == [[[0, 0], [0, 0]], [[4, 9], [0, 0]]]
+    assert not batch.copies[:, 2:].any()
 
 
 def test_a_prefill_without_a_last_chunk_draws_nothing():
@@ -210,7 +213,7 @@ def test_decode():
     assert (
         "query_start_loc" not in view
         and view["tokens"].tolist() == [60, 63]
-        and not view["copies"].any()
+        and batch.copies is None
     )
     assert view["context_lens"].tolist() == [7, 10] and view["device_rows"].tolist() == [4, 0]
     assert view["steps"].tolist() == [1, 1] and view["block_tables"][0][:, :4].tolist() == [
@@ -286,6 +289,10 @@ def test_controls_are_packed_once_a_request():
     [
         ({}, "plain", "plain"),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "plain", "plain"),
+        ({"temperature": 0.5, "min_p": 0.5}, "plain", "plain"),
+        ({"top_k": 5}, "plain", "filtered"),
+        ({"top_p": 0.9}, "plain", "filtered"),
+        ({"top_p": 0.9, "logprobs": 0}, "plain", "full"),
         ({"logprobs": 0}, "plain", "full"),
         ({"logit_bias": {1: 1.0}}, "plain", "full"),
         ({"min_tokens": 2}, "plain", "full"),
@@ -455,6 +462,6 @@ def test_the_table_of_the_defaults_is_small():
     """Every shape of it is compiled at the start in strict mode."""
     table = list(bucket_table(EngineConfig().resolve(MODEL)))
     kinds = Counter(bucket.phase for bucket in table)
-    assert kinds["sample"] == kinds["decode"] == 20 and kinds["prefill"] <= 80
+    assert kinds["sample"] == kinds["decode"] == 30 and kinds["prefill"] <= 80
     # No prefill of few tokens over many rows: such a plan has a smaller bucket.
     assert all(b.rows < 2 * b.tokens for b in table)

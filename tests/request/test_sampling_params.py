@@ -218,9 +218,12 @@ def test_everything_in_range_passes(params: SamplingParams):
 
 
 @pytest.mark.parametrize(
-    ("fields", "plain"),
+    ("fields", "draw"),
     [
-        ({}, True),
+        ({}, "plain"),
+        ({"temperature": 0.0, "top_k": 3, "top_p": 0.5}, "plain"),
+        ({"temperature": 0.5, "min_p": 0.1, "seed": 3, "top_k": -1}, "plain"),
+        ({"top_p": 0.9}, "filtered"),
         (
             {
                 "temperature": 0.5,
@@ -230,20 +233,20 @@ def test_everything_in_range_passes(params: SamplingParams):
                 "seed": 3,
                 "stop_token_ids": [1],
             },
-            True,
+            "filtered",
         ),
-        ({"logit_bias": {}}, True),
-        ({"logit_bias": {1: 1.0}}, False),
-        ({"min_tokens": 1}, False),
-        ({"logprobs": 0}, False),
-        ({"presence_penalty": 0.1}, False),
-        ({"frequency_penalty": -0.1}, False),
-        ({"repetition_penalty": 1.1}, False),
+        ({"logit_bias": {}}, "plain"),
+        ({"logit_bias": {1: 1.0}}, "full"),
+        ({"min_tokens": 1}, "full"),
+        ({"logprobs": 0}, "full"),
+        ({"presence_penalty": 0.1}, "full"),
+        ({"frequency_penalty": -0.1}, "full"),
+        ({"repetition_penalty": 1.1}, "full"),
     ],
     ids=str,
 )
-def test_which_step_serves_it(fields: dict[str, Any], plain: bool):
-    assert SamplingParams(**fields).is_plain is plain
+def test_which_step_serves_it(fields: dict[str, Any], draw: str):
+    assert SamplingParams(**fields).draw == draw
     assert SamplingParams(**fields).has_penalties is any("penalty" in name for name in fields)
 
 

@@ -174,12 +174,21 @@ def decode_step(num_blocks: int) -> tuple[Any, Runner]:
     return runner.steps.lower(DECODE).compile(), runner
 
 
-def test_the_decode_step_copies_blocks_only() -> None:
-    """Its copies of blocks are in the loop at its start, and the pool stays where it is."""
+def test_the_decode_step_copies_nothing() -> None:
+    """No block either: the pool stays where it is."""
     compiled, runner = decode_step(MANY)
-    assert "copy_blocks" in compiled.as_text()
+    assert "copy_blocks" not in compiled.as_text()
     copies, is_small = in_place(compiled, runner.pools)
     assert copies == [] and is_small
+
+
+def test_blocks_are_copied_in_place_in_every_group() -> None:
+    """Blocks alone, however many are to be copied; the rows that there can be are its one shape."""
+    runner = make_runner(MANY, windows=(3, None))
+    copy = runner.steps.copy_blocks()
+    copies, is_small = in_place(copy, runner.pools)
+    assert copies == [] and is_small and runner.steps.copy_blocks() is copy
+    assert "copy_blocks" in runner.steps.seconds
 
 
 @pytest.mark.middle

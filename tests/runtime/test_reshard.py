@@ -72,9 +72,11 @@ def test_no_leaf_passes_through_the_host(where: Placement) -> None:
     for name, x in flat_tree(weights.tree(params)).items():
         change = Change.of(table[name], MODEL, served, x.dtype)
         np.testing.assert_array_equal(x, change(flat_tree(expected)[name]), err_msg=name)
-        assert x.sharding.device_set == set(
-            [where.device] if where.mesh is None else where.mesh.devices.flat
-        )
+        assert x.sharding.device_set == devices_of(where)
+
+
+def devices_of(where: Placement) -> set[Any]:
+    return set(where.mesh.devices.flat) if isinstance(where.mesh, Mesh) else {where.device}
 
 
 def test_the_control_a_put_keeps_copies() -> None:

@@ -207,7 +207,7 @@ def decode(
     outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
     q_and_o = tiled_smem((places, Q, D), dtype), plgpu.SMEM((Q, D), out_dtype)
     q = jnp.pad(q_SHD.astype(dtype).reshape(S, K, G, D), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
-    order_S = jnp.argsort(context_lens_S, descending=True).astype(jnp.int32)
+    order_S = jnp.argsort(-context_lens_S).astype(jnp.int32)
     o, *lse = launch(
         kernel,
         q,

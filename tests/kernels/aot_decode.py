@@ -1,0 +1,73 @@
+"""What a Hopper card is launched with for a decode step, read from the program that XLA makes.
+
+    python -m tests.kernels.aot_decode
+
+compiles the step of 256 rows of Qwen3-0.6B with 2 and with 3 layers, for a card that is not there,
+and prints a JSON line for each: graphs, the pieces that the host launches one after another (where
+a loop or a branch lies between two, it waits for the card), and kernels. The last line is of the
+step that looks for top_k and top_p, which must be several graphs: the control. Exit status 1 where
+the plain step is not one.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Bucket, Features
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.runner import Placement, Runner
+from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
+
+ROWS = 256
+THUNKS = "*thunk_sequence_after_thunk_passes.txt"  # that XLA writes of a program
+KERNEL = re.compile(r"^\s*\d+: k(CustomKernel|CustomCall|Copy)\b")
+TOP = re.compile(r"^\d+: k")
+
+
+def launched(thunks: str) -> dict[str, int]:
+    """Pieces at the top of a sequence of thunks, and kernels in all of it."""
+    lines = thunks.splitlines()
+    return {
+        "graphs": sum(TOP.match(line) is not None for line in lines),
+        "kernels": sum(KERNEL.match(line) is not None for line in lines),
+    }
+
+
+def compiled(model: ModelConfig, features: Features, folder: Path) -> dict[str, int]:
+    config = EngineConfig(max_model_len=4096, max_num_seqs=ROWS, num_blocks=300).resolve(model)
+    size = {"tokens": ROWS, "rows": ROWS, "tables": 1, "blocks": config.max_blocks_per_seq}
+    bucket = Bucket(phase="decode", **size, features=features)
+    with absent_device("cuda", "sm_90a") as device:
+        placement = Placement(mesh=None, axis=None, device=device)
+        params = abstract_params(model, "bfloat16", placement.replicated)
+        Runner(model, config, placement, params).steps.lower(bucket).compile()
+    (file,) = folder.glob(THUNKS)
+    thunks = file.read_text()
+    file.unlink()
+    return launched(thunks)
+
+
+def main() -> int:
+    cases: tuple[tuple[int, Features], ...] = ((2, "plain"), (3, "plain"), (2, "filtered"))
+    with tempfile.TemporaryDirectory() as folder:
+        # Read when the plugin is first used.
+        dump = f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=decode"
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + dump
+        stay_on_cpu()
+        good = True
+        for layers, features in cases:
+            model = dataclasses.replace(MODELS["0.6b"], num_layers=layers)
+            found = compiled(model, features, Path(folder))
+            good &= (found["graphs"] == 1) == (features == "plain")
+            name = f"decode {features}, {layers} layers"
+            print(json.dumps({"name": name} | found), flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
