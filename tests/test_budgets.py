@@ -31,10 +31,7 @@ WINGS = {
 KERNEL_FILE = 300
 
 # Classes and files that are still too long, and how long they may be. None may be added.
-LONG_CLASSES = {
-    "jpaged/integrations/lm_eval.py::JPagedLM": 233,
-    "jpaged/integrations/tunix.py::JPagedRollout": 237,
-}
+LONG_CLASSES: dict[str, int] = {}
 LONG_FILES: dict[str, int] = {}
 
 NOT_CODE = {
