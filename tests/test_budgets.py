@@ -20,7 +20,7 @@ WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 360 for mixtures of
     # experts, 490 for meshes and processes, 80 for determinism that is free and for flags, 430 for
     # replicas
-    "request path": 7785,
+    "request path": 7790,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts
     "checkpoint": 945,

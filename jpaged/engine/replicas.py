@@ -34,6 +34,35 @@ class ReplicatedDevice(Device, Protocol):
         ...
 
 
+class Turns:
+    """Which phase the replicas take next. config: of each."""
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        # The last phase that went before the other, and how often in a row it did.
+        self._last: Phase = "prefill"
+        self._streak = 0
+
+    def next(self, schedulers: list[Scheduler]) -> tuple[Phase, Phase]:
+        """The phase to plan: what more replicas have work for, but no other waits too long for it;
+        then the other, for where nothing comes of the first.
+        """
+        prefill = sum(scheduler.can_prefill for scheduler in schedulers)
+        decode = sum(scheduler.can_decode for scheduler in schedulers)
+        most = self._config.max_num_batched_tokens
+        joined = self._config.mixed and all(len(s.queues.running) < most for s in schedulers)
+        is_first = prefill > 0 if joined or not decode else prefill >= decode
+        if prefill and decode and not joined:
+            if self._streak >= MOST[self._last]:
+                is_first = self._last == "decode"
+            phase: Phase = "prefill" if is_first else "decode"
+            self._streak = self._streak + 1 if phase == self._last else 1
+            self._last = phase
+        else:
+            self._streak = 0
+        return ("prefill", "decode") if is_first else ("decode", "prefill")
+
+
 class Replicas:
     """What an Engine does, over `count` of them.
 
@@ -52,9 +81,7 @@ class Replicas:
         self._router = Router(count, blocks.cache, remembered=count * blocks.num_blocks)
         self._in_flight: deque[tuple[list[Plan], Any, float]] = deque()
         self._is_broken = False
-        # The last phase that went before the other, and how often in a row it did.
-        self._last: Phase = "prefill"
-        self._streak = 0
+        self._turns = Turns(config)
 
     @property
     def requests(self) -> MutableMapping[str, Request]:
@@ -185,30 +212,11 @@ class Replicas:
         schedulers = [engine.scheduler for engine in self.engines]
         if self.config.pinned:  # all steps are of one shape
             return [scheduler.schedule() for scheduler in schedulers]
-        for phase in self._phases(schedulers):
+        for phase in self._turns.next(schedulers):
             plans = [scheduler.schedule_for(phase) for scheduler in schedulers]
             if any(plan is not None for plan in plans):
                 return plans
         return ()
-
-    def _phases(self, schedulers: list[Scheduler]) -> tuple[Phase, Phase]:
-        """The phase to plan: what more replicas have work for, but no other waits too long for it;
-        then the other, for where nothing comes of the first.
-        """
-        prefill = sum(scheduler.can_prefill for scheduler in schedulers)
-        decode = sum(scheduler.can_decode for scheduler in schedulers)
-        most = self.config.max_num_batched_tokens
-        joined = self.config.mixed and all(len(s.queues.running) < most for s in schedulers)
-        is_first = prefill > 0 if joined or not decode else prefill >= decode
-        if prefill and decode and not joined:
-            if self._streak >= MOST[self._last]:
-                is_first = self._last == "decode"
-            phase: Phase = "prefill" if is_first else "decode"
-            self._streak = self._streak + 1 if phase == self._last else 1
-            self._last = phase
-        else:
-            self._streak = 0
-        return ("prefill", "decode") if is_first else ("decode", "prefill")
 
     def _dispatch(self, plans: list[Plan], started: float) -> None:
         config = self.config
