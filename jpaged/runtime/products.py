@@ -9,11 +9,11 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import ExpertProducts, Products
-from jpaged.models.served import served_config
+from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
 from kernels_cpu import library, linear
-from kernels_pallas.experts import IMPLEMENTATIONS
+from kernels_pallas.experts import IMPLEMENTATIONS, rows_are_independent
 from kernels_pallas.experts.interface import Shapes
 
 log = logging.getLogger("jpaged")
@@ -68,22 +68,24 @@ def is_batch_invariant(
     that deterministic serving needs no steps of one size.
 
     config: resolved. dtype: of the weights. Asking may compile C++: it happens when an engine
-    starts. Experts are not: XLA sums over them as their number of tokens has it.
+    starts.
     """
     chosen = library.level()
-    if model.num_experts:
-        return False
     if choose_products(where.device, dtype) is None or chosen is None:
         return False
     shards = where.axis_size
-    model = served_config(model, shards)
-    heads, ffn = model.num_heads * model.head_dim // shards, model.intermediate_size // shards
+    experts = choose_experts(model, where.device, dtype, shards)
+    model, own = served_config(model, shards), share_of(model, shards)
+    widths = [own.hidden_size, own.num_heads * own.head_dim, own.shared_expert_size]
+    if any(map(model.has_mlp, range(model.num_layers))):
+        widths.append(own.intermediate_size)
     kernels = (
         choose_kernel(model, group, config, dtype, where.device, shards)
         for group in kv_groups(model)
     )
     return (
         chosen.batch_invariant
-        and all(linear.is_width_supported(width) for width in (model.hidden_size, heads, ffn))
+        and (experts is None or rows_are_independent(experts))
+        and all(map(linear.is_width_supported, widths))
         and all(kernel.is_batch_invariant for kernel in kernels)
     )
