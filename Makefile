@@ -18,7 +18,7 @@ $(VENV)/stamp: pyproject.toml constraints.txt
 	    echo "making $(VENV) with $$python (a minute or two, 1.2 GB)"; \
 	    "$$python" -m venv --clear $(VENV); }
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt -e '.[test]'
-	@$(PY) -m kernels_cpu.library
+	@$(PY) -m kernels_cpu.rates
 	@touch $@
 
 demo: env

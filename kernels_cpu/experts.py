@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_cpu.library import level, unavailable
-from kernels_pallas.experts import tiles
+from kernels_cpu.library import unavailable
 from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes
 
 # Computed at once: their results lie in memory together.
@@ -30,21 +29,15 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
 
 
 def batch_invariant() -> bool:
-    """Whether a token's bits depend on that token alone."""
-    chosen = level()
-    return chosen is not None and chosen.batch_invariant
+    """A token's bits depend on that token alone."""
+    return True
 
 
 def experts(
     x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
 ) -> Array:
-    """See the package. Where an expert has more tokens on average than this level multiplies
-    better than XLA, XLA's tiles serve.
-    """
-    (T, A), num_experts, chosen = chosen_TA.shape, weights.down.shape[0], level()
-    most = None if chosen is None else chosen.few_rows
-    if most is not None and most * num_experts < T * A:
-        return tiles.experts(x_TE, chosen_TA, weight_TA, weights, glu)
+    """See the package."""
+    (T, A), num_experts = chosen_TA.shape, weights.down.shape[0]
     few = max(MOST_PAIRS // A, 1)
     if few >= T:
         return _some(x_TE, chosen_TA, weight_TA, weights, glu)

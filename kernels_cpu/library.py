@@ -30,34 +30,39 @@ SWITCH = "JPAGED_NATIVE"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """Kernels for a kind of processor, in the folder of that name.
+    """Kernels for a kind of processor.
 
-    needs: words of /proc/cpuinfo. flags: the compiler's. few_rows: how many rows of x its products
-    are better for than XLA's own; None is any number. batch_invariant: a row's bits depend on that
-    row alone, through products of any size and through attention, prefill and decode alike.
+    needs: words of /proc/cpuinfo. flags: the compiler's. sources: its own, beside those of this
+    folder. tiles: whether it asks Linux for AMX's tile registers.
     """
 
     name: str
     needs: frozenset[str]
     flags: tuple[str, ...]
-    few_rows: int | None
-    batch_invariant: bool
+    sources: tuple[str, ...]
+    tiles: bool = False
 
 
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
 LEVELS = (  # the best first
     Level(
+        name="amx",
+        needs=AVX512 | {"amx_tile", "amx_bf16"},
+        flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        sources=("avx512/attend.cc", "avx512/experts.cc", "amx/linear.cc"),
+        tiles=True,
+    ),
+    Level(
         name="avx512",
-        needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+        needs=AVX512,
         flags=("-march=x86-64-v4", "-mavx512bf16"),
-        few_rows=64,
-        batch_invariant=False,
+        sources=("avx512/attend.cc", "avx512/experts.cc", "avx512/linear.cc"),
     ),
     Level(
         name="avx2",
         needs=frozenset({"avx2", "fma"}),
         flags=("-march=x86-64-v3",),
-        few_rows=None,
-        batch_invariant=True,
+        sources=("avx2/attend.cc", "avx2/experts.cc", "avx2/linear.cc"),
     ),
 )
 
@@ -73,15 +78,21 @@ def level() -> Level | None:
         names = ", ".join(known.name for known in LEVELS)
         raise ValueError(f"{SWITCH}={wanted!r}: must be 0, 1, or one of {names}")
     here = _processor()
-    named = (known for known in LEVELS if wanted in ("1", known.name))
-    return next((known for known in named if known.needs <= here), None)
+    named = (known for known in LEVELS if wanted in ("1", known.name) and known.needs <= here)
+    return next((known for known in named if not known.tiles or _grants_tiles()), None)
+
+
+def unavailable() -> str | None:
+    """Why the kernels cannot run in this process, or None once they are compiled and registered."""
+    found = registered()
+    return found if isinstance(found, str) else None
 
 
 @functools.cache
-def unavailable() -> str | None:
-    """Why the kernels cannot run in this process, or None once they are compiled and registered.
+def registered() -> Path | str:
+    """The library, compiled and registered with XLA, or why it cannot run in this process.
 
-    They need x86-64 with AVX2 and FMA, or AVX-512 bf16, under Linux and a C++ compiler (CXX, c++,
+    It needs x86-64 with AVX2 and FMA, or AVX-512 bf16, under Linux and a C++ compiler (CXX, c++,
     g++ or clang++). JPAGED_NATIVE=0 turns them off, a level's name chooses it. A compiler that
     fails is logged as a warning.
     """
@@ -100,7 +111,8 @@ def unavailable() -> str | None:
     if compiler is None:
         return "it needs a C++ compiler: install g++ or clang++, or name one in CXX"
     try:
-        library = ctypes.CDLL(str(_compiled(compiler, chosen)))
+        path = _compiled(compiler, chosen)
+        library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as e:
         detail = (e.stderr if isinstance(e, subprocess.CalledProcessError) else str(e)).strip()
         log.warning(
@@ -111,17 +123,14 @@ def unavailable() -> str | None:
         return f"{compiler} failed"
     for name in HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return None
+    return path
 
 
 def _compiled(compiler: str, level: Level) -> Path:
     """The library of a level's sources, compiled now or before."""
-    here = Path(__file__).parent
-    folders, flags = (here, here / level.name), (*FLAGS, *level.flags)
-    sources, headers = (
-        [file for folder in folders for file in sorted(folder.glob(pattern))]
-        for pattern in ("*.cc", "*.h")
-    )
+    here, flags = Path(__file__).parent, (*FLAGS, *level.flags)
+    sources = [*sorted(here.glob("*.cc")), *(here / source for source in level.sources)]
+    headers = sorted(here.rglob("*.h"))
     parts = [
         compiler,
         importlib.metadata.version("jaxlib"),
@@ -166,6 +175,8 @@ def _processor() -> frozenset[str]:
     return frozenset(flags)
 
 
-if __name__ == "__main__":  # ahead of the first use
-    reason, chosen = unavailable(), level()
-    print(f"CPU kernels: {reason or (chosen and f'compiled for {chosen.name}')}")
+@functools.cache
+def _grants_tiles() -> bool:
+    """Whether Linux lets this process use AMX's tiles, which it asks for."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0

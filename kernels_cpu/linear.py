@@ -4,24 +4,37 @@ Shapes: T tokens, of which the first `count` (an int32 scalar) are wanted and th
 give zeros; E features in, N out.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kernels_cpu.library import level
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativeProducts:
+    """These products for x of up to most_rows rows (None is any number), XLA's own for more.
 
-def supported(x: Array, weight: Array) -> bool:
-    """Whether these arrays are better multiplied here: bf16, x [T, E] of no more rows than the
-    level's `few_rows`, weight [N, E], E in whole 32s. That the library is there (see
-    library.unavailable) is the caller's to know.
+    That the library is there (see library.unavailable) is the caller's to know.
     """
-    if not x.dtype == weight.dtype == jnp.bfloat16 or not x.ndim == weight.ndim == 2:
-        return False
-    chosen = level()
-    most = None if chosen is None else chosen.few_rows
-    return (most is None or x.shape[0] <= most) and is_width_supported(x.shape[1])
+
+    most_rows: int | None
+
+    def supported(self, x: Array, weight: Array) -> bool:
+        """Whether these arrays are multiplied here: bf16, x [T, E], weight [N, E], E in whole
+        32s.
+        """
+        if not x.dtype == weight.dtype == jnp.bfloat16 or not x.ndim == weight.ndim == 2:
+            return False
+        few = self.most_rows is None or x.shape[0] <= self.most_rows
+        return few and is_width_supported(x.shape[1])
+
+    def linear(
+        self, x_TE: Array, weight_NE: Array, count: Array | int, dtype: DTypeLike = jnp.float32
+    ) -> Array:
+        """See `linear`."""
+        return linear(x_TE, weight_NE, count, dtype)
 
 
 def is_width_supported(E: int) -> bool:

@@ -16,7 +16,9 @@ from jpaged.config import PINNED
 from jpaged.demo import MODEL_PATH
 from jpaged.models.decoder import bind
 from jpaged.models.layers.linear import Linear
+from jpaged.runtime.products import FREE
 from kernels_cpu import library
+from kernels_cpu.rates import rates
 from tests.tiny import CONFIG, STEPS, compiles, make_params
 
 LENGTHS = (9, 3, 140, 90, 61, 130, PINNED, PINNED + 1)
@@ -195,17 +197,15 @@ def test_on_by_default_where_it_is_free(params: Params) -> None:
     """No pinned steps and several tokens a dispatch where a row's bits depend on it alone; off, or
     pinned if asked for, elsewhere.
     """
-    dtype, chosen = params["embed"]["weight"].dtype, library.level()
-    is_free = bool(
-        dtype == "bfloat16" and not library.unavailable() and chosen and chosen.batch_invariant
-    )
+    is_native = params["embed"]["weight"].dtype == "bfloat16" and not library.unavailable()
+    is_free = is_native and rates().worst <= FREE
     settings = {name: value for name, value in ORDINARY.items() if name != "deterministic"}
     for asked, expected in ((None, is_free), (True, True), (False, False)):
         llm = LLM(params, **settings, deterministic=asked, decode_steps=None)
         config = llm.session.engine_config
-        assert (config.deterministic, config.pinned) == (expected, expected and not is_free)
+        assert (config.deterministic, config.pinned) == (expected, expected and not is_native)
         llm.close()
-    if is_free:
+    if is_native:
         LLM(params, **settings, deterministic=True, decode_steps=4).close()
     else:
         with pytest.raises(ConfigError, match="decode_steps=4: deterministic=True"):

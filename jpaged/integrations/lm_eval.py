@@ -77,18 +77,9 @@ class JPagedLM(TemplateLM):
         **engine_config: Any,
     ):
         super().__init__()
-        platform = jax.default_backend()
-        if device not in (None, HARNESS_DEVICE) and str(device).partition(":")[0] not in (
-            platform,
-            "jax",
-        ):
-            raise ConfigError(
-                f"device={device!r}: jax runs on {platform!r} here; JAX_PLATFORMS chooses"
-            )
-        if isinstance(batch_size, str) and batch_size.partition(":")[0] == "auto":
-            rows = max_batch_size
-        else:
-            rows = int(batch_size)
+        _check_device(device)
+        is_auto = isinstance(batch_size, str) and batch_size.partition(":")[0] == "auto"
+        rows = max_batch_size if is_auto else int(batch_size)
         if rows is not None:
             engine_config["max_num_seqs"] = rows
         params = pretrained if isinstance(pretrained, Params) else load_params(pretrained)
@@ -191,7 +182,8 @@ class JPagedLM(TemplateLM):
             tuple((context + continuation)[-(self.max_length + 1) :])
             for _, context, continuation in requests
         ]
-        scores = self._score(list(dict.fromkeys(whole)), disable_tqdm)  # choices often say the same
+        # Choices often say the same.
+        scores = _scored(self._llm, list(dict.fromkeys(whole)), disable_tqdm)
         results = []
         for (key, _, continuation), sequence in zip(requests, whole, strict=True):
             logprobs, greedy = (x[-len(continuation) :] for x in scores[sequence])
@@ -200,21 +192,6 @@ class JPagedLM(TemplateLM):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return results
-
-    def _score(
-        self, sequences: list[tuple[int, ...]], disable_tqdm: bool
-    ) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
-        """(log-probabilities, whether greedy) of every token but the first of each sequence."""
-        scores = {}
-        for i in tqdm(
-            range(0, len(sequences), SCORED_AT_ONCE), desc="Scoring", disable=disable_tqdm
-        ):
-            some = sequences[i : i + SCORED_AT_ONCE]
-            logprobs, greedy = self._llm.score(
-                [list(sequence) for sequence in some], return_greedy=True
-            )
-            scores |= dict(zip(some, zip(logprobs, greedy, strict=True), strict=True))
-        return scores
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in windows of max_length tokens in which each token
@@ -246,6 +223,7 @@ class JPagedLM(TemplateLM):
         for max_gen_toks.
         """
         prompts, controls, stops = [], [], []
+        default = self._llm.default_sampling_params()
         for context, gen_kwargs in (request.args for request in requests):
             how = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
             until = handle_stop_sequences(
@@ -258,7 +236,7 @@ class JPagedLM(TemplateLM):
                     f"max_length={self.max_length}"
                 )
             prompts.append(self.tok_encode(context, left_truncate_len=self.max_length - count))
-            controls.append(self._controls(how, until, count))
+            controls.append(_sampling_params(default, how, until, count))
             stops.append(until)
         outs = self._llm.generate(prompts, controls, use_tqdm=not disable_tqdm)
         texts = []
@@ -268,20 +246,42 @@ class JPagedLM(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _controls(self, how: dict[str, Any], until: list[str], count: int) -> SamplingParams:
-        """SamplingParams of normalized generation_kwargs; what they leave open is
-        generation_config's, as in hf.
-        """
-        sample = how.pop("do_sample")
-        if unknown := sorted(set(how) - set(CONTROLS)):
-            raise RequestError(
-                f"generation_kwargs {unknown[0]}={how[unknown[0]]!r}: supported are "
-                f"{', '.join(CONTROLS)}"
-            )
-        how["temperature"] = how.get("temperature", 0.0) if sample else 0.0
-        return dataclasses.replace(
-            self._llm.default_sampling_params(), max_tokens=count, stop=until, **how
+
+def _check_device(device: str | None) -> None:
+    platform = jax.default_backend()
+    kind = str(device).partition(":")[0]
+    if device not in (None, HARNESS_DEVICE) and kind not in (platform, "jax"):
+        raise ConfigError(
+            f"device={device!r}: jax runs on {platform!r} here; JAX_PLATFORMS chooses"
         )
+
+
+def _scored(
+    llm: LLM, sequences: list[tuple[int, ...]], disable_tqdm: bool
+) -> dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]:
+    """(log-probabilities, whether greedy) of every token but the first of each sequence."""
+    scores = {}
+    for i in tqdm(range(0, len(sequences), SCORED_AT_ONCE), desc="Scoring", disable=disable_tqdm):
+        some = sequences[i : i + SCORED_AT_ONCE]
+        logprobs, greedy = llm.score([list(sequence) for sequence in some], return_greedy=True)
+        scores |= dict(zip(some, zip(logprobs, greedy, strict=True), strict=True))
+    return scores
+
+
+def _sampling_params(
+    default: SamplingParams, how: dict[str, Any], until: list[str], count: int
+) -> SamplingParams:
+    """Of normalized generation_kwargs; what they leave open is the default's, generation_config's
+    as in hf.
+    """
+    sample = how.pop("do_sample")
+    if unknown := sorted(set(how) - set(CONTROLS)):
+        raise RequestError(
+            f"generation_kwargs {unknown[0]}={how[unknown[0]]!r}: supported are "
+            f"{', '.join(CONTROLS)}"
+        )
+    how["temperature"] = how.get("temperature", 0.0) if sample else 0.0
+    return dataclasses.replace(default, max_tokens=count, stop=until, **how)
 
 
 def main() -> None:

@@ -100,28 +100,16 @@ class JPagedRollout(BaseRollout):
         longest = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         self._max_len = base.max_model_len or max(longest, rollout_config.kv_cache_size)
         self._engine_config = dataclasses.replace(base, max_model_len=self._max_len)
-        self._config = _qwen3_config(rollout_actor, self._max_len) if config is None else config
-        self._family, self._lora_scale, self._keep_eos, self._seed = (
-            family,
-            lora_scale,
-            keep_eos,
-            seed,
-        )
+        self._keep_eos, self._seed = keep_eos, seed
         self._compute_dtype = getattr(getattr(rollout_actor, "config", None), "dtype", None)
         self._rollout_config = rollout_config
         self.mesh = None if mesh is None or mesh.empty else mesh
-        self._check(rollout_config)
-        self._model = rollout_actor
-        self._shares_weights = self.mesh is None or all(
-            _lies_on(x, self.mesh) for x in self._arrays()
-        )
-        if not self._shares_weights:  # a module of our own, so that tunix sees that it has to sync
-            graph, state = nnx.split(rollout_actor)
-            self._model = nnx.merge(graph, _placed(state, self.mesh))
+        _check(rollout_config, self.mesh)
+        if config is None:
+            config = _qwen3_config(rollout_actor, self._max_len)
+        self._weights = _Weights(rollout_actor, self.mesh, family, config, lora_scale)
         self._calls = 0
-        self._params: Params | None = None
-        self._made_from: list[weakref.ref[jax.Array]] = []
-        self._current()
+        self._weights.current()
 
     def generate(
         self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
@@ -131,7 +119,7 @@ class JPagedRollout(BaseRollout):
         """
         if kwargs:
             raise TypeError(f"generate has no argument {next(iter(kwargs))!r}")
-        self._check(rollout_config)
+        _check(rollout_config, self.mesh)
         c = rollout_config
         tokens = [self._tokenize(str(prompt)) for prompt in prompts]
         longest = max(len(ids) for ids in tokens)
@@ -163,7 +151,12 @@ class JPagedRollout(BaseRollout):
             else c.seed
         )
         outs = generate(
-            self._current(), tokens, how, mesh=self.mesh, seed=seed, engine_config=self._settings(c)
+            self._weights.current(),
+            tokens,
+            how,
+            mesh=self.mesh,
+            seed=seed,
+            engine_config=self._settings(c),
         )
         completions, logprobs = [], []
         for out in outs:
@@ -206,7 +199,8 @@ class JPagedRollout(BaseRollout):
             )
         sequences = [prompt + c[real].tolist() for prompt, real, c in rows]
         settings = self._settings(self._rollout_config)
-        scores = score(self._current(), sequences, mesh=self.mesh, engine_config=settings)
+        params = self._weights.current()
+        scores = score(params, sequences, mesh=self.mesh, engine_config=settings)
         out = np.zeros(completions.shape, np.float32)
         for i, (prompt, real, _) in enumerate(rows):
             out[i, real] = scores[i][len(prompt) - 1 :]
@@ -217,12 +211,7 @@ class JPagedRollout(BaseRollout):
         or moved here.
         """
         del filter_types  # what `params` was filtered by; it holds what it holds
-        params = params if isinstance(params, nnx.State) else nnx.State(params)
-        known = {path for path, _ in nnx.to_flat_state(nnx.state(self._model))}
-        if extra := [path for path, _ in nnx.to_flat_state(params) if path not in known]:
-            name = ".".join(map(str, extra[0]))
-            raise ConfigError(f"update_params: the new weights hold {name}, which the model lacks")
-        nnx.update(self._model, params)
+        self._weights.update(params if isinstance(params, nnx.State) else nnx.State(params))
 
     def pad_id(self) -> int:
         """The tokenizer's pad id."""
@@ -234,27 +223,7 @@ class JPagedRollout(BaseRollout):
 
     def model(self) -> nnx.Module:
         """The module whose weights are served."""
-        return self._model
-
-    def _current(self) -> Params:
-        """The module's weights in our form, made again when any array of it is another one."""
-        arrays = self._arrays()
-        same = len(arrays) == len(self._made_from) and all(
-            ref() is x for ref, x in zip(self._made_from, arrays, strict=True)
-        )
-        if self._params is None or not same:
-            self._params = None  # free the last version's copies first
-            if not self._shares_weights:
-                nnx.update(self._model, _placed(nnx.state(self._model, nnx.Param), self.mesh))
-                arrays = self._arrays()
-            self._params = params_from(
-                self._model, self._family, config=self._config, lora_scale=self._lora_scale
-            )
-            self._made_from = [weakref.ref(x) for x in arrays]
-        return self._params
-
-    def _arrays(self) -> list[jax.Array]:
-        return jax.tree.leaves(nnx.state(self._model, nnx.Param))
+        return self._weights.module
 
     def _tokenize(self, prompt: str) -> list[int]:
         """As tunix's sampler does: the BOS token first, once."""
@@ -280,21 +249,73 @@ class JPagedRollout(BaseRollout):
             self._engine_config, dtype=None if dtype is None else jnp.dtype(dtype).name
         )
 
-    def _check(self, c: RolloutConfig) -> None:
-        """ConfigError naming the first field that cannot be honoured."""
-        default = RolloutConfig()
-        for field in dataclasses.fields(c):
-            value = getattr(c, field.name)
-            if field.name not in HONOURED and value != getattr(default, field.name):
-                raise ConfigError(
-                    f"rollout_config.{field.name}={value!r}: JPagedRollout does not support it"
-                )
-        axes = {} if self.mesh is None else dict(self.mesh.shape)
-        tensor = next((axes[name] for name in TENSOR_AXES if name in axes), 1)
-        for name, served in (("tensor", tensor), ("data", 1), ("expert", 1)):
-            if (size := getattr(c, f"{name}_parallel_size")) not in (-1, served):
-                said = f"rollout_config.{name}_parallel_size={size}"
-                raise ConfigError(f"{said}: the mesh {axes} serves with {served} (-1 takes it)")
+
+class _Weights:
+    """The weights of an nnx module in our form: the module itself where it lies on the mesh that
+    serves, else one of our own there, so that tunix sees that it has to sync.
+    """
+
+    def __init__(
+        self,
+        actor: nnx.Module,
+        mesh: Mesh | None,
+        family: str | NameMap,
+        config: ModelConfig,
+        lora_scale: float | None,
+    ):
+        self.module = actor
+        self._mesh, self._family, self._config, self._lora_scale = mesh, family, config, lora_scale
+        self._is_own = mesh is not None and not all(_lies_on(x, mesh) for x in self._arrays())
+        if self._is_own:
+            graph, state = nnx.split(actor)
+            self.module = nnx.merge(graph, _placed(state, mesh))
+        self._params: Params | None = None
+        self._made_from: list[weakref.ref[jax.Array]] = []
+
+    def update(self, params: nnx.State) -> None:
+        """ConfigError if they hold what the module lacks."""
+        known = {path for path, _ in nnx.to_flat_state(nnx.state(self.module))}
+        if extra := [path for path, _ in nnx.to_flat_state(params) if path not in known]:
+            name = ".".join(map(str, extra[0]))
+            raise ConfigError(f"update_params: the new weights hold {name}, which the model lacks")
+        nnx.update(self.module, params)
+
+    def current(self) -> Params:
+        """Made again when any array of the module is another one."""
+        arrays = self._arrays()
+        same = len(arrays) == len(self._made_from) and all(
+            ref() is x for ref, x in zip(self._made_from, arrays, strict=True)
+        )
+        if self._params is None or not same:
+            self._params = None  # free the last version's copies first
+            if self._is_own:
+                nnx.update(self.module, _placed(nnx.state(self.module, nnx.Param), self._mesh))
+                arrays = self._arrays()
+            self._params = params_from(
+                self.module, self._family, config=self._config, lora_scale=self._lora_scale
+            )
+            self._made_from = [weakref.ref(x) for x in arrays]
+        return self._params
+
+    def _arrays(self) -> list[jax.Array]:
+        return jax.tree.leaves(nnx.state(self.module, nnx.Param))
+
+
+def _check(c: RolloutConfig, mesh: Mesh | None) -> None:
+    """ConfigError naming the first field that cannot be honoured."""
+    default = RolloutConfig()
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        if field.name not in HONOURED and value != getattr(default, field.name):
+            raise ConfigError(
+                f"rollout_config.{field.name}={value!r}: JPagedRollout does not support it"
+            )
+    axes = {} if mesh is None else dict(mesh.shape)
+    tensor = next((axes[name] for name in TENSOR_AXES if name in axes), 1)
+    for name, served in (("tensor", tensor), ("data", 1), ("expert", 1)):
+        if (size := getattr(c, f"{name}_parallel_size")) not in (-1, served):
+            said = f"rollout_config.{name}_parallel_size={size}"
+            raise ConfigError(f"{said}: the mesh {axes} serves with {served} (-1 takes it)")
 
 
 def _qwen3_config(actor: nnx.Module, max_len: int) -> ModelConfig:

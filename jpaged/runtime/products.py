@@ -1,5 +1,6 @@
 """Who multiplies by the weights of a step, chosen once when an engine starts."""
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -8,25 +9,32 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
-from jpaged.models.layers.linear import ExpertProducts, Products
+from jpaged.models.layers.linear import ExpertProducts
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
-from kernels_cpu import library, linear
+from kernels_cpu import library
+from kernels_cpu.linear import NativeProducts, is_width_supported
+from kernels_cpu.rates import rates
 from kernels_pallas.experts import IMPLEMENTATIONS, rows_are_independent
 from kernels_pallas.experts.interface import Shapes
 
 log = logging.getLogger("jpaged")
 
 
-def choose_products(device: Any, dtype: Any) -> Products | None:
-    """The C++ products of the CPU where they can run, which compiles them; None is XLA's own.
+FREE = 1.2  # of the time of XLA's products: their share of a batch's time makes at most 15% of it
 
-    dtype: of the weights.
+
+def choose_products(device: Any, dtype: Any, *, deterministic: bool) -> NativeProducts | None:
+    """The C++ products of the CPU where they can run, which compiles and measures them; None is
+    XLA's own.
+
+    dtype: of the weights. deterministic: for any number of rows, and not only where they are the
+    faster ones.
     """
-    if device.platform == "cpu" and dtype == jnp.bfloat16 and library.unavailable() is None:
-        return linear
-    return None
+    if device.platform != "cpu" or dtype != jnp.bfloat16 or library.unavailable() is not None:
+        return None
+    return NativeProducts(most_rows=None if deterministic else rates().most_rows)
 
 
 def choose_experts(
@@ -56,22 +64,25 @@ def resolve_for(
     deterministic serving takes. dtype: of the weights.
     """
     free = config.resolve(model, batch_invariant=True)
-    if free.deterministic and not is_batch_invariant(model, free, where, dtype):
+    if not free.deterministic:
+        return free
+    if not is_batch_invariant(model, free, where, dtype):
         return config.resolve(model)
+    if config.deterministic is None and rates().worst > FREE:
+        return dataclasses.replace(free, deterministic=False)
     return free
 
 
 def is_batch_invariant(
     model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
 ) -> bool:
-    """Whether the bits of a row depend on that row alone in every product and in attention, so
+    """Whether the bits of a row can depend on that row alone in every product and in attention, so
     that deterministic serving needs no steps of one size.
 
     config: resolved. dtype: of the weights. Asking may compile C++: it happens when an engine
     starts.
     """
-    chosen = library.level()
-    if choose_products(where.device, dtype) is None or chosen is None:
+    if choose_products(where.device, dtype, deterministic=True) is None:
         return False
     shards = where.axis_size
     experts = choose_experts(model, where.device, dtype, shards)
@@ -84,8 +95,7 @@ def is_batch_invariant(
         for group in kv_groups(model)
     )
     return (
-        chosen.batch_invariant
-        and (experts is None or rows_are_independent(experts))
-        and all(map(linear.is_width_supported, widths))
+        (experts is None or rows_are_independent(experts))
+        and all(map(is_width_supported, widths))
         and all(kernel.is_batch_invariant for kernel in kernels)
     )

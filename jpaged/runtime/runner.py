@@ -289,7 +289,7 @@ def _setting(
         model=model,
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
-        products=choose_products(placement.device, dtype),
+        products=choose_products(placement.device, dtype, deterministic=bool(config.deterministic)),
         experts=choose_experts(model, placement.device, dtype, placement.axis_size),
         tensor_axis=axis,
         axis_size=placement.axis_size,

@@ -1,5 +1,6 @@
-// Paged attention with AVX-512 bf16; see paged_attention.h. A prefill packs each tile into the form that vdpbf16ps
-// multiplies, since many queries share it; decode uses keys and values as they lie, in another order of sums.
+// Paged attention with AVX-512 bf16; see paged_attention.h. A prefill packs the values of each tile into the form that
+// vdpbf16ps multiplies, since many queries share it; decode uses them as they lie. Both sum in one order: the same query
+// over the same context has the same bits in both.
 #include "../paged_attention.h"
 
 #include <cmath>
@@ -11,17 +12,18 @@
 namespace jpaged {
 namespace {
 
-constexpr int64_t kRows = 6;  // query rows of a register tile
+constexpr int64_t kRows = 6;  // query rows of a register tile of weights
 
-// One thread's memory: an item's queries and accumulators, a tile, and a slot's keys and values of all heads as zeros.
+// One thread's memory: an item's queries and accumulators, a tile's values, and a slot's keys and values of all heads as
+// zeros. Queries and scores have room for whole tiles of four.
 struct Scratch {
-  std::vector<bf16> q, k, v, p, zeros;
+  std::vector<bf16> q, v, p, zeros;
   std::vector<float> scores, alpha, o, top, total;
 
   void Size(int64_t rows, int64_t D) {
     o.assign(rows * D, 0.0f), top.assign(rows, kMasked), total.assign(rows, 0.0f), alpha.resize(rows);
-    q.resize(rows * D), k.resize(kTile * D), v.resize(kTile * D), p.resize(rows * kTile), scores.resize(rows * kTile);
-    zeros.resize(2 * rows * D);
+    q.resize((rows + 3) / 4 * 4 * D), v.resize(kTile * D), p.resize(rows * kTile);
+    scores.resize((rows + 3) / 4 * 4 * kTile), zeros.resize(2 * rows * D);
   }
 };
 
@@ -38,89 +40,73 @@ inline __m512 Exp(__m512 x) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), y, n);
 }
 
-// c[R][16 V] = alpha * c + a . b: a row of a has `pairs` pairs of bf16, row i of b the pairs of 16 V columns. Without
-// alpha, c is only written.
+// scores[r][c] = q[r] . k[c] of R queries and C slots. Lanes hold dimensions, which are added up at the end: in one order
+// for any R and C, so that a query has the same scores in decode and in prefill.
+template <int R, int C>
+inline void Score(const bf16* q, const bf16* const* at, int64_t offset, int64_t D, float* scores) {
+  static_assert(R * C == 16);
+  __m512 acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < D; d += 32) {
+    __m512bh x[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) x[r] = Load(q + r * D + d);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) {
+      __m512bh key = Load(at[c] + offset + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[r * C + c] = _mm512_dpbf16_ps(acc[r * C + c], x[r], key);
+    }
+  }
+  float sums[16];
+  _mm512_storeu_ps(sums, Sums(acc));
+  for (int r = 0; r < R; ++r) std::memcpy(scores + r * kTile, sums + r * C, C * sizeof(float));
+}
+
+// o[R][16 V] = alpha * o + weights . v: row i of v holds, for 16 V dimensions, the values of two slots in pairs.
 template <int R, int V>
-inline void MultiplyTile(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t pairs, float* c,
-                         int64_t c_stride, const float* alpha) {
+inline void WeighPacked(const bf16* weights, const bf16* v, int64_t D, float* o, const float* alpha) {
   __m512 acc[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      acc[r][v] = alpha == nullptr ? _mm512_setzero_ps()
-                                   : _mm512_mul_ps(_mm512_loadu_ps(c + r * c_stride + 16 * v), _mm512_set1_ps(alpha[r]));
+    for (int i = 0; i < V; ++i) {
+      acc[r][i] = _mm512_mul_ps(_mm512_loadu_ps(o + r * D + 16 * i), _mm512_set1_ps(alpha[r]));
     }
   }
-  for (int64_t i = 0; i < pairs; ++i) {
+  for (int64_t slot = 0; slot < kTile; slot += 2, v += 2 * D) {
     __m512bh columns[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) columns[v] = Load(b + i * b_stride + 32 * v);
+    for (int i = 0; i < V; ++i) columns[i] = Load(v + 32 * i);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       int32_t pair;
-      std::memcpy(&pair, a + r * a_stride + 2 * i, sizeof(pair));
-      __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+      std::memcpy(&pair, weights + r * kTile + slot, sizeof(pair));
+      __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, columns[v]);
+      for (int i = 0; i < V; ++i) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], w, columns[i]);
     }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, acc[r][v]);
+    for (int i = 0; i < V; ++i) _mm512_storeu_ps(o + r * D + 16 * i, acc[r][i]);
   }
 }
 
 template <int V>
-void Multiply(int64_t rows, const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int64_t pairs, float* c,
-              int64_t c_stride, const float* alpha) {
-  using Function = decltype(&MultiplyTile<1, V>);
-  static constexpr Function kBySize[] = {&MultiplyTile<1, V>, &MultiplyTile<2, V>, &MultiplyTile<3, V>,
-                                         &MultiplyTile<4, V>, &MultiplyTile<5, V>, &MultiplyTile<6, V>};
+void WeighPacked(int64_t rows, const bf16* weights, const bf16* v, int64_t D, float* o, const float* alpha) {
+  using Function = decltype(&WeighPacked<1, V>);
+  static constexpr Function kBySize[] = {&WeighPacked<1, V>, &WeighPacked<2, V>, &WeighPacked<3, V>,
+                                         &WeighPacked<4, V>, &WeighPacked<5, V>, &WeighPacked<6, V>};
   for (int64_t r = 0; r < rows; r += kRows) {
-    kBySize[std::min(kRows, rows - r) - 1](a + r * a_stride, a_stride, b, b_stride, pairs, c + r * c_stride, c_stride,
-                                           alpha == nullptr ? nullptr : alpha + r);
+    kBySize[std::min(kRows, rows - r) - 1](weights + r * kTile, v, D, o + r * D, alpha + r);
   }
 }
 
-// out[j][i] = x[i][j] for 16 x 16 words.
-inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      x[4 * i + 2 * half] = _mm512_unpacklo_epi64(t[4 * i + half], t[4 * i + half + 2]);
-      x[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(t[4 * i + half], t[4 * i + half + 2]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {  // quarter n of x[4i + j] is column 4n + j of rows 4i to 4i + 3
-    __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), b = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-    __m512i c = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd), d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-    _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(a, b, 0x88));
-    _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(c, d, 0x88));
-    _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
-    _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(c, d, 0xdd));
-  }
-}
-
-// k [D/2][64 slots][2] and v [32][D][2 slots].
-void PackTile(const bf16* const (&at)[kTile], int64_t D, bf16* k, bf16* v) {
-  for (int64_t d = 0; d < D; d += 32) {
-    for (int64_t slot = 0; slot < kTile; slot += 16) {
-      __m512i x[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_si512(at[slot + i] + d);
-      Transpose(x, k + d * kTile + 2 * slot, 2 * kTile);
-    }
-  }
+// The values of a tile: v [32][D][2 slots].
+void PackValues(const bf16* const (&at)[kTile], int64_t D, bf16* v) {
   auto wide = [D](const bf16* row, int64_t d) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(row + D + d)));
   };
@@ -162,7 +148,7 @@ float Soften(const Problem& p, float* scores, bf16* weights, int64_t low, int64_
   return alpha;
 }
 
-// Many queries of a row: KV tiles are packed, since each serves many.
+// Many queries of a row: values are packed, since each serves many.
 void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
   int64_t rows = item.count * p.G, D = p.D;  // query rows: [count, G]
   scratch.Size(rows, D);
@@ -174,19 +160,19 @@ void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
   for (int64_t first = item.begin / kTile * kTile; first < item.end; first += kTile) {
     const bf16* at[kTile];
     Locate(p, item, item.head, first, scratch.zeros.data(), at);
-    PackTile(at, D, scratch.k.data(), scratch.v.data());
-    float *scores = scratch.scores.data(), *alpha = scratch.alpha.data();
-    Multiply<4>(rows, scratch.q.data(), D, scratch.k.data(), 2 * kTile, D / 2, scores, kTile, nullptr);
+    PackValues(at, D, scratch.v.data());
+    float *scores = scratch.scores.data(), *alpha = scratch.alpha.data(), *o = scratch.o.data();
+    for (int64_t slot = 0; slot < kTile; slot += 4) {
+      for (int64_t r = 0; r < rows; r += 4) Score<4, 4>(&scratch.q[r * D], at + slot, 0, D, scores + r * kTile + slot);
+    }
     for (int64_t r = 0; r < rows; ++r) {
       int64_t position = item.position + r / p.G, low = p.window > 0 ? position + 1 - p.window - first : 0;
       alpha[r] = Soften(p, scores + r * kTile, &scratch.p[r * kTile], low, position + 1 - first, &scratch.top[r],
                         &scratch.total[r]);
     }
     int64_t d = 0;
-    for (; d + 64 <= D; d += 64) {
-      Multiply<4>(rows, scratch.p.data(), kTile, &scratch.v[2 * d], 2 * D, kTile / 2, &scratch.o[d], D, alpha);
-    }
-    if (d < D) Multiply<2>(rows, scratch.p.data(), kTile, &scratch.v[2 * d], 2 * D, kTile / 2, &scratch.o[d], D, alpha);
+    for (; d + 64 <= D; d += 64) WeighPacked<4>(rows, scratch.p.data(), &scratch.v[2 * d], D, o + d, alpha);
+    if (d < D) WeighPacked<2>(rows, scratch.p.data(), &scratch.v[2 * d], D, o + d, alpha);
   }
   for (int64_t r = 0; r < rows; ++r) {
     __m512 total = _mm512_set1_ps(scratch.total[r]);
@@ -195,19 +181,6 @@ void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
       _mm256_storeu_si256((__m256i*)(p.o + query(r / p.G) + r % p.G * D + d), (__m256i)_mm512_cvtneps_pbh(mean));
     }
   }
-}
-
-// scores[i] = q . k of 16 slots.
-inline void Score(const bf16* q, const bf16* const* at, int64_t offset, int64_t D, float* scores) {
-  __m512 acc[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
-  for (int64_t d = 0; d < D; d += 32) {
-    __m512bh x = Load(q + d);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) acc[i] = _mm512_dpbf16_ps(acc[i], x, Load(at[i] + offset + d));
-  }
-  _mm512_storeu_ps(scores, Sums(acc));
 }
 
 // o[R][32 V] = alpha * o + weights . v over a tile's slots; within each 32 dimensions, those that unpacking puts first
@@ -291,7 +264,7 @@ void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& s
     int64_t share = kTile * ahead.lines / (2 * rows * slots / 16) + 1;
     for (int64_t slot = 0; slot < slots; slot += 16) {
       for (int64_t r = 0; r < rows; ++r, ahead.Bring(share)) {
-        Score(q + r * D, at + slot, r / p.G * 2 * D, D, &scratch.scores[r * kTile + slot]);
+        Score<1, 16>(q + r * D, at + slot, r / p.G * 2 * D, D, &scratch.scores[r * kTile + slot]);
       }
     }
     int64_t low = p.window > 0 ? item.position + 1 - p.window - first : 0;

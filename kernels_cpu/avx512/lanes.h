@@ -1,4 +1,4 @@
-// What the kernels for AVX-512 bf16 share.
+// What the kernels for AVX-512 bf16, and for AMX beside it, share.
 #pragma once
 
 #include "../kernels.h"
@@ -25,6 +25,33 @@ inline __m512 Sums(const __m512 (&a)[16]) {
     v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
   }
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+}
+
+// out[j][i] = x[i][j] for 16 x 16 words.
+inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      x[4 * i + 2 * half] = _mm512_unpacklo_epi64(t[4 * i + half], t[4 * i + half + 2]);
+      x[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(t[4 * i + half], t[4 * i + half + 2]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {  // quarter n of x[4i + j] is column 4n + j of rows 4i to 4i + 3
+    __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), b = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd), d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+    _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(a, b, 0x88));
+    _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(c, d, 0x88));
+    _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
+    _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(c, d, 0xdd));
+  }
 }
 
 }  // namespace jpaged

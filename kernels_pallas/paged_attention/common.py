@@ -35,13 +35,13 @@ def combine(o_SXKGD: Array, lse_SXKG: Array, sinks_H: Array | None = None) -> Ar
     sums of weights, of which sinks are one more.
     """
     most = jnp.max(lse_SXKG, axis=1, keepdims=True)
-    if sinks_H is not None:
+    if sinks_H is None:
+        weight, sink = jnp.exp2(lse_SXKG - most), 0.0
+    else:
         sinks = (sinks_H.astype(jnp.float32) * LOG2E).reshape(1, 1, *lse_SXKG.shape[2:])
         most = jnp.maximum(most, sinks)
-    weight = jnp.exp2(lse_SXKG - most)
-    total = jnp.sum(weight, axis=1)
-    if sinks_H is not None:
-        total = total + jnp.exp2(sinks - most)[:, 0]
+        weight, sink = jnp.exp2(lse_SXKG - most), jnp.exp2(sinks - most)[:, 0]
+    total = jnp.sum(weight, axis=1) + sink
     return jnp.sum(o_SXKGD * weight[..., None], axis=1) / total[..., None]
 
 

@@ -261,11 +261,11 @@ def test_weights_of_another_mesh():
     cluster.sync_weights()
     after = lists(cluster.generate(PROMPTS))
     assert after == lists(make_vanilla(actor).generate(PROMPTS, GREEDY)) != before
-    leaves = jax.tree.leaves(rollout._current())
+    leaves = jax.tree.leaves(rollout._weights.current())
     assert all(set(x.devices()) <= set(rollout_mesh.devices.flat) for x in leaves)
     assert lists(cluster.generate(PROMPTS)) == after
     assert all(
-        a is b for a, b in zip(leaves, jax.tree.leaves(rollout._current()), strict=True)
+        a is b for a, b in zip(leaves, jax.tree.leaves(rollout._weights.current()), strict=True)
     )  # made once
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kernels_cpu import paged_attention
-from kernels_cpu.library import level, unavailable
-from kernels_cpu.linear import linear, supported
+from kernels_cpu.library import unavailable
+from kernels_cpu.linear import NativeProducts, linear
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
 
@@ -70,10 +70,6 @@ class TestPagedAttention(PagedAttentionSuite):
         )
 
 
-@pytest.mark.skipif(
-    (chosen := level()) is None or not chosen.batch_invariant,
-    reason="decode sums in another order than prefill at this level",
-)
 @pytest.mark.parametrize("case", [c for c in CASES if c.queries is None], ids=str)
 def test_decode_has_the_bits_of_prefill(case: Case) -> None:
     """So has a token its bits whether it was drawn or is scored."""
@@ -112,8 +108,8 @@ def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
     return x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
 
 
-# Rows and columns that fill tiles of 4 x 6 or 3 x 3 and that do not, one of everything; more rows
-# than are few.
+# Rows and columns that fill tiles of 4 x 6, 3 x 3 or 32 x 32 and that do not, one of everything;
+# more rows than are few.
 SHAPES = [
     (1, 2, 32),
     (3, 4, 64),
@@ -122,6 +118,8 @@ SHAPES = [
     (33, 50, 160),
     (127, 12, 64),
     (300, 26, 128),
+    (50, 70, 64),
+    (16, 32, 32),
 ]
 
 
@@ -152,5 +150,8 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
 
 def test_what_is_supported() -> None:
     x, weight = map(jnp.asarray, arrays(4, 6, 64))
+    supported = NativeProducts(most_rows=None).supported
     assert supported(x, weight) and not supported(x[:, :40], weight[:, :40])
     assert not supported(x[None], weight) and not supported(x.astype(jnp.float32), weight)
+    for most, expected in ((0, False), (3, False), (4, True)):
+        assert NativeProducts(most_rows=most).supported(x, weight) == expected

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kernels_cpu import experts, library
-from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import Shapes
 from tests.kernels.test_experts import GLU, exact, make
 
@@ -65,16 +64,6 @@ def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(experts, "MOST_PAIRS", 50)
     found = jax.jit(functools.partial(experts.experts, glu=GLU))(x, chosen, weight, weights)
     np.testing.assert_array_equal(found, whole)
-
-
-def test_many_rows_are_xlas_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    level: Any = dataclasses.replace(library.LEVELS[-1], few_rows=8)
-    monkeypatch.setattr(experts, "level", lambda: level)
-    for T, is_xlas in ((16, False), (18, True)):
-        args = make(T, 4, 2, jnp.bfloat16)
-        text = jax.jit(functools.partial(experts.experts, glu=GLU)).lower(*args).as_text()
-        assert ("jpaged_experts" not in text) == is_xlas
-    np.testing.assert_array_equal(experts.experts(*args, GLU), tiles.experts(*args, GLU))
 
 
 @pytest.mark.parametrize(

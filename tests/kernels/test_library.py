@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from kernels_cpu import library
-from kernels_cpu.library import unavailable
 
 AVX2 = frozenset({"avx2", "fma"})
 LEVEL = library.LEVELS[-1]
-afresh = unavailable.__wrapped__  # the function itself, under its cache
+afresh = library.registered.__wrapped__  # the function itself, under its cache
 
 
 @pytest.fixture
@@ -80,19 +79,29 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_level_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JPAGED_NATIVE", raising=False)
-    best, least = library.LEVELS
-    for words, expected in (
-        (AVX2 | best.needs, best),
-        (AVX2, least),
-        (AVX2 | best.needs - {"avx512_bf16"}, least),
-        (frozenset({"avx2"}), None),
+    best, middle, least = library.LEVELS
+    for words, grants, expected in (
+        (AVX2 | best.needs, True, best),
+        (AVX2 | best.needs, False, middle),
+        (AVX2 | middle.needs, True, middle),
+        (AVX2, True, least),
+        (AVX2 | best.needs - {"avx512_bf16"}, True, least),
+        (frozenset({"avx2"}), True, None),
     ):
         monkeypatch.setattr(library, "_processor", lambda words=words: words)
+        monkeypatch.setattr(library, "_grants_tiles", lambda grants=grants: grants)
         assert library.level() is expected
     monkeypatch.setattr(library, "_processor", lambda: AVX2 | best.needs)
-    for value, expected in {"1": best, "0": None, "avx2": least, "avx512": best}.items():
+    monkeypatch.setattr(library, "_grants_tiles", lambda: True)
+    for value, expected in {
+        "1": best,
+        "0": None,
+        "avx2": least,
+        "avx512": middle,
+        "amx": best,
+    }.items():
         monkeypatch.setenv("JPAGED_NATIVE", value)
         assert library.level() is expected
     monkeypatch.setenv("JPAGED_NATIVE", "sse2")
-    with pytest.raises(ValueError, match="JPAGED_NATIVE='sse2': must be 0, 1, or one of avx512"):
+    with pytest.raises(ValueError, match="JPAGED_NATIVE='sse2': must be 0, 1, or one of amx"):
         library.level()

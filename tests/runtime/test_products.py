@@ -1,19 +1,26 @@
 """Who multiplies is chosen when an engine starts, and never asked for while a step is traced."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.config import EngineConfig
 from jpaged.engine.buckets import bucket_table
 from jpaged.models.decoder import bind
+from jpaged.runtime import products
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import choose_products
+from jpaged.runtime.products import FREE, choose_products, resolve_for
 from jpaged.runtime.runner import Runner
-from kernels_cpu import library, linear, paged_attention
+from kernels_cpu import library, paged_attention
+from kernels_cpu.linear import NativeProducts
+from kernels_cpu.rates import Rates
 from tests.tiny import CONFIG, engine, make_params, make_prompts
 
+NATIVE = NativeProducts(most_rows=None)
+WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=96, head_dim=32)
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 
 
@@ -23,11 +30,32 @@ def asked() -> str | None:
 
 def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "unavailable", lambda: None)
-    assert choose_products(ONE_DEVICE.device, jnp.bfloat16) is linear
+    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={8: 0.5, 64: 0.9, 512: 1.1}))
+
+    def chosen(dtype: Any, deterministic: bool = False) -> Any:
+        return choose_products(ONE_DEVICE.device, dtype, deterministic=deterministic)
+
+    assert chosen(jnp.bfloat16) == NativeProducts(most_rows=64)
+    assert chosen(jnp.bfloat16, deterministic=True) == NATIVE
     monkeypatch.setattr(library, "unavailable", lambda: "no compiler")
-    assert choose_products(ONE_DEVICE.device, jnp.bfloat16) is None
+    assert chosen(jnp.bfloat16) is None
     monkeypatch.setattr(library, "unavailable", asked)
-    assert choose_products(ONE_DEVICE.device, jnp.float32) is None
+    assert chosen(jnp.float32) is None
+
+
+def test_deterministic_by_default_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "unavailable", lambda: None)
+    monkeypatch.setattr(paged_attention, "unavailable", lambda: None)
+    for worst, asked_for, expected in (
+        (FREE, None, True),
+        (FREE + 0.01, None, False),
+        (FREE + 0.01, True, True),
+        (0.5, False, False),
+    ):
+        monkeypatch.setattr(products, "rates", lambda worst=worst: Rates(ratios={512: worst}))
+        config = EngineConfig(deterministic=asked_for)
+        resolved = resolve_for(WIDE, config, ONE_DEVICE, jnp.bfloat16)
+        assert resolved.deterministic is expected and not resolved.pinned
 
 
 @pytest.mark.parametrize("chosen", ["chosen", "native"])
@@ -36,7 +64,7 @@ def test_tracing_a_step_never_asks_for_the_library(
 ) -> None:
     """A step of every phase; with whatever this processor has, and as if it had the C++ one."""
     if chosen == "native":
-        monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_: linear)
+        monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: NATIVE)
     settings = engine().resolve(CONFIG)
     params = jax.device_put(dict(make_params(0, CONFIG, jnp.bfloat16)), ONE_DEVICE.replicated)
     runner = Runner(CONFIG, settings, ONE_DEVICE, params)
@@ -46,7 +74,7 @@ def test_tracing_a_step_never_asks_for_the_library(
     assert set(table) == {"prefill", "sample", "decode"}
     for bucket in table.values():
         lowered = runner.steps.lower(bucket).as_text()
-        assert ("jpaged_linear" in lowered) == (runner.steps.setting.products is linear)
+        assert ("jpaged_linear" in lowered) == (runner.steps.setting.products is not None)
 
 
 @pytest.mark.train

@@ -57,7 +57,7 @@ def make_steps(
         dataclasses.replace(spec, num_blocks=number)
         for spec, number in zip(specs, num_blocks, strict=False)
     )
-    products = choose_products(ONE_DEVICE.device, dtype)
+    products = choose_products(ONE_DEVICE.device, dtype, deterministic=False)
     setting = steps.StepSetting(model=model, config=settings, pools=tuple(pools), products=products)
     form = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE_DEVICE.replicated), params

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from kernels_cpu.library import level, unavailable
+from jpaged.runtime.products import FREE
+from kernels_cpu.library import unavailable
+from kernels_cpu.rates import rates
 from tests.batch_engine import ROOT, load_script
 from tests.text_model import write_folder
 
@@ -140,7 +142,7 @@ def test_ten_kills(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(
-    (chosen := level()) is None or unavailable() is not None or not chosen.batch_invariant,
+    unavailable() is not None or rates().worst > FREE,
     reason="bits do not depend on the request alone here unless --deterministic",
 )
 def test_six_kills_of_the_embedded_model(tmp_path: Path) -> None:

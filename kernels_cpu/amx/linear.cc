@@ -1,0 +1,138 @@
+// Products with AMX tiles; see linear.h. The weight is the first operand, read as it lies, 32 of its rows at a time; x, of
+// which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
+#include "../linear.h"
+
+#include <cstring>
+#include <vector>
+
+#include "../avx512/lanes.h"
+
+namespace jpaged {
+namespace {
+
+constexpr int64_t kSide = 16;          // rows of a tile, and columns of f32
+constexpr int64_t kCols = 2 * kSide;   // rows of w at a time
+constexpr int64_t kDepth = 32;         // bf16 along E in a tile's row, and in a cache line
+
+// What every tile of this thread is while in scope: 16 rows of 64 bytes.
+struct Tiles {
+  Tiles() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kSide;
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// Tokens [16 i, 16 i + 16) of x as [E/2][16 tokens][2], zeros past the last one.
+void PackTokens(const bf16* x, bf16* packed, int64_t T, int64_t E, int64_t i) {
+  packed += kSide * E * i;
+  for (int64_t e = 0; e < E; e += kDepth) {
+    __m512i rows[16];
+#pragma GCC unroll 16
+    for (int64_t t = 0; t < kSide; ++t) {
+      bool is_token = kSide * i + t < T;
+      rows[t] = is_token ? _mm512_loadu_si512(x + (kSide * i + t) * E + e) : _mm512_setzero_si512();
+    }
+    Transpose(rows, packed + e * kSide, kDepth);
+  }
+}
+
+inline void Put(float* at, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(at, mask, x); }
+inline void Put(bf16* at, __m512 x, __mmask16 mask) {
+  _mm256_mask_storeu_epi16(at, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+// A tile of sums, [16 rows of w][16 tokens], to y [tokens, N].
+template <typename Out>
+inline void Write(const float (&sums)[kSide][kSide], Out* y, int64_t stride, int64_t tokens, int64_t cols) {
+  if (cols <= 0) return;
+  alignas(64) float turned[kSide][kSide];
+  __m512i rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSide; ++i) rows[i] = _mm512_load_si512(sums[i]);
+  Transpose(rows, reinterpret_cast<bf16*>(turned), kDepth);
+  __mmask16 mask = cols >= kSide ? 0xffff : (1u << cols) - 1;
+  for (int64_t t = 0; t < std::min(tokens, kSide); ++t) Put(y + t * stride, _mm512_load_ps(turned[t]), mask);
+}
+
+// The products of 32 rows of w and all tokens, of which `cols` columns go to y. `next`: rows of w that come after.
+template <typename Out>
+void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y, int64_t T, int64_t N, int64_t E,
+                     int64_t cols) {
+  const bf16* w_high = w + kSide * E;
+  for (int64_t t = 0; t < T; t += 2 * kSide) {
+    const bf16 *x = packed + t * E, *x_high = x + kSide * E;
+    bool is_wide = t + kSide < T;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t e = 0; e < E; e += kDepth) {
+      _tile_loadd(4, w + e, E * sizeof(bf16));
+      _tile_loadd(5, w_high + e, E * sizeof(bf16));
+      if (t == 0) {
+        for (int64_t i = 0; i < kCols; ++i) _mm_prefetch((const char*)(next + i * E + e), _MM_HINT_T1);
+      }
+      _tile_loadd(6, x + e * kSide, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+      if (is_wide) {
+        _tile_loadd(7, x_high + e * kSide, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    alignas(64) float sums[4][kSide][kSide];
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    Write(sums[0], y + t * N, N, T - t, cols);
+    Write(sums[1], y + t * N + kSide, N, T - t, cols - kSide);
+    if (is_wide) {
+      _tile_stored(2, sums[2], 64);
+      _tile_stored(3, sums[3], 64);
+      Write(sums[2], y + (t + kSide) * N, N, T - t - kSide, cols);
+      Write(sums[3], y + (t + kSide) * N + kSide, N, T - t - kSide, cols - kSide);
+    }
+  }
+}
+
+template <typename Out>
+void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
+  int64_t tiles = (T + kSide - 1) / kSide, groups = (N + kCols - 1) / kCols;
+  if (tiles == 0) return;
+  static thread_local std::vector<bf16> memory;
+  memory.resize(tiles * kSide * E);
+  bf16* packed = memory.data();
+  ParallelFor(pool, tiles, [&](int64_t i) { PackTokens(x, packed, T, E, i); });
+  // Several items a thread: one that begins late is not waited for long.
+  int64_t items = std::min(groups, 8 * pool.num_threads());
+  ParallelFor(pool, items, [&](int64_t item) {
+    Tiles tiles_of_this_thread;
+    for (int64_t n = groups * item / items * kCols; n < std::min(N, groups * (item + 1) / items * kCols); n += kCols) {
+      const bf16* rows = w + n * E;
+      std::vector<bf16> padded;  // a tile reads all of its rows
+      if (n + kCols > N) {
+        padded.resize(kCols * E);
+        std::memcpy(padded.data(), rows, (N - n) * E * sizeof(bf16));
+        rows = padded.data();
+      }
+      // Past the end of w, fetching does no harm.
+      MultiplyColumns(packed, rows, w + (n + kCols) * E, y + n, T, N, E, std::min(kCols, N - n));
+    }
+  });
+}
+}  // namespace
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E) {
+  MultiplyAny(pool, x, w, y, T, N, E);
+}
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
+  MultiplyAny(pool, x, w, y, T, N, E);
+}
+}  // namespace jpaged

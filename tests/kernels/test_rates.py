@@ -1,0 +1,58 @@
+"""What native products are measured to be worth: what follows from it, and that it is kept."""
+
+from pathlib import Path
+
+import pytest
+
+from kernels_cpu import rates
+from kernels_cpu.library import unavailable
+from kernels_cpu.rates import Rates
+
+
+@pytest.mark.parametrize(
+    ("ratios", "most", "worst"),
+    [
+        ({8: 0.5, 64: 0.9, 512: 1.0}, None, 1.0),
+        ({8: 0.5, 64: 0.9, 512: 1.1}, 64, 1.1),
+        ({8: 0.5, 64: 1.3, 512: 0.9}, 8, 1.3),  # between, XLA's may be the better ones
+        ({512: 2.0, 8: 1.01}, 0, 2.0),
+    ],
+)
+def test_what_follows(ratios: dict[int, float], most: int | None, worst: float) -> None:
+    found = Rates(ratios=ratios)
+    assert (found.most_rows, found.worst) == (most, worst)
+
+
+def test_measured_once_a_library_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Rates] = []
+
+    def measure() -> Rates:
+        measured.append(Rates(ratios={8: 0.5, 64: 1 + len(measured)}))
+        return measured[-1]
+
+    monkeypatch.setattr(Rates, "measured", measure)
+    monkeypatch.setattr(rates, "registered", lambda: tmp_path / "kernels-avx2-1.so")
+    afresh = rates.rates.__wrapped__
+    assert afresh() == afresh() == measured[0] and len(measured) == 1
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("kernels-avx2-1-") and file.suffix == ".json"
+    file.write_text("{")
+    assert afresh() == afresh() == measured[1] and len(measured) == 2
+    monkeypatch.setattr(rates, "_machine", lambda: "another")
+    assert afresh() == afresh() == measured[2] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_where_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "measured", lambda: Rates(ratios={8: 0.5}))
+    monkeypatch.setattr(rates, "registered", lambda: tmp_path / "gone" / "kernels-avx2-1.so")
+    assert rates.rates.__wrapped__() == Rates(ratios={8: 0.5})
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ROWS": (8, 40), "N": 64, "E": 32, "WEIGHTS": 2, "ROUNDS": 2}.items():
+        monkeypatch.setattr(rates, name, value)
+    ratios = Rates.measured().ratios
+    assert list(ratios) == [8, 40] and all(ratio > 0 for ratio in ratios.values())
