@@ -355,7 +355,7 @@ def test_equal_prompts_of_one_call(llm: LLM) -> None:
 def test_nothing_compiles_for_more_samples(llm: LLM) -> None:
     sampling = [vary(GREEDY, ignore_eos=True), vary(CONTROLS["presence"], seed=1)]
     run(llm, PROMPTS[2:4], sampling)
-    run(llm, PROMPTS[2:3], sampling[0])
+    run(llm, PROMPTS[2:3], vary(sampling[0], n=2))  # compiles the copy of a block
     count = llm.stats()["num_compiles"]
     with compiles() as names:
         run(llm, PROMPTS[2:4], [vary(p, n=4) for p in sampling])
