@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     "block_size": 8,
     "max_model_len": 96,
 }
-EXACT = SMALL | {"dtype": "float32"}
+EXACT: dict[str, Any] = SMALL | {"dtype": "float32"}
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
 PROMPTS = [f"def f{i % 7}(" for i in range(40)]
 

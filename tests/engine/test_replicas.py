@@ -254,8 +254,9 @@ def test_a_failed_step_is_computed_again(method: str, depth: int) -> None:
 def test_interrupted_on_any_line(depth: int, stride: int) -> None:
     """Whoever goes on gets every stream; whoever aborts instead leaves nothing behind."""
     for line in itertools.count(0, stride):
-        teams = [Team(2, depth, num_blocks=6, max_num_batched_tokens=8) for _ in range(2)]
-        for team, goes_on in zip(teams, (True, False), strict=True):
+        hit = False
+        for goes_on in (True, False):
+            team = Team(2, depth, num_blocks=6, max_num_batched_tokens=8)
             seqs, hit = interrupted(team, line)
             for seq in seqs:
                 if not goes_on:
