@@ -79,7 +79,9 @@ class Runner:
         """Bytes that the pools take on each device now."""
         return 0 if self._state is None else bytes_of(self.pools)
 
-    # Steps
+    def fit(self, bucket: Bucket) -> Bucket:
+        """The bucket to run for one: see CompiledSteps.standing_in."""
+        return self.steps.standing_in(bucket)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step; the state is rebound to its result before this returns. CapacityError where
@@ -96,7 +98,7 @@ class Runner:
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.put(batch.copies))
         packed = self.put(batch.packed)
-        if batch.bucket.phase == "decode":
+        if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.rows * batch.steps)
             state, out = step(self.params, self._lent(batch.bucket), packed)
             self._take_back(state)
@@ -169,8 +171,7 @@ class Runner:
         """
         step = self.steps.set_counts()
         for start in range(0, len(token_ids), COUNTS_CHUNK):
-            tokens = token_ids[start : start + COUNTS_CHUNK]
-            chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
+            chunk = _padded(token_ids[start : start + COUNTS_CHUNK], COUNTS_CHUNK, int(PAD_TOKEN))
             scalars = (row, max(prompt_len - start, 0), start == 0)
             at, num_prompt, clear = (self.put(np.asarray(x, np.int32)) for x in scalars)
             self._counts_RV = step(self._counts_RV, at, self.put(chunk), num_prompt, clear)
@@ -209,8 +210,6 @@ class Runner:
 
     def _up(self, blocks: Any, group: int, count: int) -> Array:
         return jax.device_put(blocks, kv_cache.sharding(self.placement))
-
-    # Arrays
 
     def allocate(self, *, full: bool = False) -> None:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where

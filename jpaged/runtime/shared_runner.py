@@ -8,6 +8,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Bucket
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import kv_cache
@@ -25,6 +26,10 @@ class SharedRunner(Runner):
         super().__init__(model, config, placement, params)
         assert isinstance(placement.mesh, Mesh)
         self.peers = Peers(placement.mesh, config.peer_timeout_s)
+
+    def fit(self, bucket: Bucket) -> Bucket:
+        """Itself: which steps are compiled may differ between processes."""
+        return bucket
 
     def _dispatch(self, batch: Batch) -> Handle:
         def dispatch() -> Handle:

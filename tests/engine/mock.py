@@ -110,6 +110,9 @@ class MockRunner:
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
 
+    def fit(self, bucket: Bucket) -> Bucket:
+        return bucket
+
     def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
