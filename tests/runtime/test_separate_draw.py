@@ -47,13 +47,14 @@ def test_the_bits_of_a_decode_that_draws_itself() -> None:
 
 
 def test_what_it_resolves_to() -> None:
-    for asked, on_cpu, expected in (
+    cases: list[tuple[dict[str, Any], bool, bool]] = [
         ({}, True, True),
         ({}, False, False),
         ({"decode_steps": 4}, True, False),
         ({"separate_draw": False}, True, False),
         ({"separate_draw": True}, False, True),
-    ):
+    ]
+    for asked, on_cpu, expected in cases:
         resolved = EngineConfig(**asked).resolve(CONFIG, on_cpu=on_cpu)
         assert resolved.separate_draw is expected
         kinds = {b.features for b in bucket_table(resolved) if b.phase == "decode"}
@@ -63,7 +64,8 @@ def test_what_it_resolves_to() -> None:
 
 
 def decode(rows: int, **changes: Any) -> Bucket:
-    return Bucket(phase="decode", tokens=rows, rows=rows, **({"tables": 1, "blocks": 4} | changes))
+    kind: dict[str, Any] = {"tables": 1, "blocks": 4} | changes
+    return Bucket(phase="decode", tokens=rows, rows=rows, **kind)
 
 
 def test_what_holds_what() -> None:
