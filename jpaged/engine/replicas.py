@@ -227,7 +227,7 @@ class Replicas:
     def _dispatch(self, plans: list[Plan], started: float) -> None:
         config = self.config
         chosen = [choose_buckets(plan, config) for plan in plans if plan.entries]
-        buckets = common_buckets(chosen, config)
+        buckets = self.runner.fit(common_buckets(chosen, config))
         batch = join([pack(plan, config, buckets) for plan in plans], config)
         whole = Plan(
             phase=plans[0].phase,
