@@ -84,6 +84,8 @@ def is_batch_invariant(
     """
     if model.num_experts or choose_products(where.device, dtype, deterministic=True) is None:
         return False
+    if config.quantization is not None:  # XLA multiplies by them
+        return False
     shards = where.axis_size
     model = served_config(model, shards)
     heads, ffn = model.num_heads * model.head_dim // shards, model.intermediate_size // shards

@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.models.params import MeshAxis
+from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
@@ -68,7 +69,7 @@ class Linear:
     results are summed; None where this device has all of them.
     """
 
-    weight: Array
+    weight: Array | QuantizedWeight
     bias: Array | None
     serving: Serving
     num_outputs: int = dataclasses.field(metadata={"static": True})
@@ -79,15 +80,22 @@ class Linear:
         dtype = x.dtype if dtype is None else dtype
         outputs = self.weight.shape[: self.num_outputs]
         is_last = self.bias is None and self.sum_over is None
-        y = self._product(
-            x, self.weight.reshape(math.prod(outputs), -1), dtype if is_last else jnp.float32
-        )
+        wanted = dtype if is_last else jnp.float32
+        if isinstance(self.weight, QuantizedWeight):
+            y = self._quantized(x, self.weight.matrix(), wanted)
+        else:
+            y = self._product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
         y = y.reshape(*x.shape[:-1], *outputs)
         if self.bias is not None:
             y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
         return y.astype(dtype)
+
+    def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
+        rows = x.reshape(-1, x.shape[-1])
+        y = weight.linear(rows).astype(dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def _product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         products, count = self.serving.products, self.serving.num_rows
