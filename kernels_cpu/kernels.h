@@ -23,6 +23,9 @@ template <size_t rank>
 using Int32 = ffi::Buffer<ffi::S32, rank>;
 
 template <size_t rank>
+using Float32 = ffi::Buffer<ffi::F32, rank>;
+
+template <size_t rank>
 inline bf16* Data(Bf16<rank> x) {
   return reinterpret_cast<bf16*>(x.untyped_data());
 }

@@ -8,11 +8,12 @@ namespace jpaged {
 namespace {
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, Bf16<4> kv, Int32<0> layer, Int32<2> table,
-                          Int32<1> contexts, Int32<1> starts, ffi::Result<Bf16<3>> o, int64_t num_layers, float scale,
-                          int64_t window, float soft_cap, bool decode) {
+                          Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o,
+                          int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = Data(kv), .o = Data(*o)};
   p.table = table.typed_data(), p.contexts = contexts.typed_data(), p.starts = starts.typed_data();
+  p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
   p.T = q_shape[0], p.H = q_shape[1], p.D = q_shape[2], p.S = table.dimensions()[0], p.M = table.dimensions()[1];
   p.P = kv_shape[1], p.K = kv_shape[2] / 2, p.G = p.H / p.K;
   p.first_block = layer.typed_data()[0] * (kv_shape[0] / num_layers);
@@ -56,6 +57,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_paged_attention, jpaged::PagedAttention,
                                   .Arg<jpaged::Int32<2>>()
                                   .Arg<jpaged::Int32<1>>()
                                   .Arg<jpaged::Int32<1>>()
+                                  .Arg<jpaged::Float32<1>>()
                                   .Ret<jpaged::Bf16<3>>()
                                   .Attr<int64_t>("num_layers")
                                   .Attr<float>("scale")

@@ -19,6 +19,7 @@ struct Problem {
   const bf16 *q, *pool;
   bf16* o;
   const int32_t *table, *contexts, *starts;
+  const float* sinks;                                   // one more score of each query head, or null
   int64_t T, S, M, H, K, G, D, P, first_block, window;  // window 0: none
   float scale, soft_cap;                                // soft_cap 0: none
   bool decode;                                          // one query a row
@@ -29,6 +30,11 @@ struct Problem {
 struct Item {
   int64_t row, token, count, position, begin, end, head, heads;
 };
+
+// The running maximum and sum of a query head's softmax, before any score but its sink.
+inline void Start(const Problem& p, int64_t query_head, float* top, float* total) {
+  if (p.sinks != nullptr) *top = p.sinks[query_head], *total = 1.0f;
+}
 
 // Works through one item. `after`: what this thread does next, or null.
 void Attend(const Problem& p, const Item& item, const Item* after);

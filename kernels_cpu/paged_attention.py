@@ -47,6 +47,7 @@ def prefill(
     prepared: None = None,
     *,
     options: Options,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries; see `kernels_pallas.paged_attention.reference.prefill`.
 
@@ -54,7 +55,7 @@ def prefill(
     """
     del prepared
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-    return _call(q_THD, pool, layer, rows, options, decode=False)
+    return _call(q_THD, pool, layer, rows, options, sinks_H, decode=False)
 
 
 def decode(
@@ -65,11 +66,12 @@ def decode(
     context_lens_S: Array,
     *,
     options: Options,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Attention of one query a row; see `kernels_pallas.paged_attention.reference.decode`."""
     query_start_loc_S1 = np.arange(q_SHD.shape[0] + 1, dtype=np.int32)
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-    return _call(q_SHD, pool, layer, rows, options, decode=True)
+    return _call(q_SHD, pool, layer, rows, options, sinks_H, decode=True)
 
 
 def _call(
@@ -78,6 +80,7 @@ def _call(
     layer: Array | int,
     rows: tuple[Any, ...],
     options: Options,
+    sinks_H: Array | None,
     *,
     decode: bool,
 ) -> Array:
@@ -92,4 +95,5 @@ def _call(
         "window": np.int64(options.sliding_window or 0),
         "decode": decode,
     }
-    return call(q_THD, pool, jnp.asarray(layer, jnp.int32), *rows, **attributes)
+    sinks = jnp.asarray(() if sinks_H is None else sinks_H, jnp.float32)
+    return call(q_THD, pool, jnp.asarray(layer, jnp.int32), *rows, sinks, **attributes)

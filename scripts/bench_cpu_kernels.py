@@ -5,7 +5,8 @@ their ratio.
 
 Every call has another weight, or another layer of the pool, so that what a step reads from memory
 is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of rows alike, blocks of
-64 tokens, in bf16.
+64 tokens, in bf16. A layer of experts (8 of 64) is computed for all of them (dense), in XLA's tiles
+and natively; its GB/s are of the weights of those that were drawn.
 """
 
 import functools
@@ -20,9 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpaged.models.layers.mlp import gated
+from kernels_cpu import experts as native_experts
 from kernels_cpu import paged_attention as native
 from kernels_cpu.library import level, unavailable
 from kernels_cpu.linear import linear
+from kernels_pallas.experts import tiles
+from kernels_pallas.experts.interface import ExpertWeights
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.interface import Options
 
@@ -39,6 +44,8 @@ ATTENTION = [
     ("0.6b", 4, 250, 250),
     ("0.6b", 1, 2048, 2048),
 ]
+EXPERTS = (64, 8, 1024, 384)  # X, of which A a token; E, F
+EXPERT_ROWS = (1, 8, 32, 128, 512)
 BYTES = 150 << 20  # of weights or pool that one call goes through
 BLOCK = 64
 
@@ -125,10 +132,52 @@ def attention(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]
         }
 
 
+def all_of_them(
+    x: jax.Array, chosen: jax.Array, weight: jax.Array, weights: ExpertWeights, glu: Any
+) -> jax.Array:
+    """Every expert for every token, in two batched products."""
+    at = jnp.arange(x.shape[0])[:, None]
+    share = jnp.zeros((x.shape[0], EXPERTS[0]), jnp.float32).at[at, chosen].set(weight)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    gate, up = einsum("te,xgie->gxti", x, weights.gate_up)
+    return einsum(
+        "xte,tx->te", einsum("xti,xei->xte", glu(gate, up).astype(x.dtype), weights.down), share
+    )
+
+
+def experts(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    (X, A, E, F), glu = EXPERTS, functools.partial(gated, "silu")
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5, jnp.bfloat16)
+
+    weights = ExpertWeights(gate_up=draw(X, 2, F, E), gate_up_bias=None, down=draw(X, E, F))
+    forms = {"dense": all_of_them, "tiles": tiles.experts, "native": native_experts.experts}
+    for T in EXPERT_ROWS:
+        x, chosen = draw(T, E), np.stack([rng.permutation(X)[:A] for _ in range(T)])
+        args = (x, jnp.asarray(chosen, jnp.int32), jnp.full((T, A), 1 / A, jnp.float32), weights)
+        calls = {
+            name: functools.partial(jax.jit(functools.partial(form, glu=glu)), *args)
+            for name, form in forms.items()
+        }
+        seconds = medians(calls, rounds)
+        drawn = len(np.unique(chosen))
+        yield {
+            "experts": f"{T} tokens, {drawn} of {X}",
+            **{f"{name}_ms": 1e3 * seconds[name] for name in forms},
+            "ratio": seconds["native"] / seconds["dense"],
+            "native_gb_s": drawn * 6 * E * F / seconds["native"] / 1e9,
+        }
+
+
+PARTS = {"products": products, "attention": attention, "experts": experts}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = common.make_parser("bench_cpu_kernels", __doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=9, help="of which the median counts (default: 9)")
+    add("--only", choices=PARTS, nargs="+", default=list(PARTS), help="what to time (default: all)")
     add("--json", type=Path, metavar="FILE", help="write the rows here, a JSON object a line")
     args = parser.parse_args(argv)
     if reason := unavailable():
@@ -137,8 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     if chosen := level():
         print(f"kernels for {chosen.name}\n")
     rng, written = np.random.default_rng(0), []
-    for part in (products, attention):
-        rows = list(part(rng, args.rounds))
+    for part in args.only:
+        rows = list(PARTS[part](rng, args.rounds))
         cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in row.values()] for row in rows]
         print("\n".join(common.aligned(list(rows[0]), cells, left=1)), end="\n\n", flush=True)
         written += [common.json_line(row) + "\n" for row in rows]

@@ -85,7 +85,7 @@ class Kernel:
         """
         options = self._options(num_layers, scale, sliding_window, soft_cap)
         rows = (block_table_SM, context_lens_S, query_start_loc_S1, prepared)
-        return self._module.prefill(q_THD, pool, layer, *rows, options=options, **_given(sinks_H))
+        return self._module.prefill(q_THD, pool, layer, *rows, options=options, sinks_H=sinks_H)
 
     def decode(
         self,
@@ -106,7 +106,7 @@ class Kernel:
         """
         options = self._options(num_layers, scale, sliding_window, soft_cap)
         rows = (block_table_SM, context_lens_S)
-        return self._module.decode(q_SHD, pool, layer, *rows, options=options, **_given(sinks_H))
+        return self._module.decode(q_SHD, pool, layer, *rows, options=options, sinks_H=sinks_H)
 
     @property
     def _module(self) -> Any:
@@ -123,10 +123,6 @@ class Kernel:
             soft_cap=soft_cap,
             interpret=self.interpret,
         )
-
-
-def _given(sinks_H: Array | None) -> dict[str, Array]:
-    return {} if sinks_H is None else {"sinks_H": sinks_H}
 
 
 def choose_kernel(
@@ -146,7 +142,6 @@ def choose_kernel(
         num_kv_heads=group.num_kv_heads // shards,
         num_rows=config.max_num_seqs,
         blocks_per_row=config.max_blocks_per_seq,
-        has_sinks=model.attention_sinks,
     )
     if config.attention != "auto":
         if reason := _unsupported(config.attention, shapes, device):
@@ -184,6 +179,4 @@ def _unsupported(name: str, shapes: Shapes, device: Any) -> str | None:
     is_compiled = implementation.is_compiled_for(device.platform)
     if not is_compiled and device.platform != "cpu":
         return f"not on {device.platform}"
-    if shapes.has_sinks and not implementation.takes_sinks:
-        return "attention sinks"
     return implementation.module().unsupported(shapes, device if is_compiled else None)

@@ -33,6 +33,7 @@ from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
+from kernels_cpu.experts import MOST_PAIRS
 
 FEATURES = (*DRAWS, "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
@@ -244,7 +245,9 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     experts = 0
     if model.num_experts:  # an expert's weights, the pairs in their order, a sum in each layer
         experts = 24 * model.hidden_size * model.expert_size
-        experts += 64 * tokens * model.experts_per_token
+        pairs = tokens * model.experts_per_token
+        experts += 64 * pairs
+        experts += min(pairs, MOST_PAIRS) * (24 * model.expert_size + 16 * model.hidden_size)
         experts += 8 * tokens * model.hidden_size * model.num_layers
     ids = 2 * config.max_logprobs + config.max_logit_bias
     tables = len(kv_groups(model)) * config.max_blocks_per_seq

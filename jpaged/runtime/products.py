@@ -10,13 +10,13 @@ from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
-from jpaged.models.served import served_config
+from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas.experts import IMPLEMENTATIONS
+from kernels_pallas.experts import IMPLEMENTATIONS, rows_are_independent
 from kernels_pallas.experts.interface import Shapes
 
 log = logging.getLogger("jpaged")
@@ -80,19 +80,24 @@ def is_batch_invariant(
     that deterministic serving needs no steps of one size.
 
     config: resolved. dtype: of the weights. Asking may compile C++: it happens when an engine
-    starts. Experts are not: XLA sums over them as their number of tokens has it.
+    starts.
     """
-    if model.num_experts or choose_products(where.device, dtype, deterministic=True) is None:
+    if choose_products(where.device, dtype, deterministic=True) is None:
         return False
     if config.quantization is not None:  # XLA multiplies by them
         return False
     shards = where.axis_size
-    model = served_config(model, shards)
-    heads, ffn = model.num_heads * model.head_dim // shards, model.intermediate_size // shards
+    experts = choose_experts(model, where.device, dtype, shards)
+    model, own = served_config(model, shards), share_of(model, shards)
+    widths = [own.hidden_size, own.num_heads * own.head_dim, own.shared_expert_size]
+    if any(map(model.has_mlp, range(model.num_layers))):
+        widths.append(own.intermediate_size)
     kernels = (
         choose_kernel(model, group, config, dtype, where.device, shards)
         for group in kv_groups(model)
     )
-    return all(is_width_supported(width) for width in (model.hidden_size, heads, ffn)) and all(
-        kernel.is_batch_invariant for kernel in kernels
+    return (
+        (experts is None or rows_are_independent(experts))
+        and all(map(is_width_supported, widths))
+        and all(kernel.is_batch_invariant for kernel in kernels)
     )

@@ -177,7 +177,10 @@ void Attend(const Problem& p, const Item& item, const Item* after) {
     int64_t head = item.head + row / rows, token = item.token + row % rows / p.G;
     return (token * p.H + head * p.G + row % p.G) * D;
   };
-  for (int64_t row = 0; row < item.heads * rows; ++row) Widen(p.q + place(row), D, &scratch.q[row * D]);
+  for (int64_t row = 0; row < item.heads * rows; ++row) {
+    Widen(p.q + place(row), D, &scratch.q[row * D]);
+    Start(p, place(row) / D % p.H, &scratch.top[row], &scratch.total[row]);
+  }
   const bf16 *at[kTile], *next[kTile], *zeros = scratch.zeros.data();
   int64_t first = item.begin / kTile * kTile;
   Locate(p, item, item.head, first, zeros, at);

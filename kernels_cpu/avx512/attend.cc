@@ -152,6 +152,7 @@ float Soften(const Problem& p, float* scores, bf16* weights, int64_t low, int64_
 void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
   int64_t rows = item.count * p.G, D = p.D;  // query rows: [count, G]
   scratch.Size(rows, D);
+  for (int64_t r = 0; r < rows; ++r) Start(p, item.head * p.G + r % p.G, &scratch.top[r], &scratch.total[r]);
   auto query = [&](int64_t token) { return ((item.token + token) * p.H + item.head * p.G) * D; };
   for (int64_t t = 0; t < item.count; ++t) {
     std::memcpy(&scratch.q[t * p.G * D], p.q + query(t), p.G * D * sizeof(bf16));
@@ -246,6 +247,7 @@ struct Ahead {
 void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& scratch) {
   int64_t rows = item.heads * p.G, D = p.D;  // query rows: [heads, G], which lie together
   scratch.Size(rows, D);
+  for (int64_t r = 0; r < rows; ++r) Start(p, item.head * p.G + r, &scratch.top[r], &scratch.total[r]);
   const bf16 *q = p.q + (item.token * p.H + item.head * p.G) * D, *zeros = scratch.zeros.data();
   const bf16 *at[kTile], *next[kTile];
   Locate(p, item, item.head, item.begin / kTile * kTile, zeros, at);

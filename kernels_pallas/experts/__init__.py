@@ -6,8 +6,9 @@ IMPLEMENTATIONS are modules of the same two functions:
     experts(x_TE, chosen_TA, weight_TA, weights, glu) -> [T, E] f32: of each token the sum over its
         A choices of weight * down(glu(gate, up))
 
-`interface` has their arguments. Shapes: T tokens, A choices of a token, X experts, E embed, I width
-of an expert, P = T * A pairs of token and choice.
+One whose results for a token depend on that token alone, to the bit, says so by a function
+`batch_invariant() -> bool`. `interface` has their arguments. Shapes: T tokens, A choices of a
+token, X experts, E embed, I width of an expert, P = T * A pairs of token and choice.
 """
 
 import dataclasses
@@ -31,5 +32,12 @@ class Implementation:
 IMPLEMENTATIONS = {
     "megablox": Implementation("kernels_pallas.experts.megablox", ("tpu",)),
     "mosaic_gpu": Implementation("kernels_pallas.experts.mosaic_gpu", ("gpu", "cuda")),
+    "native": Implementation("kernels_cpu.experts", ("cpu",)),
     "tiles": Implementation("kernels_pallas.experts.tiles"),
 }
+
+
+def rows_are_independent(module: Any) -> bool:
+    """Whether the bits that a module gives for a token depend on that token alone."""
+    says = getattr(module, "batch_invariant", None)
+    return says is not None and says()

@@ -7,8 +7,8 @@ Each is a module of the same functions, whose arguments `interface` describes:
     prepare(query_start_loc_S1, context_lens_S, *, num_tokens, shapes, sliding_window) -> what
         `prefill` needs of a step and would otherwise make anew in each layer (any pytree, or None)
     prefill(q_THD, pool, layer, block_table_SM, context_lens_S, query_start_loc_S1, prepared=None,
-        *, options) -> o_THD
-    decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, options) -> o_SHD
+        *, options, sinks_H=None) -> o_THD
+    decode(q_SHD, pool, layer, block_table_SM, context_lens_S, *, options, sinks_H=None) -> o_SHD
 
 One whose results for a query depend on that query and its context alone, to the bit and in prefill
 and decode alike, says so by a function `batch_invariant() -> bool`.
@@ -32,7 +32,6 @@ class Implementation:
 
     path: str
     platforms: tuple[str, ...] | None = None
-    takes_sinks: bool = False  # as prefill(..., sinks_H=), decode(..., sinks_H=)
 
     def is_compiled_for(self, platform: str) -> bool:
         """platform: of a jax.Device."""
@@ -56,5 +55,5 @@ IMPLEMENTATIONS = {
     "triton": Implementation("kernels_pallas.paged_attention.triton", _CUDA),
     "tpu": Implementation("kernels_pallas.paged_attention.tpu", ("tpu",)),
     "native": Implementation("kernels_cpu.paged_attention", ("cpu",)),
-    "xla": Implementation("kernels_pallas.paged_attention.xla", takes_sinks=True),
+    "xla": Implementation("kernels_pallas.paged_attention.xla"),
 }

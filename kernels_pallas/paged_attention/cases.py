@@ -28,6 +28,7 @@ class Case:
     dtype: str = "float32"
     sliding_window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     num_layers: int = 2
     layer: int = 1
     extra_tokens: int = 0
@@ -105,6 +106,7 @@ DECODE = (
         sliding_window=25,
         dtype=_BF16,
     ),
+    Case(name="decode_sinks", contexts=_EDGES, sinks=True),
     Case(
         name="decode_many_rows",
         contexts=tuple(37 * i % 90 for i in range(40)),
@@ -133,6 +135,13 @@ PREFILL = (
         K=1,
         D=80,
         sliding_window=9,
+    ),
+    Case(
+        name="prefill_sinks_window",
+        contexts=(9, 0, 72, 135),
+        queries=(9, 0, 30, 130),
+        sliding_window=40,
+        sinks=True,
     ),
     Case(
         name="prefill_block64_g7_bf16",
@@ -200,6 +209,16 @@ GPU = (
     ),
     Case(name="decode_g3_k2", contexts=(20, 0, 9), H=6, P=8, D=64, dtype=_BF16, extra_blocks=0),
     Case(
+        name="decode_d64_p16_g8_sinks_window",
+        contexts=(20, 0, 150),
+        H=16,
+        P=16,
+        D=64,
+        dtype=_BF16,
+        sliding_window=128,
+        sinks=True,
+    ),
+    Case(
         name="prefill_d64_p16_g2",
         contexts=(1, 15, 0, 17, 64, 150),
         queries=(1, 15, 0, 17, 64, 150),
@@ -260,6 +279,28 @@ GPU = (
         D=64,
         dtype=_BF16,
         extra_blocks=0,
+    ),
+    Case(
+        name="prefill_d64_p16_g8_sinks",
+        contexts=(20, 0, 150),
+        queries=(20, 0, 70),
+        H=16,
+        P=16,
+        D=64,
+        dtype=_BF16,
+        sinks=True,
+    ),
+    Case(
+        name="prefill_d64_p16_g7_sinks_window",
+        contexts=(150,),
+        queries=(70,),
+        H=7,
+        K=1,
+        P=16,
+        D=64,
+        dtype=_BF16,
+        sliding_window=64,
+        sinks=True,
     ),
     Case(
         name="prefill_few_tokens",

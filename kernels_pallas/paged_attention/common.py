@@ -4,6 +4,7 @@ Shapes: S rows, A items of work, X splits of a context, K KV heads, G query head
 dim.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from kernels_pallas.paged_attention.interface import Options, Shapes
 # A masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes
 # it out).
 NEG = -1e30
+LOG2E = math.log2(math.e)
 
 
 def rows_of(items_S: Array, item_A: Array) -> tuple[Array, Array]:
@@ -28,12 +30,19 @@ def rows_of(items_S: Array, item_A: Array) -> tuple[Array, Array]:
     return row_A, item_A - (end_S - items_S)[row_A]
 
 
-def combine(o_SXKGD: Array, lse_SXKG: Array) -> Array:
+def combine(o_SXKGD: Array, lse_SXKG: Array, sinks_H: Array | None = None) -> Array:
     """The attention of whole contexts from that of their splits and the base-2 logarithms of their
-    sums of weights.
+    sums of weights, of which sinks are one more.
     """
-    weight = jnp.exp2(lse_SXKG - jnp.max(lse_SXKG, axis=1, keepdims=True))
-    return jnp.sum(o_SXKGD * weight[..., None], axis=1) / jnp.sum(weight, axis=1)[..., None]
+    most = jnp.max(lse_SXKG, axis=1, keepdims=True)
+    if sinks_H is None:
+        weight, sink = jnp.exp2(lse_SXKG - most), 0.0
+    else:
+        sinks = (sinks_H.astype(jnp.float32) * LOG2E).reshape(1, 1, *lse_SXKG.shape[2:])
+        most = jnp.maximum(most, sinks)
+        weight, sink = jnp.exp2(lse_SXKG - most), jnp.exp2(sinks - most)[:, 0]
+    total = jnp.sum(weight, axis=1) + sink
+    return jnp.sum(o_SXKGD * weight[..., None], axis=1) / total[..., None]
 
 
 def interpretation(

@@ -13,7 +13,7 @@ class Shapes:
     """What one device attends over, as far as it decides whether an implementation can run.
 
     dtype: the pool's. num_heads, num_kv_heads: of one device. num_rows, blocks_per_row: of the
-    largest block table. has_sinks: each head's softmax has one more score, a parameter.
+    largest block table.
     """
 
     dtype: Any
@@ -23,7 +23,6 @@ class Shapes:
     num_kv_heads: int
     num_rows: int = 1
     blocks_per_row: int = 1
-    has_sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ def prefill(
     query_start_loc_S1: ArrayLike,
     *,
     options: Options,
-    exact: bool = False,
     sinks_H: ArrayLike | None = None,
+    exact: bool = False,
 ) -> np.ndarray:
     """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
 
@@ -91,8 +91,8 @@ def decode(
     context_lens_S: ArrayLike,
     *,
     options: Options,
-    exact: bool = False,
     sinks_H: ArrayLike | None = None,
+    exact: bool = False,
 ) -> np.ndarray:
     """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
     q, contexts = np.asarray(q_SHD), np.asarray(context_lens_S)

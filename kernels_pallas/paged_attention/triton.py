@@ -22,11 +22,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from kernels_pallas.paged_attention.common import NEG, combine, interpretation, rows_of
+from kernels_pallas.paged_attention.common import LOG2E, NEG, combine, interpretation, rows_of
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
 from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
 
-LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of a Triton matmul
 # half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
 PREFILL_ROWS = 128
@@ -84,6 +83,7 @@ def prefill(
     prepared: Tiles | None = None,
     *,
     options: Options,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
@@ -94,7 +94,8 @@ def prefill(
     if prepared is None:
         how = {"shapes": shapes, "sliding_window": options.sliding_window}
         prepared = prepare(query_start_loc_S1, context_lens_S, num_tokens=T, **how)
-    args = (q_THD, pool, layer, block_table_SM, context_lens_S, query_start_loc_S1, prepared)
+    rows = (block_table_SM, context_lens_S, query_start_loc_S1)
+    args = (q_THD, pool, layer, *rows, prepared, sinks_H)
     o_THD = _attend(*args, tokens=_tile_tokens(shapes), splits=1, options=options)
     live_T = jnp.arange(T) < query_start_loc_S1[-1]
     return jnp.where(live_T[:, None, None], o_THD, 0)
@@ -108,6 +109,7 @@ def decode(
     context_lens_S: Array,
     *,
     options: Options,
+    sinks_H: Array | None = None,
     splits: int | None = None,
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`.
@@ -120,7 +122,7 @@ def decode(
     rows_S = jnp.where(context_lens_S > 0, jnp.arange(S, dtype=jnp.int32), -1)
     tiles, starts_S1 = Tiles(rows_S, jnp.zeros_like(rows_S)), jnp.arange(S + 1, dtype=jnp.int32)
     splits = splits or min(max(-(-PROGRAMS // (S * K2 // 2)), 1), MAX_SPLITS, M * P // SLOTS + 1)
-    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles)
+    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1, tiles, sinks_H)
     o_SHD = _attend(*args, tokens=1, splits=splits, options=options)
     return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)
 
@@ -140,6 +142,7 @@ def _attend(
     context_lens_S: Array,
     query_start_loc_S1: Array,
     tiles: Tiles,
+    sinks_H: Array | None,
     *,
     options: Options,
     tokens: int,
@@ -187,6 +190,7 @@ def _attend(
         query_start_loc_S1,
         *tiles,
         jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // options.num_layers), (1,)),
+        *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),)),
     )
     return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, D)
 
@@ -200,9 +204,7 @@ def _kernel(
     rows_ref,
     firsts_ref,
     first_block_ref,
-    out_ref,
-    lse_ref,
-    *,
+    *refs,
     G: int,
     heads: int,
     tokens: int,
@@ -212,6 +214,7 @@ def _kernel(
     window: int | None,
     soft_cap: float | None,
 ):
+    *sinks, out_ref, lse_ref = refs
     tile, head, split, splits = (
         pl.program_id(0),
         pl.program_id(1),
@@ -259,7 +262,7 @@ def _kernel(
             visible = (slot_C_[None, :] <= position_R[:, None]) & seen_C[None, :]
             if window is not None:
                 visible &= slot_C_[None, :] > position_R[:, None] - window
-            s = jnp.where(visible, s * LOG2_E, NEG)
+            s = jnp.where(visible, s * LOG2E, NEG)
             new = jnp.maximum(top, jnp.max(s, axis=1))
             p, alpha = jnp.exp2(s - new[:, None]), jnp.exp2(top - new)
             v = plgpu.load(pool_ref.at[slots, 2 * head + 1, dim_D], mask=seen_C[:, None], other=0.0)
@@ -267,7 +270,14 @@ def _kernel(
             return new, total * alpha + jnp.sum(p, axis=1), acc, following
 
         nothing = jnp.zeros((rows,), jnp.float32)
-        state = (nothing + NEG, nothing, jnp.zeros((rows, D), jnp.float32), blocks(step0))
+        softmax = nothing + NEG, nothing
+        if sinks:  # a score of the first split
+            sink_R = plgpu.load(sinks[0].at[head * G + head_R], mask=real_R, other=0.0)
+            softmax = (
+                jnp.where(split == 0, sink_R * LOG2E, NEG),
+                jnp.where(split == 0, nothing + 1, 0),
+            )
+        state = (*softmax, jnp.zeros((rows, D), jnp.float32), blocks(step0))
         top, total, acc, _ = lax.fori_loop(step0, step1, body, state)
         # A query that saw masked keys alone so far has weights of exp2(0): its maximum says that
         # they are nothing.

@@ -17,28 +17,32 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import jpaged
-from jpaged import CheckpointError, Params
+from jpaged import CheckpointError, ModelConfig, Params
 from jpaged.checkpoint.tensors import flat
 from jpaged.models.decoder import Decoder, to_tree
 from jpaged.models.params import param_specs
 from tests import tiny
+from tests.golden.configs import CONFIGS
 
 pytestmark = pytest.mark.train
 Trained = tuple[Decoder, nnx.Optimizer]
 GREEDY = jpaged.SamplingParams(temperature=0, max_tokens=6)
 
 
-@pytest.fixture(scope="module")
-def trained() -> Trained:
+MODELS = {
+    "plain": tiny.CONFIG,
+    "gemma3": ModelConfig.from_hf(CONFIGS["gemma3_g2_d32_linear"]),
+    "mixture": ModelConfig.from_hf(CONFIGS["qwen3_moe_g2_d32_normed"]),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request: pytest.FixtureRequest) -> Trained:
     """A model after two steps of a plain loop, and its optimizer."""
-    model = Decoder(tiny.CONFIG, rngs=nnx.Rngs(0))
-    nnx.update(
-        model,
-        {
-            **dict(tiny.make_params()),
-            "layers": {int(i): x for i, x in tiny.make_params()["layers"].items()},
-        },
-    )
+    config = MODELS[request.param]
+    model, params = Decoder(config, rngs=nnx.Rngs(0)), tiny.make_params(0, config)
+    layers = {int(i): x for i, x in params["layers"].items()}
+    nnx.update(model, {**dict(params), "layers": layers})
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     tokens = jnp.asarray(tiny.make_prompts(16, 16)).reshape(2, 16)
 
@@ -59,10 +63,10 @@ def trained() -> Trained:
     return model, optimizer
 
 
-def save(folder: Path, tree: Any) -> Path:
+def save(folder: Path, model: Decoder, tree: Any) -> Path:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, tree)
-    (folder / "config.json").write_text(json.dumps(tiny.CONFIG.to_hf()))
+    (folder / "config.json").write_text(json.dumps(model.config.to_hf()))
     return folder
 
 
@@ -73,7 +77,7 @@ def save_by_manager(folder: Path, model: Decoder, optimizer: nnx.Optimizer) -> P
     }
     with ocp.CheckpointManager(folder) as manager:
         manager.save(2, args=ocp.args.Composite(**parts))
-    (folder / "2" / "params" / "config.json").write_text(json.dumps(tiny.CONFIG.to_hf()))
+    (folder / "2" / "params" / "config.json").write_text(json.dumps(model.config.to_hf()))
     return folder / "2" / "params"
 
 
@@ -84,12 +88,12 @@ def train_state(model: Decoder, optimizer: nnx.Optimizer) -> dict[str, Any]:
 
 WRITERS: dict[str, Callable[..., Path]] = {
     "manager": save_by_manager,
-    "nnx state": lambda folder, model, _: save(folder, nnx.state(model)),
-    "train state": lambda folder, *trained: save(folder, train_state(*trained)),
+    "nnx state": lambda folder, model, _: save(folder, model, nnx.state(model)),
+    "train state": lambda folder, model, o: save(folder, model, train_state(model, o)),
     "linen": lambda folder, model, _: save(
-        folder, {"params": {"params": to_tree(model)}, "step": jnp.int32(2)}
+        folder, model, {"params": {"params": to_tree(model)}, "step": jnp.int32(2)}
     ),
-    "nnx both": lambda f, m, o: save(f, {"model": nnx.state(m), "optimizer": nnx.state(o)}),
+    "nnx both": lambda f, m, o: save(f, m, {"model": nnx.state(m), "optimizer": nnx.state(o)}),
 }
 
 
@@ -97,8 +101,8 @@ def tensor_mesh() -> Mesh:
     return jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
 
 
-def assert_on_mesh(params: Any, mesh: Mesh) -> None:
-    specs = flat(param_specs(tiny.CONFIG, "tp", 2))
+def assert_on_mesh(params: Params, mesh: Mesh) -> None:
+    specs = flat(param_specs(params.config, "tp", 2))
     for name, x in flat(params).items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim), name
 
@@ -116,12 +120,10 @@ def test_served_from_a_mesh(trained: Trained, tmp_path: Path) -> None:
     """By load_params, and by Orbax's own restore of the whole state, whose weights are then served
     where they lie.
     """
-    mesh = tensor_mesh()
-    folder = save(tmp_path / "run", train_state(*trained))
+    mesh, config = tensor_mesh(), trained[0].config
+    folder = save(tmp_path / "run", trained[0], train_state(*trained))
     loaded = jpaged.load_params(folder, mesh=mesh)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), param_specs(tiny.CONFIG, "tp", 2)
-    )
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, "tp", 2))
     state = train_state(*trained)
     layers = {int(i): layer for i, layer in shardings["layers"].items()}
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
@@ -133,11 +135,9 @@ def test_served_from_a_mesh(trained: Trained, tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(folder, abstract)["params"]
     prompt = tiny.make_prompts(7)[0]
-    wanted = tiny.dense_greedy(Params(to_tree(trained[0]), tiny.CONFIG), prompt, 6)
+    wanted = tiny.dense_greedy(Params(to_tree(trained[0]), config), prompt, 6)
     for params in (loaded, restored):
-        out = jpaged.generate(
-            params, [prompt], GREEDY, config=tiny.CONFIG, engine_config=tiny.ENGINE
-        )
+        out = jpaged.generate(params, [prompt], GREEDY, config=config, engine_config=tiny.ENGINE)
         assert tiny.tokens_of(out) == [wanted]
     jpaged.release(compiled=True)
 
@@ -145,7 +145,9 @@ def test_served_from_a_mesh(trained: Trained, tmp_path: Path) -> None:
 def test_a_state_without_the_weights_is_refused(trained: Trained, tmp_path: Path) -> None:
     folder = save(
         tmp_path / "run",
+        trained[0],
         {"opt_state": nnx.to_pure_dict(nnx.state(trained[1])), "step": jnp.int32(2)},
     )
-    with pytest.raises(CheckpointError, match=r"19 missing \(embed\.weight"):
+    count = len(jax.tree.leaves(to_tree(trained[0])))
+    with pytest.raises(CheckpointError, match=rf"{count} missing \(embed\.weight"):
         jpaged.load_params(folder)

@@ -620,3 +620,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         eos_token_id=150,
     ),
 }
+
+# One of each family, whose answers with other weights are stored too (seeds.npz).
+SEEDED = (
+    "gemma2_g2_d64_capped",
+    "gemma3_g2_d32_linear",
+    "gpt_oss_g4_d64",
+    "granite_g2_d32_tied",
+    "llama_g2_d32_llama3_tied",
+    "mistral_g7_d32_window_yarn",
+    "mixtral_g4_d32_window_tied",
+    "olmo2_g4_d32_bias",
+    "olmo3_g2_d64_window_yarn",
+    "phi3_g2_d64_longrope_tied",
+    "qwen2_g2_d64_window_mix",
+    "qwen2_moe_g2_d32_shared",
+    "qwen3_g2_d32_tied",
+    "qwen3_moe_g4_d64_window",
+    "smollm3_g4_d64_nope_tied",
+)
+SEEDS = (1, 2)

@@ -1,9 +1,10 @@
 """Stores what transformers computes for the tiny models of tests/golden/configs.py:
-tests/golden/NAME.npz, beams.json.
+tests/golden/NAME.npz, seeds.npz, beams.json.
 
     python tests/golden/make_golden.py [NAME ...]
     python tests/golden/make_golden.py --here     # in this interpreter: it has torch, transformers
     python tests/golden/make_golden.py beams      # beam search alone, from the prompts stored
+    python tests/golden/make_golden.py seeds      # other weights of one model a family
 
 Without --here it runs in an environment of its own, .venv-golden, which the first run makes.
 torch on CPU is all it needs. Its wheels lag behind Python, so each Python that is found (3.11
@@ -41,7 +42,8 @@ ENOUGH_GAP = (
 )
 VARIETY = 8  # distinct tokens in a continuation
 TRIES = 100
-BEAMS = "beams"  # what make_golden_beams.py makes, as a name on the command line
+# What make_golden_beams.py and make_golden_seeds.py make, as names on the command line.
+BEAMS, SEEDED = "beams", "seeds"
 
 
 def main() -> int:
@@ -49,7 +51,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", help="configs to make, or beams; all of them when none is named"
+        "names", nargs="*", help="configs to make, beams, seeds; all of them when none is named"
     )
     parser.add_argument("--here", action="store_true", help="run in this interpreter")
     parser.add_argument(
@@ -62,16 +64,16 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from tests.golden.configs import CONFIGS
     from tests.golden.make_golden_beams import make_beams
+    from tests.golden.make_golden_seeds import make_seeds
 
-    if unknown := set(args.names) - {*CONFIGS, BEAMS}:
+    special = {BEAMS: make_beams, SEEDED: make_seeds}
+    if unknown := set(args.names) - {*CONFIGS, *special}:
         print(f"no such config: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.names or (*CONFIGS, BEAMS):
-        print(
-            make_beams(args.out) if name == BEAMS else make(name, CONFIGS[name], args.out),
-            flush=True,
-        )
+    for name in args.names or (*CONFIGS, *special):
+        made = special[name](args.out) if name in special else make(name, CONFIGS[name], args.out)
+        print(made, flush=True)
     return 0
 
 

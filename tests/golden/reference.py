@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,35 +11,38 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.golden.configs import CONFIGS
+from tests.golden.configs import CONFIGS, SEEDED, SEEDS
+from tests.golden.make_golden_seeds import POSITIONS
 from tests.golden.weights import checksum, state_dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What transformers gave for one prompt; lists hold token ids."""
+class Answer:
+    """What transformers gave for one prompt in float32; lists hold token ids."""
 
     token_ids: list[int]
     positions: (
         np.ndarray
     )  # [R] int32: the prompt positions whose logits are stored, the last one among them
-    logits: np.ndarray  # [R, V] float32, from the float32 model
-    logits_bf16: np.ndarray  # [R, V] float32, from the same model in bfloat16
-    greedy: list[int]  # float32 greedy continuation; no end-of-sequence token in it
+    logits: np.ndarray  # [R, V] float32
+    greedy: list[int]  # greedy continuation; no end-of-sequence token in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Golden:
-    """The reference of one tiny model."""
+class Prompt(Answer):
+    """The same, and in bfloat16."""
+
+    logits_bf16: np.ndarray  # [R, V] float32, from the same model in bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A tiny model and what transformers gave of it in float32."""
 
     name: str
     config: dict[str, Any]  # Hugging Face's
-    prompts: list[Prompt]
-    min_gap: float  # least distance between the best two logits over all greedy steps
-    bf16_max_diff: float  # max |bfloat16 - float32| of transformers itself over all stored logits
-    bf16_rms_diff: float
+    prompts: Sequence[Answer]
     weights_sha256: str
-    versions: dict[str, str]
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The checkpoint's tensors, float32, exact in bfloat16 and float16 too; asserts that they
@@ -72,6 +76,17 @@ class Golden:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         return folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Golden(Model):
+    """The reference of one tiny model."""
+
+    prompts: Sequence[Prompt]
+    min_gap: float  # least distance between the best two logits over all greedy steps
+    bf16_max_diff: float  # max |bfloat16 - float32| of transformers itself over all stored logits
+    bf16_rms_diff: float
+    versions: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,3 +135,22 @@ def load(name: str) -> Golden:
             for i in range(meta.pop("num_prompts"))
         ]
     return Golden(name=name, config=copy.deepcopy(CONFIGS[name]), prompts=prompts, **meta)
+
+
+def load_seeds(name: str) -> list[Model]:
+    """Of a config of SEEDED what transformers gives with other weights, float32 alone."""
+    found = []
+    with np.load(Path(__file__).parent / "seeds.npz", allow_pickle=False) as stored:
+        meta = json.loads(str(stored["meta"]))
+        assert meta.keys() == {f"{name}/{seed}" for name in SEEDED for seed in SEEDS}
+        for key in (f"{name}/{seed}" for seed in SEEDS):
+            said = "run tests/golden/make_golden.py seeds, its config changed"
+            assert meta[key]["config"] == CONFIGS[name], f"{key}: {said}"
+            prompt = Answer(
+                token_ids=stored[f"{key}/token_ids"].tolist(),
+                positions=np.asarray(POSITIONS, np.int32),
+                logits=stored[f"{key}/logits"],
+                greedy=stored[f"{key}/greedy"].tolist(),
+            )
+            found.append(Model(name=key, prompts=[prompt], **copy.deepcopy(meta[key])))
+    return found

@@ -30,7 +30,7 @@ from kernels_pallas.paged_attention.mosaic_gpu import prefill_kernel
 from scripts._common import H200, absent_devices, hopper
 from tests.kernels import ptx
 
-# name: head dim, block size, query heads, KV heads, options
+# name: head dim, block size, query heads, KV heads, options, whether there are sinks
 KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "decode_d64_g2": (64, 64, 8, 4, {"splits": 1}),
     "decode_d64_g2_splits": (64, 64, 8, 4, {"splits": 4}),
@@ -38,9 +38,12 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "decode_d128_g2_splits": (128, 64, 16, 8, {"splits": 4}),
     "decode_d128_g4_p16": (128, 16, 32, 8, {"splits": 2}),
     "decode_d128_g8_window": (128, 128, 8, 1, {"splits": 2, "sliding_window": 1000}),
+    "decode_d64_g8_sinks_window": (64, 64, 64, 8, {"splits": 1, "sliding_window": 128, "sinks": 1}),
     "decode_d256_g4_cap": (256, 64, 8, 2, {"splits": 4, "soft_cap": 50.0}),
     "prefill_d64_g2": (64, 64, 8, 4, {}),
     "prefill_d64_g7_p8": (64, 8, 7, 1, {}),
+    "prefill_d64_g8_sinks": (64, 64, 64, 8, {"sinks": 1}),
+    "prefill_d64_g8_sinks_window": (64, 64, 64, 8, {"sliding_window": 128, "sinks": 1}),
     "prefill_d128_g2": (128, 64, 16, 8, {}),
     "prefill_d128_g4_p16": (128, 16, 32, 8, {}),
     "prefill_d128_g8_window": (128, 128, 8, 1, {"sliding_window": 1000}),
@@ -70,13 +73,17 @@ def kernel(name: str) -> tuple[Any, ...]:
         shape((32,), i32),
     )
     splits = {"splits": more["splits"]} if "splits" in more else {}
-    masks = {key: value for key, value in more.items() if key != "splits"}
+    masks = {key: value for key, value in more.items() if key not in ("splits", "sinks")}
     options = Options(num_layers=4, scale=D**-0.5, interpret=False, **masks)
     if name.startswith("decode"):
         function = functools.partial(mosaic_gpu.decode, options=options, **splits)
-        return function, shape((32, H, D), jnp.bfloat16), *tables
-    function = functools.partial(mosaic_gpu.prefill, options=options)
-    return function, shape((2048, H, D), jnp.bfloat16), *tables, shape((33,), i32)
+        args = shape((32, H, D), jnp.bfloat16), *tables
+    else:
+        function = functools.partial(mosaic_gpu.prefill, options=options)
+        args = shape((2048, H, D), jnp.bfloat16), *tables, shape((33,), i32)
+    if "sinks" not in more:
+        return function, *args
+    return lambda *a: function(*a[:-1], sinks_H=a[-1]), *args, shape((H,), jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ class Program:
     donate: bool = True
     kernel: str = "own"
     loop: bool = False  # over the layers, instead of a copy of the kernel for each
+    sinks: bool = False
 
     @property
     def pool(self) -> tuple[int, ...]:
@@ -66,6 +67,8 @@ PROGRAMS = (
     Program("decode_d64", 16, D=64, N=1400),
     Program("prefill_d64", 320, D=64, N=1400),
     Program("prefill_d64_k3_g7", 320, K=3, G=7, D=64, N=2800),
+    Program("decode_d64_sinks", 16, G=8, D=64, N=1400, sinks=True),
+    Program("prefill_d64_sinks", 320, G=8, D=64, N=1400, sinks=True),
     Program("decode_d80_k1", 16, K=1, G=4, D=80, P=16, N=20000),
     Program("decode_d256_k1", 16, K=1, G=8, D=256, N=1400),
     Program("decode_d256_k4", 16, K=4, D=256),
@@ -90,6 +93,8 @@ def step(program: Program) -> Callable[..., Any]:
     """
     options = Options(num_layers=LAYERS, scale=0.1, num_kv_heads=program.K, interpret=False)
     how: Any = {"options": options, "kernel": program.kernel}
+    if program.sinks:
+        how["sinks_H"] = jnp.arange(program.K * program.G, dtype=program.dtype)
     layout = tpu.pool_layout(program.K, program.D)
 
     def run(

@@ -23,7 +23,9 @@ F32_TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one call, in numpy; query_start_loc is None for decode."""
+    """The arrays of one call, in numpy; query_start_loc is None for decode, sinks where a case has
+    none.
+    """
 
     q: np.ndarray
     pool: np.ndarray
@@ -31,6 +33,7 @@ class Inputs:
     block_table: np.ndarray
     context_lens: np.ndarray
     query_start_loc: np.ndarray | None
+    sinks: np.ndarray | None = None
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -78,9 +81,10 @@ def build(
         tokens = int(starts[-1]) + case.extra_tokens
     q = rng.standard_normal((tokens, case.H, D), np.float32)
     q = (q if values == "random" else 0 * q).astype(dtype)
-    return Inputs(
-        q, pool.astype(dtype), case.layer, table, np.asarray(case.contexts, np.int32), starts
-    )
+    contexts = np.asarray(case.contexts, np.int32)
+    # Some take almost all, some nothing.
+    sinks = np.linspace(-6, 8, case.H).astype(np.float32) if case.sinks else None
+    return Inputs(q, pool.astype(dtype), case.layer, table, contexts, starts, sinks)
 
 
 def call(
@@ -98,6 +102,7 @@ def call(
     """
     options = dataclasses.replace(case.options, **(how or {}))
     function = implementation.decode if case.queries is None else implementation.prefill
+    own |= {} if inputs.sinks is None else {"sinks_H": inputs.sinks}
     return function(*inputs.args, options=options, **own)
 
 

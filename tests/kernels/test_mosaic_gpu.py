@@ -325,7 +325,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], Non
 
 def test_a_split_ignored_fails(mutate: Callable[[str, Any], None]) -> None:
     combine = decode_kernel.combine
-    mutate("combine", lambda o, lse: combine(o[:, :-1], lse[:, :-1]))
+    mutate("combine", lambda o, lse, sinks: combine(o[:, :-1], lse[:, :-1], sinks))
     with pytest.raises(AssertionError):
         check(INTERPRETED, SMALL_DECODE, splits=2)
 

@@ -67,8 +67,8 @@ class Interpreted:
     def prefill(self, q: Any, pool: Any, *args: Any, options: Options, **own: Any) -> Any:
         return self.module.prefill(q, pool, *args, **self._how(pool, options), **own)
 
-    def decode(self, q: Any, pool: Any, *args: Any, options: Options) -> Any:
-        return self.module.decode(q, pool, *args, **self._how(pool, options))
+    def decode(self, q: Any, pool: Any, *args: Any, options: Options, **own: Any) -> Any:
+        return self.module.decode(q, pool, *args, **self._how(pool, options), **own)
 
 
 SOURCE = Path(attention.__file__).read_text()
@@ -245,6 +245,9 @@ def test_refuses_other_devices_and_pools() -> None:
         call(tpu, case, build(case), how={"interpret": False})
     with pytest.raises(NotImplementedError, match="pool"):
         call(tpu, case, build(case), how={"interpret": NAN}, kernel="jax")
+    case = Case(name="sinks", contexts=(9,), D=128, sinks=True)
+    with pytest.raises(NotImplementedError, match="jax's kernel takes no sinks"):
+        call(tpu, case, build(case), how={"interpret": False}, kernel="jax")
 
 
 class ByJax:

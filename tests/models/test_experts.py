@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import Mesh
 
 import jpaged
-from jpaged import ConfigError, SamplingParams, api
+from jpaged import ConfigError, ModelConfig, SamplingParams, api
 from jpaged.engine.buckets import Bucket
 from jpaged.models.decoder import bind
 from jpaged.runtime.footprint import bound
+from kernels_cpu import library
 from tests.tiny import (
     CONFIG,
     dense_greedy,
@@ -90,11 +91,33 @@ def test_split_over_two_devices(name: str) -> None:
     assert len(found) == exchanges
 
 
-@pytest.mark.middle
-def test_deterministic_in_any_company() -> None:
-    """A prompt alone, among others, and scored: the same bits."""
-    params = make_params(0, MIXTURE)
+# Of widths that the C++ kernels take, with biases of the experts.
+WHOLE = dataclasses.replace(
+    MIXTURE,
+    family="gpt_oss",
+    head_dim=32,
+    expert_size=64,
+    shared_expert_size=0,
+    expert_bias=True,
+    qk_norm=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [pytest.param(MIXTURE, "float32", marks=pytest.mark.middle), (WHOLE, "bfloat16")],
+    ids=["pinned", "native"],
+)
+def test_deterministic_in_any_company(model: ModelConfig, dtype: str) -> None:
+    """A prompt alone, among others, and scored: the same bits; with the C++ kernels in steps of
+    any size.
+    """
+    params = make_params(0, model, dtype)
     settings = engine(num_blocks=96, deterministic=True, seq_buckets=None, token_buckets=None)
+    llm = jpaged.LLM(params, **dataclasses.asdict(settings))
+    is_free = dtype == "bfloat16" and library.unavailable() is None
+    assert llm.session.engine_config.pinned != is_free
+    llm.close()
     (alone,) = jpaged.generate(params, PROMPTS[1], GREEDY, engine_config=settings)
     among = jpaged.generate(params, PROMPTS, GREEDY, engine_config=settings)[1]
     assert alone.outputs[0].token_ids == among.outputs[0].token_ids

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 import jpaged
 from jpaged import EngineConfig, Params, SamplingParams
 from jpaged.models.decoder import bind
-from tests.golden.configs import CONFIGS
-from tests.golden.reference import Golden, load
+from tests.golden.configs import CONFIGS, SEEDED
+from tests.golden.reference import Golden, Model, load, load_seeds
 
 # Blocks of 8 and chunks of 32 tokens: the prompts of 5, 40 and 90 tokens share steps and span
 # several.
@@ -122,7 +122,7 @@ def is_longrope(params: Params) -> bool:
     return scaling is not None and scaling.kind == "longrope"
 
 
-def stored_positions(params: Params, golden: Golden) -> tuple[np.ndarray, np.ndarray]:
+def stored_positions(params: Params, golden: Model) -> tuple[np.ndarray, np.ndarray]:
     """(ours, transformers') f32 logits [R, V] of every stored position."""
     prompts = [prompt.token_ids for prompt in golden.prompts]
     if is_longrope(params):  # the length of the whole input counts
@@ -213,6 +213,19 @@ def test_logits_bf16(name: str, tmp_path: Path, table: dict[str, dict[str, objec
     table.setdefault(name, {})["bf16"] = f"{rms:.4f} / {reference.bf16_rms_diff:.4f}"
     assert 0 < rms <= 1.1 * reference.bf16_rms_diff
     assert np.abs(difference).max() <= 1.5 * reference.bf16_max_diff
+
+
+@pytest.mark.parametrize("seeded", SEEDED)
+def test_other_weights(seeded: str, tmp_path: Path) -> None:
+    """Of one model a family: logits at some positions, and greedy tokens after a long prompt."""
+    for i, reference in enumerate(load_seeds(seeded)):
+        params = jpaged.load_params(reference.write(tmp_path / str(i)))
+        ours, theirs = stored_positions(params, reference)
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+        (prompt,) = reference.prompts
+        sampling = SamplingParams(temperature=0, max_tokens=len(prompt.greedy))
+        (out,) = jpaged.generate(params, [prompt.token_ids], sampling, engine_config=ENGINE)
+        assert out.outputs[0].token_ids == prompt.greedy
 
 
 def test_live_transformers(name: str, params: Params) -> None:

@@ -25,6 +25,40 @@ GEMMA3 = """{% set first = '' %}{% if messages[0].role == 'system' %}
 QWEN3 = """{% if messages[0].role != 'system' %}<system>be short{% endif %}
 {% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}
 <assistant>{% if enable_thinking is defined and not enable_thinking %}none{% endif %}{% endif %}"""
+# A date of the template's own or the caller's; an array of turns counted by a namespace.
+LLAMA3 = """{% if not date_string is defined %}{% set date_string = strftime_now('%Y')[:2] %}
+{% endif %}{% set ns = namespace(turns=0) %}<end>today {{ date_string }}
+{% for m in messages %}{% set ns.turns = ns.turns + 1 %}<{{ m['role'] }}>{{ m['content'] | trim }}
+{% endfor %}{{ ns.turns }}{% if add_generation_prompt %}<assistant>{% endif %}"""
+# The system prompt goes before the last turn; an answer ends in the end of the sequence.
+MISTRAL = """{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}{% for m in turns %}
+{% if m['role'] == 'user' %}[INST]{% if loop.last and system is defined %}{{ system + ' ' }}
+{% endif %}{{ m['content'] }}[/INST]{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}
+{% endfor %}"""
+# How long to think, in the system's own part; what is thought in an answer is left out.
+GPT_OSS = """{%- macro header(role) -%}<{{ role }}>{%- endmacro -%}{{ header('system') }}effort
+{{ reasoning_effort | default('medium') }}{% if messages[0].role == 'system' %}
+{{ header('developer') }}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
+{% for m in messages %}{{ header(m.role) }}{% if m.role == 'assistant' %}final {% endif %}
+{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ header('assistant') }}{% endif %}"""
+# A switch for thinking that the system prompt may hold too.
+SMOLLM3 = """{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}
+{% set own = messages[0].content if messages[0].role == 'system' else '' %}
+{% if '/no_think' in own %}{% set enable_thinking = false %}{% endif %}<system>
+{{ 'think' if enable_thinking else 'answer' }} {{ own.replace('/no_think', '') | trim }}
+{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+# Documents and a switch for thinking are arguments.
+GRANITE = """{% if documents %}{% for d in documents %}<doc {{ d['id'] }}>
+{{ d['text'] }}{% endfor %}{% endif %}{% if thinking %}<think>{% endif %}
+{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token if m.role == 'assistant' }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+# Of Phi and OLMo: each turn as it is.
+PHI = """{% for m in messages %}{% if m['role'] in ['system', 'user'] %}<{{ m['role'] }}>
+{{ m['content'] }}<end>{% elif m['role'] == 'assistant' %}<assistant>{{ m['content'] }}<end>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% else %}{{ eos_token }}
+{% endif %}"""
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hello world"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -39,6 +73,16 @@ ANSWER = {"role": "assistant", "content": "hello"}
         (QWEN3, [USER], {}),
         (QWEN3, [SYSTEM, USER], {"enable_thinking": False}),
         (QWEN3, [SYSTEM, USER, ANSWER, USER], {"enable_thinking": True}),
+        (LLAMA3, [SYSTEM, USER, ANSWER, USER], {}),
+        (LLAMA3, [USER], {"date_string": "26 Jul 2024"}),
+        (MISTRAL, [SYSTEM, USER, ANSWER, USER], {}),
+        (GPT_OSS, [SYSTEM, USER, ANSWER, USER], {}),
+        (GPT_OSS, [USER], {"reasoning_effort": "high"}),
+        (SMOLLM3, [{"role": "system", "content": "be brief /no_think"}, USER], {}),
+        (SMOLLM3, [USER], {"enable_thinking": False}),
+        (GRANITE, [SYSTEM, USER, ANSWER, USER], {"thinking": True}),
+        (GRANITE, [USER], {"documents": [{"id": 1, "text": "a stack"}]}),
+        (PHI, [SYSTEM, USER, ANSWER, USER], {}),
     ],
 )
 def test_as_transformers_renders(
@@ -50,17 +94,27 @@ def test_as_transformers_renders(
         messages, tokenize=False, add_generation_prompt=True, **options
     )
     assert found == tokenizer(text, add_special_tokens=False)["input_ids"] and found
-    others = render(Chat(messages=messages, add_generation_prompt=False), tokenizer)
-    assert others != found
+    if template is not MISTRAL:  # it has no such prompt
+        others = Chat(messages=messages, template_kwargs=options, add_generation_prompt=False)
+        assert render(others, tokenizer) != found
 
 
-def test_a_switch_changes_the_prompt() -> None:
-    tokenizer = make_tokenizer(QWEN3)
-    on, off = (
-        render(Chat(messages=[USER], template_kwargs={"enable_thinking": x}), tokenizer)
-        for x in (True, False)
+@pytest.mark.parametrize(
+    ("template", "switch", "default", "other"),
+    [
+        (QWEN3, "enable_thinking", True, False),
+        (SMOLLM3, "enable_thinking", True, False),
+        (GPT_OSS, "reasoning_effort", "medium", "low"),
+        (GRANITE, "thinking", False, True),
+    ],
+)
+def test_a_switch_changes_the_prompt(template: str, switch: str, default: Any, other: Any) -> None:
+    tokenizer = make_tokenizer(template)
+    plain, same, changed = (
+        render(Chat(messages=[USER], template_kwargs=options), tokenizer)
+        for options in (None, {switch: default}, {switch: other})
     )
-    assert on != off and on == render(Chat(messages=[USER]), tokenizer)
+    assert plain == same != changed
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ def test_the_engine_on_each_kernel(attention: str, expected: list[Any]) -> None:
 
 SCALED = dataclasses.replace(MODEL, query_pre_attn_scalar=5.0)
 CAPPED = dataclasses.replace(SCALED, attn_logit_softcapping=0.5, sliding_windows=(None, 20))
+SINKS = dataclasses.replace(MODEL, attention_sinks=True, sliding_windows=(None, 20))
+MODELS = {"plain": MODEL, "scaled": SCALED, "capped": CAPPED, "sinks": SINKS}
 
 
 def logprobs(attention: str, model: ModelConfig) -> np.ndarray:
@@ -176,32 +178,21 @@ def logprobs(attention: str, model: ModelConfig) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def scaled() -> dict[ModelConfig, np.ndarray]:
-    return {model: logprobs("xla", model) for model in (MODEL, SCALED, CAPPED)}
+    return {model: logprobs("xla", model) for model in MODELS.values()}
 
 
-@pytest.mark.parametrize("model", [SCALED, CAPPED], ids=["scaled", "capped"])
+@pytest.mark.parametrize("model", [SCALED, CAPPED, SINKS], ids=["scaled", "capped", "sinks"])
 @pytest.mark.parametrize("attention", ["triton", "tpu", "mosaic_gpu", "native"])
-def test_scales_and_caps_reach_each_kernel(
+def test_scales_caps_and_sinks_reach_each_kernel(
     attention: str, model: ModelConfig, scaled: dict[ModelConfig, np.ndarray]
 ) -> None:
-    """The same logprobs as XLA's up to bf16, which are far from those of plain scores."""
+    """The same logprobs as XLA's up to bf16, which are far from those of the other models."""
     if attention == "native" and (reason := unavailable()):
         pytest.skip(reason)
     found = logprobs(attention, model)
     error = np.abs(found - scaled[model]).mean()
-    for other in {MODEL, SCALED, CAPPED} - {model}:
+    for other in {*MODELS.values()} - {model}:
         assert error < 0.2 * np.abs(scaled[other] - scaled[model]).mean()
-
-
-@pytest.mark.parametrize(
-    ("device", "name"), [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, "native")]
-)
-def test_sinks_are_refused_by_name(device: Any, name: str) -> None:
-    model = dataclasses.replace(MODEL, attention_sinks=True)
-    said = f"attention='{name}' cannot run: attention sinks"
-    with pytest.raises(UnsupportedError, match=said):
-        choose(device, model=model, attention=name)
-    assert choose(CPU, model=model).name == "xla"
 
 
 def test_f32_on_the_tpu_kernel() -> None:

@@ -17,8 +17,11 @@ def test_a_run(
     monkeypatch.setattr(bench, "ROWS", (8,))
     monkeypatch.setattr(bench, "ATTENTION", [("60m", 2, 70, None), ("60m", 1, 65, 65)])
     monkeypatch.setattr(bench, "BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "EXPERTS", (4, 2, 64, 32))
+    monkeypatch.setattr(bench, "EXPERT_ROWS", (8,))
     assert bench.main(["--rounds", "2", "--json", str(tmp_path / "rows")]) == 0
-    product, decode, prefill = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    product, decode, prefill, experts = rows
     assert (
         product["product"] == "[8, 64] . [96, 64]"
         and product["xla_gflops"] / product["native_gflops"] > 0
@@ -31,6 +34,9 @@ def test_a_run(
         "60m prefill 1 x 65",
     )
     assert decode["ratio"] == pytest.approx(decode["native_ms"] / decode["xla_ms"], rel=1e-4)
+    assert experts["experts"] == "8 tokens, 4 of 4"
+    assert experts["ratio"] == pytest.approx(experts["native_ms"] / experts["dense_ms"], rel=1e-4)
+    assert experts["native_gb_s"] * experts["native_ms"] == pytest.approx(0.049152, rel=1e-3)
     printed = capsys.readouterr().out
     assert "[8, 64] . [96, 64]" in printed and f"{prefill['native_ms']:.2f}" in printed
 

@@ -54,10 +54,9 @@ class Experts:
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
         if self.down_bias is not None:  # once, whoever holds which share
-            shape = (rows.shape[0], self.down_bias.shape[0])
-            at = jnp.arange(shape[0])[:, None]
-            share = jnp.zeros(shape, jnp.float32).at[at, chosen].set(weight, mode="drop")
-            y = y + jnp.dot(share, self.down_bias.astype(jnp.float32), precision="highest")
+            for choice in range(self.per_token):  # in one order, whatever the number of rows
+                bias = jnp.take(self.down_bias, chosen[:, choice], 0, mode="fill", fill_value=0)
+                y = y + weight[:, choice, None] * bias.astype(jnp.float32)
         return (y + shared).astype(x.dtype).reshape(x.shape)
 
     def _shared(self, x: Array) -> Array | float:

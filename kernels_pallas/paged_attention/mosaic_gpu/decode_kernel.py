@@ -86,6 +86,7 @@ def decode(
     context_lens_S: Array,
     *,
     options: Options,
+    sinks_H: Array | None = None,
     splits: int | None = None,
     thread_blocks: int | None = None,
     fastest: Literal["heads", "rows"] = "heads",
@@ -107,7 +108,8 @@ def decode(
     reach = reach if window is None else min(reach, window + C - 1)
     X = splits or split_count(S * K, -(-reach // C), slots)
     items = S * X * K
-    out_dtype = dtype if X == 1 else jnp.dtype(jnp.float32)
+    are_parts = X > 1 or sinks_H is not None  # that meet outside, sinks being one of them
+    out_dtype = jnp.dtype(jnp.float32) if are_parts else dtype
     blocks = min(thread_blocks or (items if D > 128 else slots), items)
     turns = -(-items // blocks)
     # Shared memory holds queries and, of a single item in their place, results. Of several items
@@ -170,14 +172,14 @@ def decode(
                     plgpu.barrier_arrive(q_empty.at[place])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's results
                 store_flat(o_sm, normalized(acc, total).astype(out_dtype))
-                if X > 1:
+                if are_parts:
                     # A sum is at least 1, its maximum's weight, or 0.
                     lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
                 plgpu.commit_smem()
                 heads = pl.ds(head * G, G)
                 o_ref = out_refs[0].at[row, split, heads]
                 plgpu.copy_smem_to_gmem(o_sm.at[pl.ds(0, G)], o_ref)
-                if X > 1:
+                if are_parts:
                     lse_ref = out_refs[1].at[row, split, head]
                     plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref)
                 return done + count
@@ -218,7 +220,7 @@ def decode(
         interpret=interpret,
         warpgroups=2,
         grid={"block": blocks},
-        out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 1 if X == 1 else 2]],
+        out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 2 if are_parts else 1]],
         scratch_types=(
             (
                 tiled_smem((stages, C, 2 * D), dtype),
@@ -232,7 +234,7 @@ def decode(
             ),
         ),
     )
-    if X == 1:
+    if not are_parts:
         return o[:, 0].astype(q_SHD.dtype)
-    o = combine(o.reshape(S, X, K, G, D), lse[0][..., :G])
+    o = combine(o.reshape(S, X, K, G, D), lse[0][..., :G], sinks_H)
     return o.reshape(S, H, D).astype(q_SHD.dtype)

@@ -4,7 +4,6 @@ Shapes: P block size, K KV heads, D head dim; C slots of a KV tile, Q rows of a 
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from kernels_pallas.paged_attention.common import NEG
+from kernels_pallas.paged_attention.common import LOG2E, NEG
 from kernels_pallas.paged_attention.interface import Options, Shapes
 
 Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128
 SMEM_BYTES = 227 << 10  # that a thread block may have
-LOG2E = math.log2(math.e)
 
 WGMMA = plgpu.Layout.WGMMA
 
@@ -143,12 +141,13 @@ def drain(used, places: int, empty) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(i, jnp.int32(places))])
 
 
-def softmax_start(D: int) -> tuple[Array, Array, Array]:
-    """Accumulator [Q, D], running maximum [Q] and sum [Q] of an online softmax."""
+def softmax_start(D: int, sink: Array | None = None) -> tuple[Array, Array, Array]:
+    """Accumulator [Q, D], running maximum [Q] and sum [Q] of an online softmax, before any score
+    but the sink, where there is one.
+    """
     acc = plgpu.layout_cast(jnp.zeros((Q, D), jnp.float32), WGMMA)
-    m, total = (
-        plgpu.layout_cast(jnp.full((Q,), x, jnp.float32), WGMMA.reduce(1)) for x in (NEG, 0.0)
-    )
+    start = (NEG, 0.0) if sink is None else (sink * LOG2E, 1.0)
+    m, total = (plgpu.layout_cast(jnp.full((Q,), x, jnp.float32), WGMMA.reduce(1)) for x in start)
     return acc, m, total
 
 

@@ -89,6 +89,7 @@ def prefill(
     prepared: Array | None = None,
     *,
     options: Options,
+    sinks_H: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
@@ -106,7 +107,8 @@ def prefill(
         how = {"num_tokens": T, "shapes": shapes, "sliding_window": window}
         tiles = prepare(query_start_loc_S1, context_lens_S, **how)
 
-    def kernel(q_ref, pool_ref, table_ref, tiles_ref, layer_ref, o_ref, buffers, barriers):
+    def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
+        tiles_ref, *sinks = work_refs
         kv_sm, qo_sm = buffers
         full, empty, zeroed, turn = barriers
         group, tile, warpgroup = (lax.axis_index(name) for name in ("heads", "tile", "warpgroup"))
@@ -172,7 +174,7 @@ def prefill(
                 plgpu.barrier_arrive(empty.at[stage])
                 return acc, m, total
 
-            state, masked_from = softmax_start(D), begin
+            state, masked_from = softmax_start(D, *(sinks_ref[head] for sinks_ref in sinks)), begin
             # Tiles before the queries' own need no mask; but a second loop takes registers, which
             # these cases lack.
             if window is None and options.soft_cap is None and D < 256:
@@ -230,7 +232,7 @@ def prefill(
         q,
         pool,
         block_table_SM,
-        tiles,
+        (tiles,) if sinks_H is None else (tiles, jnp.asarray(sinks_H, jnp.float32)),
         layer,
         interpret=interpret,
         warpgroups=3,

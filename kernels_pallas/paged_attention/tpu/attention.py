@@ -102,6 +102,7 @@ def prefill(
     prepared: None = None,
     *,
     options: Options,
+    sinks_H: Array | None = None,
     tiles: tuple[int, int] | None = None,
     kernel: Literal["own", "jax"] = "own",
 ) -> Array:
@@ -109,7 +110,8 @@ def prefill(
 
     pool [L*N, P, Y, X], or [L*N, P, 2K, D], which the interpreter pads first. tiles: (B, U), by
     default made to fit. kernel: "jax" is the one that comes with jax, which knows no packed or
-    padded heads and no interpreter. NotImplementedError, with the reason, for what cannot run.
+    padded heads, no sinks and no interpreter. NotImplementedError, with the reason, for what cannot
+    run.
     """
     del prepared
     T, H, D = q_THD.shape
@@ -132,6 +134,8 @@ def prefill(
             f"jax's kernel, {K} KV heads of {D} in a pool of [..., {Y}, {X}]: only "
             "unpadded and compiled"
         )
+    if kernel == "jax" and sinks_H is not None:
+        reason = "jax's kernel takes no sinks"
     if reason:
         raise NotImplementedError(f"TPU attention: {reason}")
     G, itemsize = H // K, pool.dtype.itemsize
@@ -194,6 +198,11 @@ def prefill(
     buffers = pltpu.VMEM((2, U, *pool.shape[1:]), pool.dtype)
     words = pltpu.VMEM((X // 128, C * W, 128), jnp.float32 if W == Y else jnp.uint32)
     state = [pltpu.VMEM((K, Q, lanes), jnp.float32) for lanes in (128, 128, X)]
+    sinks = []
+    if sinks_H is not None:  # of each row of a query tile, in all lanes
+        start_KG = jnp.asarray(sinks_H, jnp.float32).reshape(K, G)
+        sinks = [jnp.broadcast_to(jnp.tile(start_KG, (1, B))[:, :, None], (K, Q, 128))]
+    whole = pl.BlockSpec((K, Q, 128), lambda *_: (0, 0, 0))
     how = {
         "scale": options.scale,
         "sliding_window": options.sliding_window,
@@ -205,7 +214,7 @@ def prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=item_A.shape,
-            in_specs=[query_tile, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            in_specs=[query_tile, *[pl.BlockSpec(memory_space=pl.ANY)] * 2, *[whole] * len(sinks)],
             out_specs=query_tile,
             scratch_shapes=[
                 buffers,
@@ -223,7 +232,7 @@ def prefill(
         ),
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="paged_attention",
-    )(*scalars, q, pool, table)
+    )(*scalars, q, pool, table, *sinks)
     lead = 64 if D <= 64 else 0  # packed: what the probabilities make of V's lanes
     o_THD = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + D]
     return jnp.where(live_T[:, None, None], o_THD, 0)
@@ -238,11 +247,12 @@ def decode(
     context_lens_S: Array,
     *,
     options: Options,
+    sinks_H: Array | None = None,
     tiles: tuple[int, int] | None = None,
     kernel: Literal["own", "jax"] = "own",
 ) -> Array:
     """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
     starts_S1 = jnp.arange(q_SHD.shape[0] + 1, dtype=_i32)
     args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1)
-    o_SHD = prefill(*args, options=options, tiles=tiles, kernel=kernel)
+    o_SHD = prefill(*args, options=options, sinks_H=sinks_H, tiles=tiles, kernel=kernel)
     return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)

@@ -28,17 +28,7 @@ def kernel(
     q,
     pool,
     table,
-    o,
-    blocks,
-    words,
-    top,
-    total,
-    acc,
-    tables,
-    turn,
-    arrived,
-    fetched,
-    *,
+    *refs,
     B: int,
     W: int,
     scale: float,
@@ -47,13 +37,14 @@ def kernel(
     packed: bool,
 ) -> None:
     """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...] and table
-    [S, M/128, 128] in HBM.
+    [S, M/128, 128] in HBM. refs: sinks [K, Q, 128], where there are any, o and the scratch.
 
     Scratch: blocks [2, U, ...], the two buffers. words [X/128, C*W, 128], a KV tile as 32-bit
     words, zero where unseen. top and total [K, Q, 128], each value in all lanes. acc [K, Q, X].
     tables [2, M/128, 128]: of this item's row, and of the next one's. turn [1], KV tiles met so
     far, whose parity says which buffer is whose. arrived, fetched: a semaphore a buffer, a table.
     """
+    *sinks, o, blocks, words, top, total, acc, tables, turn, arrived, fetched = refs
     K, Q, X = q.shape
     U, C, G = blocks.shape[1], words.shape[1] // W, Q // B
     P, narrow = C // U, blocks.dtype == jnp.bfloat16
@@ -125,8 +116,8 @@ def kernel(
         @pl.when((item == 0) | (tile_A[jnp.maximum(item - 1, 0)] != tile))
         def _():
             # Above NEG: what is masked weighs nothing even where all is.
-            top[...] = jnp.full_like(top, NEG / 2)
-            total[...] = jnp.zeros_like(total)
+            top[...] = sinks[0][...] if sinks else jnp.full_like(top, NEG / 2)
+            total[...] = jnp.ones_like(total) if sinks else jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
 
         def kv_tile(j, _):
