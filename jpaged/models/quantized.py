@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import ParamSpec, axes_shape
+from jpaged.models.params import Params, ParamSpec, axes_shape, nest, param_table
 
 type Form = Literal["int8", "int4", "fp8"]
 GROUP = 32  # inputs that share a scale in int4
@@ -68,15 +68,15 @@ class QuantizedWeight:
         )
         return dequantized(values, scales, self.form).astype(self.dtype)
 
-    def linear(self, x_TE: Array) -> Array:
-        """x times this matrix transposed, [T, outputs] in f32, by XLA: scales of outputs after the
-        product, those of groups before it, rounded to x's dtype.
+    def linear(self, x: Array) -> Array:
+        """x [..., E] times this matrix transposed, [..., outputs] in f32, by XLA: scales of outputs
+        after the product, those of groups before it, rounded to x's dtype.
         """
         assert self.num_outputs == 1 and self.ndim == 2
         if self.form == "int4":
-            weight = dequantized(self.values, self.scales, self.form).astype(x_TE.dtype)
-            return _dot(x_TE, weight)
-        return _dot(x_TE, self.values.astype(x_TE.dtype)) * self.scales[:, 0][None]
+            return _dot(x, dequantized(self.values, self.scales, self.form).astype(x.dtype))
+        scales = self.scales.reshape((1,) * (x.ndim - 1) + (-1,))
+        return _dot(x, self.values.astype(x.dtype)) * scales
 
 
 def _dot(x: Array, weight: Array) -> Array:
@@ -129,6 +129,16 @@ def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
     ]
     parts: dict[str, Any] = {"values": spec, "scales": PartitionSpec(*kept)}
     return dataclasses.replace(weight, **parts)
+
+
+def quantized_tree(params: Params, quantization: Form) -> dict[str, Any]:
+    """The canonical tree with its weights as they are served: what an engine on one device has."""
+
+    def one(spec: ParamSpec, leaf: Any) -> Any:
+        form = served_form(spec, params.config, quantization)
+        return leaf if form is None else quantized(jnp.asarray(leaf), form, len(spec.sides[0]))
+
+    return jax.tree.map(one, nest(param_table(params.config)), dict(params))
 
 
 def specs_of(tree: Any, specs: Any) -> Any:

@@ -84,8 +84,6 @@ def is_batch_invariant(
     """
     if choose_products(where.device, dtype, deterministic=True) is None:
         return False
-    if config.quantization is not None:  # XLA multiplies by them
-        return False
     shards = where.axis_size
     experts = choose_experts(model, where.device, dtype, shards)
     model, own = served_config(model, shards), share_of(model, shards)

@@ -72,6 +72,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "swap_space_gib": (["--swap-space-gib", "1.5"], 1.5),
     "swap_min_tokens": (["--swap-min-tokens", "0"], 0),
     "dtype": (["--dtype", "float32"], "float32"),
+    "quantization": (["--quantization", "int8"], "int8"),
     "attention": (["--attention", "xla"], "xla"),
     "token_buckets": (["--token-buckets", "16", "48"], (16, 48)),
     "seq_buckets": (["--seq-buckets", "8"], (8,)),

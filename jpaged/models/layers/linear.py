@@ -28,6 +28,12 @@ class Products(Protocol):
         """
         ...
 
+    def quantized(self, x: Array, values: Array, scales: Array, form: str, count: Any, /) -> Array:
+        """x [T, E] in bf16 times the weight that values and scales [N, ...] stand for, transposed,
+        [T, N] in f32; see models/quantized.py.
+        """
+        ...
+
 
 class ExpertProducts(Protocol):
     """A module of kernels_pallas.experts."""
@@ -93,9 +99,11 @@ class Linear:
         return y.astype(dtype)
 
     def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
-        rows = x.reshape(-1, x.shape[-1])
-        y = weight.linear(rows).astype(dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        products, count = self.serving.products, self.serving.num_rows
+        if products is None or x.dtype != jnp.bfloat16 or x.ndim != 2:
+            return weight.linear(x).astype(dtype)
+        count = x.shape[0] if count is None else count
+        return products.quantized(x, weight.values, weight.scales, weight.form, count).astype(dtype)
 
     def _product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         products, count = self.serving.products, self.serving.num_rows
