@@ -168,7 +168,7 @@ def _serving(
     """
     engine_config = EngineConfig() if engine_config is None else engine_config
     if isinstance(params, str | Path):
-        mesh = serving_mesh(engine_config.tensor_parallel_size, mesh)
+        mesh = serving_mesh(engine_config, mesh)
         params = load_params(params, mesh=mesh)
     own = as_params(params, config)
     form = tuple(

@@ -26,10 +26,12 @@ class EngineConfig:
     max_model_len: int | None = _knob(
         None, "tokens of prompt and completion together; None: max_position_embeddings"
     )
-    max_num_seqs: int = _knob(256, "rows that run at once")
+    max_num_seqs: int = _knob(256, "rows that run at once, of each replica")
     max_num_batched_tokens: int = _knob(8192, "prefill tokens a step")
     block_size: int = _knob(64, "P, tokens a KV block")
-    num_blocks: int | None = _knob(None, "N, KV blocks; None sizes the pool from memory")
+    num_blocks: int | None = _knob(
+        None, "N, KV blocks of a replica; None sizes the pool from memory"
+    )
     memory_utilization: float = _knob(
         0.9, "share of an accelerator's memory for weights, temporaries and pool together"
     )
@@ -76,6 +78,11 @@ class EngineConfig:
     tensor_parallel_size: int | None = _knob(
         None, "devices that share the model; None: as the mesh or the params say, else one"
     )
+    data_parallel_size: int | None = _knob(
+        None,
+        "replicas of the model in one program, each with rows and a pool of its own; None: along "
+        "every other axis of the mesh, else one",
+    )
     tensor_axis: str | tuple[str, ...] | None = _knob(
         "auto",
         "mesh axis, or axes as one, that heads, FFN and vocabulary are split over; auto takes the "
@@ -94,7 +101,8 @@ class EngineConfig:
         at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n")
         at_least(0, self, "max_logprobs", "swap_min_tokens")
-        chosen = ("max_model_len", "num_blocks", "decode_steps", "tensor_parallel_size")
+        chosen = ("max_model_len", "num_blocks", "decode_steps")
+        chosen += ("tensor_parallel_size", "data_parallel_size")
         # Unless they are None.
         at_least(1, self, *(name for name in chosen if getattr(self, name) is not None))
         share, swap = self.memory_utilization, self.swap_space_gib
@@ -169,6 +177,11 @@ class EngineConfig:
     def ragged_decode(self) -> bool:
         """Whether rows that decode can be in a prefill step."""
         return self.mixed or self.pinned
+
+    @property
+    def all_rows(self) -> int:
+        """Sequences that run at once in all replicas that are asked for."""
+        return self.max_num_seqs * (self.data_parallel_size or 1)
 
     @property
     def max_blocks_per_seq(self) -> int:

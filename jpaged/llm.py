@@ -31,10 +31,10 @@ class LLM:
     """A model ready to generate.
 
     model: a checkpoint folder or OWNER/NAME of the Hugging Face Hub; or, with `params`, what
-    describes them (ModelConfig, Hugging Face config dict, folder); or Params. tokenizer: a
-    transformers tokenizer; None takes the source folder's, loaded when first needed. mesh: where to
-    serve; None is tensor_parallel_size devices or the params' mesh. seed: int or jax key. The rest
-    are EngineConfig's fields. session holds weights and pool. Raises CheckpointError, ConfigError.
+    describes them (ModelConfig, Hugging Face config dict, folder); or Params. tokenizer: None takes
+    the source folder's, when first needed. mesh: where to serve; None is data_parallel_size *
+    tensor_parallel_size devices, or the params' mesh. seed: int or jax key. The rest are
+    EngineConfig's fields. session holds weights and pool. Raises CheckpointError, ConfigError.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def _weights(
         return as_params(params, model), mesh
     if not isinstance(model, str | Path):
         return as_params(model), mesh
-    mesh = serving_mesh(config.tensor_parallel_size, mesh)
+    mesh = serving_mesh(config, mesh)
     return load_params(model, dtype=config.dtype, mesh=mesh), mesh
 
 

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine, EngineState
+from jpaged.engine.engine import Engine
+from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.params import DONATED, Params
@@ -34,12 +35,13 @@ LEAST_BLOCKS = 8  # of a pool that grows
 class Snapshot:
     """The requests of an LLM at one moment, for `restore`. Opaque.
 
-    owner: the identity of the engine. ready, num_calls: what a face adds.
+    owner: the identity of the engine, whose snapshot `engine` is. ready, num_calls: what a face
+    adds.
     """
 
     owner: object
     weight_version: int
-    engine: EngineState
+    engine: Any
     ready: tuple[RequestOutput, ...]
     num_calls: int
 
@@ -62,7 +64,7 @@ class Session:
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
         self._cached_version = 0  # weight version that the prefix cache is of
-        self._engine: Engine | None = None
+        self._engine: Engine | Replicas | None = None
 
     @property
     def has_pool(self) -> bool:
@@ -70,7 +72,7 @@ class Session:
         return self._engine is not None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | Replicas:
         """What runs the requests; ConfigError where there is none."""
         if self._engine is None:
             raise ConfigError("this LLM is closed")
@@ -131,12 +133,17 @@ class Session:
         tree = self.weights.tree(self.params)
         num_blocks = num_blocks or self._most_blocks()
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        kind = SharedRunner if are_many(self.placement.mesh) else Runner
-        runner = kind(self.model_config, config, self.placement, tree)
+        where = self.placement
+        kind = SharedRunner if are_many(where.mesh) else Runner
+        runner = kind(self.model_config, config, where, tree)
         if config.strict:
             warmup(runner.steps)
             seal(runner)
-        self._engine = Engine(config, runner, depth=DISPATCHES_IN_FLIGHT)
+        depth = DISPATCHES_IN_FLIGHT
+        if where.replicas > 1:
+            self._engine = Replicas(config, runner, where.replicas, depth=depth)
+        else:
+            self._engine = Engine(config, runner, depth=depth)
         self._cached_version = self.weights.version
 
     def reserve(self, sizes: Iterable[int]) -> None:

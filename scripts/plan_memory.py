@@ -54,7 +54,7 @@ class Card:
             return self.chip
         sizes = {8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
         if count not in sizes:
-            raise ConfigError(f"tensor_parallel_size={count}: a slice has {list(sizes)} chips")
+            raise ConfigError(f"{count} chips: a slice has {list(sizes)} of them")
         return f"{self.chip.split(':')[0]}:{sizes[count]}"
 
     @property
@@ -107,11 +107,16 @@ def make_plan(
     reason = None if card is None else common.cannot_compile(card.platform)
     limits = card and Limits(total=int(card.limit * config.memory_utilization))
     compiled = reason is None and not args.bound
-    with devices_of(card, config.tensor_parallel_size or 1, reason) as devices:
+    with devices_of(card, count_of(config), reason) as devices:
         found = jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=compiled)
     if compiled:
         return found, found.needs.source
     return found, f"{found.needs.source}, proved for CPUs only ({reason or 'as asked'})"
+
+
+def count_of(config: EngineConfig) -> int:
+    """The devices that a config asks for."""
+    return (config.data_parallel_size or 1) * (config.tensor_parallel_size or 1)
 
 
 def table(found: MemoryPlan) -> str:
@@ -131,7 +136,7 @@ def report(args: argparse.Namespace) -> None:
     config = EngineConfig(**engine_settings(args))
     found, source = make_plan(args, config, model)
     dtype = engine_settings(args).get("dtype") or stored_dtype(model)
-    count = config.tensor_parallel_size or 1
+    count = count_of(config)
     card = args.card or "the device at hand"
     card = card if count == 1 else f"each of {count} of {card}"
     print(f"{args.checkpoint or args.random} in {dtype} on {card}; steps: {source}")

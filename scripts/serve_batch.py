@@ -47,7 +47,8 @@ SAMPLING = ("max_tokens", "temperature", "top_p")
 # Settings of the engine that an answer, or whether there is one, depends on.
 JUDGING = ("max_model_len", "dtype", "deterministic", "max_n", "max_logprobs", "max_logit_bias")
 JUDGING += ("max_stop_ids",)
-LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_retries": 0}
+LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_hosts": 1}
+LEASTS |= {"replica_retries": 0}
 
 
 class Parser(argparse.ArgumentParser):
@@ -147,9 +148,11 @@ def make_parser() -> Parser:
     add("--ray", address, metavar="ADDRESS|local")
     replicas = "engines, each with all rows of --max-num-seqs"
     add("--replicas", replicas, type=int, default=1, metavar="N")
+    hosts = "of each engine, with an actor on every one (default: as many as its devices take)"
+    add("--replica-hosts", hosts, type=int, metavar="N")
     taken = (
-        "what Ray sets aside for an engine: GPU=2 or TPU=4 (default: a GPU, or a host's TPU chips "
-        "where the cluster has them, else a CPU)"
+        "what Ray sets aside for an engine, on each of its hosts: GPU=2 or TPU=4 (default: as many "
+        "GPUs as it has devices, or a host's TPU chips, where the cluster has them, else a CPU)"
     )
     add("--replica-resources", taken, nargs="+", metavar="NAME=COUNT")
     lost = "how often a line is run again whose engine died, before it is an error line"
@@ -164,7 +167,7 @@ def make_parser() -> Parser:
     group = parser.add_argument_group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
-    window = "requests in the engine at once (default: 4 * max_num_seqs)"
+    window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"
     group.add_argument("--window", help=window, type=int)
     add_engine_flags(group)
     return parser
@@ -188,8 +191,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{flag} {value}: must be at least {least}")
     if args.max_error_rate is not None and not 0 <= args.max_error_rate < 1:
         parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
-    if args.ray is None and (args.replicas != 1 or args.replica_resources):
-        parser.error("--replicas and --replica-resources need --ray")
+    if args.ray is None and (args.replicas != 1 or args.replica_resources or args.replica_hosts):
+        parser.error("--replicas, --replica-hosts and --replica-resources need --ray")
     if args.ray is not None and args.check:
         parser.error("--check plans one engine on this machine: leave out --ray")
     if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
@@ -305,6 +308,7 @@ def make_llm(args: argparse.Namespace) -> Any:
                 None if args.model is None else path,
                 address=args.ray,
                 replicas=args.replicas,
+                hosts=args.replica_hosts,
                 resources=args.replica_resources,
                 max_retries=args.replica_retries,
                 seed=args.seed,
@@ -412,7 +416,7 @@ def run(args: argparse.Namespace) -> int:
             existing=ask(args),
             retry_failed=args.retry_failed,
             ordered=args.ordered,
-            window=args.window or 4 * args.replicas * args.engine_config.max_num_seqs,
+            window=args.window or 4 * args.replicas * args.engine_config.all_rows,
             grace=args.grace,
             max_error_rate=args.max_error_rate,
             error_style=args.error_style,

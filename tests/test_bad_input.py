@@ -11,7 +11,7 @@ import pytest
 import jpaged
 from jpaged import CapacityError, Params, RequestError, SamplingParams, api
 from jpaged.engine.engine import Engine
-from tests.tiny import ENGINE, config, make_params, make_prompts, tokens_of
+from tests.tiny import ENGINE, config, engine_of, make_params, make_prompts, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPTS = make_prompts(1, 4)
@@ -33,7 +33,7 @@ def generate(
 def assert_nothing_left() -> None:
     (session,) = api.kept_sessions()
     if session.has_pool:  # it is made when something can run
-        assert session.engine.requests == {} and session.engine.scheduler.blocks.num_used == 0
+        assert session.engine.requests == {} and engine_of(session).scheduler.blocks.num_used == 0
 
 
 BAD = {  # scenario 13: (prompt, sampling params, what the error says)

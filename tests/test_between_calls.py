@@ -27,6 +27,7 @@ from tests.tiny import (
     config,
     dense_greedy,
     engine,
+    engine_of,
     make_params,
     make_prompts,
     tokens_of,
@@ -56,7 +57,7 @@ def generate(
 def kept() -> tuple[Session, Engine, Runner]:
     """The session that the last call used."""
     session = api.kept_sessions()[-1]
-    return session, session.engine, session.runner
+    return session, engine_of(session), session.runner
 
 
 @pytest.mark.train

@@ -18,8 +18,9 @@ MOST_LINES_OF_A_FILE = 500
 # wing has shrunk; raise none without an argument in DESIGN.
 WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 360 for mixtures of
-    # experts, 490 for meshes and processes, 80 for determinism that is free and for flags
-    "request path": 7355,
+    # experts, 490 for meshes and processes, 80 for determinism that is free and for flags, 430 for
+    # replicas
+    "request path": 7790,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts
     "checkpoint": 945,
@@ -31,9 +32,7 @@ WINGS = {
 KERNEL_FILE = 300
 
 # Classes and files that are still too long, and how long they may be. None may be added.
-LONG_CLASSES = {
-    "jpaged/integrations/ray_llm.py::RayLLM": 275,
-}
+LONG_CLASSES: dict[str, int] = {}
 LONG_FILES: dict[str, int] = {}
 
 NOT_CODE = {

@@ -22,6 +22,7 @@ from jpaged import (
 )
 from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import Runner
+from jpaged.runtime.transfers import Transfers
 from jpaged.session import Session
 from tests.tiny import (
     CONFIG,
@@ -32,6 +33,7 @@ from tests.tiny import (
     dense_greedy,
     dense_logprobs,
     engine,
+    engine_of,
     make_params,
     make_prompts,
     tokens_of,
@@ -63,7 +65,7 @@ def generate(
 def kept() -> tuple[Session, Engine, Runner]:
     """The session that the last call used."""
     session = api.kept_sessions()[-1]
-    return session, session.engine, session.runner
+    return session, engine_of(session), session.runner
 
 
 def assert_nothing_left() -> None:
@@ -255,9 +257,9 @@ def interrupt(
     owner, name, first = {
         "before a step": (Engine, "step", True),
         "after a step": (Engine, "step", False),
-        "before an upload": (Runner, "put", True),
-        "before a download": (Runner, "get", True),
-        "after a download": (Runner, "get", False),
+        "before an upload": (Transfers, "put", True),
+        "before a download": (Transfers, "get", True),
+        "after a download": (Transfers, "get", False),
     }[where]
     method = getattr(owner, name)
     patch.setattr(

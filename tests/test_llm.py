@@ -20,6 +20,7 @@ from tests.tiny import (
     dense_greedy,
     dense_logits,
     engine,
+    engine_of,
     make_prompts,
     tokens_of,
 )
@@ -52,7 +53,7 @@ def llm(strict_llm: LLM) -> Iterator[LLM]:
     strict_llm.reset_prefix_cache()
     yield strict_llm
     assert not strict_llm.has_unfinished() and strict_llm.stats()["blocks_in_use"] == 0
-    strict_llm.session.engine.scheduler.check_integrity()
+    engine_of(strict_llm.session).scheduler.check_integrity()
 
 
 def generate(

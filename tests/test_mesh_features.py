@@ -1,5 +1,8 @@
-"""Everything that an engine does, on one device and on meshes of 2, 4 and 8: equal results."""
+"""Everything that an engine does, on one device and on meshes of 2, 4 and 8: equal results; and
+equal bits on one mesh, whatever else runs there.
+"""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jpaged import LLM
-from tests.features import PARAMS, SETTINGS, everything
+from tests.features import PARAMS, PROMPTS, SETTINGS, everything, sampled
 from tests.tiny import assert_same
 
 
@@ -22,13 +25,19 @@ def wanted() -> dict[str, Any]:
 
 DEVICES = np.array(jax.devices())
 MIDDLE, SLOW = pytest.mark.middle, pytest.mark.slow
+PAIR = Mesh(DEVICES[:4].reshape(2, 2), ("data", "tp"))
 MESHES = [  # and how many devices share the model
+    pytest.param(Mesh(DEVICES[:2], ("data",)), "auto", 1, id="data 2", marks=MIDDLE),
+    pytest.param(Mesh(DEVICES[:4], ("data",)), "auto", 1, id="data 4", marks=SLOW),
+    pytest.param(PAIR, "auto", 2, id="data 2, tp 2", marks=MIDDLE),
     pytest.param(Mesh(DEVICES[:2], ("tp",)), "auto", 2, id="tp 2", marks=SLOW),
     pytest.param(Mesh(DEVICES[:4], ("tp",)), "auto", 4, id="tp 4", marks=SLOW),
     pytest.param(
         Mesh(DEVICES.reshape(2, 4), ("x", "y")), ("x", "y"), 8, id="two axes", marks=MIDDLE
     ),
-    pytest.param(Mesh(DEVICES.reshape(4, 2), ("fsdp", "tp")), "auto", 2, id="2 of 8", marks=SLOW),
+    pytest.param(
+        Mesh(DEVICES.reshape(4, 2), ("fsdp", "tp")), "auto", 2, id="data 4, tp 2", marks=SLOW
+    ),
 ]
 
 
@@ -48,5 +57,50 @@ def test_everything_is_as_on_one_device(
         for a, b in zip(outs, wanted[name], strict=True):
             for x, y in zip(a.outputs, b.outputs, strict=True):
                 np.testing.assert_allclose(x.token_logprobs, y.token_logprobs, atol=1e-5)
-    assert llm.session.runner.placement.axis_size == size
+    where = llm.session.runner.placement
+    assert (where.axis_size, where.replicas) == (size, mesh.size // size)
     llm.close()
+
+
+VARIED: dict[str, dict[str, Any]] = {
+    "chunks of 11": {"max_num_batched_tokens": 11},
+    "2 rows": {"max_num_seqs": 2},
+    "preempted": {"num_blocks": 20, "swap_space_gib": 0.01},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(Mesh(DEVICES[:2], ("tp",)), id="tp 2", marks=MIDDLE),
+        pytest.param(Mesh(DEVICES[:2], ("data",)), id="data 2", marks=SLOW),
+        pytest.param(PAIR, id="data 2, tp 2", marks=MIDDLE),
+        pytest.param(Mesh(DEVICES[:4], ("tp",)), id="tp 4", marks=SLOW),
+    ],
+)
+def test_bits_on_one_mesh(mesh: Mesh) -> None:
+    """With deterministic=True they depend on the request alone: not on what runs beside it, its
+    place, its replica, chunks, preemption or hits.
+    """
+    settings = vars(dataclasses.replace(SETTINGS, deterministic=True, num_blocks=64))
+    settings |= {"token_buckets": None, "seq_buckets": None, "max_num_batched_tokens": 64}
+    how = [sampled(temperature=t, seed=i, max_tokens=16) for i, t in enumerate((0, 1.0, 0.7, 0))]
+    llm = LLM(PARAMS, mesh=mesh, **settings)
+
+    def bits(llm: LLM, at: list[int]) -> dict[int, Any]:
+        """By request, of these requests in this order."""
+        prompts, params = [PROMPTS[i] for i in at], [how[i] for i in at]
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        made = [(o.outputs[0].token_ids, o.outputs[0].token_logprobs.tobytes()) for o in outs]
+        return dict(zip(at, made, strict=True))
+
+    expected = bits(llm, [0, 1, 2, 3])
+    assert bits(llm, [3, 2, 1, 0]) == expected, "another order, from the cache"
+    for i in expected:
+        assert bits(llm, [i]) == {i: expected[i]}, "alone"
+    llm.close()
+    for name, changed in VARIED.items():
+        other = LLM(PARAMS, mesh=mesh, **(settings | changed))
+        assert bits(other, [2, 0, 3, 1]) == expected, name
+        other.close()

@@ -10,7 +10,16 @@ from jpaged import LLM, Params, RequestOutput, SamplingParams
 from jpaged.engine.buckets import bucket_table
 from jpaged.engine.plan import StepResult
 from jpaged.runtime.runner import Handle
-from tests.tiny import CONFIG, EOS, assert_idle, assert_same, engine, make_params, make_prompts
+from tests.tiny import (
+    CONFIG,
+    EOS,
+    assert_idle,
+    assert_same,
+    engine,
+    engine_of,
+    make_params,
+    make_prompts,
+)
 
 SETTINGS = engine(max_num_seqs=12, seq_buckets=(12,), max_stop_ids=24)
 BASE = SamplingParams(temperature=0.9, max_tokens=14, ignore_eos=True)
@@ -76,7 +85,7 @@ def trickle(llm: LLM, every: int, requests: Requests = MANY) -> list[RequestOutp
         if waiting and steps % every == 0:
             ids.append(llm.add_request(*waiting.pop(0)))
         found |= {output.request_id: output for output in llm.step()}
-        llm.session.engine.scheduler.check_integrity()
+        engine_of(llm.session).scheduler.check_integrity()
         steps += 1
     assert_idle(llm)
     return [found[i] for i in ids]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import jpaged
 from jpaged import LLM, CompletionOutput, Params, RequestError, RequestOutput, SamplingParams, api
 from jpaged.engine.engine import Engine
-from jpaged.runtime.runner import Runner
+from jpaged.runtime.transfers import Transfers
 from tests.text_model import make_tokenizer
 from tests.tiny import (
     CROWDED,
@@ -26,6 +26,7 @@ from tests.tiny import (
     compiles,
     config,
     dense_greedy,
+    engine_of,
     make_params,
     make_prompts,
     tokens_of,
@@ -80,7 +81,7 @@ def generate(
 
 def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
-    engine = api.kept_sessions()[-1].engine
+    engine = engine_of(api.kept_sessions()[-1])
     assert not engine.requests and engine.scheduler.blocks.num_used == 0
     assert engine.scheduler.swapping.free_bytes == engine.scheduler.swapping.host_bytes
     engine.scheduler.check_integrity()
@@ -495,23 +496,23 @@ def test_an_abort_frees_what_the_host_keeps(params: Params) -> None:
     llm.close()
 
 
-@pytest.mark.parametrize("where", ["read_blocks", "write_blocks", "get"])
+@pytest.mark.parametrize("where", ["get_blocks", "put_blocks", "get"])
 def test_interrupted(params: Params, llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a move to the host, one back, or the wait for a step: all is computed again, and
     stepping goes on.
     """
     expected = run(llm, MIX_PROMPTS, MIX)
     crowded = LLM(params, tokenizer=TOKENIZER, **vars(SWAP))
-    method, passed = getattr(Runner, where), 0
+    method, passed = getattr(Transfers, where), 0
 
-    def interrupted(self: Runner, *args: Any) -> Any:
+    def interrupted(self: Transfers, *args: Any) -> Any:
         nonlocal passed
         result, passed = method(self, *args), passed + 1
         if passed in (1, 3, 14):
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(Runner, where, interrupted)
+    monkeypatch.setattr(Transfers, where, interrupted)
     ids = [crowded.add_request(prompt, p) for prompt, p in zip(MIX_PROMPTS, MIX, strict=True)]
     found: dict[str, RequestOutput] = {}
     interrupts = 0

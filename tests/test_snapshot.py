@@ -21,6 +21,7 @@ from tests.tiny import (
     assert_idle,
     assert_same,
     compile_cache,
+    engine_of,
     make_params,
     make_prompts,
     tokens_of,
@@ -84,7 +85,7 @@ def finish(llm: LLM) -> dict[str, RequestOutput]:
     outputs: list[RequestOutput] = []
     while llm.has_unfinished():
         outputs += llm.step()
-        llm.session.engine.scheduler.check_integrity()
+        engine_of(llm.session).scheduler.check_integrity()
     assert len({out.request_id for out in outputs}) == len(outputs)
     return {out.request_id: out for out in outputs}
 

@@ -18,6 +18,7 @@ from tests.tiny import (
     dense_greedy,
     dense_logprobs,
     engine,
+    engine_of,
     make_params,
     make_prompts,
     tokens_of,
@@ -149,7 +150,7 @@ def test_snapshot(llm_of: Callable[..., LLM], model: Any) -> None:
         found: dict[str, RequestOutput] = {}
         while llm.has_unfinished():
             found |= {output.request_id: output for output in llm.step()}
-            llm.session.engine.scheduler.check_integrity()
+            engine_of(llm.session).scheduler.check_integrity()
         check(model, PROMPTS, [found[i] for i in ids])
         run(llm, make_prompts(50))  # other KV in these blocks
         llm.restore(snapshot)

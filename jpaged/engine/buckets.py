@@ -8,7 +8,7 @@ fills by it on the host, the steps slice by it on the device.
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -156,6 +156,25 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
     rows = next(rows for rows in _prefill_rows(tokens, config) if rows >= computed)
     return Bucket(phase="prefill", tokens=tokens, rows=rows, **kind), sample
+
+
+def common_buckets(
+    chosen: Sequence[tuple[Bucket, Bucket | None]], config: EngineConfig
+) -> tuple[Bucket, Bucket | None]:
+    """The smallest buckets of the table that hold what each of these holds, all of one phase."""
+    bucket = _widest([bucket for bucket, _ in chosen])
+    if bucket.phase == "prefill":
+        rows = next(rows for rows in _prefill_rows(bucket.tokens, config) if rows >= bucket.rows)
+        bucket = dataclasses.replace(bucket, rows=rows)
+    samples = [sample for _, sample in chosen if sample is not None]
+    return bucket, _widest(samples) if samples else None
+
+
+def _widest(buckets: Sequence[Bucket]) -> Bucket:
+    """With the most tokens, rows and features of any of them."""
+    features = max((b.features for b in buckets), key=(*DRAWS, "prompt").index)
+    tokens, rows = max(b.tokens for b in buckets), max(b.rows for b in buckets)
+    return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, features=features)
 
 
 def bucket_table(

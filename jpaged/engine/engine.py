@@ -37,11 +37,11 @@ class Device(Protocol):
         """Wait for a step and read its results."""
         ...
 
-    def read_blocks(self, block_ids: list[list[int]]) -> Any:
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
         """Copy blocks of each group to the host, as they are after the steps dispatched so far."""
         ...
 
-    def write_blocks(self, data: Any, block_ids: list[list[int]]) -> None:
+    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
         """Put what read_blocks gave into these blocks, before the next step; -1 leaves one out."""
         ...
 
@@ -64,19 +64,28 @@ class Engine:
     """All requests in flight over one pool.
 
     config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next step is
-    dispatched before the last one's tokens are read.
+    dispatched before the last one's tokens are read. replica: which it is of the device's. stats:
+    the totals that it adds to.
     """
 
-    def __init__(self, config: EngineConfig, runner: Device, *, depth: int = 1):
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Device,
+        *,
+        depth: int = 1,
+        replica: int = 0,
+        stats: Stats | None = None,
+    ):
         self.config = config
         self.runner = runner
         self.depth = depth
+        self.replica = replica
         self.identity = object()  # what its snapshots are known by
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._in_flight: deque[tuple[Plan, Any, float]] = deque()
         self._is_broken = False
-        self._last_done = 0.0
-        self.stats = Stats()
+        self.stats = Stats() if stats is None else stats
         self.scheduler = self._new_scheduler()
 
     def add(self, request: Request) -> None:
@@ -119,10 +128,14 @@ class Engine:
                 self._dispatch(plan, started)
             if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-            finished = self.scheduler.queues.take_finished()
-            ended = dict.fromkeys(s.request for s in finished if s.request.is_finished)
-            for request in ended:
-                self._forget(request)
+            return self.take_ended()
+
+    def take_ended(self) -> list[Request]:
+        """The requests that ended since the last call."""
+        finished = self.scheduler.queues.take_finished()
+        ended = dict.fromkeys(s.request for s in finished if s.request.is_finished)
+        for request in ended:
+            self._forget(request)
         return list(ended)
 
     def fits(self, num_tokens: int) -> bool:
@@ -163,7 +176,7 @@ class Engine:
                 self._commit_oldest(time.perf_counter())
             self._move_out(self.scheduler.swapping.take_outs())
             block_ids = self.scheduler.blocks.in_use()
-            blocks = self.runner.read_blocks(block_ids)
+            blocks = self.runner.read_blocks(block_ids, self.replica)
             requests, scheduler = copy.deepcopy((self.requests, self.scheduler))
         scheduler.blocks.cache.forget_free()  # their content is not kept
         return EngineState(
@@ -180,7 +193,7 @@ class Engine:
             self.scheduler.queues.preemptions = self.stats.preemptions
             for seq in self.scheduler.queues.running:
                 seq.is_new = True
-            self.runner.write_blocks(state.blocks, state.block_ids)
+            self.runner.write_blocks(state.blocks, state.block_ids, self.replica)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, and what the host keeps of preempted sequences."""
@@ -191,33 +204,24 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
-        blocks, swapping = self.scheduler.blocks, self.scheduler.swapping
-        block_bytes = sum(group.block_bytes for group in blocks.groups)
-        groups = [
-            {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
-            for g in blocks.groups
-        ]
-        return {
-            **self.stats.report(),
-            "blocks_in_use": blocks.num_used,
-            "num_blocks": blocks.num_blocks,
-            "kv_groups": groups,
-            "host_blocks": swapping.host_bytes // block_bytes,
-            "host_blocks_in_use": -(-swapping.used_bytes // block_bytes),
-        }
+        return self.stats.report() | _blocks_of(self.scheduler)
 
     def _dispatch(self, plan: Plan, started: float) -> None:
         batch = pack(plan, self.config)
         self.stats.count(plan, batch, self.scheduler.blocks.num_used)
+        self.move_blocks(plan)
+        self._in_flight.append((plan, self.runner.dispatch(batch), started))
+
+    def move_blocks(self, plan: Plan) -> None:
+        """Between the pools and the host, before a plan is dispatched."""
         self._move_out(plan.swap_outs)
         for swapped, block_ids in plan.swap_ins:
-            self.runner.write_blocks(swapped.data, block_ids)
+            self.runner.write_blocks(swapped.data, block_ids, self.replica)
             self.stats.swap_in_bytes += self._bytes_of(block_ids)
-        self._in_flight.append((plan, self.runner.dispatch(batch), started))
 
     def _move_out(self, swap_outs: Moves) -> None:
         for swapped, block_ids in swap_outs:
-            swapped.data = self.runner.read_blocks(block_ids)
+            swapped.data = self.runner.read_blocks(block_ids, self.replica)
             self.stats.swap_out_bytes += self._bytes_of(block_ids)
 
     def _bytes_of(self, block_ids: list[list[int]]) -> int:
@@ -229,17 +233,13 @@ class Engine:
         waiting = time.perf_counter()
         result = self.runner.fetch(handle)
         fetched = time.perf_counter()
+        self.commit(plan, result)
+        self.stats.time(plan.phase, dispatched, started, waiting, fetched)
+
+    def commit(self, plan: Plan, result: StepResult) -> None:
+        """Take in what a plan computed."""
         for request in self.scheduler.commit(plan, result):
             request.steer(self.scheduler.queues)
-        done = time.perf_counter()
-        self.stats.device_time_s += fetched - waiting
-        self.stats.host_time_s += (waiting - started) + (done - fetched)
-        # What overlaps counts once.
-        took, self._last_done = done - max(dispatched, self._last_done), done
-        if plan.phase == "prefill":
-            self.stats.prefill_time_s += took
-        else:
-            self.stats.decode_time_s += took
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
@@ -260,3 +260,20 @@ class Engine:
             swap_min_tokens=config.swap_min_tokens,
             preemptions=self.stats.preemptions,
         )
+
+
+def _blocks_of(scheduler: Scheduler) -> dict[str, Any]:
+    """The blocks that there are and those in use, on device and host."""
+    blocks, swapping = scheduler.blocks, scheduler.swapping
+    block_bytes = sum(group.block_bytes for group in blocks.groups)
+    groups = [
+        {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
+        for g in blocks.groups
+    ]
+    return {
+        "blocks_in_use": blocks.num_used,
+        "num_blocks": blocks.num_blocks,
+        "kv_groups": groups,
+        "host_blocks": swapping.host_bytes // block_bytes,
+        "host_blocks_in_use": -(-swapping.used_bytes // block_bytes),
+    }

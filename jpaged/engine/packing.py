@@ -7,6 +7,7 @@ Floats and uint32 travel as their bits. numpy ends here; jax begins at the runne
 import dataclasses
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 import numpy as np
 
@@ -31,7 +32,8 @@ class Batch:
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
     most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
     are the same ends a group's. counts: (device row, token ids, prompt length) of rows with
-    penalties that were just admitted.
+    penalties that were just admitted. parts: of a step of several replicas (see `join`), the batch
+    of each.
     """
 
     bucket: Bucket
@@ -42,6 +44,12 @@ class Batch:
     steps: int = 1
     copies: np.ndarray | None = None
     counts: tuple[tuple[int, list[int], int], ...] = ()
+    parts: tuple["Batch", ...] = ()
+
+    @property
+    def each(self) -> tuple["Batch", ...]:
+        """Of each replica; of the one that there is."""
+        return self.parts or (self,)
 
     @property
     def drawing(self) -> Bucket | None:
@@ -50,14 +58,18 @@ class Batch:
 
     @property
     def padded_tokens(self) -> int:
-        return self.bucket.tokens * self.steps
+        return self.bucket.tokens * self.steps * len(self.each)
 
 
-def pack(plan: Plan, config: EngineConfig) -> Batch:
+def pack(
+    plan: Plan, config: EngineConfig, buckets: tuple[Bucket, Bucket | None] | None = None
+) -> Batch:
     """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and
     no device row.
+
+    buckets: larger ones than the plan's own; it may then have no entries.
     """
-    bucket, sample = choose_buckets(plan, config)
+    bucket, sample = buckets or choose_buckets(plan, config)
     packed, view = _views(bucket, config)
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
@@ -88,12 +100,37 @@ def pack(plan: Plan, config: EngineConfig) -> Batch:
     )
 
 
+def join(parts: List[Batch], config: EngineConfig) -> Batch:
+    """One step of several replicas, whose batches are of the same buckets: their buffers one after
+    the other.
+    """
+    copies = None
+    if any(part.copies is not None for part in parts):
+        groups = next(len(part.copies) for part in parts if part.copies is not None)
+        none = _no_copies(groups, config)
+        copies = np.concatenate([none if p.copies is None else p.copies for p in parts])
+    return Batch(
+        bucket=parts[0].bucket,
+        sample=parts[0].sample,
+        packed=np.concatenate([part.packed for part in parts]),
+        num_tokens=sum(part.num_tokens for part in parts),
+        num_rows=sum(part.num_rows for part in parts),
+        steps=max(part.steps for part in parts),
+        copies=copies,
+        parts=tuple(parts),
+    )
+
+
+def _no_copies(groups: int, config: EngineConfig) -> np.ndarray:
+    assert config.seq_buckets is not None
+    # A row writes one block of each group, so it needs one copy at most.
+    return np.zeros((groups, config.seq_buckets[-1], 2), np.int32)
+
+
 def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray | None:
     if not any(plan.copies):
         return None
-    assert config.seq_buckets is not None
-    # A row writes one block of each group, so it needs one copy at most.
-    packed = np.zeros((len(plan.copies), config.seq_buckets[-1], 2), np.int32)
+    packed = _no_copies(len(plan.copies), config)
     for at, copies in enumerate(plan.copies):
         if copies:
             packed[at, : len(copies)] = copies
@@ -134,6 +171,14 @@ def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarra
     )
     num_drawn = views.pop("num_drawn")[: batch.num_rows].tolist()
     return StepResult(num_drawn=num_drawn, tokens=tokens, logprobs=logprobs, **views)
+
+
+def unpack_parts(batch: Batch, config: EngineConfig, packed: List[np.ndarray]) -> list[StepResult]:
+    """What a joined step returned, of each replica."""
+    shares = zip(*(np.split(buffer, len(batch.parts)) for buffer in packed), strict=True)
+    found = list(shares) or [()] * len(batch.parts)
+    pairs = zip(batch.parts, found, strict=True)
+    return [unpack_result(part, config, share) for part, share in pairs]
 
 
 def _views(

@@ -84,7 +84,7 @@ class PrefixCache:
             parent = seq.contents[-1] if seq.contents else None
             content = self._find(seq, i, parent)
             if content is None:
-                content = Content(self._chain_hash(seq, i), self.token_bytes(seq, i), parent)
+                content = Content(self.chain_hash(seq, i), self.token_bytes(seq, i), parent)
                 self._contents[content.hash] = content
             seq.contents.append(content)
             for group, table in zip(self.groups, seq.block_tables, strict=True):
@@ -121,12 +121,12 @@ class PrefixCache:
 
     def _find(self, seq: Sequence, i: int, parent: Content | None) -> Content | None:
         """The content of a sequence's block, if it is known; parent: that of the block before."""
-        content = self._contents.get(self._chain_hash(seq, i))
+        content = self._contents.get(self.chain_hash(seq, i))
         if content is None or content.parent is not parent:
             return None
         return content if content.token_ids == self.token_bytes(seq, i) else None
 
-    def _chain_hash(self, seq: Sequence, i: int) -> int:
+    def chain_hash(self, seq: Sequence, i: int) -> int:
         """The hash of a sequence's first i + 1 blocks; kept in the sequence."""
         while len(seq.hashes) <= i:
             j = len(seq.hashes)

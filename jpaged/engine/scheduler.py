@@ -56,18 +56,63 @@ class Scheduler:
         """The next step, with its blocks allocated, or None when nothing can be dispatched before
         the next commit.
         """
+        self._trim()
+        phase, entries = self._choose()
+        while not entries and self._is_stuck():
+            self.queues.preempt_youngest()
+            phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
+        if entries:
+            self._streak = self._streak + 1 if phase == "prefill" else 0
+        return self._made(phase, entries)
+
+    def schedule_for(self, phase: Phase) -> Plan | None:
+        """The next step of this phase, which others have chosen; None where it has nothing in it.
+
+        They see to it that no phase waits too long. With `mixed` rows decode in either.
+        """
+        self._trim()
+        budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
+        if phase == "decode":
+            entries = self._decode_entries(self._decoding_rows(), self.decode_steps)
+        elif self.mixed and self.can_decode and len(self.queues.running) < budget:
+            rows = self._decoding_rows()
+            chunks = self._plan_prefill(budget - len(rows))
+            entries = [*self._decode_entries(rows, 1), *chunks]
+        else:
+            entries = self._plan_prefill(budget)
+            while not entries and self._is_stuck() and not self.can_decode:
+                self.queues.preempt_youngest()
+                entries = self._plan_prefill(budget)
+        return self._made(phase, entries)
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether there are prompts that a prefill may take up."""
+        queues = self.queues
+        if queues.waiting and (queues.free_rows or (self._is_stuck() and not self.can_decode)):
+            return True
+        return any(seq.is_prefilling for seq in queues.running)
+
+    @property
+    def can_decode(self) -> bool:
+        return any(seq.can_decode for seq in self.queues.running)
+
+    def _is_stuck(self) -> bool:
+        """Where nothing can be planned: only rows are left that wait for others, which wait for
+        blocks.
+        """
+        running = self.queues.running
+        return bool(running) and not any(seq.in_flight for seq in running)
+
+    def _trim(self) -> None:
         for seq in self._planned:
             if seq.status is Status.RUNNING:
                 self.blocks.trim(seq)
-        phase, entries = self._choose()
-        running = self.queues.running
-        while not entries and running and not any(seq.in_flight for seq in running):
-            # Only rows are left that wait for others, which wait for blocks.
-            self.queues.preempt_youngest()
-            phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
+
+    def _made(self, phase: Phase, entries: list[PlanEntry]) -> Plan | None:
+        """The plan of entries, and what must be moved before it; None where there are none."""
         if not entries:
             return None
-        self._streak = self._streak + 1 if phase == "prefill" else 0
         self._planned = [entry.seq for entry in entries] if self.blocks.windowed else []
         return Plan(
             phase=phase,
@@ -87,8 +132,7 @@ class Scheduler:
 
     def _choose(self) -> tuple[Phase, list[PlanEntry]]:
         """Prefill before decode, but no more than a few times while rows wait to decode."""
-        decodable = any(seq.can_decode for seq in self.queues.running)
-        budget = self.max_num_batched_tokens
+        decodable, budget = self.can_decode, self.max_num_batched_tokens
         if self.mixed and decodable and len(self.queues.running) < budget:
             return self._plan_mixed()
         entries: list[PlanEntry] = []

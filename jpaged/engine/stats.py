@@ -1,10 +1,11 @@
 """Stats: what an engine has done so far."""
 
 from collections import Counter
+from time import perf_counter
 from typing import Any
 
 from jpaged.engine.packing import Batch
-from jpaged.engine.plan import Plan
+from jpaged.engine.plan import Phase, Plan
 
 
 class Stats:
@@ -14,7 +15,8 @@ class Stats:
     prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
     results. padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
-    "swapped" or "recomputed".
+    "swapped" or "recomputed". idle_replica_steps: dispatches in which a replica had nothing to do,
+    of as many as there are dispatches and replicas.
     """
 
     def __init__(self) -> None:
@@ -23,6 +25,8 @@ class Stats:
         self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
+        self.idle_replica_steps = 0
+        self._last_done = 0.0
         self.preemptions: Counter[str] = Counter()
         self.prefill_sizes: Counter[int] = Counter()  # steps by their number of tokens
         self.decode_sizes: Counter[int] = Counter()  # and of rows
@@ -33,6 +37,7 @@ class Stats:
         self.padded_tokens += batch.padded_tokens
         self.copied_blocks += sum(map(len, plan.copies))
         self.dispatches += 1
+        self.idle_replica_steps += sum(not part.num_tokens for part in batch.parts)
         decoded = sum(entry.num_tokens for entry in plan.entries if entry.decodes)
         self.decode_tokens += decoded
         self.prefill_tokens += batch.num_tokens - decoded
@@ -43,9 +48,29 @@ class Stats:
             self.decode_steps += batch.steps
             self.decode_sizes[batch.num_rows] += batch.steps
 
+    def time(
+        self, phase: Phase, dispatched: float, started: float, waiting: float, fetched: float
+    ) -> None:
+        """Take in a step that was dispatched then, in a call that started, waited and has its
+        result since then, and is committed now.
+        """
+        done = perf_counter()
+        self.device_time_s += fetched - waiting
+        self.host_time_s += (waiting - started) + (done - fetched)
+        # What overlaps counts once.
+        took, self._last_done = done - max(dispatched, self._last_done), done
+        if phase == "prefill":
+            self.prefill_time_s += took
+        else:
+            self.decode_time_s += took
+
     def report(self) -> dict[str, Any]:
         """The totals and what follows from them."""
-        totals = {name: x for name, x in vars(self).items() if not isinstance(x, Counter)}
+        totals = {
+            name: x
+            for name, x in vars(self).items()
+            if not isinstance(x, Counter) and not name.startswith("_")
+        }
         sizes = {"prefill": dict(self.prefill_sizes), "decode": dict(self.decode_sizes)}
         computed, prompts = self.prefill_tokens + self.decode_tokens, self.prompt_tokens
         return {

@@ -8,6 +8,7 @@ field for.
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from typing import Any
 
@@ -312,7 +313,8 @@ def _check(c: RolloutConfig, mesh: Mesh | None) -> None:
             )
     axes = {} if mesh is None else dict(mesh.shape)
     tensor = next((axes[name] for name in TENSOR_AXES if name in axes), 1)
-    for name, served in (("tensor", tensor), ("data", 1), ("expert", 1)):
+    replicas = math.prod(axes.values()) // tensor
+    for name, served in (("tensor", tensor), ("data", replicas), ("expert", 1)):
         if (size := getattr(c, f"{name}_parallel_size")) not in (-1, served):
             said = f"rollout_config.{name}_parallel_size={size}"
             raise ConfigError(f"{said}: the mesh {axes} serves with {served} (-1 takes it)")

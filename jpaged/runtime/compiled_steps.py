@@ -85,16 +85,16 @@ class CompiledSteps:
         packed = self._struct((input_sections(bucket, config)[1],), jnp.int32)
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
-        kv, rows, whole = state_spec.kv, state_spec.rows, PartitionSpec()
+        kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
         # Of each phase: the arguments after the params, which of them is donated, their specs, and
         # those of the results.
         args, donated, in_specs, out_specs = {
             "prefill": (
                 *((state.kv, state.rows, packed), 1),
-                *((kv, rows, whole), (kv, whole, whole, whole)),
+                *((kv, rows, each), (kv, each, each, each)),
             ),
-            "sample": ((hidden, state.rows, packed), 2, (whole, rows, whole), (rows, whole)),
-            "decode": ((state, packed), 1, (state_spec, whole), (state_spec, whole)),
+            "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
+            "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
         }[bucket.phase]
         step = make_step(bucket, self.setting)
         params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
@@ -104,53 +104,62 @@ class CompiledSteps:
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """The function, run whole on each device's share: XLA cannot partition a Pallas call."""
-        if self.where.tensor_axis is None:
+        if self.where.tensor_axis is None and self.where.replicas == 1:
             return function
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self.where.mesh, **specs, check_vma=False)
 
     @property
+    def kv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """DeviceState.kv of all replicas."""
+        spec = kv_cache.spec(self.where)
+        return tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
+
+    @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """RowState.counts_RV, of the vocabulary with its padding."""
+        """RowState.counts_RV of all replicas, of the vocabulary with its padding."""
         shape = (self.setting.config.max_num_seqs, self.setting.model.vocab_size)
         return self._struct(shape, jnp.int32, self._counts_spec)
 
     @property
     def _counts_spec(self) -> PartitionSpec:
-        return PartitionSpec(None, self.where.tensor_axis)
+        return PartitionSpec(self.where.data_axes or None, self.where.tensor_axis)
 
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
         """The device's state as ShapeDtypeStructs, and how it is split."""
-        config, axis = self.setting.config, self.where.tensor_axis
-        slots = config.max_num_seqs
-        spec, whole = kv_cache.spec(axis), PartitionSpec()
-        pools = tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
+        slots = self.setting.config.max_num_seqs
+        spec, each = kv_cache.spec(self.where), self.where.each
         row = self._struct((slots,), jnp.int32)
         counts = self.counts if full else None
         rows = RowState(last_token_R=row, context_len_R=row, counts_RV=counts)
         counts_spec = self._counts_spec if full else None
-        row_spec = RowState(last_token_R=whole, context_len_R=whole, counts_RV=counts_spec)
+        row_spec = RowState(last_token_R=each, context_len_R=each, counts_RV=counts_spec)
         return (
-            DeviceState(kv=pools, rows=rows),
-            DeviceState(kv=tuple(spec for _ in pools), rows=row_spec),
+            DeviceState(kv=self.kv, rows=rows),
+            DeviceState(kv=tuple(spec for _ in self.kv), rows=row_spec),
         )
 
     def _struct(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None
     ) -> jax.ShapeDtypeStruct:
-        where = self.where.sharding(PartitionSpec() if spec is None else spec)
+        """An array of these shapes a replica, one after the other along the first axis."""
+        where = self.where.sharding(self.where.each if spec is None else spec)
+        if self.where.replicas > 1:
+            shape = (self.where.replicas * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def move(self, name: Literal["read_blocks", "write_blocks"], group: int, count: int) -> Any:
         """A function of kv_cache for so many blocks of a group's pool."""
         if (name, group, count) not in self._moves:
             started, pool = time.perf_counter(), self.setting.pools[group]
-            spec = kv_cache.spec(self.where.tensor_axis)
-            args = [self._struct(pool.shape, pool.dtype, spec), self._struct((count,), jnp.int32)]
+            spec, each = kv_cache.spec(self.where), self.where.each
+            args = [self.kv[group], self._struct((count,), jnp.int32)]
             if name == "write_blocks":
                 blocks = (pool.num_layers * count, *pool.shape[1:])
                 args.append(self._struct(blocks, pool.dtype, spec))
             function = functools.partial(getattr(kv_cache, name), num_layers=pool.num_layers)
+            if self.where.replicas > 1:  # else XLA splits what has no sums in it
+                function = self._per_device(function, (spec, each, spec)[: len(args)], spec)
             donated = 0 if name == "write_blocks" else ()
             where = self.where.sharding(spec)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=where)
@@ -162,10 +171,11 @@ class CompiledSteps:
         """device_state.set_counts."""
         if self._set_counts is None:
             started, spec = time.perf_counter(), self._counts_spec
-            scalar, chunk = (self._struct(shape, jnp.int32) for shape in ((), (COUNTS_CHUNK,)))
             step = functools.partial(set_counts, vocabulary=self.setting.vocabulary)
-            whole = PartitionSpec()
-            step = self._per_device(step, (spec, whole, whole, whole, whole), spec)
+            chunk, each = self._struct((COUNTS_CHUNK,), jnp.int32), self.where.each
+            scalar = self._struct((1,) if self.where.replicas > 1 else (), jnp.int32)
+            step = _of_one(step) if self.where.replicas > 1 else step
+            step = self._per_device(step, (spec, each, each, each, each), spec)
             jitted = jax.jit(step, donate_argnums=0, out_shardings=self.where.sharding(spec))
             lowered = jitted.lower(self.counts, scalar, chunk, scalar, scalar)
             self._set_counts = lowered.compile()
@@ -187,16 +197,23 @@ class CompiledSteps:
                     for spec, pool, copies in pairs
                 )
 
-            spec = (kv_cache.spec(self.where.tensor_axis),) * len(pools)
-            structs = zip(pools, spec, strict=True)
-            kv = tuple(self._struct(pool.shape, pool.dtype, spec) for pool, spec in structs)
+            spec = (kv_cache.spec(self.where),) * len(pools)
             copies = self._struct((len(pools), self.setting.config.seq_buckets[-1], 2), jnp.int32)
-            function = self._per_device(copy, (spec, PartitionSpec()), spec)
+            function = self._per_device(copy, (spec, self.where.each), spec)
             outs = jax.tree.map(self.where.sharding, spec)
             jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
-            self._copy_blocks = jitted.lower(kv, copies).compile()
+            self._copy_blocks = jitted.lower(self.kv, copies).compile()
             self.seconds["copy_blocks"] = time.perf_counter() - started
         return self._copy_blocks
+
+
+def _of_one(function: Any) -> Any:
+    """A function whose scalars, all but the first and the third argument, are arrays of one."""
+
+    def of_one(counts: Any, row: Any, tokens: Any, *scalars: Any) -> Any:
+        return function(counts, row[0], tokens, *(scalar[0] for scalar in scalars))
+
+    return of_one
 
 
 def compile_options(backend: str) -> dict[str, int]:

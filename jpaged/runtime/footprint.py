@@ -28,7 +28,7 @@ from jpaged.models.quantized import Form, is_quantized, quantized, served_form, 
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
-from jpaged.runtime.mesh import Placement, serving_mesh
+from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
@@ -50,7 +50,8 @@ def plan_memory(
     compiled: bool = True,
 ) -> MemoryPlan:
     """Where the memory of one device would go, in bytes, and how many KV blocks it leaves room for;
-    no weight is loaded. With tensor_parallel_size it is that of each device that shares the model.
+    no weight is loaded. With tensor_parallel_size it is that of each device that shares the model,
+    of as many replicas as data_parallel_size says.
 
     model: a ModelConfig, a Hugging Face config or a checkpoint folder. config: how to serve it; its
     dtype is what the model is stored in where it names none, else bfloat16. device: the jax.Device
@@ -62,7 +63,7 @@ def plan_memory(
     dtype = settings.dtype or stored_dtype(model)
     model = ModelConfig.coerce(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
-    where = _place(settings.tensor_parallel_size or 1, devices, compiled)
+    where = _place(settings, devices, compiled)
     settings = resolve_for(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
     params = form_of(served, where, dtype, settings.quantization)
@@ -74,19 +75,23 @@ def plan_memory(
     )
     weights = bytes_on_device(params)
     if limits is None:
-        share, size = settings.memory_utilization, where.axis_size
+        share, size = settings.memory_utilization, where.axis_size * where.replicas
         limits = limits_to_come(where.device, share, weights + kept, size)
     if kept and not limits.in_use:
         limits = dataclasses.replace(limits, in_use=weights + kept)
     return plan_within(settings, limits, probe_runner(model, settings, where, params), compiled)
 
 
-def _place(size: int, devices: list[Any], compiled: bool) -> Placement:
-    """So many of the devices; where nothing is compiled, a mesh of devices that need not be."""
-    mesh: Any = serving_mesh(size, None, devices) if compiled else None
-    if size > 1 and mesh is None:
-        mesh = AbstractMesh((size,), ("tp",), axis_types=(AxisType.Auto,))
-    return Placement(mesh=mesh, axis=None if size == 1 else "tp", device=devices[0])
+def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placement:
+    """As many of the devices as are asked for; where nothing is compiled, a mesh of devices that
+    need not be.
+    """
+    shape = asked_shape(config)
+    mesh: Any = serving_mesh(config, None, devices) if compiled else None
+    if shape and mesh is None:
+        kinds = (AxisType.Auto,) * len(shape)
+        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
+    return Placement(mesh=mesh, axis="tp" if "tp" in shape else None, device=devices[0])
 
 
 def form_of(

@@ -19,7 +19,6 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup, kv_groups
-from jpaged.models.params import MeshAxis
 from jpaged.runtime.attention import Kernel, choose_kernel
 from jpaged.runtime.mesh import Placement
 
@@ -118,14 +117,16 @@ def reach(group: KVGroup, config: EngineConfig) -> int:
     return config.max_model_len if window is None else min(window, config.max_model_len)
 
 
-def spec(axis: MeshAxis | None) -> PartitionSpec:
-    """KV heads over `axis`; a contiguous split of axis 2 keeps each head's K and V together."""
-    return PartitionSpec(None, None, axis, None)
+def spec(where: Placement) -> PartitionSpec:
+    """KV heads over the tensor axis, a contiguous split of axis 2 keeps each head's K and V
+    together; and the pools of all replicas one after the other.
+    """
+    return PartitionSpec(where.data_axes or None, None, where.tensor_axis, None)
 
 
 def sharding(where: Placement) -> Any:
     """Of every pool at a place."""
-    return where.sharding(spec(where.tensor_axis))
+    return where.sharding(spec(where))
 
 
 def pinned(where: Placement) -> Any:

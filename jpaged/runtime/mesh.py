@@ -1,4 +1,6 @@
-"""Where arrays lie: one device, or a mesh of which an axis holds shares of the model."""
+"""Where arrays lie: one device, or a mesh of which an axis holds shares of the model and the others
+replicas of it.
+"""
 
 import dataclasses
 import math
@@ -16,6 +18,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.params import MeshAxis
 
@@ -23,7 +26,9 @@ from jpaged.models.params import MeshAxis
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """One device, or a mesh with heads, FFN and vocabulary over `axis`: an axis of it, or several
-    as if they were one (None: everything is replicated). device: the first of this process.
+    as if they were one (None: the model is whole everywhere). Along all other axes lie replicas:
+    each has a pool, rows and inputs of its own, the parts of arrays whose first axis is split.
+    device: the first of this process.
     """
 
     mesh: Mesh | AbstractMesh | None  # abstract where nothing is compiled or run
@@ -32,15 +37,43 @@ class Placement:
 
     @property
     def axis_size(self) -> int:
-        if self.mesh is None or self.axis is None:
+        if self.mesh is None:
             return 1
-        names = (self.axis,) if isinstance(self.axis, str) else self.axis
-        return math.prod(self.mesh.shape[name] for name in names)
+        return math.prod(self.mesh.shape[name] for name in self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self.axis,) if isinstance(self.axis, str) else self.axis or ()
 
     @property
     def tensor_axis(self) -> MeshAxis | None:
         """The axis, if several devices share the model."""
         return self.axis if self.axis_size > 1 else None
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that replicas lie along."""
+        shape = {} if self.mesh is None else self.mesh.shape
+        return tuple(name for name in shape if shape[name] > 1 and name not in self._names)
+
+    @property
+    def replicas(self) -> int:
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[name] for name in self.data_axes)
+
+    @property
+    def each(self) -> PartitionSpec:
+        """Of an array with a part of its first axis for each replica."""
+        return PartitionSpec(self.data_axes) if self.data_axes else PartitionSpec()
+
+    def devices_of(self, replica: int) -> list[Any]:
+        """Of a mesh, the devices that hold a replica."""
+        assert isinstance(self.mesh, Mesh)
+        names = self.mesh.axis_names
+        data = [names.index(name) for name in self.data_axes]
+        first = np.moveaxis(self.mesh.devices, data, range(len(data)))
+        return list(first.reshape(self.replicas, -1)[replica])
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding | SingleDeviceSharding:
         if self.mesh is None:
@@ -52,14 +85,27 @@ class Placement:
         return self.sharding(PartitionSpec())
 
 
-def serving_mesh(size: int | None, mesh: Mesh | None, devices: Sequence[Any] = ()) -> Mesh | None:
-    """The mesh to serve on: `mesh`, else one of so many of the devices (none named: jax's) over
-    which one axis, "tp", shares the model. None where neither is asked for, or a single device is.
-    ConfigError where there are too few.
+def serving_mesh(
+    config: EngineConfig, mesh: Mesh | None, devices: Sequence[Any] = ()
+) -> Mesh | None:
+    """The mesh to serve on: `mesh`, else one of as many of the devices (none named: jax's) as
+    config's data_parallel_size and tensor_parallel_size ask for, over axes "data" and "tp". None
+    where they ask for nothing, or for a single device. ConfigError where there are too few.
     """
-    if mesh is not None or size in (None, 1):
+    shape = asked_shape(config)
+    if mesh is not None or not shape:
         return mesh
+    size = math.prod(shape.values())
     found = list(devices) if len(devices) >= size else jax.devices()
     if len(found) < size:
-        raise ConfigError(f"tensor_parallel_size={size}: there are {len(found)} devices")
-    return Mesh(np.array(found[:size]), ("tp",), axis_types=(AxisType.Auto,))
+        names = {"data": "data_parallel_size", "tp": "tensor_parallel_size"}
+        asked = ", ".join(f"{names[axis]}={count}" for axis, count in shape.items())
+        raise ConfigError(f"{asked}: there are {len(found)} devices")
+    kinds = (AxisType.Auto,) * len(shape)
+    return Mesh(np.array(found[:size]).reshape(*shape.values()), tuple(shape), axis_types=kinds)
+
+
+def asked_shape(config: EngineConfig) -> dict[str, int]:
+    """The axes of the mesh that a config asks for, by name; none where it asks for one device."""
+    asked = {"data": config.data_parallel_size or 1, "tp": config.tensor_parallel_size or 1}
+    return {name: size for name, size in asked.items() if size > 1}

@@ -9,7 +9,7 @@ import pickle
 import queue
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -38,14 +38,19 @@ def put(array: np.ndarray, where: Sharding) -> Array:
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
-def local_shards(array: Array) -> list[tuple[Any, np.ndarray]]:
-    """What this process's devices hold of an array, on the host: by device."""
-    return [(shard.device, np.asarray(shard.data)) for shard in array.addressable_shards]
+def local_shards(array: Array, devices: Container[Any]) -> dict[Any, np.ndarray]:
+    """What those of the devices that are this process's hold of an array, on the host."""
+    shards = (shard for shard in array.addressable_shards if shard.device in devices)
+    return {shard.device: np.asarray(shard.data) for shard in shards}
 
 
-def from_shards(shards: list[tuple[Any, np.ndarray]], shape: Any, where: Sharding) -> Array:
-    """The array again, of which each process has `local_shards`."""
-    placed = [jax.device_put(data, device) for device, data in shards]
+def from_shards(
+    shards: Mapping[Any, np.ndarray], shape: tuple[int, ...], dtype: Any, where: Sharding
+) -> Array:
+    """The array again, of which each process has `local_shards`; zeros on all other devices."""
+    zeros = np.zeros(where.shard_shape(shape), dtype)
+    devices = sorted(where.addressable_devices, key=lambda device: device.id)
+    placed = [jax.device_put(shards.get(device, zeros), device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, where, placed)
 
 

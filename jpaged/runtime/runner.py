@@ -12,7 +12,7 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.engine.buckets import Bucket, padded_blocks
-from jpaged.engine.packing import PAD_TOKEN, Batch, unpack_result
+from jpaged.engine.packing import PAD_TOKEN, Batch, unpack_parts, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
 from jpaged.models.served import served_config
@@ -25,6 +25,7 @@ from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
 from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
+from jpaged.runtime.transfers import Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 
@@ -50,7 +51,7 @@ class Usage:
 
 
 class Runner:
-    """Runs compiled steps over the donated state of one engine.
+    """Runs compiled steps over the donated state of one engine, or of the engines of Replicas.
 
     model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
     every step; its owner may replace it by another of the same form, or by None between calls. For
@@ -65,7 +66,7 @@ class Runner:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
         self.steps = CompiledSteps(setting, placement, form)
-        self.uploads = self.downloads = 0  # transfers since the start
+        self.transfers = Transfers(placement)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -87,26 +88,29 @@ class Runner:
         """
         with explained(self.config):
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
-            self._prepare(buckets, full=bool(batch.counts) or any(b.is_full for b in buckets))
+            counts = any(part.counts for part in batch.each)
+            self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
             return self._dispatch(batch)
 
     def _dispatch(self, batch: Batch) -> Handle:
-        for row, token_ids, prompt_len in batch.counts:
-            self._enter_counts(row, token_ids, prompt_len)
+        for replica, part in enumerate(batch.each):
+            for row, token_ids, prompt_len in part.counts:
+                self._enter_counts(replica, row, token_ids, prompt_len)
         if batch.copies is not None:
-            self._state = _copied(self._state, self.steps, self.put(batch.copies))
-        packed = self.put(batch.packed)
+            self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
+        packed = self.transfers.put(batch.packed)
         if batch.bucket.phase == "decode":
-            step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.rows * batch.steps)
+            step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
             state, out = step(self.params, self._lent(batch.bucket), packed)
             self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
         state, outs = self._lent(batch.bucket), []
-        step = self._ran(batch.bucket, batch.num_tokens, batch.bucket.tokens)
+        step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
         kv, hidden, packed, scored = step(self.params, state.kv, state.rows, packed)
         self._state = DeviceState(kv=kv, rows=state.rows)
         if batch.sample is not None:
-            step = self._ran(batch.sample, batch.num_rows, batch.sample.rows)
+            padded = batch.sample.rows * len(batch.each)
+            step = self._ran(batch.sample, batch.num_rows, padded)
             rows, out = step(self.params, hidden, self._lent(batch.sample).rows, packed)
             self._take_back(DeviceState(kv=kv, rows=rows))
             outs.append(out)
@@ -159,41 +163,46 @@ class Runner:
             outs = self._fetch(handle)
         return unpack_result(handle.batch, self.config, outs)
 
+    def fetch_parts(self, handle: Handle) -> list[StepResult]:
+        """So for a step of several replicas, of each."""
+        with explained(self.config):
+            outs = self._fetch(handle)
+        return unpack_parts(handle.batch, self.config, outs)
+
     def _fetch(self, handle: Handle) -> list[np.ndarray]:
         handle.done.block_until_ready()
-        return [self.get(out) for out in handle.outs]
+        return [self.transfers.get(out) for out in handle.outs]
 
-    def _enter_counts(self, row: int, token_ids: list[int], prompt_len: int) -> None:
+    def _enter_counts(self, replica: int, row: int, token_ids: list[int], prompt_len: int) -> None:
         """Set a row's token counts from scratch: its last owner's are of no use to a sequence just
         admitted.
         """
-        step = self.steps.set_counts()
+        step, put = self.steps.set_counts(), self.transfers.put_for
         for start in range(0, len(token_ids), COUNTS_CHUNK):
             tokens = token_ids[start : start + COUNTS_CHUNK]
             chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
-            scalars = (row, max(prompt_len - start, 0), start == 0)
-            at, num_prompt, clear = (self.put(np.asarray(x, np.int32)) for x in scalars)
-            self._counts_RV = step(self._counts_RV, at, self.put(chunk), num_prompt, clear)
+            none = self.config.max_num_seqs  # no row of the others
+            args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
+            placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
+            self._counts_RV = step(self._counts_RV, *placed)
 
-    def read_blocks(self, block_ids: list[list[int]]) -> Any:
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
         """Copy blocks of each group to the host, a transfer each, padded to a power of two: into
         pinned memory where there is any.
         """
         self.allocate()
-        return [self._read(group, ids) if ids else None for group, ids in enumerate(block_ids)]
+        return [
+            self._read(group, ids, replica) if ids else None for group, ids in enumerate(block_ids)
+        ]
 
-    def _read(self, group: int, block_ids: list[int]) -> Any:
+    def _read(self, group: int, block_ids: list[int], replica: int) -> Any:
         assert self._state is not None
         count = padded_blocks(len(block_ids))
         move = self.steps.move("read_blocks", group, count)
-        blocks = move(self._state.kv[group], self.put(_padded(block_ids, count, -1)))
-        self.downloads += 1
-        return self._down(blocks)
+        ids = self.transfers.put_for(replica, _padded(block_ids, count, -1), -1)
+        return self.transfers.get_blocks(move(self._state.kv[group], ids), replica)
 
-    def _down(self, blocks: Array) -> Any:
-        return kv_cache.to_host(blocks, self.placement)
-
-    def write_blocks(self, data: Any, block_ids: list[list[int]]) -> None:
+    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
         """Put what read_blocks gave into these blocks, a transfer a group; -1 leaves one out."""
         self.allocate()
         assert self._state is not None
@@ -201,14 +210,11 @@ class Runner:
         for group, (blocks, ids) in enumerate(zip(data, block_ids, strict=True)):
             if blocks is not None:
                 count = padded_blocks(len(ids))
-                self.uploads += 1
-                blocks = self._up(blocks, group, count)
+                blocks = self.transfers.put_blocks(blocks, replica, self.pools[group], count)
                 move = self.steps.move("write_blocks", group, count)
-                kv[group] = move(kv[group], self.put(_padded(ids, count, -1)), blocks)
+                places = self.transfers.put_for(replica, _padded(ids, count, -1), -1)
+                kv[group] = move(kv[group], places, blocks)
                 self._state = DeviceState(kv=tuple(kv), rows=rows)
-
-    def _up(self, blocks: Any, group: int, count: int) -> Array:
-        return jax.device_put(blocks, kv_cache.sharding(self.placement))
 
     # Arrays
 
@@ -216,12 +222,13 @@ class Runner:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where
         memory runs out.
         """
-        rows, where = self.config.max_num_seqs, self.placement.replicated
+        rows, where = self.config.max_num_seqs, self.placement
         if self._state is None:
-            sharding = kv_cache.sharding(self.placement)
+            forms = self.steps.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
-                kv = tuple(kv_cache.zeros(p.shape, p.dtype, sharding) for p in self.pools)
-            last, lens = (put(np.zeros(rows, np.int32), where) for _ in range(2))
+                kv = tuple(kv_cache.zeros(form.shape, form.dtype, form.sharding) for form in forms)
+            zeros = np.zeros(where.replicas * rows, np.int32)
+            last, lens = (put(zeros, where.sharding(where.each)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
         if full and self._counts_RV is None:
             form = self.steps.counts
@@ -239,16 +246,6 @@ class Runner:
     def release(self) -> None:
         """Free the state; executables stay, and the next dispatch allocates again."""
         self._state = self._counts_RV = None
-
-    def put(self, array: np.ndarray) -> Array:
-        """The only way up: one explicit, counted transfer."""
-        self.uploads += 1
-        return put(array, self.placement.replicated)
-
-    def get(self, array: Array) -> np.ndarray:
-        """The only way down: one explicit, counted transfer."""
-        self.downloads += 1
-        return jax.device_get(array)
 
 
 def seal(runner: Runner) -> None:
@@ -271,9 +268,10 @@ def report_of(runner: Runner) -> dict[str, Any]:
         "num_compiles": len(seconds),
         "compile_time_s": sum(seconds.values()),
         "buckets": [str(bucket) for bucket in seconds],
-        "uploads": runner.uploads,
-        "downloads": runner.downloads,
+        "uploads": runner.transfers.ups,
+        "downloads": runner.transfers.downs,
         "block_bytes": sum(pool.block_bytes for pool in runner.pools),
+        "data_parallel_size": runner.placement.replicas,
     }
 
 

@@ -4,16 +4,15 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import Peers, from_shards, local_shards
+from jpaged.runtime.processes import Peers
 from jpaged.runtime.runner import Handle, Runner
+from jpaged.runtime.transfers import SharedTransfers
 
 
 class SharedRunner(Runner):
@@ -25,10 +24,12 @@ class SharedRunner(Runner):
         super().__init__(model, config, placement, params)
         assert isinstance(placement.mesh, Mesh)
         self.peers = Peers(placement.mesh, config.peer_timeout_s)
+        self.transfers = SharedTransfers(placement, self.peers)
 
     def _dispatch(self, batch: Batch) -> Handle:
         def dispatch() -> Handle:
-            said = repr((batch.bucket, batch.sample, batch.counts)).encode()
+            counts = [part.counts for part in batch.each]
+            said = repr((batch.bucket, batch.sample, counts)).encode()
             copies = b"" if batch.copies is None else batch.copies.tobytes()
             compared = self.peers.compare(batch.packed.tobytes(), copies, said)
             return dataclasses.replace(started(batch), compared=compared)
@@ -44,10 +45,3 @@ class SharedRunner(Runner):
 
         fetched = super()._fetch
         return self.peers.call(fetch, "waiting for a step")
-
-    def _down(self, blocks: Array) -> Any:
-        return self.peers.call(lambda: local_shards(blocks), "reading blocks")
-
-    def _up(self, blocks: Any, group: int, count: int) -> Array:
-        pool, where = self.pools[group], kv_cache.sharding(self.placement)
-        return from_shards(blocks, (pool.num_layers * count, *pool.shape[1:]), where)

@@ -73,20 +73,21 @@ def as_params(params: Any, config: Any = None) -> Params:
 
 
 def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
-    """Where to serve: `mesh`, else tensor_parallel_size devices (of the params' own mesh, if they
-    have one), else that mesh, else the params' device.
+    """Where to serve: `mesh`, else data_parallel_size times tensor_parallel_size devices (of the
+    params' own mesh, if they have one), else that mesh, else the params' device.
     """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
-    size = config.tensor_parallel_size
     if mesh is None:
         theirs = _own_mesh(leaves)
         devices = () if theirs is None else theirs.devices.flat
-        mesh = theirs if size is None else serving_mesh(size, None, list(devices))
+        sizes = (config.tensor_parallel_size, config.data_parallel_size)
+        asks_for_none = all(size is None for size in sizes)
+        mesh = theirs if asks_for_none else serving_mesh(config, None, list(devices))
     if mesh is None or mesh.size == 1:
         own = leaves[0].devices() if leaves else jax.devices()
         device = next(iter(own if mesh is None else mesh.devices.flat))
         where = Placement(mesh=None, axis=None, device=device)
-        _check_size(size, where)
+        _check_sizes(config, where)
         return where
     axis = config.tensor_axis
     if axis == "auto":
@@ -105,7 +106,7 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
             "process that calls must share the model"
         )
     where = Placement(mesh=mesh, axis=axis or None, device=own[0])
-    _check_size(size, where)
+    _check_sizes(config, where)
     try:
         served_config(params.config, where.axis_size)
     except ConfigError as e:
@@ -120,11 +121,16 @@ def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _check_size(size: int | None, where: Placement) -> None:
-    if size not in (None, where.axis_size):
+def _check_sizes(config: EngineConfig, where: Placement) -> None:
+    if (size := config.tensor_parallel_size) not in (None, where.axis_size):
         raise ConfigError(
             f"tensor_parallel_size={size}: {where.axis_size} devices of the mesh share the model "
             f"(axis {where.axis!r}); pass one of the two"
+        )
+    if (size := config.data_parallel_size) not in (None, where.replicas):
+        raise ConfigError(
+            f"data_parallel_size={size}: the mesh has {where.replicas} replicas (axes "
+            f"{where.data_axes}); pass one of the two"
         )
 
 

@@ -5,6 +5,7 @@ twice.
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,7 +17,7 @@ from jpaged.integrations.batch import BatchRequest, Settings
 from jpaged.request.chat import Chat
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-from jpaged.integrations import ray_llm  # noqa: E402
+from jpaged.integrations import ray_replica  # noqa: E402
 from jpaged.integrations.ray_llm import RayLLM  # noqa: E402
 
 # Ray warns of its own settings, and leaves sockets and processes to the end of the program.
@@ -44,7 +45,13 @@ PROMPTS = [f"def f{i % 7}(" for i in range(40)]
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+    """Whose actors have two devices each, and speak to each other by gloo."""
+    own = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    with mock.patch.dict(os.environ, own):
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -94,13 +101,15 @@ def test_a_killed_replica_loses_nothing() -> None:
 def test_a_request_that_kills_engines_is_found_without_its_neighbours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Mortal(ray_llm.Replica):
-        def exchange(self, requests: list[Any], aborted: list[str]) -> Any:
+    class Mortal(ray_replica.Replica):
+        def exchange(
+            self, requests: list[Any], aborted: list[str], steps: int | None = None
+        ) -> Any:
             if any(prompt == "poison" for _, prompt, _ in requests):
                 os.kill(os.getpid(), 9)
-            return super().exchange(requests, aborted)
+            return super().exchange(requests, aborted, steps)
 
-    monkeypatch.setattr(ray_llm, "Replica", Mortal)
+    monkeypatch.setattr(ray_replica, "Replica", Mortal)
     llm = RayLLM(MODEL_PATH, replicas=1, max_retries=2, **SMALL)
     try:
         for i in range(12):
@@ -120,17 +129,19 @@ def test_an_engine_that_raises_is_replaced_and_one_that_cannot_start_ends_the_ru
 ) -> None:
     marker = tmp_path / "raised"
 
-    class Frail(ray_llm.Replica):
-        def start(self, model: Any, seed: int, engine_config: Any) -> SamplingParams:
+    class Frail(ray_replica.Replica):
+        def start(self, *args: Any, **how: Any) -> SamplingParams:
             if marker.exists():
                 raise MemoryError("no room for the model")
             return SamplingParams()
 
-        def exchange(self, requests: list[Any], aborted: list[str]) -> Any:
+        def exchange(
+            self, requests: list[Any], aborted: list[str], steps: int | None = None
+        ) -> Any:
             marker.touch()
             raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(ray_llm, "Replica", Frail)
+    monkeypatch.setattr(ray_replica, "Replica", Frail)
     llm = RayLLM(None, replicas=1, max_retries=1)
     try:
         llm.add_request("a")
@@ -180,6 +191,32 @@ def test_what_every_replica_would_say_is_raised_at_once(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="replicas=0"):
         RayLLM(None, replicas=0)
     with pytest.raises(
-        ConfigError, match=r"no replica was up after 1 s: each asks for GPU=1; Ray has CPU=3"
+        ConfigError, match=r"no replica was up after 1 s: each asks for GPU=1; Ray has CPU=4"
     ):
         RayLLM(None, resources={"GPU": 1}, start_timeout_s=1)
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(None, 2), (2, 4)])
+def test_replicas_that_are_meshes(hosts: int | None, devices: int) -> None:
+    """Of an actor's two devices, and of the devices of two actors: the texts of one device; one of
+    the actors is killed on the way.
+    """
+    alone = RayLLM(MODEL_PATH, replicas=1, **SMALL)
+    for i, prompt in enumerate(PROMPTS):
+        alone.add_request(prompt, PARAMS, request_id=f"r{i}")
+    expected = texts(finish(alone))
+    alone.close()
+    llm = RayLLM(MODEL_PATH, replicas=2, hosts=hosts, tensor_parallel_size=devices, **SMALL)
+    try:
+        for i, prompt in enumerate(PROMPTS):
+            llm.add_request(prompt, PARAMS, request_id=f"r{i}")
+        outputs = llm.step()
+        while not all(slot.is_up and slot.jobs for slot in llm._slots):
+            outputs += llm.step()
+        last = llm._slots[0].actors[-1]
+        os.kill(ray.get(last.__ray_call__.remote(lambda self: os.getpid())), 9)
+        assert texts(finish(llm, outputs)) == expected
+        assert llm.stats()["replicas_lost"] == 1 and llm.stats()["requests_retried"] > 0
+        assert [len(slot.actors) for slot in llm._slots] == [hosts or 1] * 2
+    finally:
+        llm.close()

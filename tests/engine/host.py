@@ -11,7 +11,7 @@ import pytest
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.engine import Engine
-from jpaged.engine.plan import Plan
+from jpaged.engine.plan import Phase, Plan
 from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
@@ -123,7 +123,12 @@ class CheckedScheduler(Scheduler):
     mixed: ClassVar[int] = 0
 
     def schedule(self) -> Plan | None:
-        plan = super().schedule()
+        return self._checked(super().schedule())
+
+    def schedule_for(self, phase: Phase) -> Plan | None:
+        return self._checked(super().schedule_for(phase))
+
+    def _checked(self, plan: Plan | None) -> Plan | None:
         self.check_integrity(plan)
         if plan is not None:
             CheckedScheduler.mixed += len({entry.decodes for entry in plan.entries}) > 1

@@ -5,6 +5,7 @@ does, and the next token follows from all KV read back through the block table: 
 missing or foreign block shows as a wrong token, and a slot that nothing has written raises.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,13 +13,14 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
-from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_result
+from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_parts, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.models.config import ModelConfig
@@ -244,12 +246,17 @@ class MockRunner:
             seen += kv if group.window is None else kv[-group.window :]
         return own, seen
 
-    def read_blocks(self, block_ids: list[list[int]]) -> list[list[tuple[list[int], list[int]]]]:
+    def read_blocks(
+        self, block_ids: list[list[int]], replica: int = 0
+    ) -> list[list[tuple[list[int], list[int]]]]:
         self._may_fail("read_blocks")
         return [[self._get(at, b) for b in ids] for at, ids in enumerate(block_ids)]
 
     def write_blocks(
-        self, data: list[list[tuple[list[int], list[int]]]], block_ids: list[list[int]]
+        self,
+        data: list[list[tuple[list[int], list[int]]]],
+        block_ids: list[list[int]],
+        replica: int = 0,
     ) -> None:
         self._may_fail("write_blocks")
         for at, (blocks, ids) in enumerate(zip(data, block_ids, strict=True)):
@@ -281,6 +288,62 @@ class MockRunner:
         self.calls[method] += 1
         if call in self.fail:
             raise RuntimeError(f"{method} fails")
+
+
+class MockReplicas:
+    """The device of Replicas: a MockRunner for each, which gets its part of every joined step."""
+
+    def __init__(self, config: EngineConfig, count: int, **how: Any):
+        self.config = config
+        self.runners = [MockRunner(config, **how) for _ in range(count)]
+        self.kv_groups = self.runners[0].kv_groups
+        self.phases: list[tuple[str, list[bool]]] = []  # of each dispatch, and who had work in it
+
+    def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
+        """Parts as the device would cut them from the joined buffers; one without work is padding
+        alone.
+        """
+        count = len(self.runners)
+        packed = np.split(batch.packed, count)
+        copies = [None] * count if batch.copies is None else np.split(batch.copies, count)
+        outs = []
+        for runner, part, own, pairs in zip(self.runners, batch.parts, packed, copies, strict=True):
+            assert (part.bucket, part.sample) == (batch.bucket, batch.sample)
+            moved = dataclasses.replace(part, packed=own, copies=pairs)
+            if part.num_tokens:
+                outs.append(runner.dispatch(moved)[1])
+                continue
+            view = _views(own, input_sections(batch.bucket, self.config)[0])
+            if batch.sample is not None:
+                view = _views(view["sample"], input_sections(batch.sample, self.config)[0])
+            assert pairs is None or not pairs.any()
+            assert not view["context_lens"].any()
+            if batch.sample is not None or batch.bucket.phase == "decode":
+                assert (view["device_rows"] == self.config.max_num_seqs).all()
+            outs.append(None)
+        self.phases.append((batch.bucket.phase, [own is not None for own in outs]))
+        some = next(own for own in outs if own is not None)
+        whole = [[out * 0 + POISON for out in some] if own is None else own for own in outs]
+        return batch, [np.concatenate(buffers) for buffers in zip(*whole, strict=True)]
+
+    def fetch(self, handle: Any) -> StepResult:
+        raise AssertionError("no replica waits for its own step")
+
+    def fetch_parts(self, handle: tuple[Batch, list[np.ndarray]]) -> list[StepResult]:
+        for runner in self.runners:
+            runner._may_fail("fetch")
+        batch, outs = handle
+        return unpack_parts(batch, self.config, outs)
+
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
+        return self.runners[replica].read_blocks(block_ids)
+
+    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
+        self.runners[replica].write_blocks(data, block_ids)
+
+    def recover(self) -> None:
+        for runner in self.runners:
+            runner.recover()
 
 
 def _views(packed: np.ndarray, sections: dict[str, Section]) -> dict[str, np.ndarray]:

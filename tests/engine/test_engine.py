@@ -82,7 +82,7 @@ def share_without_counting(patch: pytest.MonkeyPatch) -> None:
 
 def no_parent_check(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: PrefixCache, seq: Sequence, i: int, parent: Content | None) -> Content | None:
-        content = self._contents.get(self._chain_hash(seq, i))
+        content = self._contents.get(self.chain_hash(seq, i))
         is_same = content is not None and content.token_ids == self.token_bytes(seq, i)
         return content if is_same else None
 
@@ -92,7 +92,7 @@ def no_parent_check(patch: pytest.MonkeyPatch) -> None:
 
 def no_token_check(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: PrefixCache, seq: Sequence, i: int, parent: Content | None) -> Content | None:
-        content = self._contents.get(self._chain_hash(seq, i))
+        content = self._contents.get(self.chain_hash(seq, i))
         return content if content is not None and content.parent is parent else None
 
     constant_hash(patch)

@@ -136,7 +136,7 @@ def swapped_after_the_step(patch: pytest.MonkeyPatch) -> None:
             data[:] = read(self, block_ids)
         return handle
 
-    def postponed(self: MockRunner, block_ids: list[list[int]]) -> list:
+    def postponed(self: MockRunner, block_ids: list[list[int]], replica: int = 0) -> list:
         data = read(self, block_ids)
         self.__dict__.setdefault("unread", []).append((data, block_ids))
         return data

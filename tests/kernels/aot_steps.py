@@ -44,14 +44,15 @@ def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
     stay_on_cpu()
     model, good = dataclasses.replace(MODELS["0.6b"], num_layers=int(layers)), True
     blocks = BLOCKS * int(count) * 28 // int(layers)
-    config = EngineConfig(max_model_len=4096, max_num_seqs=256, num_blocks=blocks).resolve(model)
+    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "num_blocks": blocks}
+    config = EngineConfig(**sizes, tensor_parallel_size=int(count)).resolve(model)
     M = config.max_blocks_per_seq
     prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
     decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
     loop = dataclasses.replace(decode, steps=8)
     cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
     with absent_mesh(platform, chip, int(count)) as devices:
-        mesh = serving_mesh(int(count), None, devices)
+        mesh = serving_mesh(config, None, devices)
         axis = None if mesh is None else "tp"
         placement = Placement(mesh=mesh, axis=axis, device=devices[0])
         params = form_of(served_config(model, placement.axis_size), placement, "bfloat16")

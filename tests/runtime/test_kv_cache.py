@@ -138,9 +138,9 @@ def test_through_the_runner(dtype: Any, windows: tuple[int | None, ...]) -> None
     before, expected = found(), found()
     kept = runner.read_blocks(sources)
     assert [len(np.asarray(blocks)) for blocks in kept] == [4 * p.num_layers for p in runner.pools]
-    up = runner.uploads
+    up = runner.transfers.ups
     runner.write_blocks(kept, targets)
-    assert runner.uploads == up + 2 * len(groups), "the blocks and their places, a group"
+    assert runner.transfers.ups == up + 2 * len(groups), "the blocks and their places, a group"
     for group in groups:
         for source, target in zip(sources[group], targets[group], strict=True):
             if target >= 0:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from jpaged import CapacityError, ConfigError, EngineConfig, ModelConfig
 from jpaged.runtime import footprint, kv_cache, memory
@@ -164,15 +164,14 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
         and one.dtype == jnp.bfloat16
     )
     assert not np.asarray(one).any()
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tp"))
-    shared = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec("tp")))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0])
+    shared = kv_cache.zeros(pool.shape, pool.dtype, kv_cache.sharding(where))
     assert shared.sharding.spec == PartitionSpec(None, None, "tp", None)  # pyright: ignore[reportAttributeAccessIssue]
     assert {shard.data.shape for shard in shared.addressable_shards} == {(6, 4, 2, 16)}, (
         "K and V of one head"
     )
     assert not np.asarray(shared).any()
-    whole = kv_cache.zeros(pool.shape, pool.dtype, NamedSharding(mesh, kv_cache.spec(None)))
-    assert whole.sharding.is_fully_replicated
 
 
 # Groups of layers: the pool of a window is as large as what can be in use of it, and no larger.

@@ -1,6 +1,7 @@
 """The compiled steps of a mesh: what passes between devices, and that nothing is ever whole."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ MODEL = config(num_heads=8, num_kv_heads=2, num_layers=LAYERS, vocab_size=3000, 
 DECODE = Bucket(phase="decode", tokens=ROWS, rows=ROWS, tables=1, blocks=16)
 
 
-def make_runner(devices: int, model: ModelConfig = MODEL) -> Runner:
-    """Over shapes alone: it compiles and never runs."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
+def make_runner(devices: int, model: ModelConfig = MODEL, replicas: int = 1) -> Runner:
+    """Over shapes alone: it compiles and never runs. devices: that share the model."""
+    grid = np.array(jax.devices()[: replicas * devices]).reshape(replicas, devices)
+    mesh = Mesh(grid, ("data", "tp"))
     where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0])
     served = served_config(model, devices)
     shapes = jax.tree.leaves(param_shapes(served), is_leaf=lambda node: isinstance(node, tuple))
@@ -62,6 +64,20 @@ def test_what_passes_between_devices(devices: int) -> None:
     assert set(sometimes) <= {"all-reduce", "all-gather"}
     assert whole_logits(text, devices) == []
     assert pool_copies(text, math.prod(runner.pools[0].shape) // devices) == []
+
+
+def test_nothing_passes_between_replicas() -> None:
+    """Each has the sums and gathers of its own devices; with one device each, none at all."""
+    runner = make_runner(2, replicas=2)
+    text = hlo(runner)
+    assert collectives(text)[0] == {"all-reduce": 2 * LAYERS + 1 + 2, "all-gather": 2}
+    groups = set(re.findall(r"replica_groups=(.*?), [a-z]", text))
+    assert groups == {"mesh['data'=2,'tp'=2] {'tp'}"}
+    assert pool_copies(text, math.prod(runner.pools[0].shape) // 2) == []
+    alone = make_runner(1, replicas=4)
+    text = hlo(alone)
+    assert collectives(text) == ({}, {})
+    assert pool_copies(text, math.prod(alone.pools[0].shape)) == []
 
 
 def test_a_control_gathered_logits_show(monkeypatch: pytest.MonkeyPatch) -> None:

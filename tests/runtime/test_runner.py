@@ -199,12 +199,12 @@ def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.Monke
 
 
 def test_put_and_get_are_counted(llm: LLM) -> None:
-    runner = runner_of(llm)
-    up, down = runner.uploads, runner.downloads
-    array = runner.put(np.arange(3, dtype=np.int32))
-    assert isinstance(array, jax.Array) and runner.get(array).tolist() == [0, 1, 2]
-    assert isinstance(runner.get(array), np.ndarray)
-    assert (runner.uploads - up, runner.downloads - down) == (1, 2)
+    transfers = runner_of(llm).transfers
+    up, down = transfers.ups, transfers.downs
+    array = transfers.put(np.arange(3, dtype=np.int32))
+    assert isinstance(array, jax.Array) and transfers.get(array).tolist() == [0, 1, 2]
+    assert isinstance(transfers.get(array), np.ndarray)
+    assert (transfers.ups - up, transfers.downs - down) == (1, 2)
 
 
 def test_two_engines_of_different_block_size(llm: LLM) -> None:

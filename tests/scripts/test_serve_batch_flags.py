@@ -84,6 +84,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "deterministic": (["--deterministic"], True),
     "mixed": (["--mixed"], True),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
+    "data_parallel_size": (["--data-parallel-size", "4"], 4),
     "tensor_axis": (["--tensor-axis", "none"], None),
     "peer_timeout_s": (["--peer-timeout-s", "9.5"], 9.5),
     "compilation_cache_dir": (["--compilation-cache-dir", "none"], None),

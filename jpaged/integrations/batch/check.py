@@ -164,7 +164,7 @@ def _of_prompts(prompts: array, most: int, rate: Rate | None) -> dict[str, str]:
 
 
 def _of_memory(checker: Checker, prompts: array, most: int) -> dict[str, str]:
-    plan, seqs = checker.plan, checker.engine_config.max_num_seqs
+    plan, config = checker.plan, checker.engine_config
     held = plan.num_blocks * plan.block_size
     rows = {"memory": f"{plan.limit / GIB:.2f} GiB can be used; steps: {plan.needs.source}"}
     for name, size in {**plan.account, "unused": plan.waste}.items():
@@ -173,7 +173,7 @@ def _of_memory(checker: Checker, prompts: array, most: int) -> dict[str, str]:
     rows["KV pool"] = f"{blocks} (decided by {plan.decided_by})"
     if prompts:
         mean = -(-(most + sum(prompts)) // len(prompts))
-        at_once = min(held // max(mean, 1), seqs)
+        at_once = min(held // max(mean, 1), config.max_num_seqs) * (config.data_parallel_size or 1)
         rows["at once"] = f"{at_once:,} requests of mean length, their answers up to their limit"
     return rows
 

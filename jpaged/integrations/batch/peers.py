@@ -23,7 +23,8 @@ def run_together(args: Any, run: Callable[[Any], int], make_llm: Callable[[Any],
     args: of serve_batch. BatchError where another process is gone.
     """
     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    args.engine.setdefault("tensor_parallel_size", jax.device_count())
+    replicas = args.engine.get("data_parallel_size") or 1
+    args.engine.setdefault("tensor_parallel_size", jax.device_count() // replicas)
     try:
         if jax.process_index() == 0:
             with leading() as args.lead:

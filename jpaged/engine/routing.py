@@ -1,0 +1,63 @@
+"""Router: which replica takes a request."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from jpaged.engine.prefix_cache import PrefixCache
+from jpaged.engine.sequence import Request
+
+# A replica may have so much more to do than the mean and still be given what it has the prefix of.
+SLACK = 1.25
+
+
+class Router:
+    """Sends requests with equal prefixes to one replica, unless others have far less to do.
+
+    What a replica has to do is the tokens of its unfinished requests at full length. cache: tells
+    prefixes by their hashes. remembered: how many blocks of prompts it knows the place of.
+    """
+
+    def __init__(self, replicas: int, cache: PrefixCache, *, remembered: int):
+        self.loads = [0] * replicas
+        self.cache = cache
+        self.remembered = remembered
+        self._placed: dict[str, tuple[int, int]] = {}  # by request, its replica and its tokens
+        # Who has a block's prefix, by the hash of their chain; used longest ago first.
+        self._holders: OrderedDict[int, int] = OrderedDict()
+
+    def choose(self, request: Request) -> int:
+        """The replica for a request: the one that was last given the longest prefix of its prompt,
+        where what is saved by that is worth the wait; else the one with the least to do.
+        """
+        seq, size = request.sequences[0], self.cache.block_size
+        blocks = (seq.prompt_len - 1) // size if self.cache.is_on else 0
+        hashes = [self.cache.chain_hash(seq, i) for i in range(blocks)]
+        known = [i for i, key in enumerate(hashes) if key in self._holders]
+        chosen = self.loads.index(min(self.loads))
+        if known:
+            holder, saved = self._holders[hashes[known[-1]]], size * (known[-1] + 1)
+            if self.loads[holder] <= SLACK * sum(self.loads) / len(self.loads) + saved:
+                chosen = holder
+        for key in hashes:
+            self._holders[key] = chosen
+            self._holders.move_to_end(key)
+        while len(self._holders) > self.remembered:
+            self._holders.popitem(last=False)
+        return chosen
+
+    def enter(self, request: Request, replica: int) -> None:
+        """Count a request as a replica's until `leave`."""
+        tokens = request.max_sequences * request.sequences[0].end
+        self._placed[request.request_id] = (replica, tokens)
+        self.loads[replica] += tokens
+
+    def leave(self, request_id: str) -> None:
+        replica, tokens = self._placed.pop(request_id)
+        self.loads[replica] -= tokens
+
+    def restart(self, placed: Iterable[tuple[Request, int]]) -> None:
+        """Count these requests and no others."""
+        self.loads = [0] * len(self.loads)
+        self._placed.clear()
+        for request, replica in placed:
+            self.enter(request, replica)

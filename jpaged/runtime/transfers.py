@@ -1,0 +1,83 @@
+"""Transfers: every array that passes between the host and the devices of one engine, counted."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from jpaged.runtime import kv_cache
+from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import Peers, from_shards, local_shards, put
+
+
+class Transfers:
+    """The only way up and the only way down. ups, downs: how many there were.
+
+    What goes up has a part for each replica, one after the other along its first axis.
+    """
+
+    def __init__(self, where: Placement):
+        self.where = where
+        self.ups = self.downs = 0
+        self._each = where.sharding(where.each)
+
+    def put(self, array: np.ndarray) -> Array:
+        """Up, one explicit transfer."""
+        self.ups += 1
+        return put(array, self._each)
+
+    def put_for(self, replica: int, part: np.ndarray, fill: int) -> Array:
+        """Up, the int32 part of one replica and `fill` in the others'."""
+        if (count := self.where.replicas) > 1:
+            parts = np.full((count, max(part.size, 1)), fill, np.int32)
+            parts[replica] = part
+            part = parts.reshape(-1)
+        return self.put(part)
+
+    def get(self, array: Array) -> np.ndarray:
+        """Down, one explicit transfer."""
+        self.downs += 1
+        return jax.device_get(array)
+
+    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Array:
+        """Up, so many blocks of a replica's pool, from get_blocks; zeros in the others' parts."""
+        self.ups += 1
+        if self.where.replicas == 1:
+            return jax.device_put(blocks, kv_cache.sharding(self.where))
+        return self._joined(blocks, pool, count)
+
+    def get_blocks(self, blocks: Array, replica: int) -> Any:
+        """Down, a replica's part: into pinned memory where that is whole and there is any."""
+        self.downs += 1
+        if self.where.replicas == 1:
+            return kv_cache.to_host(blocks, self.where)
+        return local_shards(blocks, self.where.devices_of(replica))
+
+    def _joined(self, shards: Any, pool: PoolSpec, count: int) -> Array:
+        rows = self.where.replicas * pool.num_layers * count
+        where = kv_cache.sharding(self.where)
+        return from_shards(shards, (rows, *pool.shape[1:]), pool.dtype, where)
+
+
+class SharedTransfers(Transfers):
+    """Those of one process of several: blocks go to each process's own memory."""
+
+    def __init__(self, where: Placement, peers: Peers):
+        super().__init__(where)
+        self.peers = peers
+        self._whole = jax.jit(lambda x: x, out_shardings=where.replicated)
+
+    def get(self, array: Array) -> np.ndarray:
+        """Each process commits what all replicas drew, those of other processes among them."""
+        return super().get(self._whole(array) if self.where.replicas > 1 else array)
+
+    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Array:
+        self.ups += 1
+        return self._joined(blocks, pool, count)
+
+    def get_blocks(self, blocks: Array, replica: int) -> Any:
+        self.downs += 1
+        devices = self.where.devices_of(replica)
+        return self.peers.call(lambda: local_shards(blocks, devices), "reading blocks")
