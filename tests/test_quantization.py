@@ -97,7 +97,8 @@ def test_sleep_and_wake() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_value_that_is_not_finite_is_named(form: Any) -> None:
     params = params_of()
-    params["layers"]["1"]["mlp"]["down"][3, 5] = np.nan
+    mlp = params["layers"]["1"]["mlp"]
+    mlp["down"] = jnp.asarray(mlp["down"]).at[3, 5].set(np.nan)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down holds a value that is not finite"):
         served(params, quantization=form)
 
