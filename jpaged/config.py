@@ -61,6 +61,11 @@ class EngineConfig:
     decode_steps: int | None = _knob(
         None, "tokens of a row that one dispatch draws at most, in a loop on the device"
     )
+    separate_draw: bool | None = _knob(
+        None,
+        "a decode is two programs, the model and a draw that prefills share: half of the compile "
+        "time, one dispatch more a step; None: on CPUs",
+    )
     max_logprobs: int = _knob(20, "alternatives of a token that a request may ask for")
     max_logit_bias: int = _knob(64, "biased tokens that a request may have")
     max_stop_ids: int = _knob(16, "stop token ids that a request may have on the device")
@@ -128,11 +133,14 @@ class EngineConfig:
                 f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"
             )
 
-    def resolve(self, model: ModelConfig, *, batch_invariant: bool = False) -> Self:
+    def resolve(
+        self, model: ModelConfig, *, batch_invariant: bool = False, on_cpu: bool = False
+    ) -> Self:
         """The same settings with every size filled in for a model; num_blocks stays as it is
         (memory.py knows it).
 
-        batch_invariant: what multiplies and attends computes a row alike in any batch.
+        batch_invariant: what multiplies and attends computes a row alike in any batch. on_cpu:
+        where steps run.
         """
         longest = model.max_position_embeddings
         max_model_len = longest if self.max_model_len is None else self.max_model_len
@@ -156,6 +164,11 @@ class EngineConfig:
                 )
             tokens = rows = (PINNED,)
             batched, seqs = min(batched, PINNED), min(seqs, PINNED)
+        steps = self.decode_steps or 1
+        if self.separate_draw and steps > 1:
+            raise ConfigError(
+                f"separate_draw=True: a dispatch of decode_steps={steps} draws within its loop"
+            )
         return dataclasses.replace(
             self,
             max_model_len=max_model_len,
@@ -163,7 +176,9 @@ class EngineConfig:
             max_num_seqs=seqs,
             token_buckets=tokens,
             seq_buckets=rows,
-            decode_steps=self.decode_steps or 1,
+            decode_steps=steps,
+            separate_draw=steps == 1
+            and (on_cpu if self.separate_draw is None else self.separate_draw),
             deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )

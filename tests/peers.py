@@ -48,7 +48,8 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
 
     settings = dataclasses.replace(
         SETTINGS,
-        tensor_parallel_size=orders["processes"] * DEVICES,
+        data_parallel_size=orders.get("replicas", 1),
+        tensor_parallel_size=orders["processes"] * DEVICES // orders.get("replicas", 1),
         peer_timeout_s=orders.get("timeout", 120.0),
     )
     # The first process alone knows the prompts.

@@ -18,7 +18,7 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
     flags, wanted = [], {}
     for field in dataclasses.fields(EngineConfig):
         flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
-        if isinstance(field.default, bool) or field.name == "deterministic":
+        if isinstance(field.default, bool) or field.name in ("deterministic", "separate_draw"):
             wanted[field.name] = not field.default
             flags.append(flag if wanted[field.name] else flag.replace("--", "--no-", 1))
         elif field.name.endswith("_buckets"):

@@ -3,6 +3,8 @@ equal bits on one mesh, whatever else runs there.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jpaged import LLM
+from jpaged.models.layers.linear import Linear
 from tests.features import PARAMS, PROMPTS, SETTINGS, everything, sampled
 from tests.tiny import assert_same
 
@@ -70,6 +73,28 @@ VARIED: dict[str, dict[str, Any]] = {
 }
 
 
+HOW = [sampled(temperature=t, seed=i, max_tokens=16) for i, t in enumerate((0, 1.0, 0.7, 0))]
+
+
+def one_by_one(mesh: Mesh, **changed: Any) -> LLM:
+    """An engine whose steps of any size depend on what its settings say alone."""
+    settings = vars(dataclasses.replace(SETTINGS, deterministic=True, num_blocks=64))
+    sizes = {"token_buckets": None, "seq_buckets": None, "max_num_batched_tokens": 64}
+    return LLM(PARAMS, mesh=mesh, **(settings | sizes | changed))
+
+
+def bits(llm: LLM, at: list[int]) -> dict[int, Any]:
+    """By request, of these requests in this order."""
+    outs = llm.generate([PROMPTS[i] for i in at], [HOW[i] for i in at], use_tqdm=False)
+    made = [(out.outputs[0].token_ids, out.outputs[0].token_logprobs.tobytes()) for out in outs]
+    return dict(zip(at, made, strict=True))
+
+
+def are_alike_alone(llm: LLM, expected: dict[int, Any]) -> bool:
+    """Each request among others, and by itself."""
+    return all(bits(llm, [i]) == {i: expected[i]} for i in expected)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -83,24 +108,34 @@ def test_bits_on_one_mesh(mesh: Mesh) -> None:
     """With deterministic=True they depend on the request alone: not on what runs beside it, its
     place, its replica, chunks, preemption or hits.
     """
-    settings = vars(dataclasses.replace(SETTINGS, deterministic=True, num_blocks=64))
-    settings |= {"token_buckets": None, "seq_buckets": None, "max_num_batched_tokens": 64}
-    how = [sampled(temperature=t, seed=i, max_tokens=16) for i, t in enumerate((0, 1.0, 0.7, 0))]
-    llm = LLM(PARAMS, mesh=mesh, **settings)
-
-    def bits(llm: LLM, at: list[int]) -> dict[int, Any]:
-        """By request, of these requests in this order."""
-        prompts, params = [PROMPTS[i] for i in at], [how[i] for i in at]
-        outs = llm.generate(prompts, params, use_tqdm=False)
-        made = [(o.outputs[0].token_ids, o.outputs[0].token_logprobs.tobytes()) for o in outs]
-        return dict(zip(at, made, strict=True))
-
+    llm = one_by_one(mesh)
     expected = bits(llm, [0, 1, 2, 3])
     assert bits(llm, [3, 2, 1, 0]) == expected, "another order, from the cache"
-    for i in expected:
-        assert bits(llm, [i]) == {i: expected[i]}, "alone"
+    assert are_alike_alone(llm, expected)
     llm.close()
     for name, changed in VARIED.items():
-        other = LLM(PARAMS, mesh=mesh, **(settings | changed))
+        other = one_by_one(mesh, **changed)
         assert bits(other, [2, 0, 3, 1]) == expected, name
         other.close()
+
+
+@pytest.mark.slow
+@pytest.mark.own_steps
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_products_that_differ_with_the_number_of_rows(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the comparison fails without it, on a processor whose products sum in an order
+    that the number of rows decides.
+    """
+    whole = Linear._product
+
+    def in_two_parts(self: Linear, x: Any, weight_NE: Any, dtype: Any) -> Any:
+        at = x.shape[0] % 13 + 1
+        parts = (whole(self, x[..., s], weight_NE[:, s], dtype) for s in np.s_[:at, at:])
+        return functools.reduce(operator.add, parts)
+
+    monkeypatch.setattr(Linear, "_product", in_two_parts)
+    llm = one_by_one(PAIR, deterministic=deterministic)
+    assert are_alike_alone(llm, bits(llm, [0, 1, 2, 3])) == deterministic
+    llm.close()

@@ -96,12 +96,20 @@ def wanted() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "processes",
-    [pytest.param(2, marks=pytest.mark.middle), pytest.param(4, marks=pytest.mark.slow)],
+    ("processes", "replicas"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.middle),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_everything_is_as_on_one_device(processes: int, wanted: dict[str, Any]) -> None:
-    """Every feature, swaps and snapshots through each process's own memory among them."""
-    started = start("everything", processes)
+def test_everything_is_as_on_one_device(
+    processes: int, replicas: int, wanted: dict[str, Any]
+) -> None:
+    """Every feature, swaps and snapshots through each process's own memory among them; also with a
+    replica in each process, whose tokens the others commit too.
+    """
+    started = start("everything", processes, replicas=replicas)
     try:
         assert [one.end() for one in started] == [0] * processes, started[0].errors[-3000:]
         for one in started:

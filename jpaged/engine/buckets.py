@@ -44,7 +44,8 @@ class Bucket:
 
     prefill: tokens T, packed, of `rows` rows; features "prompt" scores the prompt's tokens too.
     sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
-    times, drawing included; tokens equal rows. With `mixed` rows that decode are rows of one token
+    times, drawing included; tokens equal rows. With `separate_draw` it is the model alone, and a
+    "sample" of as many rows follows. With `mixed` rows that decode are rows of one token
     in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
     block tables of a row, one a group of layers, and their width M. features "filtered"
     has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
@@ -63,6 +64,24 @@ class Bucket:
     def is_full(self) -> bool:
         return self.features == "full"
 
+    def holds(self, other: "Bucket") -> bool:
+        """Whether this step can do what another does, and does more."""
+        return (
+            (self.phase, self.tables, self.blocks, self.steps)
+            == (other.phase, other.tables, other.blocks, other.steps)
+            and self.tokens >= other.tokens
+            and self.rows >= other.rows
+            and (self.features == other.features or self._draws_more(other))
+        )
+
+    def _draws_more(self, other: "Bucket") -> bool:
+        draws = {self.features, other.features} <= set(DRAWS)
+        return draws and DRAWS.index(self.features) > DRAWS.index(other.features)
+
+
+# Of a prefill or decode, and of the draw after it, where that is apart and any row draws.
+Buckets = tuple[Bucket, Bucket | None]
+
 
 class Section(NamedTuple):
     offset: int
@@ -73,7 +92,8 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     """Where each input lies in the packed int32 buffer of a bucket, and the buffer's length.
 
     A prefill's buffer ends in that of the "sample" step after it, which is of one size, so that
-    neither shape multiplies the other's: the prefill hands it on. logits_indices: places among the
+    neither shape multiplies the other's: the prefill hands it on, and so does a decode without its
+    draw. logits_indices: places among the
     packed tokens after which a token is drawn. follows: 1 for a row whose last token is the one
     that its device row drew last.
     """
@@ -82,9 +102,13 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     shapes: dict[str, tuple[int, ...]]
     if bucket.phase == "sample":
         shapes = {"context_lens": (most,), **_row_shapes(most, config, full=True)}
-        return _lay_out(shapes | ({"follows": (most,)} if config.ragged_decode else {}))
+        follows = config.ragged_decode or config.separate_draw
+        return _lay_out(shapes | ({"follows": (most,)} if follows else {}))
     shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
+    _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
+    if bucket.phase == "decode" and config.separate_draw:
+        return _lay_out(shapes | {"device_rows": (rows,), "sample": (size,)})
     if bucket.phase == "decode":
         return _lay_out(
             shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
@@ -94,7 +118,6 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
         shapes |= {"device_rows": (rows,)}
     if bucket.features == "prompt":
         shapes |= {"targets": (bucket.tokens,), "scoring": (rows, 2)}
-    _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
     return _lay_out(shapes | {"sample": (size,)})
 
 
@@ -113,11 +136,11 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
     buffer's length.
 
     num_drawn: tokens of each row that count, fewer than `steps` for a row that stopped. Of a
-    prefill: "prompt" alone.
+    prefill: "prompt" alone; of a decode without its draw: nothing.
     """
     rows, steps, top = bucket.rows, bucket.steps, config.max_logprobs
     shapes: dict[str, tuple[int, ...]] = {}
-    if bucket.phase != "prefill":
+    if bucket.phase == "sample" or (bucket.phase == "decode" and not config.separate_draw):
         shapes |= {"num_drawn": (rows,), "tokens": (steps, rows), "logprobs": (steps, rows)}
     if bucket.is_full:
         shapes |= {
@@ -132,9 +155,9 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
     return _lay_out(shapes)
 
 
-def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | None]:
-    """The smallest shapes of the table that hold a plan: of its prefill and the draw after it, or
-    of its decode.
+def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
+    """The smallest shapes of the table that hold a plan: of its prefill or decode, and of the draw
+    after it where that is apart.
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
@@ -144,10 +167,12 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
+    sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
     if plan.phase == "decode" and not config.pinned:
+        if config.separate_draw:
+            return Bucket(phase="decode", tokens=rows, rows=rows, **kind), sample
         kind |= {"steps": config.decode_steps, "features": features}
         return Bucket(phase="decode", tokens=rows, rows=rows, **kind), None
-    sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
     if any(
         e.seq.sampling_params.prompt_logprobs is not None and not e.decodes for e in plan.entries
     ):
@@ -158,9 +183,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> tuple[Bucket, Bucket | N
     return Bucket(phase="prefill", tokens=tokens, rows=rows, **kind), sample
 
 
-def common_buckets(
-    chosen: Sequence[tuple[Bucket, Bucket | None]], config: EngineConfig
-) -> tuple[Bucket, Bucket | None]:
+def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     """The smallest buckets of the table that hold what each of these holds, all of one phase."""
     bucket = _widest([bucket for bucket, _ in chosen])
     if bucket.phase == "prefill":
@@ -196,7 +219,7 @@ def bucket_table(
         for features in DRAWS:
             size = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
-            if not config.pinned:
+            if not config.pinned and (features == "plain" or not config.separate_draw):
                 size |= shape | {"steps": config.decode_steps}
                 yield Bucket(phase="decode", **size, features=features)
     kinds: tuple[Features, ...] = ("plain", "prompt")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
+from jpaged.engine.buckets import Buckets, choose_buckets
 from jpaged.engine.packing import Batch, pack
 from jpaged.engine.plan import Moves, Plan, StepResult
 from jpaged.engine.scheduler import Scheduler
@@ -27,6 +28,10 @@ class Device(Protocol):
     @property
     def kv_groups(self) -> tuple[GroupSize, ...]:
         """The blocks of each group of layers."""
+        ...
+
+    def fit(self, buckets: Buckets) -> Buckets:
+        """What to run for these: themselves, or larger ones that give the same."""
         ...
 
     def dispatch(self, batch: Batch) -> Any:
@@ -207,7 +212,7 @@ class Engine:
         return self.stats.report() | _blocks_of(self.scheduler)
 
     def _dispatch(self, plan: Plan, started: float) -> None:
-        batch = pack(plan, self.config)
+        batch = pack(plan, self.config, self.runner.fit(choose_buckets(plan, self.config)))
         self.stats.count(plan, batch, self.scheduler.blocks.num_used)
         self.move_blocks(plan)
         self._in_flight.append((plan, self.runner.dispatch(batch), started))

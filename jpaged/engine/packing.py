@@ -12,7 +12,14 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import CONTROLS, Bucket, choose_buckets, input_sections, output_sections
+from jpaged.engine.buckets import (
+    CONTROLS,
+    Bucket,
+    Buckets,
+    choose_buckets,
+    input_sections,
+    output_sections,
+)
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
@@ -28,7 +35,8 @@ class Batch:
     """What one step uploads: `packed` (int32 [n], laid out by input_sections), blocks that must be
     copied before it, and device rows whose counts must be set.
 
-    bucket: of a prefill or decode. sample: of the draw after a prefill, None where no row draws.
+    bucket: of a prefill or decode. sample: of the draw after it, None where no row draws or where
+    the decode draws itself.
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
     most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
     are the same ends a group's. counts: (device row, token ids, prompt length) of rows with
@@ -54,16 +62,15 @@ class Batch:
     @property
     def drawing(self) -> Bucket | None:
         """The bucket of the step that draws tokens."""
-        return self.bucket if self.bucket.phase == "decode" else self.sample
+        draws_itself = self.bucket.phase == "decode" and self.sample is None
+        return self.bucket if draws_itself else self.sample
 
     @property
     def padded_tokens(self) -> int:
         return self.bucket.tokens * self.steps * len(self.each)
 
 
-def pack(
-    plan: Plan, config: EngineConfig, buckets: tuple[Bucket, Bucket | None] | None = None
-) -> Batch:
+def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Batch:
     """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and
     no device row.
 
@@ -77,16 +84,19 @@ def pack(
     if bucket.phase == "decode":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
-        view["steps"][:rows] = [e.draws for e in drawing]
         view["tokens"][:rows] = [_input_token(e) for e in drawing]
-        _pack_rows(view, drawing, config)
+        if sample is None:
+            view["steps"][:rows] = [e.draws for e in drawing]
+            _pack_rows(view, drawing, config)
+        else:
+            _pack_device_rows(view, drawing, config)
     else:
         view["context_lens"][: len(computed)] = [e.end for e in computed]
         _pack_tokens(view, plan, config)
-        if sample is not None:
-            _, rows_view = _views(sample, config, view["sample"])
-            rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
-            _pack_rows(rows_view, drawing, config)
+    if sample is not None:
+        _, rows_view = _views(sample, config, view["sample"])
+        rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
+        _pack_rows(rows_view, drawing, config)
     admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
     return Batch(
         bucket=bucket,
@@ -197,7 +207,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     """Tokens back to back, where each row begins, and the place of the last token of each row that
     draws.
     """
-    start, starts, indices, device_rows = 0, [], [], []
+    start, starts, indices, computed = 0, [], [], []
     for entry in plan.entries:
         seq = entry.seq
         if entry.num_tokens:
@@ -214,7 +224,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
                 view["scoring"].view(np.float32)[len(starts), 0] = seq.sampling_params.temperature
                 view["scoring"][len(starts), 1] = mode
             starts.append(start)
-            device_rows.append(seq.device_row)
+            computed.append(entry)
             start = end
         if entry.draws:
             indices.append(start - 1)
@@ -222,15 +232,18 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     view["query_start_loc"][len(starts) :] = start
     view["logits_indices"][: len(indices)] = indices
     if "device_rows" in view:
-        view["device_rows"][: len(starts)] = device_rows
-        view["device_rows"][len(starts) :] = config.max_num_seqs
+        _pack_device_rows(view, computed, config)
+
+
+def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:
+    view["device_rows"][: len(entries)] = [e.seq.device_row for e in entries]
+    view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
 
 
 def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> None:
     """What drawing needs of each row."""
     rows = len(drawing)
-    view["device_rows"][:rows] = [e.seq.device_row for e in drawing]
-    view["device_rows"][rows:] = config.max_num_seqs  # past the end: dropped
+    _pack_device_rows(view, drawing, config)
     if "follows" in view:
         view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
     full = "bias" in view

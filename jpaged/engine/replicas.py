@@ -80,6 +80,7 @@ class Replicas:
         blocks = self.engines[0].scheduler.blocks
         self._router = Router(count, blocks.cache, remembered=count * blocks.num_blocks)
         self._in_flight: deque[tuple[list[Plan], Any, float]] = deque()
+        self._ended: list[Request] = []  # that no step has returned yet
         self._is_broken = False
         self._turns = Turns(config)
 
@@ -102,15 +103,17 @@ class Replicas:
     def abort(self, request_id: str) -> Request | None:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
         holder = self._holder(request_id)
-        if holder is None:
-            return None
+        if holder is None:  # it may have ended in a step that failed
+            ended = next((r for r in self._ended if r.request_id == request_id), None)
+            self._ended = [request for request in self._ended if request is not ended]
+            return ended
         with self._consistent():
             request = holder.abort(request_id)
             self._router.leave(request_id)
         return request
 
     def has_unfinished(self) -> bool:
-        return any(engine.has_unfinished() for engine in self.engines)
+        return bool(self._ended) or any(engine.has_unfinished() for engine in self.engines)
 
     def step(self) -> list[Request]:
         """Dispatch the next step of all, commit the oldest in flight, return the requests that
@@ -125,9 +128,11 @@ class Replicas:
                 self._dispatch(plans, started)
             if self._in_flight and (plans is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
-            ended = [request for engine in self.engines for request in engine.take_ended()]
-            for request in ended:
-                self._router.leave(request.request_id)
+            for engine in self.engines:
+                self._ended += (ended := engine.take_ended())
+                for request in ended:
+                    self._router.leave(request.request_id)
+            ended, self._ended = self._ended, []
         return ended
 
     def fits(self, num_tokens: int) -> bool:
@@ -165,6 +170,7 @@ class Replicas:
         """Go back to a snapshot of these replicas: see Engine."""
         with self._consistent():
             self._in_flight.clear()
+            self._ended.clear()
             for engine, own in zip(self.engines, state, strict=True):
                 engine.restore(own)
             self._count_again()
@@ -221,7 +227,7 @@ class Replicas:
     def _dispatch(self, plans: list[Plan], started: float) -> None:
         config = self.config
         chosen = [choose_buckets(plan, config) for plan in plans if plan.entries]
-        buckets = common_buckets(chosen, config)
+        buckets = self.runner.fit(common_buckets(chosen, config))
         batch = join([pack(plan, config, buckets) for plan in plans], config)
         whole = Plan(
             phase=plans[0].phase,

@@ -8,6 +8,8 @@ import logging
 import os
 import platform
 import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,9 @@ from jpaged.runtime.steps import StepSetting, make_step
 
 log = logging.getLogger("jpaged")
 
+# A step stands in for another of at most so many times fewer tokens, and so many times before that
+# one is worth a compile: until then it saves no time.
+MUCH_LARGER, OFTEN = 4, 128
 LEAST_SECONDS = 0.1  # what compiles faster is not worth a file in the persistent cache
 # Whole AVX-512 registers where XLA:CPU would use half of one: 0.94 of the time of decode attention,
 # 0.97 of a step. Loops only get wider; no sum is reordered. A CPU without AVX-512 keeps its own
@@ -50,6 +55,9 @@ class CompiledSteps:
         self._set_counts: Any = None
         self._copy_blocks: Any = None
         self._is_sealed = False
+        self._missed: Counter[Bucket] = Counter()  # how often another stood in for one
+        self._background: ThreadPoolExecutor | None = None
+        self._coming: dict[Bucket, Future[Any]] = {}
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._steps
@@ -60,6 +68,28 @@ class CompiledSteps:
             started = time.perf_counter()
             self.compile(bucket, started, self.lower(bucket))
         return self._steps[bucket]
+
+    def standing_in(self, bucket: Bucket) -> Bucket:
+        """A bucket whose step is compiled and does for this one: itself, else the smallest that is
+        not much larger, while this one compiles in the background once it has been asked for
+        often. Itself, too, where there is none, and where a row's bits could differ between them.
+        """
+        config = self.setting.config
+        rows_are_independent = config.deterministic and not config.pinned
+        if bucket in self._steps or self._is_sealed or not rows_are_independent:
+            return bucket
+        most = MUCH_LARGER * bucket.tokens
+        larger = [b for b in self._steps if b.holds(bucket) and b.tokens <= most]
+        if not larger:
+            return bucket
+        self._missed[bucket] += 1
+        if bucket in self._coming:
+            if self._coming[bucket].done():
+                self._coming[bucket].result()  # what it raised, if it did
+        elif self._missed[bucket] >= OFTEN:
+            self._background = self._background or ThreadPoolExecutor(1, "compile")
+            self._coming[bucket] = self._background.submit(self.__getitem__, bucket)
+        return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
 
     def memory(self, bucket: Bucket) -> Any:
         """XLA's account of a bucket's memory; None where it is not compiled."""
@@ -86,8 +116,9 @@ class CompiledSteps:
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
-        # Of each phase: the arguments after the params, which of them is donated, their specs, and
+        # Of each kind: the arguments after the params, which of them is donated, their specs, and
         # those of the results.
+        is_apart = bucket.phase == "decode" and config.separate_draw
         args, donated, in_specs, out_specs = {
             "prefill": (
                 *((state.kv, state.rows, packed), 1),
@@ -95,7 +126,7 @@ class CompiledSteps:
             ),
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
-        }[bucket.phase]
+        }["prefill" if is_apart else bucket.phase]
         step = make_step(bucket, self.setting)
         params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
         step = self._per_device(step, (params, *in_specs), out_specs)

@@ -63,11 +63,12 @@ def resolve_for(
     """The config resolved for a model at a place, where who multiplies and who attends decides what
     deterministic serving takes. dtype: of the weights.
     """
-    free = config.resolve(model, batch_invariant=True)
+    on_cpu = where.device.platform == "cpu"
+    free = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     if not free.deterministic:
         return free
     if not is_batch_invariant(model, free, where, dtype):
-        return config.resolve(model)
+        return config.resolve(model, on_cpu=on_cpu)
     if config.deterministic is None and rates().worst > FREE:
         return dataclasses.replace(free, deterministic=False)
     return free

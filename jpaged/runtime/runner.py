@@ -11,7 +11,7 @@ from jax import Array
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
-from jpaged.engine.buckets import Bucket, padded_blocks
+from jpaged.engine.buckets import Bucket, Buckets, padded_blocks
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack_parts, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
@@ -80,7 +80,11 @@ class Runner:
         """Bytes that the pools take on each device now."""
         return 0 if self._state is None else bytes_of(self.pools)
 
-    # Steps
+    def fit(self, buckets: Buckets) -> Buckets:
+        """What to run for these: see CompiledSteps.standing_in."""
+        bucket, sample = buckets
+        fit = self.steps.standing_in
+        return fit(bucket), None if sample is None else fit(sample)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step; the state is rebound to its result before this returns. CapacityError where
@@ -99,7 +103,7 @@ class Runner:
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
         packed = self.transfers.put(batch.packed)
-        if batch.bucket.phase == "decode":
+        if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
             state, out = step(self.params, self._lent(batch.bucket), packed)
             self._take_back(state)
@@ -215,8 +219,6 @@ class Runner:
                 places = self.transfers.put_for(replica, _padded(ids, count, -1), -1)
                 kv[group] = move(kv[group], places, blocks)
                 self._state = DeviceState(kv=tuple(kv), rows=rows)
-
-    # Arrays
 
     def allocate(self, *, full: bool = False) -> None:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where

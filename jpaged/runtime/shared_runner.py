@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Buckets
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.mesh import Placement
@@ -25,6 +26,10 @@ class SharedRunner(Runner):
         assert isinstance(placement.mesh, Mesh)
         self.peers = Peers(placement.mesh, config.peer_timeout_s)
         self.transfers = SharedTransfers(placement, self.peers)
+
+    def fit(self, buckets: Buckets) -> Buckets:
+        """Themselves: which steps are compiled may differ between processes."""
+        return buckets
 
     def _dispatch(self, batch: Batch) -> Handle:
         def dispatch() -> Handle:

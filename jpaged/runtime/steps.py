@@ -1,8 +1,8 @@
 """The compiled steps: packed inputs -> model -> draw -> packed outputs.
 
 A prefill computes packed rows of 1..n tokens and hands the hidden states at chosen positions to a
-"sample" step, which draws; a decode is the same with one token a row, its draw included, several
-times over in a loop on the device.
+"sample" step, which draws. A decode is the same with one token a row: with the same draw after it,
+or with one of its own, several times over in a loop on the device.
 """
 
 import dataclasses
@@ -54,11 +54,13 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     prefill(params, kv, rows, packed) -> (kv, hidden_RE, packed of the sample step, out or None)
     sample(params, hidden_RE, rows, packed) -> (rows, out)
     decode(params, state, packed) -> (state, out)
+    decode with a separate draw(params, kv, rows, packed) -> as of a prefill
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
     rows without counts for plain buckets. What a step returns of them was donated to it.
     """
-    makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": _make_decode}
+    decode = _make_forward if setting.config.separate_draw else _make_decode
+    makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
     return makers[bucket.phase](_Step(bucket, setting))
 
 
@@ -170,6 +172,26 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     return sample
 
 
+def _make_forward(step: _Step) -> Callable[..., Any]:
+    rows_S = step.bucket.rows
+    assert step.to.config.seq_buckets is not None
+    padding = step.to.config.seq_buckets[-1] - rows_S
+
+    def decode(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+        fields = step.unpack(packed)
+        last_S, context_lens_S = _next_inputs(fields, rows)
+        context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
+        starts_S1 = jnp.arange(rows_S + 1, dtype=jnp.int32)
+        view, _, positions_S = step.view(kv, fields["block_tables"], context_lens_S, starts_S1)
+        decoder = step.bind(params, _last_row(context_lens_S))
+        x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
+        assert isinstance(written, PagedKV)
+        hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
+        return written.pools, hidden_RE, fields["sample"], None
+
+    return decode
+
+
 def _make_decode(step: _Step) -> Callable[..., Any]:
     start_loc_S1 = np.arange(step.bucket.rows + 1, dtype=np.int32)
 
@@ -198,11 +220,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
             return i + 1, last_S, steps_S, DeviceState(kv=written.pools, rows=rows), outputs
 
-        # Of a token in flight the device alone knows what it is and how long the context then is.
-        is_here_S, rows = fields["tokens"] < 0, state.rows
-        take = functools.partial(jnp.take, indices=at_S, mode="clip")
-        last_S = jnp.where(is_here_S, take(rows.last_token_R), fields["tokens"])
-        first_lens_S = jnp.where(is_here_S, take(rows.context_len_R), fields["context_lens"])
+        last_S, first_lens_S = _next_inputs(fields, state.rows)
         # None for those that stopped in the dispatch before.
         steps_S = jnp.where(last_S < 0, 0, fields["steps"])
         carry = (jnp.int32(0), last_S, steps_S, state, step.drawn())
@@ -290,6 +308,16 @@ def _keep(
         context_len_R=rows.context_len_R.at[at_S].set(context_lens_S + 1, mode="drop"),
         counts_RV=counts_RV,
     )
+
+
+def _next_inputs(fields: dict[str, Array], rows: RowState) -> tuple[Array, Array]:
+    """Of each row the token that it goes on from, STOPPED where it has ended, and its context's
+    length with it: of a token in flight the device alone knows what it is and where.
+    """
+    is_here_S = fields["tokens"] < 0
+    take = functools.partial(jnp.take, indices=fields["device_rows"], mode="clip")
+    last_S = jnp.where(is_here_S, take(rows.last_token_R), fields["tokens"])
+    return last_S, jnp.where(is_here_S, take(rows.context_len_R), fields["context_lens"])
 
 
 def _none(step: _Step) -> int:

@@ -19,7 +19,14 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.blocks import GroupSize
-from jpaged.engine.buckets import CONTROLS, Bucket, Section, input_sections, output_sections
+from jpaged.engine.buckets import (
+    CONTROLS,
+    Bucket,
+    Buckets,
+    Section,
+    input_sections,
+    output_sections,
+)
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_parts, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
@@ -111,6 +118,9 @@ class MockRunner:
         self.pools = [[POISON] * size for size in sizes]
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
+
+    def fit(self, buckets: Buckets) -> Buckets:
+        return buckets
 
     def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
@@ -298,6 +308,9 @@ class MockReplicas:
         self.runners = [MockRunner(config, **how) for _ in range(count)]
         self.kv_groups = self.runners[0].kv_groups
         self.phases: list[tuple[str, list[bool]]] = []  # of each dispatch, and who had work in it
+
+    def fit(self, buckets: Buckets) -> Buckets:
+        return buckets
 
     def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
         """Parts as the device would cut them from the joined buffers; one without work is padding

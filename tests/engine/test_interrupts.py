@@ -59,11 +59,10 @@ def interrupt_at(line: int) -> Iterator[None]:
         sys.settrace(before)
 
 
-def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
-    """A host whose run was interrupted before a line, its requests, and whether the run was that
+def interrupted(host: Host, line: int) -> tuple[list[Sequence], bool]:
+    """A host's requests, whose run was interrupted before a line, and whether the run was that
     long.
     """
-    host = Host(depth, num_blocks=8, max_num_batched_tokens=8)
     seqs = requests(host)
     try:
         with interrupt_at(line):
@@ -73,10 +72,14 @@ def interrupted(depth: int, line: int) -> tuple[Host, list[Sequence], bool]:
                 if host.engine.requests:
                     host.engine.step()
     except KeyboardInterrupt:
-        return host, seqs, True
+        return seqs, True
     assert not host.engine.has_unfinished()
-    assert host.engine.scheduler.queues.preemptions.total()
-    return host, seqs, False
+    assert host.engine.stats.preemptions.total()
+    return seqs, False
+
+
+def make_host(depth: int) -> Host:
+    return Host(depth, num_blocks=8, max_num_batched_tokens=8)
 
 
 # Every so many lines, with a stride that meets different lines of the loops each time around.
@@ -91,7 +94,8 @@ STRIDES = [
 def test_scenario_15_interrupted_on_any_line(depth: int, stride: int):
     """The call aborts its requests, as generate does; the next call must not notice."""
     for line in itertools.count(0, stride):
-        host, seqs, hit = interrupted(depth, line)
+        host = make_host(depth)
+        seqs, hit = interrupted(host, line)
         if not hit:
             assert line > 1000
             break
@@ -112,7 +116,8 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
     happened.
     """
     for line in itertools.count(0, stride):
-        host, seqs, hit = interrupted(depth, line)
+        host = make_host(depth)
+        seqs, hit = interrupted(host, line)
         host.engine.scheduler.check_integrity()
         for seq in seqs:
             if seq.request_id not in host.engine.requests and seq.status is not Status.FINISHED:

@@ -1,5 +1,6 @@
 """Replicas that step together: each request as if alone, one phase a step, few of them idle."""
 
+import itertools
 import random
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 
 from jpaged.engine.replicas import MOST, Replicas
 from jpaged.engine.routing import SLACK
-from jpaged.engine.sequence import Request, Sequence
+from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.errors import RequestError
 from tests.engine.host import CheckedEngine, Host, cases
 from tests.engine.mock import ROOTS, MockReplicas, expected, generated
+from tests.engine.test_interrupts import interrupted
 
 COUNTS = cases((2, 3, 4), (2,))
 
@@ -240,6 +242,34 @@ def test_a_failed_step_is_computed_again(method: str, depth: int) -> None:
             team.check()
     assert failures == 1
     assert all(generated(seq) == expected(seq, team.windows) for seq in seqs)
+
+
+@pytest.mark.parametrize(
+    "stride",
+    [
+        pytest.param(997, id="few", marks=pytest.mark.middle),
+        pytest.param(37, id="some", marks=pytest.mark.slow),
+    ],
+)
+def test_interrupted_on_any_line(depth: int, stride: int) -> None:
+    """Whoever goes on gets every stream; whoever aborts instead leaves nothing behind."""
+    for line in itertools.count(0, stride):
+        hit = False
+        for goes_on in (True, False):
+            team = Team(2, depth, num_blocks=6, max_num_batched_tokens=8)
+            seqs, hit = interrupted(team, line)
+            for seq in seqs:
+                if not goes_on:
+                    team.engine.abort(seq.request_id)
+                elif seq.request_id not in team.engine.requests and not seq.finish_reason:
+                    team.engine.add(Request([seq]))
+            assert goes_on or (not team.engine.has_unfinished() and team.engine.step() == []), line
+            team.run()
+            for seq in seqs if goes_on else ():
+                assert seq.status is Status.FINISHED and generated(seq) == expected(seq), line
+        if not hit:
+            assert line > 1000
+            return
 
 
 def test_a_snapshot_is_of_all(depth: int) -> None:

@@ -1,0 +1,155 @@
+"""A decode whose draw is a step of its own, and steps that stand in for others that are not
+compiled yet.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams
+from jpaged.engine.buckets import Bucket, bucket_table
+from jpaged.models.config import ModelConfig
+from jpaged.runtime import compiled_steps
+from kernels_cpu.library import unavailable
+from tests.tiny import CONFIG, EOS, config, engine, make_params, make_prompts, tokens_of
+
+PROMPTS = make_prompts(3, 17, 9, 30, 5, 12)
+# Rows that stop on the device while their next step is on its way, penalties, filters, samples.
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "stop_token_ids": list(range(0, EOS, 4))},
+    {"temperature": 0.7, "top_p": 0.8, "min_tokens": 4},
+    {"temperature": 1.0, "presence_penalty": 0.8, "logit_bias": {5: 2.0}},
+    {"temperature": 0.9, "n": 2},
+    {"temperature": 0, "logprobs": 3},
+]
+ASKED = [SamplingParams(max_tokens=12, seed=i, **kind) for i, kind in enumerate(KINDS)]
+
+
+def answers(outs: list[RequestOutput]) -> list[tuple[Any, ...]]:
+    return [
+        (c.token_ids, c.token_logprobs.tobytes(), c.finish_reason) for o in outs for c in o.outputs
+    ]
+
+
+def test_the_bits_of_a_decode_that_draws_itself() -> None:
+    found = []
+    for separate in (False, True):
+        llm = LLM(make_params(), **vars(engine(separate_draw=separate, max_num_seqs=4)))
+        found.append(answers(llm.generate(PROMPTS, ASKED, use_tqdm=False)))
+        phases = {(report.phase, report.features) for report in llm.buckets() if report.hits}
+        assert (("decode", "full") in phases) != separate
+        llm.close()
+    assert found[0] == found[1] and {answer[2] for answer in found[0]} == {"stop", "length"}
+
+
+def test_what_it_resolves_to() -> None:
+    cases: list[tuple[dict[str, Any], bool, bool]] = [
+        ({}, True, True),
+        ({}, False, False),
+        ({"decode_steps": 4}, True, False),
+        ({"separate_draw": False}, True, False),
+        ({"separate_draw": True}, False, True),
+    ]
+    for asked, on_cpu, expected in cases:
+        resolved = EngineConfig(**asked).resolve(CONFIG, on_cpu=on_cpu)
+        assert resolved.separate_draw is expected
+        kinds = {b.features for b in bucket_table(resolved) if b.phase == "decode"}
+        assert kinds == ({"plain"} if expected else {"plain", "filtered", "full"})
+    with pytest.raises(ConfigError, match="separate_draw=True: a dispatch of decode_steps=4"):
+        EngineConfig(separate_draw=True, decode_steps=4).resolve(CONFIG)
+
+
+def decode(rows: int, **changes: Any) -> Bucket:
+    kind: dict[str, Any] = {"tables": 1, "blocks": 4} | changes
+    return Bucket(phase="decode", tokens=rows, rows=rows, **kind)
+
+
+def test_what_holds_what() -> None:
+    assert decode(16).holds(decode(8)) and not decode(8).holds(decode(16))
+    assert decode(8, features="full").holds(decode(8, features="filtered"))
+    assert not decode(16, features="plain").holds(decode(8, features="filtered"))
+    assert not decode(16, blocks=5).holds(decode(8)) and not decode(16, steps=2).holds(decode(8))
+    prefill = Bucket(phase="prefill", tokens=32, rows=8, tables=1, blocks=4)
+    scored = dataclasses.replace(prefill, features="prompt")
+    assert prefill.holds(dataclasses.replace(prefill, tokens=16))
+    assert not scored.holds(prefill) and not prefill.holds(decode(8))
+
+
+# What the C++ kernels take: there the bits of a row are the same in any step.
+NATIVE: ModelConfig = config(head_dim=32, intermediate_size=64)
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "seq_buckets": (8, 16),
+    "max_num_batched_tokens": 64,
+    "token_buckets": (64,),
+    "num_blocks": 128,
+}
+
+
+@pytest.mark.own_steps
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows after many take the steps of many until their own are there; with the same bits."""
+    params = make_params(0, NATIVE, jnp.bfloat16)
+    many, few = make_prompts(*[5] * 12), make_prompts(7, 4)
+    sampling = SamplingParams(max_tokens=10, seed=1, ignore_eos=True)
+
+    def run(llm: LLM) -> Any:
+        llm.generate(many, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        return [answers(llm.generate(few, sampling, use_tqdm=False)) for _ in range(3)]
+
+    settings = vars(engine(deterministic=True, **SIZES))
+    whole = LLM(params, **settings)
+    monkeypatch.setattr(whole.session.runner.steps, "standing_in", lambda bucket: bucket)
+    expected = run(whole)
+    assert {b.rows for b in whole.session.runner.usage if b.phase == "decode"} == {8, 16}
+
+    llm = LLM(params, **settings)
+    assert run(llm) == expected
+    runner = llm.session.runner
+    assert {b.rows for b in runner.usage if b.phase != "prefill"} == {16}
+
+    monkeypatch.setattr(compiled_steps, "OFTEN", 3)
+    run(llm)
+    while not all(future.done() for future in runner.steps._coming.values()):
+        time.sleep(0.01)
+    assert run(llm) == expected
+    assert {b.rows for b in runner.usage if b.phase != "prefill"} == {8, 16}
+    for kept in (whole, llm):
+        kept.close()
+
+
+@pytest.mark.own_steps
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_what_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_steps, "OFTEN", 1)
+    params = make_params(0, NATIVE, jnp.bfloat16)
+    llm = LLM(params, **vars(engine(deterministic=True, **SIZES)))
+    asked = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate(make_prompts(*[5] * 12), asked, use_tqdm=False)
+    steps = llm.session.runner.steps
+
+    def broken(bucket: Bucket) -> Any:
+        raise MemoryError(f"no room for {bucket.phase}")
+
+    monkeypatch.setattr(steps, "lower", broken)
+    with pytest.raises(Exception, match="no room for"):
+        for _ in range(50):
+            llm.generate(make_prompts(7), asked, use_tqdm=False)
+            time.sleep(0.01)
+    llm.close()
+
+
+@pytest.mark.own_steps
+def test_no_step_stands_in_where_bits_would_differ() -> None:
+    llm = LLM(make_params(), **vars(engine(**SIZES)))
+    asked = SamplingParams(max_tokens=3, ignore_eos=True)
+    for prompts in (make_prompts(*[5] * 12), make_prompts(7, 4)):
+        assert tokens_of(llm.generate(prompts, asked, use_tqdm=False))
+    used = {b.rows for b in llm.session.runner.usage if b.phase == "decode"}
+    assert used == {8, 16}
+    llm.close()
