@@ -21,7 +21,7 @@ WINGS = {
     # experts, 490 for meshes and processes, 80 for determinism that is free and for flags, 440 for
     # replicas, 95 for a draw that decodes share and for steps that stand in for others, 215 for
     # weights in 8 and 4 bits
-    "request path": 8110,
+    "request path": 8115,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts
     "checkpoint": 945,

@@ -59,7 +59,7 @@ def test_it_serves_what_the_weights_stand_for(form: Any, tensor_parallel_size: i
         assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
     whole = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, answers(plain), strict=True)]
     for ours, theirs in zip(llm.score(whole), plain.score(whole), strict=True):
-        assert np.abs(ours - theirs).max() < 2e-5
+        assert np.abs(np.subtract(ours, theirs)).max() < 2e-5
     unquantised = served(params)
     assert any(
         np.abs(a[1] - b[1]).max() > 1e-4

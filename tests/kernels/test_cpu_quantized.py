@@ -48,7 +48,8 @@ def test_every_value_of_fp8() -> None:
     x = np.zeros((1, 32), jnp.bfloat16)
     x[0, 7] = 1
     scales = np.full((256, 1), 2.0, np.float32)
-    result = np.asarray(native.linear(x, values, scales, "fp8", 1))
+    arrays = (jnp.asarray(part) for part in (x, values, scales))
+    result = np.asarray(native.linear(*arrays, "fp8", 1))
     assert np.array_equal(result[0], 2 * bits.view(jnp.float8_e4m3fn).astype(np.float32))
 
 

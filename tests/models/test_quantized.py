@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits against their definition, written apart."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -91,10 +92,10 @@ def test_what_is_not_finite_leaves_scales_that_are_not(form: Form, bad: float) -
 
 def test_how_it_lies() -> None:
     shape = jax.ShapeDtypeStruct((64, 4, 2, 32), jnp.bfloat16)
-    for form, scales in (("int8", PartitionSpec(None, None, None, None)), ("int4", None)):
-        q = jax.eval_shape(lambda x, form=form: quantized(x, form, 1), shape)
+    for form in FORMS:
+        q = jax.eval_shape(functools.partial(quantized, form=form, num_outputs=1), shape)
         split = partition(q, PartitionSpec(None, "tp"))
-        expected = scales or PartitionSpec(None, "tp", None, None)
+        expected = PartitionSpec(None, "tp" if form == "int4" else None, None, None)
         assert (split.values, split.scales) == (PartitionSpec(None, "tp"), expected)
 
 

@@ -81,6 +81,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_logit_bias": (["--max-logit-bias", "6"], 6),
     "max_stop_ids": (["--max-stop-ids", "7"], 7),
     "strict": (["--strict"], True),
+    "separate_draw": (["--separate-draw"], True),
     "deterministic": (["--deterministic"], True),
     "mixed": (["--mixed"], True),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
