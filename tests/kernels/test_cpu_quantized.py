@@ -42,15 +42,15 @@ def test_equals_the_definition(T: int, N: int, E: int, form: str) -> None:
 
 
 def test_every_value_of_fp8() -> None:
-    bits = np.arange(256, dtype=np.uint8)
-    bits[[0x7F, 0xFF]] = 0  # the two that are no numbers
-    values = bits.view(jnp.float8_e4m3fn)[:, None] * np.ones((1, 32), jnp.float8_e4m3fn)
+    numbers = np.arange(256, dtype=np.uint8)
+    numbers[[0x7F, 0xFF]] = 0  # the two that are no numbers
+    values = numbers.view(jnp.float8_e4m3fn)[:, None] * np.ones((1, 32), jnp.float8_e4m3fn)
     x = np.zeros((1, 32), jnp.bfloat16)
     x[0, 7] = 1
     scales = np.full((256, 1), 2.0, np.float32)
-    arrays = (jnp.asarray(part) for part in (x, values, scales))
-    result = np.asarray(native.linear(*arrays, "fp8", 1))
-    assert np.array_equal(result[0], 2 * bits.view(jnp.float8_e4m3fn).astype(np.float32))
+    one, bits, twos = (jnp.asarray(part) for part in (x, values, scales))
+    result = np.asarray(native.linear(one, bits, twos, "fp8", 1))
+    assert np.array_equal(result[0], 2 * numbers.view(jnp.float8_e4m3fn).astype(np.float32))
 
 
 @pytest.mark.parametrize("form", FORMS)
