@@ -2,6 +2,7 @@
 
     python -m tests.kernels.aot_steps tpu v5e:2x2
     python -m tests.kernels.aot_steps tpu v5e:2x4 8 4     # 8 chips share the model, 4 layers of it
+    python -m tests.kernels.aot_steps tpu v5e:2x4 2x4 4   # two replicas of 4 chips
     python -m tests.kernels.aot_steps cuda sm_90a 8 4
 
 compiles prefill and decode and prints a JSON line for each: compile seconds, bytes of temporaries
@@ -43,17 +44,20 @@ def not_donated(function: Any, *, donate_argnums: Any = (), **how: Any) -> Any:
 def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
     stay_on_cpu()
     model, good = dataclasses.replace(MODELS["0.6b"], num_layers=int(layers)), True
-    blocks = BLOCKS * int(count) * 28 // int(layers)
+    *replicas, share = map(int, count.split("x"))
+    replicas = replicas[0] if replicas else 1
+    blocks = BLOCKS * share * 28 // int(layers)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "num_blocks": blocks}
-    config = EngineConfig(**sizes, tensor_parallel_size=int(count)).resolve(model)
+    sizes |= {"data_parallel_size": replicas, "tensor_parallel_size": share}
+    config = EngineConfig(**sizes).resolve(model)
     M = config.max_blocks_per_seq
     prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
     decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
     loop = dataclasses.replace(decode, steps=8)
     cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
-    with absent_mesh(platform, chip, int(count)) as devices:
+    with absent_mesh(platform, chip, replicas * share) as devices:
         mesh = serving_mesh(config, None, devices)
-        axis = None if mesh is None else "tp"
+        axis = None if share == 1 else "tp"
         placement = Placement(mesh=mesh, axis=axis, device=devices[0])
         params = form_of(served_config(model, placement.axis_size), placement, "bfloat16")
         runner = Runner(model, config, placement, params)

@@ -1,5 +1,6 @@
 """The compiled steps of a mesh: what passes between devices, and that nothing is ever whole."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -78,6 +79,24 @@ def test_nothing_passes_between_replicas() -> None:
     text = hlo(alone)
     assert collectives(text) == ({}, {})
     assert pool_copies(text, math.prod(alone.pools[0].shape)) == []
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("features", ["plain", "full"])
+def test_nor_in_any_other_step(features: Any) -> None:
+    """Of prefills, draws and decodes of several tokens; and copies of blocks."""
+    wide: dict[str, Any] = {"tables": 1, "blocks": 16}
+    steps = dataclasses.replace(DECODE, steps=4, features=features)
+    prompt = "prompt" if features == "full" else "plain"
+    prefill = Bucket(phase="prefill", tokens=16, rows=ROWS, features=prompt, **wide)
+    sample = Bucket(phase="sample", tokens=ROWS, rows=ROWS, features=features)
+    alone, pairs = make_runner(1, replicas=2), make_runner(2, replicas=2)
+    for bucket in (steps, prefill, sample):
+        assert collectives(hlo(alone, bucket)) == ({}, {})
+        groups = set(re.findall(r"replica_groups=(.*?), [a-z]", hlo(pairs, bucket)))
+        assert groups == {"mesh['data'=2,'tp'=2] {'tp'}"}, bucket
+    for move in (alone.steps.copy_blocks(), alone.steps.set_counts()):
+        assert collectives(move.as_text()) == ({}, {})
 
 
 def test_a_control_gathered_logits_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 embedded model.
 """
 
+import itertools
 import json
 import os
 import re
@@ -494,12 +495,15 @@ class TestEmbeddedModel:
 
     @pytest.mark.middle
     def test_four_devices_answer_as_one(self, tmp_path):
-        """Two of them for each KV head; the weights read onto the mesh."""
+        """Two of them for each KV head, or two replicas of two; the weights read onto the mesh."""
         sizes = {"max_tokens": 10, "logprobs": 2}
         lines = [{"prompt": f"def f{i % 3}(", "temperature": i % 2, **sizes} for i in range(6)]
         alone = self.answers(tmp_path, lines)
-        shared = self.answers(tmp_path, lines, "--tensor-parallel-size", "4")
-        assert [(x["line"], x["text"]) for x in shared] == [(x["line"], x["text"]) for x in alone]
+        wanted = [(x["line"], x["text"]) for x in alone]
+        for sizes in (("1", "4"), ("2", "2")):
+            flags = zip(("--data-parallel-size", "--tensor-parallel-size"), sizes, strict=True)
+            shared = self.answers(tmp_path, lines, *itertools.chain(*flags))
+            assert [(x["line"], x["text"]) for x in shared] == wanted
 
     def test_shards_answer_as_the_whole_run(self, tmp_path):
         lines = [
