@@ -44,6 +44,11 @@ class EngineConfig:
     dtype: str | None = _knob(
         None, "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own"
     )
+    quantization: Literal["int8", "int4", "fp8"] | None = _knob(
+        None,
+        "weights served in 8 or 4 bits: int8 or fp8 with a scale an output, int4 with one for 32 "
+        "inputs (its head in int8); made of the params once a weight version",
+    )
     attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = _knob(
         "auto", "the kernel: the fastest that can run here, or one by name, which then must"
     )
@@ -119,6 +124,10 @@ class EngineConfig:
                 object.__setattr__(self, name, tuple(sizes))
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
+        if self.quantization not in (None, "int8", "int4", "fp8"):
+            raise ConfigError(
+                f"quantization={self.quantization!r}: must be int8, int4, fp8 or None"
+            )
         if self.attention not in ATTENTION:
             raise ConfigError(
                 f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"

@@ -50,9 +50,13 @@ def _values_of(hint: Any) -> dict[str, Any]:
         return {"type": int, "nargs": "+", "metavar": "N"}
     if type(None) not in typing.get_args(hint):
         return {"type": kind}
+    words = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+    plain = str if words else kind
 
     def value(text: str) -> Any:
-        return None if text == "none" else kind(text)
+        return None if text == "none" else plain(text)
 
-    value.__name__ = kind.__name__  # argparse names it where a value is none
-    return {"type": value}
+    value.__name__ = plain.__name__  # argparse names it where a value is none
+    if words is None:
+        return {"type": value}
+    return {"type": value, "choices": (*words, None), "metavar": "|".join((*words, "none"))}

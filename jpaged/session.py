@@ -60,7 +60,7 @@ class Session:
         self.placement = placement(params, config, mesh)
         dtype = config.dtype or params["embed"]["weight"].dtype
         self.engine_config = resolve_for(params.config, config, self.placement, dtype)
-        self.weights = ServingWeights(self.placement, config.dtype)
+        self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
         self._cached_version = 0  # weight version that the prefix cache is of

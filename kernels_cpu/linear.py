@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from kernels_cpu import quantized
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeProducts:
@@ -35,6 +37,14 @@ class NativeProducts:
     ) -> Array:
         """See `linear`."""
         return linear(x_TE, weight_NE, count, dtype)
+
+    def quantized(
+        self, x_TE: Array, values: Array, scales: Array, form: str, count: Array | int
+    ) -> Array:
+        """See kernels_cpu.quantized.linear: for any number of rows, since XLA would widen the
+        whole weight first.
+        """
+        return quantized.linear(x_TE, values, scales, form, count)
 
 
 def is_width_supported(E: int) -> bool:

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.hf_config import import_transformers
+from jpaged.models.hf_defaults import import_transformers
 from tests.golden.weights import state_dict
 from tests.tiny import CONFIG
 

@@ -9,7 +9,7 @@ from typing import Any
 from jpaged.checkpoint.tensors import first_line
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
-from jpaged.models.hf_config import import_transformers
+from jpaged.models.hf_defaults import import_transformers
 
 # One of these makes a tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")

@@ -1,14 +1,13 @@
 """A Hugging Face config.json to the fields of ModelConfig, and back."""
 
 import copy
-import importlib
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ConfigError
 from jpaged.models.families import FAMILIES, ExpertKeys, Family
+from jpaged.models.hf_defaults import filled
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
 
 HF_NAMES = {  # of ModelConfig's sizes in a config.json
@@ -50,7 +49,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     try:  # of a copy: the config classes write into nested dicts
         known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
-        hf = import_transformers().CONFIG_MAPPING[model_type].from_dict(known).to_dict()
+        hf = filled(model_type, known)
     except Exception as e:  # the config classes validate with errors of many types
         raise ConfigError(f"config.json of {architecture}: {' '.join(str(e).split())}") from e
     if hf.get("use_bidirectional_attention"):
@@ -150,20 +149,6 @@ def write_hf(config: Any) -> dict[str, Any]:
         on = {"use_sliding_window": True, "sliding_window": window} if window else {}
         raw |= on | {"layer_types": kinds}
     return raw
-
-
-def import_transformers() -> Any:
-    """The transformers package, imported here alone: it takes a second, and would advise to install
-    PyTorch.
-    """
-    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    is_set = quiet in os.environ
-    os.environ.setdefault(quiet, "1")
-    try:
-        return importlib.import_module("transformers")
-    finally:
-        if not is_set:
-            del os.environ[quiet]
 
 
 def _rope(hf: dict[str, Any], family: Family, windows: tuple[int | None, ...]) -> dict[str, Any]:

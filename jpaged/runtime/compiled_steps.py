@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jpaged.engine.buckets import Bucket, input_sections
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
+from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.mesh import Placement
@@ -127,7 +128,7 @@ class CompiledSteps:
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
         }["prefill" if is_apart else bucket.phase]
         step = make_step(bucket, self.setting)
-        params = param_specs(model, self.where.axis, self.where.axis_size)
+        params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
         step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(self.form, *args)

@@ -23,7 +23,8 @@ from jpaged.config import EngineConfig
 from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
-from jpaged.models.params import param_shapes, param_specs
+from jpaged.models.params import ParamSpec, nest, param_shapes, param_specs, param_table
+from jpaged.models.quantized import Form, is_quantized, quantized, served_form, specs_of
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
@@ -65,10 +66,13 @@ def plan_memory(
     where = _place(settings, devices, compiled)
     settings = resolve_for(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
-    params = form_of(served, where, dtype)
+    params = form_of(served, where, dtype, settings.quantization)
     # Params as they are loaded stay beside what is made of them to serve.
-    pairs = zip(jax.tree.leaves(form_of(model, where, dtype)), jax.tree.leaves(params), strict=True)
-    kept = bytes_on_device([own for own, ours in pairs if own.shape != ours.shape])
+    ours = jax.tree.leaves(params, is_leaf=is_quantized)
+    pairs = zip(jax.tree.leaves(form_of(model, where, dtype)), ours, strict=True)
+    kept = bytes_on_device(
+        [own for own, made in pairs if is_quantized(made) or own.shape != made.shape]
+    )
     weights = bytes_on_device(params)
     if limits is None:
         share, size = settings.memory_utilization, where.axis_size * where.replicas
@@ -90,16 +94,24 @@ def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placemen
     return Placement(mesh=mesh, axis="tp" if "tp" in shape else None, device=devices[0])
 
 
-def form_of(model: ModelConfig, where: Placement, dtype: Any) -> Any:
+def form_of(
+    model: ModelConfig, where: Placement, dtype: Any, quantization: Form | None = None
+) -> Any:
     """The parameters of a model in shapes alone, split as they lie at a place."""
-    specs = param_specs(model, where.axis, where.axis_size)
+
+    def shape_of(spec: ParamSpec) -> Any:
+        plain = jax.ShapeDtypeStruct(spec.shape(model), jnp.dtype(dtype))
+        form = served_form(spec, model, quantization, where.axis_size)
+        if form is None:
+            return plain
+        return jax.eval_shape(lambda x: quantized(x, form, len(spec.sides[0])), plain)
+
+    tree = nest({name: shape_of(spec) for name, spec in param_table(model).items()})
+    specs = specs_of(tree, param_specs(model, where.axis, where.axis_size))
     return jax.tree.map(
-        lambda shape, spec: jax.ShapeDtypeStruct(
-            shape, jnp.dtype(dtype), sharding=where.sharding(spec)
-        ),
-        param_shapes(model),
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.sharding(spec)),
+        tree,
         specs,
-        is_leaf=lambda node: isinstance(node, tuple),
     )
 
 

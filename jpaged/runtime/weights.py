@@ -29,8 +29,10 @@ from jpaged.models.params import (
     param_specs,
     param_table,
 )
+from jpaged.models.quantized import Form, QuantizedWeight, served_form
 from jpaged.models.served import Change, served_config
 from jpaged.runtime.mesh import Placement, serving_mesh
+from jpaged.runtime.quantize import Quantize
 from jpaged.runtime.reshard import Reshard, is_served
 
 log = logging.getLogger("jpaged")
@@ -145,18 +147,19 @@ class ServingWeights:
     leaves always mean a new version.
     """
 
-    def __init__(self, where: Placement, dtype: str | None):
+    def __init__(self, where: Placement, dtype: str | None, quantization: Form | None = None):
         self.where = where
+        self.quantization: Form | None = quantization
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
         # Bytes of leaves that were cast, padded or moved, and the seconds until they were there.
         self.moved_bytes, self.moved_seconds = 0, 0.0
-        self._reshard = Reshard()
+        self._reshard, self._quantize = Reshard(), Quantize(where)
         # Of every leaf as served: the steps are compiled for them.
         self._dtypes: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
         # Leaves that are copies of ours; None where the caller's own serves.
-        self._derived: list[jax.Array | None] = []
+        self._derived: list[jax.Array | QuantizedWeight | None] = []
 
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""
@@ -216,23 +219,34 @@ class ServingWeights:
             raise ConfigError(f"params in {_names(dtypes)}; {built}: pass dtype= to it")
         self._dtypes = dtypes
 
-    def _prepare(self, params: Params, leaves: list[Any]) -> list[jax.Array | None]:
-        """Cast, pad and place what needs it; whatever already fits is served as it is."""
-        model = params.config
-        served = served_config(model, self.where.axis_size)
-        table = nest(param_table(model))
-        splits = jax.tree.leaves(param_specs(served, self.where.axis, self.where.axis_size))
+    def _prepare(
+        self, params: Params, leaves: list[Any]
+    ) -> list[jax.Array | QuantizedWeight | None]:
+        """Cast, pad, place and quantise what needs it; whatever already fits is served as it is."""
+        model, devices = params.config, self.where.axis_size
+        served = served_config(model, devices)
+        specs = jax.tree.leaves(nest(param_table(model)))
+        splits = jax.tree.leaves(param_specs(served, self.where.axis, devices))
         jobs: list[tuple[Any, Change, Any] | None] = []
-        for leaf, spec, split in zip(leaves, jax.tree.leaves(table), splits, strict=True):
+        for leaf, spec, split in zip(leaves, specs, splits, strict=True):
             change = Change.of(spec, model, served, self.dtype or leaf.dtype)
             job = (leaf, change, self.where.sharding(split))
             jobs.append(None if is_served(*job) else job)
-        moving = [job[0] for job in jobs if job is not None]
+        forms: list[Form | None] = [
+            served_form(spec, served, self.quantization, devices) for spec in specs
+        ]
+        moving = [x for x, job, form in zip(leaves, jobs, forms, strict=True) if job or form]
         jax.block_until_ready(moving)  # what a trainer still computes is not time of ours
         began = time.perf_counter()
-        derived = [None if job is None else self._reshard(*job) for job in jobs]
+        derived: list[jax.Array | QuantizedWeight | None] = []
+        for leaf, job, form, spec, split in zip(leaves, jobs, forms, specs, splits, strict=True):
+            ready = None if job is None else self._reshard(*job)
+            if form is not None:
+                ready = self._quantize(leaf if ready is None else ready, form, spec, split)
+            derived.append(ready)
         if moving:
             jax.block_until_ready(derived)
+            self._quantize.check(specs, derived)
             seconds, moved = time.perf_counter() - began, sum(leaf.nbytes for leaf in moving)
             self.moved_seconds += seconds
             self.moved_bytes += moved

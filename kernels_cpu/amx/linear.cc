@@ -1,6 +1,7 @@
 // Products with AMX tiles; see linear.h. The weight is the first operand, read as it lies, 32 of its rows at a time; x, of
 // which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
 #include "../linear.h"
+#include "../quantized.h"
 
 #include <cstring>
 #include <vector>
@@ -101,14 +102,21 @@ void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y
   }
 }
 
-template <typename Out>
-void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
-  int64_t tiles = (T + kSide - 1) / kSide, groups = (N + kCols - 1) / kCols;
-  if (tiles == 0) return;
+// x in tiles, in memory of this thread until it packs another.
+const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
+  int64_t tiles = (T + kSide - 1) / kSide;
   static thread_local std::vector<bf16> memory;
   memory.resize(tiles * kSide * E);
   bf16* packed = memory.data();
   ParallelFor(pool, tiles, [&](int64_t i) { PackTokens(x, packed, T, E, i); });
+  return packed;
+}
+
+template <typename Out>
+void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
+  if (T == 0) return;
+  int64_t groups = (N + kCols - 1) / kCols;
+  const bf16* packed = Pack(pool, x, T, E);
   // Several items a thread: one that begins late is not waited for long.
   int64_t items = std::min(groups, 8 * pool.num_threads());
   ParallelFor(pool, items, [&](int64_t item) {
@@ -134,5 +142,14 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   MultiplyAny(pool, x, w, y, T, N, E);
+}
+
+Operand::Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
+
+int64_t Operand::AtOnce() const { return kCols; }
+
+void Operand::Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
+  Tiles tiles_of_this_thread;
+  MultiplyColumns(x_, w, w, y, T_, stride, E_, count);
 }
 }  // namespace jpaged

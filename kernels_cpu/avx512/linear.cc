@@ -1,5 +1,6 @@
 // Products of few rows with AVX-512 bf16; see linear.h.
 #include "../linear.h"
+#include "../quantized.h"
 
 #include <vector>
 
@@ -8,16 +9,21 @@
 namespace jpaged {
 namespace {
 
+// x in tiles, in memory of this thread until it packs another.
+const bf16* Pack(const bf16* x, int64_t T, int64_t E) {
+  static thread_local std::vector<bf16> memory;
+  memory.resize((T + kRows - 1) / kRows * kRows * E);
+  auto from = [&](int64_t t) { return x + t * E; };
+  for (int64_t t = 0; t < T; t += kRows) PackRows(from, t, std::min(kRows, T - t), memory.data() + t * E, E);
+  return memory.data();
+}
+
 template <typename Out>
 void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
-  int64_t tiles = (T + kRows - 1) / kRows, groups = (N + kCols - 1) / kCols;
-  if (tiles == 0) return;
-  static thread_local std::vector<bf16> memory;
-  memory.resize(tiles * kRows * E);
-  bf16* packed = memory.data();
-  auto from = [&](int64_t t) { return x + t * E; };
+  if (T == 0) return;
+  int64_t groups = (N + kCols - 1) / kCols;
+  const bf16* packed = Pack(x, T, E);
   auto to = [&](int64_t t) { return y + t * N; };
-  for (int64_t t = 0; t < T; t += kRows) PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
   // Several items a thread: one that begins late is not waited for long.
   int64_t items = std::clamp<int64_t>(8 * pool.num_threads(), 1, (groups + 3) / 4);
   ParallelFor(pool, items, [&](int64_t item) {
@@ -32,5 +38,14 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   MultiplyAny(pool, x, w, y, T, N, E);
+}
+
+Operand::Operand(ffi::ThreadPool&, const bf16* x, int64_t T, int64_t E) : x_(Pack(x, T, E)), T_(T), E_(E) {}
+
+int64_t Operand::AtOnce() const { return 2 * kCols; }
+
+void Operand::Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
+  auto to = [&](int64_t t) { return y + t * stride; };
+  MultiplyGroups(x_, to, T_, w, count, E_, 0, (count + kCols - 1) / kCols);
 }
 }  // namespace jpaged

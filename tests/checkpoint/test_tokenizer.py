@@ -85,9 +85,7 @@ def test_transformers_is_imported_without_a_word() -> None:
     names = ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
     env = {name: value for name, value in os.environ.items() if name not in names}
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    code = (
-        "import os; from jpaged.models.hf_config import import_transformers; import_transformers()"
-    )
+    code = "import os; from jpaged.models.hf_defaults import import_transformers as ask; ask()"
     code += f"; assert not set(os.environ) & {set(names)!r}"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120

@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.models.params import MeshAxis
+from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
@@ -24,6 +25,12 @@ class Products(Protocol):
         """x times weight transposed, [T, N] in dtype, accumulated in f32.
 
         count: the rows of x that are real; the others are padding whose results may be anything.
+        """
+        ...
+
+    def quantized(self, x: Array, values: Array, scales: Array, form: str, count: Any, /) -> Array:
+        """x [T, E] in bf16 times the weight that values and scales [N, ...] stand for, transposed,
+        [T, N] in f32; see models/quantized.py.
         """
         ...
 
@@ -68,7 +75,7 @@ class Linear:
     results are summed; None where this device has all of them.
     """
 
-    weight: Array
+    weight: Array | QuantizedWeight
     bias: Array | None
     serving: Serving
     num_outputs: int = dataclasses.field(metadata={"static": True})
@@ -79,15 +86,24 @@ class Linear:
         dtype = x.dtype if dtype is None else dtype
         outputs = self.weight.shape[: self.num_outputs]
         is_last = self.bias is None and self.sum_over is None
-        y = self._product(
-            x, self.weight.reshape(math.prod(outputs), -1), dtype if is_last else jnp.float32
-        )
+        wanted = dtype if is_last else jnp.float32
+        if isinstance(self.weight, QuantizedWeight):
+            y = self._quantized(x, self.weight.matrix(), wanted)
+        else:
+            y = self._product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
         y = y.reshape(*x.shape[:-1], *outputs)
         if self.bias is not None:
             y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
         return y.astype(dtype)
+
+    def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
+        products, count = self.serving.products, self.serving.num_rows
+        if products is None or x.dtype != jnp.bfloat16 or x.ndim != 2:
+            return weight.linear(x).astype(dtype)
+        count = x.shape[0] if count is None else count
+        return products.quantized(x, weight.values, weight.scales, weight.form, count).astype(dtype)
 
     def _product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         products, count = self.serving.products, self.serving.num_rows

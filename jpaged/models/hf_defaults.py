@@ -1,0 +1,48 @@
+"""What transformers fills in where a config.json says nothing, kept from one start to the next."""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def filled(model_type: str, known: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config with the defaults of its transformers class.
+
+    Kept in the user's cache directory, by content and transformers' version: to import transformers
+    takes a second of a start. Raises what the class raises.
+    """
+    version = importlib.metadata.version("transformers")
+    text = json.dumps([version, model_type, known], sort_keys=True, default=str)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder, name = base / "jpaged" / "configs", hashlib.sha256(text.encode()).hexdigest()[:24]
+    file = folder / f"{name}.json"
+    with contextlib.suppress(OSError, ValueError):  # none yet, or one that is broken
+        return json.loads(file.read_text())
+    fields = import_transformers().CONFIG_MAPPING[model_type].from_dict(known).to_dict()
+    made = json.dumps(fields, default=str)
+    with contextlib.suppress(OSError):  # nowhere to write to: the next start asks again
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as new:
+            new.write(made)
+        os.replace(new.name, file)  # at once: another process may be writing the same
+    return json.loads(made)
+
+
+def import_transformers() -> Any:
+    """The transformers package, imported here alone: it takes a second, and would advise to install
+    PyTorch.
+    """
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    is_set = quiet in os.environ
+    os.environ.setdefault(quiet, "1")
+    try:
+        return importlib.import_module("transformers")
+    finally:
+        if not is_set:
+            del os.environ[quiet]

@@ -1,0 +1,186 @@
+"""Weights in 8 and 4 bits: their forms, what each stands for, and how one is made of a plain one.
+
+One definition for every kernel: a weight is its values times their scales, in f32, and a product
+with it is accumulated in f32. Scales are of the whole model's rows, so that a mesh changes none.
+"""
+
+import dataclasses
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
+from jpaged.models.params import Params, ParamSpec, axes_shape, nest, param_table
+
+type Form = Literal["int8", "int4", "fp8"]
+GROUP = 32  # inputs that share a scale in int4
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+VALUES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A weight [*outputs, *inputs] in a form. Where a plain array stands, this can.
+
+    values: of the weight's shape; int4 has two to a byte along the last axis, of each group of 32
+    the first 16 in the low halves, as value + 8. scales: f32, of as many axes: one an output (int8
+    and fp8), or one a group of the last axis (int4). num_outputs: how many axes come first.
+    dtype: of the weight that it stands for, which products and embeddings take.
+    """
+
+    values: Array
+    scales: Array
+    form: Form = dataclasses.field(metadata={"static": True})
+    num_outputs: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that it stands for."""
+        *others, last = self.values.shape
+        return (*others, 2 * last if self.form == "int4" else last)
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the weight that it stands for."""
+        return len(self.shape)
+
+    def matrix(self) -> Self:
+        """The same as [outputs, inputs]."""
+        outputs = int(np.prod(self.shape[: self.num_outputs]))
+        return dataclasses.replace(
+            self,
+            values=self.values.reshape(outputs, -1),
+            scales=self.scales.reshape(outputs, -1),
+            num_outputs=1,
+        )
+
+    def take(self, rows: Array) -> Array:
+        """Rows of the first axis, in `dtype`: what an embedding gives."""
+        values, scales = (
+            jnp.take(x, rows, axis=0, mode="clip") for x in (self.values, self.scales)
+        )
+        return dequantized(values, scales, self.form).astype(self.dtype)
+
+    def linear(self, x: Array) -> Array:
+        """x [..., E] times this matrix transposed, [..., outputs] in f32, by XLA: scales of outputs
+        after the product, those of groups before it, rounded to x's dtype.
+        """
+        assert self.num_outputs == 1 and self.ndim == 2
+        if self.form == "int4":
+            return _dot(x, dequantized(self.values, self.scales, self.form).astype(x.dtype))
+        scales = self.scales.reshape((1,) * (x.ndim - 1) + (-1,))
+        return _dot(x, self.values.astype(x.dtype)) * scales
+
+
+def _dot(x: Array, weight: Array) -> Array:
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+
+
+def dequantized(values: Array, scales: Array, form: Form) -> Array:
+    """Values times scales, f32."""
+    if form != "int4":
+        return values.astype(jnp.float32) * scales
+    packed = values.reshape(*values.shape[:-1], -1, GROUP // 2)
+    halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
+    whole = (halves.astype(jnp.float32) - 8) * scales[..., None]
+    return whole.reshape(*values.shape[:-1], -1)
+
+
+def quantized(weight: Array, form: Form, num_outputs: int) -> QuantizedWeight:
+    """The form of a plain weight [*outputs, *inputs]: to the nearest value, with the scale that
+    takes the largest of an output (or group) to the largest value. Zeros keep a scale of 1; what is
+    not finite leaves scales that are not.
+    """
+    x = weight.astype(jnp.float32)
+    if form == "int4":
+        groups = x.reshape(*x.shape[:-1], -1, GROUP)
+        scales = _scales(groups, (-1,), form)
+        rounded = jnp.round(groups / scales).astype(jnp.int8) + 8
+        low, high = jnp.split(rounded.astype(jnp.uint8), 2, axis=-1)
+        values = (low | (high << 4)).reshape(*x.shape[:-1], -1)
+        scales = scales[..., 0]
+    else:
+        scales = _scales(x, tuple(range(num_outputs, x.ndim)), form)
+        values = x / scales
+        values = (jnp.round(values) if form == "int8" else values).astype(VALUES[form])
+    return QuantizedWeight(
+        values=values, scales=scales, form=form, num_outputs=num_outputs, dtype=weight.dtype
+    )
+
+
+def _scales(x: Array, axes: tuple[int, ...], form: Form) -> Array:
+    top = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / LARGEST[form]
+    return jnp.where(top == 0, jnp.float32(1), top)
+
+
+def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
+    """How its parts lie where a plain weight lies by a spec: axes of size 1 are whole."""
+    axes = (*spec, *[None] * (weight.ndim - len(spec)))
+    kept = [
+        axis if size > 1 else None for axis, size in zip(axes, weight.scales.shape, strict=True)
+    ]
+    parts: dict[str, Any] = {"values": spec, "scales": PartitionSpec(*kept)}
+    return dataclasses.replace(weight, **parts)
+
+
+def quantized_tree(params: Params, quantization: Form) -> dict[str, Any]:
+    """The canonical tree with its weights as they are served: what an engine on one device has."""
+
+    def one(spec: ParamSpec, leaf: Any) -> Any:
+        form = served_form(spec, params.config, quantization)
+        return leaf if form is None else quantized(jnp.asarray(leaf), form, len(spec.sides[0]))
+
+    return jax.tree.map(one, nest(param_table(params.config)), dict(params))
+
+
+def specs_of(tree: Any, specs: Any) -> Any:
+    """How a serving tree lies, of the specs of its plain one."""
+    return jax.tree.map(
+        lambda leaf, spec: partition(leaf, spec) if is_quantized(leaf) else spec,
+        tree,
+        specs,
+        is_leaf=is_quantized,
+    )
+
+
+def is_quantized(node: Any) -> bool:
+    """For jax.tree.map(is_leaf=)."""
+    return isinstance(node, QuantizedWeight)
+
+
+def served_form(
+    spec: ParamSpec, model: ModelConfig, quantization: Form | None, devices: int = 1
+) -> Form | None:
+    """What a parameter is served in; None is as it is. The weights of products are quantised, but
+    for routers and gates of experts; the head (and a tied embedding) stays in 8 bits, since it
+    costs the most in quality. ConfigError where it cannot be.
+
+    devices: of a tensor axis, that split it.
+    """
+    inputs = spec.sides[1]
+    if quantization is None or not inputs or spec.sharding is None:
+        return None
+    asked = f"quantization={quantization!r}"
+    if spec.sharding == "expert":
+        raise ConfigError(f"{asked}: the experts of a mixture cannot be quantised yet")
+    if spec.sharding == "vocab":
+        if spec.name == "embed.weight" and not model.tie_word_embeddings:
+            return None
+        return "int8" if quantization == "int4" else quantization
+    share = axes_shape(inputs[-1], model)[0]
+    if spec.split_letter(model, devices) == inputs[-1]:
+        share //= devices
+    if quantization == "int4" and share % GROUP:
+        raise ConfigError(
+            f"{asked}: {spec.name} has {share} inputs on a device in a row of its last axis, which "
+            f"are not whole groups of {GROUP}"
+        )
+    return quantization

@@ -1,0 +1,97 @@
+"""What a form of the weights costs in quality, on any text.
+
+    python scripts/quality.py [CHECKPOINT] --text FILE [FILE ...] [--forms int8 fp8 int4]
+
+runs the model over the text in windows, with its weights as they are and in each form: perplexity,
+the divergence of the form's next-token distributions from the model's own (KL, in nats a token) and
+the share of tokens whose most likely one is the same. A table, then a JSON line. Without a
+checkpoint it is the embedded model; without --text, the sources of jpaged itself.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import _common as common
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jpaged
+from jpaged.checkpoint.tokenizer import load_tokenizer
+from jpaged.demo import MODEL_PATH
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import bind
+from jpaged.models.params import Params
+from jpaged.models.quantized import quantized_tree
+
+FORMS = ("int8", "fp8", "int4")
+
+
+def windows(ids: list[int], length: int, most: int) -> np.ndarray:
+    """The text in rows [number, length], at most so many tokens of it."""
+    rows = min(len(ids), most) // length
+    return np.asarray(ids[: rows * length], np.int32).reshape(rows, length)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def measured(config: ModelConfig, own: Any, other: Any, tokens_BT: jax.Array) -> jax.Array:
+    """Sums over a batch of windows: the other weights' log-probability of the text, KL from their
+    distributions to the own ones, and how many most likely tokens are equal.
+    """
+    model, form = bind(config, own), bind(config, other)
+    p, q = (jax.nn.log_softmax(m.logits(m(tokens_BT)[0][:, :-1])) for m in (model, form))
+    seen = jnp.take_along_axis(q, tokens_BT[:, 1:, None], axis=-1)
+    divergence = jnp.sum(jnp.exp(p) * (p - q))
+    equal = jnp.sum(jnp.argmax(p, -1) == jnp.argmax(q, -1))
+    return jnp.stack([jnp.sum(seen), divergence, equal.astype(jnp.float32)])
+
+
+def quality(params: Params, tokens: np.ndarray, forms: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for the weights as they are, and for each form."""
+    own, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
+    for form in (None, *forms):
+        other: Any = own if form is None else quantized_tree(params, form)  # pyright: ignore[reportArgumentType]
+        sums = np.zeros(3)
+        for row in tokens:
+            sums += np.asarray(measured(params.config, own, other, jnp.asarray(row[None])))
+        yield {
+            "weights": form or str(params["embed"]["weight"].dtype),
+            "MB": sum(leaf.nbytes for leaf in jax.tree.leaves(other)) / 1e6,
+            "perplexity": float(np.exp(-sums[0] / count)),
+            "kl": float(sums[1] / count),
+            "greedy_kept": float(sums[2] / count),
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.make_parser("quality", __doc__)
+    add = parser.add_argument
+    add("checkpoint", nargs="?", default=MODEL_PATH, help="a checkpoint folder")
+    add("--text", type=Path, nargs="+", metavar="FILE", help="what the model reads")
+    add("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    add("--tokens", type=int, default=8192, help="of the text, at most (default: 8192)")
+    add("--window", type=int, default=512, help="tokens that are read together (default: 512)")
+    args = parser.parse_args(argv)
+    common.check_positive(parser, args, "tokens", "window")
+    files = args.text or sorted(Path(jpaged.__file__).parent.rglob("*.py"))
+    params, tokenizer = jpaged.load_params(args.checkpoint), load_tokenizer(args.checkpoint)
+    if tokenizer is None:
+        parser.error(f"{args.checkpoint}: it has no tokenizer")
+    ids = tokenizer.encode("\n".join(file.read_text() for file in files))
+    tokens = windows(ids, args.window, args.tokens)
+    if not len(tokens) or args.window < 2:
+        parser.error(
+            f"--window {args.window}: the text has {len(ids)} tokens, --tokens is {args.tokens}"
+        )
+    rows = list(quality(params, tokens, args.forms))
+    cells = [[v if isinstance(v, str) else f"{v:.4g}" for v in row.values()] for row in rows]
+    print("\n".join(common.aligned(list(rows[0]), cells, left=1)))
+    print(common.json_line({"tokens": tokens.size, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The C++ products with weights in 8 and 4 bits, against the definition in float64."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.models.quantized import QuantizedWeight, dequantized, quantized
+from kernels_cpu import quantized as native
+from kernels_cpu.library import unavailable
+
+pytestmark = pytest.mark.skipif(
+    unavailable() is not None, reason=f"the CPU kernels: {unavailable()}"
+)
+FORMS = ("int8", "int4", "fp8")
+# Rows of x and of the weight that fill tiles and blocks of any processor, and that do not.
+SHAPES = [(1, 1, 32), (3, 4, 64), (4, 13, 96), (33, 50, 160), (70, 26, 64), (127, 12, 64)]
+
+
+def arrays(T: int, N: int, E: int, form: Any) -> tuple[Any, QuantizedWeight]:
+    rng = np.random.default_rng(T + N)
+    x, w = rng.standard_normal((T, E)), rng.standard_normal((N, E)) / E**0.5
+    w[0] *= 1e4
+    return x.astype(jnp.bfloat16), quantized(jnp.asarray(w, jnp.bfloat16), form, 1)
+
+
+def product(x: Any, w: QuantizedWeight, count: int) -> np.ndarray:
+    return np.asarray(native.linear(x, w.values, w.scales, w.form, count))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("T", "N", "E"), SHAPES)
+def test_equals_the_definition(T: int, N: int, E: int, form: str) -> None:
+    x, w = arrays(T, N, E, form)
+    exact = np.asarray(dequantized(w.values, w.scales, w.form), np.float64)
+    if form == "int4":  # which is rounded to x's dtype before the product
+        exact = exact.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
+    exact = x.astype(np.float64) @ exact.T
+    size = np.abs(exact).max(0)
+    assert (np.abs(product(x, w, T) - exact) <= 1e-5 * size + 1e-6).all()
+
+
+def test_every_value_of_fp8() -> None:
+    numbers = np.arange(256, dtype=np.uint8)
+    numbers[[0x7F, 0xFF]] = 0  # the two that are no numbers
+    values = numbers.view(jnp.float8_e4m3fn)[:, None] * np.ones((1, 32), jnp.float8_e4m3fn)
+    x = np.zeros((1, 32), jnp.bfloat16)
+    x[0, 7] = 1
+    scales = np.full((256, 1), 2.0, np.float32)
+    one, bits, twos = (jnp.asarray(part) for part in (x, values, scales))
+    result = np.asarray(native.linear(one, bits, twos, "fp8", 1))
+    assert np.array_equal(result[0], 2 * numbers.view(jnp.float8_e4m3fn).astype(np.float32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rows_bits_do_not_depend_on_the_others(form: str) -> None:
+    x, w = arrays(150, 20, 96, form)
+    whole = product(x, w, 150)
+    for rows in (slice(0, 1), slice(3, 10), slice(140, 150), slice(5, 140)):
+        assert np.array_equal(product(x[rows], w, len(x[rows])), whole[rows])
+
+
+def test_padding_costs_nothing_and_is_zero() -> None:
+    x, w = arrays(70, 20, 64, "int8")
+    whole = product(x, w, 70)
+    x[41:] = np.nan
+    for count in (0, 1, 41):
+        assert np.array_equal(product(x, w, count)[:count], whole[:count])
+        assert not product(x, w, count)[count:].any()

@@ -1,0 +1,130 @@
+"""Weights in 8 and 4 bits against their definition, written apart."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jpaged.errors import ConfigError
+from jpaged.models.params import param_table
+from jpaged.models.quantized import Form, QuantizedWeight, partition, quantized, served_form
+from tests.tiny import CONFIG
+
+FORMS: tuple[Form, ...] = ("int8", "int4", "fp8")
+
+
+def weight(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Random, with what is awkward: a row of zeros, one of -0, one huge and one tiny channel."""
+    w = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    flat = w.reshape(shape[0], -1)
+    flat[0], flat[1, ::2], flat[2] = 0.0, -0.0, flat[2] * 1e30
+    flat[3] *= 1e-30
+    return w
+
+
+def meant(q: QuantizedWeight) -> np.ndarray:
+    """What a quantised weight stands for, number by number."""
+    values, scales = np.asarray(q.values), np.asarray(q.scales)
+    out = np.zeros(q.shape, np.float64)
+    for at in np.ndindex(*q.shape):
+        if q.form == "int4":
+            group, i = divmod(at[-1], 32)
+            byte = int(values[(*at[:-1], 16 * group + i % 16)])
+            value, scale = (byte >> (4 * (i // 16)) & 15) - 8, scales[(*at[:-1], group)]
+        else:
+            value = float(values[at])
+            scale = scales[(*at[: q.num_outputs], *[0] * (len(at) - q.num_outputs))]
+        out[at] = value * scale
+    return out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_nearest_values(form: Form) -> None:
+    w = weight((6, 2, 64))
+    q = quantized(jnp.asarray(w), form, 1)
+    ours, size = meant(q), np.abs(w).reshape(6, -1).max(1)
+    error = np.abs(ours - w).reshape(6, -1).max(1)
+    # Half a step; in fp8 steps grow with the values, to 32 of 448.
+    assert (
+        error <= size * {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 16 / 448}[form] * 1.001
+    ).all()
+    assert not ours[0].any() and np.isfinite(ours).all()
+    assert error[4] > 0, "it is no copy"
+    again = quantized(jnp.asarray(ours, jnp.float32), form, 1)
+    assert np.array_equal(again.values, q.values), "what it stands for is kept as it is"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("shape", "num_outputs"), [((6, 2, 64), 1), ((4, 3, 32), 2)])
+def test_a_product_is_of_what_it_stands_for(
+    form: Form, shape: tuple[int, ...], num_outputs: int
+) -> None:
+    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    q = quantized(jnp.asarray(w), form, num_outputs)
+    assert (q.shape, q.ndim, q.dtype) == (shape, len(shape), jnp.float32)
+    matrix = q.matrix()
+    x = np.random.default_rng(1).standard_normal((3, matrix.shape[1])).astype(np.float32)
+    exact = x.astype(np.float64) @ meant(q).reshape(matrix.shape).T
+    assert np.abs(matrix.linear(jnp.asarray(x)) - exact).max() < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_an_embedding(form: Form) -> None:
+    q = quantized(jnp.asarray(weight((6, 64)) * 0.1, jnp.bfloat16), form, 1)
+    rows = q.take(jnp.asarray([[5, 0], [3, 9]]))  # past the end is the last
+    assert rows.dtype == jnp.bfloat16 and rows.shape == (2, 2, 64)
+    assert np.array_equal(rows, meant(q)[[[5, 0], [3, 5]]].astype(np.float32).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_leaves_scales_that_are_not(form: Form, bad: float) -> None:
+    w = np.ones((2, 64), np.float32)
+    w[1, 5] = bad
+    scales = np.asarray(quantized(jnp.asarray(w), form, 1).scales)
+    assert np.isfinite(scales[0]).all() and not np.isfinite(scales[1]).all()
+
+
+def test_how_it_lies() -> None:
+    shape = jax.ShapeDtypeStruct((64, 4, 2, 32), jnp.bfloat16)
+    for form in FORMS:
+        q = jax.eval_shape(functools.partial(quantized, form=form, num_outputs=1), shape)
+        split = partition(q, PartitionSpec(None, "tp"))
+        expected = PartitionSpec(None, "tp" if form == "int4" else None, None, None)
+        assert (split.values, split.scales) == (PartitionSpec(None, "tp"), expected)
+
+
+WIDE = dataclasses.replace(CONFIG, head_dim=32, intermediate_size=64)
+
+
+def forms(form: Form | None, devices: int = 1, **changes: Any) -> dict[str, Any]:
+    model = dataclasses.replace(WIDE, **changes)
+    table = param_table(model)
+    found = {name: served_form(spec, model, form, devices) for name, spec in table.items()}
+    return {name: form for name, form in found.items() if form and ".1." not in name}
+
+
+def test_what_is_quantised() -> None:
+    layer = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+    in_layers = {f"layers.0.{name}" for name in layer}
+    assert forms(None) == {}
+    assert forms("int4") == dict.fromkeys(in_layers, "int4") | {"lm_head.weight": "int8"}
+    tied = forms("fp8", tie_word_embeddings=True)
+    assert tied == dict.fromkeys({*in_layers, "embed.weight"}, "fp8")
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"'int4': layers.{i}.mlp.down has 48 inputs .* of 32"):
+        forms("int4", intermediate_size=48)
+    with pytest.raises(ConfigError, match=r"attention.out has 16 inputs"):
+        forms("int4", head_dim=16)
+    with pytest.raises(ConfigError, match=r"mlp.down has 16 inputs on a device"):
+        forms("int4", devices=4)
+    assert forms("int8", intermediate_size=48, head_dim=16)
+    with pytest.raises(ConfigError, match="'int8': the experts of a mixture cannot"):
+        forms("int8", num_experts=4, experts_per_token=2, expert_size=32)

@@ -1,0 +1,135 @@
+"""`quantization`: an engine serves what the quantised weights stand for, made of a trainer's params
+at once.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, EngineConfig, Params, SamplingParams
+from jpaged.errors import ConfigError
+from jpaged.models.quantized import dequantized, is_quantized, quantized_tree
+from jpaged.runtime.footprint import form_of
+from kernels_cpu import library
+from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
+
+MODEL = config(head_dim=32, intermediate_size=64)
+PROMPTS = make_prompts(5, 23, 40)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+FORMS: tuple[Any, ...] = ("int8", "int4", "fp8")
+
+
+def params_of(seed: int = 0, dtype: Any = np.float32) -> Params:
+    return make_params(seed, MODEL, dtype)
+
+
+def rounded(params: Params, form: Any) -> Params:
+    """Plain weights that are what the quantised ones stand for."""
+
+    def one(leaf: Any) -> Any:
+        if not is_quantized(leaf):
+            return leaf
+        return dequantized(leaf.values, leaf.scales, leaf.form).astype(leaf.dtype)
+
+    tree = jax.tree.map(one, quantized_tree(params, form), is_leaf=is_quantized)
+    return Params(tree, params.config)
+
+
+def answers(llm: LLM) -> list[tuple[list[int], np.ndarray]]:
+    outs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [(out.outputs[0].token_ids, out.outputs[0].token_logprobs) for out in outs]
+
+
+def served(params: Params, **settings: Any) -> LLM:
+    return LLM(params, **{**vars(ENGINE), **settings})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_it_serves_what_the_weights_stand_for(form: Any, tensor_parallel_size: int) -> None:
+    params = params_of()
+    plain = served(rounded(params, form))
+    llm = served(params, quantization=form, tensor_parallel_size=tensor_parallel_size)
+    for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):
+        assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
+    whole = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, answers(plain), strict=True)]
+    for ours, theirs in zip(llm.score(whole), plain.score(whole), strict=True):
+        assert np.abs(np.subtract(ours, theirs)).max() < 2e-5
+    unquantised = served(params)
+    assert any(
+        np.abs(a[1] - b[1]).max() > 1e-4
+        for a, b in zip(answers(plain), answers(unquantised), strict=True)
+    ), "a control: rounding shows"
+
+
+@pytest.mark.own_steps
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_new_weights_are_quantised_at_once(form: Any) -> None:
+    params, newer = params_of(), params_of(1)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+    settings = dataclasses.replace(ENGINE, quantization=form)
+    first = jpaged.generate(params, PROMPTS, GREEDY, engine_config=settings)
+    with compiles() as names:
+        second = jpaged.generate(newer, PROMPTS, GREEDY, engine_config=settings)
+    assert names == []
+    expected = answers(served(newer, quantization=form))
+    assert [out.outputs[0].token_ids for out in second] == [ids for ids, _ in expected]
+    assert [out.outputs[0].token_ids for out in first] != [ids for ids, _ in expected]
+    after = jax.tree.leaves(params)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    jpaged.release()
+
+
+def test_sleep_and_wake() -> None:
+    llm = served(params_of(), quantization="int8")
+    expected = answers(llm)
+    llm.sleep()
+    llm.wake()
+    for (ours, logprobs), (theirs, others) in zip(answers(llm), expected, strict=True):
+        assert ours == theirs and np.array_equal(logprobs, others)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_value_that_is_not_finite_is_named(form: Any) -> None:
+    params = params_of()
+    mlp = params["layers"]["1"]["mlp"]
+    mlp["down"] = jnp.asarray(mlp["down"]).at[3, 5].set(np.nan)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down holds a value that is not finite"):
+        served(params, quantization=form)
+
+
+def test_a_form_that_is_not_known() -> None:
+    with pytest.raises(ConfigError, match="quantization='int3': must be int8, int4, fp8 or None"):
+        EngineConfig(quantization="int3")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_planned_for_what_is_served(form: Any) -> None:
+    llm = served(params_of(dtype=jnp.bfloat16), quantization=form)
+    planned = form_of(MODEL, llm.session.placement, jnp.bfloat16, form)
+    theirs, ours = llm.session.runner.steps.form, planned
+    assert jax.tree.structure(theirs) == jax.tree.structure(ours)
+    pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)
+    assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+
+
+@pytest.mark.skipif(
+    library.unavailable() is not None, reason=f"the CPU kernels: {library.unavailable()}"
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_depend_on_the_request_alone(form: Any) -> None:
+    """In bf16, by the C++ products: deterministic without pinned steps."""
+    llm = served(params_of(dtype=jnp.bfloat16), quantization=form, deterministic=True)
+    assert not llm.session.engine_config.pinned
+    together = answers(llm)
+    whole = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, together, strict=True)]
+    for prompt, (ids, logprobs), row in zip(PROMPTS, together, llm.score(whole), strict=True):
+        (alone,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert alone.outputs[0].token_ids == ids
+        assert np.array_equal(alone.outputs[0].token_logprobs, logprobs)
+        assert np.array_equal(row[len(prompt) - 1 :], logprobs)
