@@ -276,13 +276,14 @@ def hopper(device: tuple[str, int] = H200) -> Iterator[None]:
 @contextlib.contextmanager
 def absent_device(platform: str, chip: str) -> Iterator[Any]:
     """A device of the chip; lowering inside takes it for the one at hand."""
-    with absent_mesh(platform, chip, 1) as devices:
+    with absent_mesh(platform, chip, {}) as devices:
         yield devices[0]
 
 
 @contextlib.contextmanager
-def absent_mesh(platform: str, chip: str, count: int) -> Iterator[Sequence[Any]]:
-    """So many devices that share a model, for lowering inside."""
+def absent_mesh(platform: str, chip: str, shape: Mapping[str, int]) -> Iterator[Sequence[Any]]:
+    """The devices of a mesh of these axes, for lowering inside."""
+    count = math.prod(shape.values())
     devices = absent_devices(platform, chip, count)[:count]
     if len(devices) < count:
         raise ConfigError(f"{chip} has {len(devices)} chips, not {count}")
@@ -290,6 +291,8 @@ def absent_mesh(platform: str, chip: str, count: int) -> Iterator[Sequence[Any]]
         with hopper():
             yield devices
         return
-    mesh = Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
+    sizes = shape or {"tp": 1}
+    kinds = (AxisType.Auto,) * len(sizes)
+    mesh = Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=kinds)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield devices

@@ -32,6 +32,7 @@ from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.footprint import stored_dtype
 from jpaged.runtime.memory import Limits, MemoryPlan
+from jpaged.runtime.mesh import asked_shape
 
 GIB = 1 << 30
 # of a GPU that jax takes; the rest is CUDA's and other programs'
@@ -88,14 +89,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def devices_of(card: Card | None, count: int, reason: str | None) -> Iterator[Any]:
+def devices_of(card: Card | None, config: EngineConfig, reason: str | None) -> Iterator[Any]:
     """The devices to compile for; a CPU where there is a reason that nothing can be compiled."""
     if card is None:
         yield jax.devices()
     elif reason is not None:
         yield jax.devices("cpu")[:1]
     else:
-        with common.absent_mesh(card.platform, card.slice(count), count) as devices:
+        where = card.slice(count_of(config))
+        with common.absent_mesh(card.platform, where, asked_shape(config)) as devices:
             yield devices
 
 
@@ -107,7 +109,7 @@ def make_plan(
     reason = None if card is None else common.cannot_compile(card.platform)
     limits = card and Limits(total=int(card.limit * config.memory_utilization))
     compiled = reason is None and not args.bound
-    with devices_of(card, count_of(config), reason) as devices:
+    with devices_of(card, config, reason) as devices:
         found = jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=compiled)
     if compiled:
         return found, found.needs.source

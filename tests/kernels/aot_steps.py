@@ -25,7 +25,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket
 from jpaged.models.served import served_config
 from jpaged.runtime.footprint import bytes_on_device, form_of
-from jpaged.runtime.mesh import serving_mesh
+from jpaged.runtime.mesh import asked_shape, serving_mesh
 from jpaged.runtime.runner import Placement, Runner
 from scripts._common import MODELS, absent_mesh, stay_on_cpu
 from tests.hlo import collectives, pool_copies
@@ -55,7 +55,7 @@ def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
     decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
     loop = dataclasses.replace(decode, steps=8)
     cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
-    with absent_mesh(platform, chip, replicas * share) as devices:
+    with absent_mesh(platform, chip, asked_shape(config)) as devices:
         mesh = serving_mesh(config, None, devices)
         axis = None if share == 1 else "tp"
         placement = Placement(mesh=mesh, axis=axis, device=devices[0])

@@ -1,5 +1,6 @@
 """Linear: where it rounds, who multiplies, and how shares of a weight are summed."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jpaged.models.decoder import bind
 from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.layers.mlp import MLP
+from jpaged.models.quantized import quantized
 from tests.tiny import config, make_params, make_prompts
 
 
@@ -27,6 +29,13 @@ class Recorder:
         self.counts.append(count)
         y = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(x.shape[0])[:, None] < count, y, 0).astype(dtype)
+
+    def quantized(
+        self, x: jax.Array, values: jax.Array, scales: jax.Array, form: str, count: Any
+    ) -> jax.Array:
+        self.counts.append(count)
+        assert form == "int8"
+        return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
 
 
 def make(
@@ -51,6 +60,19 @@ def test_outputs_and_inputs_of_several_axes() -> None:
     np.testing.assert_allclose(y, np.einsum("abe,kde->abkd", x, w) + b, rtol=1e-5, atol=1e-5)
     flat = make(jnp.asarray(w.reshape(8, 2, 4)))(jnp.asarray(x))
     np.testing.assert_allclose(flat, x @ w.reshape(8, 8).T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_quantised_weight_goes_to_the_products_in_bf16_alone() -> None:
+    rng = np.random.default_rng(0)
+    w = quantized(jnp.asarray(rng.standard_normal((4, 32)), jnp.bfloat16), "int8", 1)
+    for dtype, asked in ((jnp.bfloat16, 2), (jnp.float32, 0)):
+        recorder = Recorder()
+        x = jnp.asarray(rng.standard_normal((5, 32)), dtype)
+        serving = Serving(num_rows=jnp.int32(3), products=recorder)
+        own = Linear(weight=w, bias=None, serving=serving, num_outputs=1, sum_over=None)
+        alone = dataclasses.replace(own, serving=Serving())
+        np.testing.assert_allclose(own(x, jnp.float32)[:3], alone(x, jnp.float32)[:3], rtol=1e-2)
+        assert len(recorder.counts) == asked
 
 
 @pytest.mark.parametrize("num_rows", [3, None])
