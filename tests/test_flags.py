@@ -14,7 +14,12 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
     add_engine_flags(parser, block_size=8)
     assert engine_settings(parser.parse_args([])) == {"block_size": 8}
     values = {"dtype": "float16", "attention": "xla", "tensor_axis": "tp", "decode_steps": 1}
-    values |= {"memory_utilization": 0.5, "swap_space_gib": 1.5, "compilation_cache_dir": "x"}
+    values |= {
+        "quantization": "int8",
+        "memory_utilization": 0.5,
+        "swap_space_gib": 1.5,
+        "compilation_cache_dir": "x",
+    }
     flags, wanted = [], {}
     for field in dataclasses.fields(EngineConfig):
         flag = f"--{field.name.removeprefix('enable_').replace('_', '-')}"
