@@ -33,10 +33,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[np.ndarray], np.nda
     """Write other lengths over those of the chosen rows of each decode; how many those were."""
     pack, spoiled = engine_module.pack, []
 
-    def pack_and_spoil(plan: Any, config: Any) -> Batch:
-        batch = pack(plan, config)
+    def pack_and_spoil(*planned: Any) -> Batch:
+        batch = pack(*planned)
         if batch.bucket.phase == "decode":
-            _, view = _views(batch.bucket, config, batch.packed)
+            _, view = _views(batch.bucket, planned[1], batch.packed)
             rows = chosen(view["tokens"]) & (view["context_lens"] > 0)
             view["context_lens"][rows] = 3
             spoiled.append(int(rows.sum()))
