@@ -30,7 +30,7 @@ lint: env
 	@$(PY) -m pyright --pythonpath $(PY)
 
 test: lint
-	@$(PY) -m pytest -n auto --maxprocesses 4 --durations 20 -m "$(TESTS)"
+	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 20 -m "$(TESTS)"
 
 # With what reads data sets, and what compiles for chips that are not there; CUDA's plugin apart, since jax would look
 # for a card in every run.
