@@ -32,7 +32,7 @@ def choose_products(device: Any, dtype: Any, *, deterministic: bool) -> NativePr
     dtype: of the weights. deterministic: for any number of rows, and not only where they are the
     faster ones.
     """
-    if device.platform != "cpu" or dtype != jnp.bfloat16 or library.unavailable() is not None:
+    if device.platform != "cpu" or jnp.dtype(dtype) != jnp.bfloat16 or library.unavailable():
         return None
     return NativeProducts(most_rows=None if deterministic else rates().most_rows)
 

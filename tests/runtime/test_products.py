@@ -36,7 +36,8 @@ def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPa
         return choose_products(ONE_DEVICE.device, dtype, deterministic=deterministic)
 
     assert chosen(jnp.bfloat16) == NativeProducts(most_rows=64)
-    assert chosen(jnp.bfloat16, deterministic=True) == NATIVE
+    assert chosen(jnp.bfloat16, deterministic=True) == chosen("bfloat16", deterministic=True)
+    assert chosen("bfloat16", deterministic=True) == NATIVE
     monkeypatch.setattr(library, "unavailable", lambda: "no compiler")
     assert chosen(jnp.bfloat16) is None
     monkeypatch.setattr(library, "unavailable", asked)
