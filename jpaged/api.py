@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,23 @@ def score(
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
+    structured: Mapping[str, Any] | None = None,
+    prompt_lens: List[int] | None = None,
+    tokenizer: Any = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
 
-    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
+    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. structured,
+    prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
+    whose masks their tokens are then scored: the "processed" logprobs of a draw without filters,
+    penalties, biases and min_tokens. RequestError for a text that is not of it. tokenizer: what
+    the form's masks are made by; None takes that of the params' folder.
     """
-    with _serving(params, config, mesh, engine_config, any_tokenizer=True) as calls:
-        return calls.score(as_list(token_lists), temperature, return_greedy)
+    is_any = tokenizer is None
+    with _serving(params, config, mesh, engine_config, tokenizer, any_tokenizer=is_any) as calls:
+        form = {"structured": structured, "prompt_lens": prompt_lens}
+        return calls.score(as_list(token_lists), temperature, return_greedy, **form)
 
 
 def warmup(

@@ -72,6 +72,11 @@ class EngineConfig:
     strict: bool = _knob(
         False, "compile the whole bucket table at start; a shape outside it is then an error"
     )
+    structured_output: bool = _knob(
+        False,
+        "draws under a mask are in the table of shapes, which warm-ups and `strict` compile; else "
+        "they compile when first asked for, and `strict` refuses requests that need them",
+    )
     deterministic: bool | None = _knob(
         None,
         "bits depend on the request alone: nearly free where products and attention compute a row "

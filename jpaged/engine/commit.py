@@ -67,10 +67,16 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
     seq.logprobs.append(result.logprobs[row][step])
     if params.logprobs is not None:
         seq.top_logprobs.append(result.top(row, params.logprobs, step))
-    may_stop = seq.num_generated > params.min_tokens
-    if may_stop and token in seq.eos_ids:
+    may_stop = may_end = seq.num_generated > params.min_tokens
+    eos_ids = seq.eos_ids
+    if seq.structured is not None:  # a mask lets no id end a text that is not to end there
+        may_end, eos_ids = True, seq.structured.grammars.eos_ids
+        seq.allowed_logprobs.append(result.allowed(row, step))
+        if token not in eos_ids:
+            seq.structured.push(token)
+    if may_end and token in eos_ids:
         queues.finish(seq, "stop")
-    elif may_stop and token in seq.stop_ids:
+    elif may_end and token in seq.stop_ids:
         queues.finish(seq, "stop", stop=token)
     elif seq.text is not None and (hit := seq.text.push(token, may_stop=may_stop)) is not None:
         queues.finish(seq, "stop", stop=hit)

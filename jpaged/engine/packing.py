@@ -20,6 +20,7 @@ from jpaged.engine.buckets import (
     input_sections,
     output_sections,
 )
+from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
@@ -40,7 +41,8 @@ class Batch:
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
     most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
     are the same ends a group's. counts: (device row, token ids, prompt length) of rows with
-    penalties that were just admitted. parts: of a step of several replicas (see `join`), the batch
+    penalties that were just admitted. masks_TW: of prompts that are scored under masks, a bit a
+    token for what comes after each. parts: of a step of several replicas (see `join`), the batch
     of each.
     """
 
@@ -52,6 +54,7 @@ class Batch:
     steps: int = 1
     copies: np.ndarray | None = None
     counts: tuple[tuple[int, list[int], int], ...] = ()
+    masks_TW: np.ndarray | None = None
     parts: tuple["Batch", ...] = ()
 
     @property
@@ -107,6 +110,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         steps=max((e.draws for e in drawing), default=1),
         copies=_pack_copies(plan, config),
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
+        masks_TW=prompt_masks(plan, bucket.tokens),
     )
 
 
@@ -119,6 +123,10 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
         groups = next(len(part.copies) for part in parts if part.copies is not None)
         none = _no_copies(groups, config)
         copies = np.concatenate([none if p.copies is None else p.copies for p in parts])
+    masks = [part.masks_TW for part in parts]
+    some = next((mask_TW for mask_TW in masks if mask_TW is not None), None)
+    if some is not None:
+        masks = [np.full_like(some, ALL) if mask_TW is None else mask_TW for mask_TW in masks]
     return Batch(
         bucket=parts[0].bucket,
         sample=parts[0].sample,
@@ -127,6 +135,7 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
         num_rows=sum(part.num_rows for part in parts),
         steps=max(part.steps for part in parts),
         copies=copies,
+        masks_TW=None if some is None else np.concatenate(masks),
         parts=tuple(parts),
     )
 
@@ -244,7 +253,7 @@ def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> N
     """What drawing needs of each row."""
     rows = len(drawing)
     _pack_device_rows(view, drawing, config)
-    if "follows" in view:
+    if "follows" in view:  # not where the decode draws itself
         view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
     full = "bias" in view
     if full:
@@ -254,9 +263,8 @@ def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> N
         if seq.controls is None:
             seq.controls = _pack_controls(seq, config)
         view["controls"][row] = seq.controls
-        if (
-            seq.sampling_params.min_tokens
-        ):  # so many tokens of output come before the first one drawn now
+        # So many tokens of output come before the first one drawn now. A mask says it by itself.
+        if seq.sampling_params.min_tokens and seq.structured is None:
             drawn = entry.end - entry.draws + 1 - seq.prompt_len
             view["open_after"][row] = max(seq.sampling_params.min_tokens - drawn, 0)
         if full and (bias := seq.sampling_params.logit_bias):

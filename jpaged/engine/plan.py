@@ -81,6 +81,7 @@ class StepResult:
     ranks: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    allowed_logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
     prompt_ranks: np.ndarray | None = None
     prompt_top_ids: np.ndarray | None = None
@@ -91,6 +92,11 @@ class StepResult:
         assert self.ranks is not None and self.top_ids is not None and self.top_logprobs is not None
         own = (self.tokens[row][step], self.logprobs[row][step], int(self.ranks[step, row]))
         return [own, *_ranked(self.top_ids[step, row], self.top_logprobs[step, row], count)]
+
+    def allowed(self, row: int, step: int = 0) -> float:
+        """The logprob of all that a row's mask allowed."""
+        assert self.allowed_logprobs is not None
+        return float(self.allowed_logprobs[step, row])
 
     def prompt_rows(self, plan: Plan, row: int) -> list[list[tuple[int, float, int]]]:
         """For each token of a plan's row, (token, logprob, rank) of the next prompt token, then of

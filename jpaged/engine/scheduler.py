@@ -65,15 +65,16 @@ class Scheduler:
             self._streak = self._streak + 1 if phase == "prefill" else 0
         return self._made(phase, entries)
 
-    def schedule_for(self, phase: Phase) -> Plan | None:
+    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
         """The next step of this phase, which others have chosen; None where it has nothing in it.
 
         They see to it that no phase waits too long. With `mixed` rows decode in either.
+        decode_steps: at most, since one that draws under masks somewhere has one everywhere.
         """
         self._trim()
         budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
         if phase == "decode":
-            entries = self._decode_entries(self._decoding_rows(), self.decode_steps)
+            entries = self._decode_entries(self._decoding_rows(), decode_steps)
         elif self.mixed and self.can_decode and len(self.queues.running) < budget:
             rows = self._decoding_rows()
             chunks = self._plan_prefill(budget - len(rows))
@@ -96,6 +97,11 @@ class Scheduler:
     @property
     def can_decode(self) -> bool:
         return any(seq.can_decode for seq in self.queues.running)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether rows run whose tokens are drawn under a mask."""
+        return any(seq.structured is not None for seq in self.queues.running)
 
     def _is_stuck(self) -> bool:
         """Where nothing can be planned: only rows are left that wait for others, which wait for
@@ -168,8 +174,9 @@ class Scheduler:
         return rows
 
     def _decode_entries(self, rows: list[Sequence], most: int) -> list[PlanEntry]:
-        # A row that waits for the host does so after every token.
-        most = 1 if any(seq.waits_for_host for seq in rows) else most
+        # A row that waits for the host, or for its mask, does so after every token.
+        if any(seq.waits_for_host or seq.structured is not None for seq in rows):
+            most = 1
         entries = []
         for seq in rows:
             steps = self._steps_ahead(seq, most)

@@ -115,18 +115,20 @@ class CompiledSteps:
         packed = self._struct((input_sections(bucket, config)[1],), jnp.int32)
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
+        mask = self._struct((bucket.tokens, self.setting.mask_words), jnp.int32)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
-        # Of each kind: the arguments after the params, which of them is donated, their specs, and
-        # those of the results.
-        is_apart = bucket.phase == "decode" and config.separate_draw
+        # Of each kind: the arguments after the params, which is donated, their specs, the results'.
         args, donated, in_specs, out_specs = {
             "prefill": (
-                *((state.kv, state.rows, packed), 1),
-                *((kv, rows, each), (kv, each, each, each)),
+                *((state.kv, state.rows, packed, *[mask] * bucket.takes_masks), 1),
+                *((kv, rows, each, *[each] * bucket.takes_masks), (kv, each, each, each)),
             ),
-            "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
+            "sample": (
+                *((hidden, state.rows, packed, *[mask] * bucket.takes_masks), 2),
+                *((each, rows, each, *[each] * bucket.takes_masks), (rows, each)),
+            ),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
-        }["prefill" if is_apart else bucket.phase]
+        }["prefill" if bucket.draws_apart(config) else bucket.phase]
         step = make_step(bucket, self.setting)
         params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
         step = self._per_device(step, (params, *in_specs), out_specs)

@@ -125,8 +125,8 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> Plan | None:
         return self._checked(super().schedule())
 
-    def schedule_for(self, phase: Phase) -> Plan | None:
-        return self._checked(super().schedule_for(phase))
+    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
+        return self._checked(super().schedule_for(phase, decode_steps))
 
     def _checked(self, plan: Plan | None) -> Plan | None:
         self.check_integrity(plan)
@@ -180,7 +180,7 @@ class Host:
     ) -> Sequence:
         own = {
             k: options.pop(k)
-            for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt")
+            for k in ("eos_ids", "text", "structured", "score_only", "request_id", "index", "salt")
             if k in options
         }
         request_id = own.pop("request_id", None) or str(next(self._ids))
