@@ -194,11 +194,6 @@ class EngineConfig:
         return bool(self.deterministic) and self.token_buckets == self.seq_buckets == (PINNED,)
 
     @property
-    def ragged_decode(self) -> bool:
-        """Whether rows that decode can be in a prefill step."""
-        return self.mixed or self.pinned
-
-    @property
     def all_rows(self) -> int:
         """Sequences that run at once in all replicas that are asked for."""
         return self.max_num_seqs * (self.data_parallel_size or 1)

@@ -124,9 +124,7 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
         return _lay_out(
             shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
         )
-    shapes |= {"query_start_loc": (rows + 1,), "logits_indices": (most,)}
-    if config.ragged_decode:
-        shapes |= {"device_rows": (rows,)}
+    shapes |= {"query_start_loc": (rows + 1,), "logits_indices": (most,), "device_rows": (rows,)}
     if bucket.features == "prompt":
         shapes |= {"targets": (bucket.tokens,), "scoring": (rows, 2)}
     return _lay_out(shapes | {"sample": (size,)})
@@ -178,7 +176,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     masks = any(seq.structured is not None for seq in drawing)
     draws: list[Features] = [MASKED[0] if masks else "plain"]
     features = max([*draws, *(seq.sampling_params.draw for seq in drawing)], key=DRAWS.index)
-    rows = _ceil(config.seq_buckets, len(drawing))
+    rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
     sample = None

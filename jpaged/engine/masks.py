@@ -4,12 +4,13 @@ A step with rows of a given form is dispatched in two parts: the model, and once
 before it is committed, the draw under the masks that follow from it.
 """
 
+import itertools
 from collections.abc import Sequence as List
 from typing import Any, Protocol
 
 import numpy as np
 
-from jpaged.engine.plan import Plan
+from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.errors import RequestError
@@ -28,6 +29,12 @@ class Constraint(Protocol):
 
     def copy(self) -> Any: ...
 
+    def forced(self) -> List[int]: ...
+
+    def advance(self, token_ids: List[int]) -> None: ...
+
+    def go_back(self, count: int) -> None: ...
+
     @property
     def error(self) -> str | None: ...
 
@@ -38,23 +45,44 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
 
     All that was dispatched before the plans is committed.
     """
-    drawing = [
-        (at * rows + row, entry.seq, queues)
-        for at, (plan, queues) in enumerate(work)
-        for row, entry in enumerate(entry for entry in plan.entries if entry.draws)
-        if entry.seq.structured is not None
-    ]
-    grammars = drawing[0][1].structured.grammars
+    drawing: list[tuple[int, PlanEntry, Queues]] = []  # with the last row of each
+    for at, (plan, queues) in enumerate(work):
+        row = at * rows - 1
+        for entry in plan.entries:
+            row += entry.num_draws
+            if entry.num_draws and entry.seq.structured is not None:
+                drawing.append((row, entry, queues))
+    grammars = drawing[0][1].seq.structured.grammars
     masks_SW = np.full((len(work) * rows, grammars.words), ALL, np.int32)
-    live = [each for each in drawing if each[1].status is not Status.FINISHED]
-    grammars.fill([(seq.structured, row) for row, seq, _ in live], masks_SW)
-    for row, seq, queues in live:
-        if (error := _error(seq, masks_SW[row])) is not None:
-            masks_SW[row] = ALL
+    live = [each for each in drawing if each[1].seq.status is not Status.FINISHED]
+    for row, entry, _ in live:
+        for before, token in enumerate(reversed(entry.run[1:]), 1):
+            masks_SW[row - before] = 0
+            masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
+        entry.seq.structured.advance(entry.run[1:])
+    grammars.fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
+    for row, entry, queues in live:
+        seq, mask_W, extra = entry.seq, masks_SW[row], max(len(entry.run) - 1, 0)
+        if (error := _error(seq, mask_W)) is not None:
+            mask_W[:] = ALL
             queues.finish(seq, "error", error=error)
         else:
-            _keep_open(seq, masks_SW[row])
+            _keep_open(seq, mask_W, seq.num_generated + extra)
+            seq.ahead = len(seq) + extra, _certain(seq, mask_W)
+            seq.structured.go_back(extra)
     return masks_SW
+
+
+def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:
+    """The tokens that must come from here on, none where there is a choice, or one that may end the
+    text.
+    """
+    if seq.sampling_params.has_penalties:  # its counts have each token once it is drawn
+        return []
+    tokens = seq.structured.forced()
+    ends = seq.structured.grammars.eos_ids | seq.stop_ids
+    tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
+    return tokens if len(tokens) > 1 and np.bitwise_count(mask_W).sum() == 1 else []
 
 
 def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
@@ -87,12 +115,12 @@ def _error(seq: Sequence, mask_W: np.ndarray) -> RequestError | None:
     return RequestError(f"structured: after {seq.num_generated} tokens: {said}")
 
 
-def _keep_open(seq: Sequence, mask_W: np.ndarray) -> None:
+def _keep_open(seq: Sequence, mask_W: np.ndarray, num_generated: int) -> None:
     """Forbid what would end the text where it is not to end yet, as far as that leaves anything:
     a text that is complete and can only end does so, whatever min_tokens and ignore_eos say.
     """
     asked = seq.sampling_params
-    closed = seq.num_generated < asked.min_tokens
+    closed = num_generated < asked.min_tokens
     if not closed and not asked.ignore_eos:
         return
     kept_W, bits_W = mask_W.copy(), mask_W.view(np.uint32)

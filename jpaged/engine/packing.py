@@ -83,6 +83,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
     packed, view = _views(bucket, config)
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
+    num_draws = plan.num_draws
     _pack_tables(view, computed)
     if bucket.phase == "decode":
         rows = len(drawing)
@@ -98,16 +99,21 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         _pack_tokens(view, plan, config)
     if sample is not None:
         _, rows_view = _views(sample, config, view["sample"])
-        rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
-        _pack_rows(rows_view, drawing, config)
+        # What follows each token of a run is drawn; the row of the device keeps the last of it.
+        after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
+        rows_view["context_lens"][:num_draws] = [length for _, length in after]
+        _pack_rows(rows_view, [e for e, _ in after], config)
+        for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
+            if length < entry.end:
+                rows_view["device_rows"][row] = config.max_num_seqs
     admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
     return Batch(
         bucket=bucket,
         sample=sample,
         packed=packed,
         num_tokens=plan.num_tokens,
-        num_rows=len(drawing),
-        steps=max((e.draws for e in drawing), default=1),
+        num_rows=num_draws,
+        steps=max((e.draws for e in drawing), default=1) if bucket.phase == "decode" else 1,
         copies=_pack_copies(plan, config),
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
         masks_TW=prompt_masks(plan, bucket.tokens),
@@ -157,7 +163,11 @@ def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray | None:
 
 
 def _input_token(entry: PlanEntry) -> int:
-    """What a row decodes from: a token that is still in flight is known to the device alone."""
+    """What a row decodes from: a token that is still in flight is known to the device alone, unless
+    it is certain.
+    """
+    if entry.run:
+        return entry.run[0]
     tokens = entry.seq.token_ids
     return tokens[entry.start] if entry.start < len(tokens) else ON_DEVICE
 
@@ -221,7 +231,9 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
         seq = entry.seq
         if entry.num_tokens:
             end = start + entry.num_tokens
-            if entry.decodes:
+            if entry.run:
+                view["tokens"][start:end] = entry.run
+            elif entry.decodes:
                 view["tokens"][start] = _input_token(entry)
             else:
                 view["tokens"][start:end] = seq.token_ids[entry.start : entry.end]
@@ -235,13 +247,11 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             starts.append(start)
             computed.append(entry)
             start = end
-        if entry.draws:
-            indices.append(start - 1)
+        indices += range(start - entry.num_draws, start)
     view["query_start_loc"][: len(starts)] = starts
     view["query_start_loc"][len(starts) :] = start
     view["logits_indices"][: len(indices)] = indices
-    if "device_rows" in view:
-        _pack_device_rows(view, computed, config)
+    _pack_device_rows(view, computed, config)
 
 
 def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:

@@ -6,6 +6,7 @@ once. Rows that wait for the host are left out until their request has steered t
 """
 
 from collections import Counter
+from typing import Any
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
@@ -17,6 +18,8 @@ from jpaged.engine.swapping import Swapping
 
 # Prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens.
 MAX_PREFILL_STREAK = 4
+# Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
+LEAST_RUN = 4
 
 
 class Scheduler:
@@ -62,7 +65,8 @@ class Scheduler:
             self.queues.preempt_idle()
             phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
         if entries:
-            self._streak = self._streak + 1 if phase == "prefill" else 0
+            prefills = any(not entry.decodes for entry in entries)
+            self._streak = self._streak + 1 if prefills else 0
         return self._made(phase, entries)
 
     def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
@@ -147,7 +151,7 @@ class Scheduler:
         if not entries and decodable:
             rows = self._decoding_rows()
             if rows:
-                return "decode", self._decode_entries(rows, self.decode_steps)
+                return self._plan_decode(rows)
         if not entries and self._streak >= MAX_PREFILL_STREAK:
             entries = self._plan_prefill(budget)
         return "prefill", entries
@@ -157,7 +161,7 @@ class Scheduler:
         rows = self._decoding_rows()
         chunks = self._plan_prefill(self.max_num_batched_tokens - len(rows))
         if not chunks:
-            return "decode", self._decode_entries(rows, self.decode_steps)
+            return self._plan_decode(rows)
         return "prefill", [*self._decode_entries(rows, 1), *chunks]
 
     def _plan_prefill(self, budget: int) -> list[PlanEntry]:
@@ -172,6 +176,25 @@ class Scheduler:
             if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq):
                 rows.append(seq)
         return rows
+
+    def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
+        """A step of each row, or where many tokens of them are certain, those side by side."""
+        room = min(self.max_num_batched_tokens, self.queues.max_num_seqs) - len(rows)
+        runs, left = dict[Sequence, list[int]](), room
+        for seq in rows:
+            if left and len(forced := seq.forced[: left + 1]) > 1:
+                runs[seq] = forced
+                left -= len(forced) - 1
+        if (room - left) * LEAST_RUN < len(rows):
+            return "decode", self._decode_entries(rows, self.decode_steps)
+        entries = []
+        for seq in rows:
+            run = runs.get(seq, [])
+            steps = self._steps_ahead(seq, max(len(run), 1))
+            certain = tuple(run[:steps]) if steps > 1 else ()
+            how: Any = {"draws": steps, "decodes": True, "run": certain}
+            entries.append(dispatch(seq, seq.num_dispatched, steps, **how))
+        return "prefill", entries
 
     def _decode_entries(self, rows: list[Sequence], most: int) -> list[PlanEntry]:
         # A row that waits for the host, or for its mask, does so after every token.

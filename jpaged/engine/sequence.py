@@ -58,6 +58,7 @@ class Sequence:
         *("request", "request_id", "sampling_params", "key", "index", "salt"),
         *("eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
+        *("ahead",),
         # what came of it
         *("token_ids", "logprobs", "top_logprobs", "allowed_logprobs", "prompt_logprobs"),
         *("candidates",),
@@ -98,6 +99,8 @@ class Sequence:
         self.text = text
         # Where it stands in the form that was asked for; Any: who has it knows that it has.
         self.structured: Any = structured
+        # (position, tokens): those that the form leaves no choice about, from a position on.
+        self.ahead: tuple[int, list[int]] = (0, [])
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
         asked = sampling_params.max_tokens
         limit = max_model_len if asked is None else self.prompt_len + asked
@@ -127,6 +130,7 @@ class Sequence:
         del self.logprobs[self.num_generated :]
         del self.top_logprobs[self.num_generated :]
         del self.allowed_logprobs[self.num_generated :]
+        self.ahead = (0, [])
         if self.structured is not None:
             self.structured.rewind(self.token_ids[self.prompt_len :])
         if self.text is not None:
@@ -171,6 +175,15 @@ class Sequence:
     def scores_form(self) -> bool:
         """Whether it is scored under the masks of its form."""
         return self.score_only and self.structured is not None
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that a decode goes on with, one after the other, as far as they are certain
+        before they are drawn.
+        """
+        begins, tokens = self.ahead
+        at = self.num_dispatched - begins
+        return tokens[at:] if at >= 0 else []
 
     @property
     def is_prefilling(self) -> bool:

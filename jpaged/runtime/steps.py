@@ -146,10 +146,10 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         tables_GSM = fields["block_tables"]
         view, row_T, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
         tokens_T = fields["tokens"]
-        if "device_rows" in fields:  # a token that is still in flight is known to the device alone
-            device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
-            last_T = jnp.maximum(jnp.take(rows.last_token_R, device_row_T, mode="clip"), 0)
-            tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
+        # A token that is still in flight is known to the device alone.
+        device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
+        last_T = jnp.maximum(jnp.take(rows.last_token_R, device_row_T, mode="clip"), 0)
+        tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
         decoder = step.bind(params, start_loc_S1[-1])
         x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), view)
         assert isinstance(written, PagedKV)

@@ -121,6 +121,20 @@ class Matcher:
         self.state = self.fresh.deep_copy()
         self.state.consume_tokens(list(token_ids))
 
+    def forced(self) -> list[int]:
+        """The tokens that must come from here on, none where there is a choice."""
+        return self.state.compute_ff_tokens()
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens that are certain, and not yet drawn."""
+        if token_ids:
+            self.state.consume_tokens(list(token_ids))
+
+    def go_back(self, count: int) -> None:
+        """By so many tokens."""
+        if count:
+            self.state.rollback(count)
+
     def scoring(self, index: int, token_ids: Sequence[int], begins: int) -> Self:
         """Of a text whose form begins at a position; RequestError where it is not of that form.
         index: of the text, for the message.

@@ -78,7 +78,8 @@ def top(kv: list[int], count: int) -> list[tuple[int, float]]:
 
 
 class Form:
-    """A form that follows from the tokens so far: a third of the vocabulary may not come next.
+    """A form that follows from the tokens so far: a third of the vocabulary may not come next, or
+    all but one token.
 
     It stands for jpaged.structured's Matcher. fails_after: so many tokens it cannot go on.
     """
@@ -104,6 +105,19 @@ class Form:
         twin.tokens = list(self.tokens)
         return twin
 
+    def forced(self) -> list[int]:
+        ahead: list[int] = []
+        while len(free := sorted(set(range(VOCAB)) - forbidden(self.tokens + ahead))) == 1:
+            ahead += free
+        return ahead
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            self.push(token)
+
+    def go_back(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
     @property
     def error(self) -> str | None:
         return "out of words" if len(self.tokens) >= self.fails_after else None
@@ -116,6 +130,8 @@ class Form:
 
 
 def forbidden(tokens: list[int]) -> set[int]:
+    if len(tokens) % 6 in (1, 2, 3):
+        return set(range(VOCAB)) - {(7 * sum(tokens) + 11) % VOCAB}
     return {token for token in range(VOCAB) if (token + sum(tokens) + len(tokens)) % 3 == 0}
 
 
@@ -186,10 +202,10 @@ class MockRunner:
             )
         else:
             scores = _views(outs[0], output_sections(batch.bucket, self.config)[0])
-            contexts, chunks = self._prefill(view, scores)
+            places = view["logits_indices"][: batch.num_rows].tolist()
+            contexts, chunks = self._prefill(view, scores, set(places))
             forks: Counter[int] = Counter()
             if batch.sample is not None:
-                places = view["logits_indices"][: batch.num_rows].tolist()
                 self._draw_rows(batch, view, [contexts[at] for at in places], outs[1])
                 forks.update(places)
             spans = []
@@ -251,10 +267,11 @@ class MockRunner:
         return _views(packed, sections)
 
     def _prefill(
-        self, view: Views, out: Views
-    ) -> tuple[dict[int, tuple[int, list[int], int | None]], dict[int, tuple[int, int]]]:
+        self, view: Views, out: Views, places: set[int]
+    ) -> tuple[dict[int, Context], dict[int, tuple[int, int]]]:
         """The length and visible KV of each row's context with its last token if the device alone
-        knows it, and (start, end) of each row's chunk, by the place of its last token.
+        knows it, and (start, end) of each row's chunk, by the place of its last token. places: of
+        tokens after which some are drawn.
         """
         contexts, chunks = {}, {}
         for row, end in enumerate(view["context_lens"]):
@@ -268,7 +285,14 @@ class MockRunner:
                 last = self.last[view["device_rows"][row]]
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
                 tokens = [max(last, 0)]
-            own, seen = self._attend(view["block_tables"][:, row], int(end), tokens)
+            tables, start = view["block_tables"][:, row], int(end) - len(tokens)
+            if places & set(range(first, past - 1)):  # a run, after each token of which it draws
+                for i, token in enumerate(tokens):
+                    _, seen = self._attend(tables, start + i + 1, [token])
+                    contexts[first + i] = start + i + 1, seen, None
+                chunks[past - 1] = start, int(end)
+                continue
+            own, seen = self._attend(tables, int(end), tokens)
             contexts[past - 1] = int(end), seen, last
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, own, view["targets"][first:past].tolist())
@@ -330,7 +354,8 @@ class MockRunner:
                 logprobs,
             )
         kept = STOPPED if is_open and token in stop_ids else token
-        self.last[view["device_rows"][row]] = kept
+        if (at := view["device_rows"][row]) < len(self.last):  # else another row keeps what follows
+            self.last[at] = kept
         return kept
 
     def _attend(
@@ -493,7 +518,10 @@ def _stream(
     tokens: list[int] = []
     while len(tokens) < count:
         banned = set(eos) if len(tokens) < min_tokens else set()
-        banned |= forbidden(tokens) if formed else set()
+        if formed and len(banned | forbidden(tokens)) < VOCAB:
+            banned |= forbidden(tokens)
+        elif formed:  # a form that can only end does
+            banned = forbidden(tokens)
         tokens.append(next_token(visible(kv, windows), banned, index))
         if tokens[-1] in eos:
             break

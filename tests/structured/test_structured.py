@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 import jpaged
 from jpaged import LLM, ConfigError, RequestError, SamplingParams
+from jpaged.engine import scheduler
 from tests.byte_tokenizer import END, EOS, make_tokenizer, params
 from tests.tiny import ENGINE, dense_logprobs
 
@@ -311,3 +312,20 @@ def test_score_under_the_mask(llm: LLM) -> None:
     for wrong in ({"prompt_lens": None}, {"prompt_lens": lens[:1]}, {"structured": None}):
         with pytest.raises(RequestError, match="prompt_lens"):
             llm.score(ids, **(how | wrong))
+
+
+def test_what_is_certain_is_taken_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens and logprobs in fewer steps, beside a row without a form too."""
+    wordy = {"regex": "(the same beginning of it|another such beginning) [ab]{2}( and an ending)"}
+    sampling = [ask(wordy, i, logprobs=2) for i in range(3)] + [SamplingParams(seed=3)]
+    before = llm.stats()["dispatches"]
+    found = run(llm, sampling)
+    between = llm.stats()["dispatches"]
+    monkeypatch.setattr(scheduler, "LEAST_RUN", 0)
+    for one, other in zip(found, run(llm, sampling), strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)
+        assert one.logprobs is None or [set(x) for x in one.logprobs] == [
+            set(x) for x in other.logprobs
+        ]
+    assert between - before < 25 < 45 < llm.stats()["dispatches"] - between
