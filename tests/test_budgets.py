@@ -20,16 +20,18 @@ WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 360 for mixtures of
     # experts, 490 for meshes and processes, 80 for determinism that is free and for flags, 440 for
     # replicas, 95 for a draw that decodes share and for steps that stand in for others, 215 for
-    # weights in 8 and 4 bits, 20 for configs that are kept, 310 for AsyncLLM
-    "request path": 8445,
+    # weights in 8 and 4 bits, 20 for configs that are kept, 310 for AsyncLLM, 545 for
+    # answers of a given form
+    "request path": 8990,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts
     "checkpoint": 945,
-    # With the bodies of openai/, which a server shares: 553 of them.
-    "batch": 2475,  # asked: 1500; 80 of them for runs over processes
+    # With the bodies of openai/, which a server shares: 633 of them, 80 for the forms of answers.
+    "batch": 2555,  # asked: 1500; 80 of them for runs over processes
     # asked: 2200; 370 of them to check and model kernels on a card, 40 to time experts on CPU,
-    # 50 for what a form of weights costs in quality, 10 for replicas on chips that are not there
-    "scripts": 3160,
+    # 50 for what a form of weights costs in quality, 10 for replicas on chips that are not there,
+    # 190 to validate answers of a given form and time their masks
+    "scripts": 3350,
 }
 KERNEL_FILE = 300
 

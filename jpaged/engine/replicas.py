@@ -228,7 +228,8 @@ class Replicas:
         schedulers = [engine.scheduler for engine in self.engines]
         if self.config.pinned:  # all steps are of one shape
             return [scheduler.schedule() for scheduler in schedulers]
-        masked = any(scheduler.has_masks for scheduler in schedulers)
+        running = (seq for queues in self._queues for seq in queues.running)
+        masked = any(seq.structured is not None for seq in running)
         steps = 1 if masked else self.config.decode_steps or 1
         for phase in self._turns.next(schedulers):
             plans = [scheduler.schedule_for(phase, steps) for scheduler in schedulers]

@@ -6,7 +6,6 @@ once. Rows that wait for the host are left out until their request has steered t
 """
 
 from collections import Counter
-from typing import Any
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
@@ -102,11 +101,6 @@ class Scheduler:
     def can_decode(self) -> bool:
         return any(seq.can_decode for seq in self.queues.running)
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether rows run whose tokens are drawn under a mask."""
-        return any(seq.structured is not None for seq in self.queues.running)
-
     def _is_stuck(self) -> bool:
         """Where nothing can be planned: only rows are left that wait for others, which wait for
         blocks.
@@ -179,21 +173,15 @@ class Scheduler:
 
     def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
         """A step of each row, or where many tokens of them are certain, those side by side."""
-        room = min(self.max_num_batched_tokens, self.queues.max_num_seqs) - len(rows)
-        runs, left = dict[Sequence, list[int]](), room
-        for seq in rows:
-            if left and len(forced := seq.forced[: left + 1]) > 1:
-                runs[seq] = forced
-                left -= len(forced) - 1
-        if (room - left) * LEAST_RUN < len(rows):
+        most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
+        if not (runs := _runs(rows, most - len(rows))):
             return "decode", self._decode_entries(rows, self.decode_steps)
         entries = []
         for seq in rows:
-            run = runs.get(seq, [])
-            steps = self._steps_ahead(seq, max(len(run), 1))
-            certain = tuple(run[:steps]) if steps > 1 else ()
-            how: Any = {"draws": steps, "decodes": True, "run": certain}
-            entries.append(dispatch(seq, seq.num_dispatched, steps, **how))
+            steps = self._steps_ahead(seq, len(runs.get(seq, ())) or 1)
+            run = tuple(runs[seq][:steps]) if steps > 1 else ()
+            at = seq.num_dispatched
+            entries.append(dispatch(seq, at, steps, draws=steps, decodes=True, run=run))
         return "prefill", entries
 
     def _decode_entries(self, rows: list[Sequence], most: int) -> list[PlanEntry]:
@@ -232,3 +220,15 @@ class Scheduler:
                     self.queues.fail(seq)
                 return False
         return True
+
+
+def _runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+    """The tokens of rows that go on by several which are certain, as far as there is room for them
+    beside one of each row; none where too few are.
+    """
+    runs, left = dict[Sequence, list[int]](), room
+    for seq in rows:
+        if left > 0 and len(forced := seq.forced[: left + 1]) > 1:
+            runs[seq] = forced
+            left -= len(forced) - 1
+    return runs if (room - left) * LEAST_RUN >= len(rows) else {}
