@@ -23,6 +23,7 @@ import numpy as np
 
 import jpaged
 from jpaged.demo import MODEL_PATH
+from jpaged.models.params import random_params
 
 TEXT = {"type": "string", "maxLength": 12}
 SCHEMAS: dict[str, Any] = {
@@ -91,7 +92,7 @@ LONG = {"regex": "[a-z ]{1000}"}  # of which nothing is certain
 
 def documents(count: int, rows: int, max_tokens: int, dtype: str | None) -> int:
     """Print how many documents ended and are valid; the number of those that are not."""
-    import jsonschema
+    import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
     settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": rows, "max_model_len": 512}
     llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * rows, **settings)
@@ -161,7 +162,7 @@ def cost(args: Any) -> None:
     if args.vocabulary is not None:
         model = dataclasses.replace(model, vocab_size=args.vocabulary)
     tokenizer = prefix_tokenizer(model.vocab_size)
-    params = common.random_params(model, args.dtype or "bfloat16")
+    params = random_params(model, dtype=args.dtype or "bfloat16")
     llm = jpaged.LLM(
         params,
         tokenizer=tokenizer,

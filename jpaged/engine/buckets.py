@@ -175,7 +175,8 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     drawing = [e.seq for e in plan.entries if e.draws]
     masks = any(seq.structured is not None for seq in drawing)
     draws: list[Features] = [MASKED[0] if masks else "plain"]
-    features = max([*draws, *(seq.sampling_params.draw for seq in drawing)], key=DRAWS.index)
+    draws += [seq.sampling_params.draw for seq in drawing]
+    features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
@@ -215,7 +216,7 @@ def _apart(bucket: Bucket, sample: Bucket | None) -> Buckets:
     """A decode whose draw is apart, of one that draws itself."""
     if bucket.masks:
         return bucket, sample
-    size = {"tokens": bucket.tokens, "rows": bucket.rows}
+    size: dict[str, Any] = {"tokens": bucket.tokens, "rows": bucket.rows}
     sample = Bucket(phase="sample", **size, features=bucket.features)
     return dataclasses.replace(bucket, features="plain", masks=True), sample
 
@@ -244,10 +245,10 @@ def bucket_table(
     most_rows, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
-    shape = {"tables": tables, "blocks": config.max_blocks_per_seq}
+    shape: dict[str, Any] = {"tables": tables, "blocks": config.max_blocks_per_seq}
     for S in _up_to(config.seq_buckets, rows):
         for features in DRAWS:
-            size = {"tokens": S, "rows": S}
+            size: dict[str, Any] = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):
                 size |= shape | {"steps": config.decode_steps}

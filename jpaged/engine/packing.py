@@ -129,10 +129,10 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
         groups = next(len(part.copies) for part in parts if part.copies is not None)
         none = _no_copies(groups, config)
         copies = np.concatenate([none if p.copies is None else p.copies for p in parts])
-    masks = [part.masks_TW for part in parts]
-    some = next((mask_TW for mask_TW in masks if mask_TW is not None), None)
-    if some is not None:
-        masks = [np.full_like(some, ALL) if mask_TW is None else mask_TW for mask_TW in masks]
+    masks_TW = None
+    if (some := next((p.masks_TW for p in parts if p.masks_TW is not None), None)) is not None:
+        every = np.full_like(some, ALL)
+        masks_TW = np.concatenate([every if p.masks_TW is None else p.masks_TW for p in parts])
     return Batch(
         bucket=parts[0].bucket,
         sample=parts[0].sample,
@@ -141,7 +141,7 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
         num_rows=sum(part.num_rows for part in parts),
         steps=max(part.steps for part in parts),
         copies=copies,
-        masks_TW=None if some is None else np.concatenate(masks),
+        masks_TW=masks_TW,
         parts=tuple(parts),
     )
 

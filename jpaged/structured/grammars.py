@@ -5,6 +5,7 @@ The parsing is llguidance's, which the extra `structured` brings.
 
 import dataclasses
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -35,7 +36,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]):
         try:
-            import llguidance.hf
+            import llguidance.hf  # pyright: ignore[reportMissingImports]
         except ImportError as e:
             raise ConfigError("structured output needs `pip install 'jpaged[structured]'`") from e
         if not eos_ids:
@@ -50,23 +51,25 @@ class Grammars:
         self._lib = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)  # pyright: ignore[reportArgumentType]
         self._threads = llguidance.LLExecutor(os.cpu_count() or 1)
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._kept: OrderedDict[str, Any] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
         self.words = -(-vocab_size // 32)
         self.eos_ids = eos_ids
 
     def matcher(self, structured: Mapping[str, Any]) -> "Matcher":
         """At the beginning of a form. RequestError, with llguidance's words, where it is none."""
         text = spec.grammar_of(structured)
-        if text not in self._kept:
+        with self._lock:
+            fresh = self._kept.pop(text, None)
+        if fresh is None:
             fresh = self._lib.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
             if fresh.is_error():
                 raise spec.error(spec.kind_of(structured), fresh.get_error())
+        with self._lock:  # requests are made in several threads
             self._kept[text] = fresh
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(text)
-        fresh = self._kept[text]
-        return Matcher(self, fresh, fresh.deep_copy())
+            return Matcher(self, fresh, fresh.deep_copy())
 
     def fill(self, matchers: Sequence[tuple["Matcher", int]], masks_SW: np.ndarray) -> None:
         """Set the rows of these matchers to what may come next: a bit a token, in threads."""

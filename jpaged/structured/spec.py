@@ -18,7 +18,7 @@ def check(structured: Any) -> None:
 
 def grammar_of(structured: Mapping[str, Any]) -> str:
     """The form as llguidance's own notation, not yet compiled. RequestError where it is none."""
-    import llguidance
+    import llguidance  # pyright: ignore[reportMissingImports]
 
     kind = _kind(structured)
     value = structured[kind]

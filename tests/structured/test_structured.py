@@ -56,7 +56,8 @@ def ask(structured: Any, seed: int = 0, **how: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 60, "seed": seed, "structured": structured} | how)
 
 
-def is_answer(text: str) -> bool:
+def is_answer(text: str | None) -> bool:
+    assert text is not None
     found = json.loads(text)
     return set(found) == {"kind", "ok"} and found["kind"] in ("a", "bb") and found["ok"] in (0, 1)
 
@@ -304,14 +305,15 @@ def test_score_under_the_mask(llm: LLM) -> None:
     ids = [out.prompt_token_ids + out.outputs[0].token_ids for out in outs]
     lens = [len(out.prompt_token_ids) for out in outs]
     how: dict[str, Any] = {"temperature": 0.8, "structured": JSON, "prompt_lens": lens}
-    plain = llm.score(ids, temperature=0.8)
+    plain: Any = llm.score(ids, temperature=0.8)
     for found, out, n, before in zip(llm.score(ids, **how), outs, lens, plain, strict=True):
         np.testing.assert_allclose(found[n - 1 :], out.outputs[0].token_logprobs, atol=1e-5)
         np.testing.assert_array_equal(found[: n - 1], before[: n - 1])
         assert found[n - 1 :].sum() > before[n - 1 :].sum()
     with pytest.raises(RequestError, match=r"sequence 1: token \d+ at position \d+ is not of it"):
-        llm.score([ids[0], ids[1][:-1] + ids[1][-2:]], **(how | {"prompt_lens": lens[:2]}))
-    for wrong in ({"prompt_lens": None}, {"prompt_lens": lens[:1]}, {"structured": None}):
+        llm.score([ids[0], ids[1][:-1] + ids[1][-2:]], **{**how, "prompt_lens": lens[:2]})
+    wrongs: list[Any] = [{"prompt_lens": None}, {"prompt_lens": lens[:1]}, {"structured": None}]
+    for wrong in wrongs:
         with pytest.raises(RequestError, match="prompt_lens"):
             llm.score(ids, **(how | wrong))
 
@@ -363,3 +365,26 @@ def test_batch_files_draw_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert texts[:4] == [done.text for done in (*expected, choice)]
     assert texts[4].lstrip().startswith("{")
     assert "structured: regex: " in json.dumps(found["5"])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "((a{1,100}){1,100}){1,100}"},
+        {"regex": "(.*a.{200})"},
+        {"regex": ".*".join("abcdefghij" * 5)},
+        {"json_schema": '{"type":"array","items":' * 5000 + "{}" + "}" * 5000},
+        {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
+        {"json_schema": {"enum": [f"value-{i}" for i in range(20000)]}},
+        {"json_schema": {"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}},
+        {"grammar": 'start: start "a" | "b"'},
+        {"grammar": "start: e\ne: e e | /a/"},
+        {"grammar": "a" * 2_000_000},
+    ],
+    ids=lambda form: str(form)[:40],
+)
+def test_forms_of_an_attacker_are_served_or_refused(llm: LLM, form: Any) -> None:
+    sampling = [ask(form, max_tokens=12), ask(JSON)]
+    outs = llm.generate(PROMPTS[:2], sampling, on_error="return", use_tqdm=False)
+    assert outs[0].error is None or isinstance(outs[0].error, RequestError)
+    assert is_answer(outs[1].outputs[0].text) and llm.stats()["blocks_in_use"] == 0
