@@ -120,16 +120,12 @@ class CompiledSteps:
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
         # Of each kind: the arguments after the params, which is donated, their specs, the results'.
         args, donated, in_specs, out_specs = {
-            "prefill": (
-                *((state.kv, state.rows, packed, *[mask] * bucket.takes_masks), 1),
-                *((kv, rows, each, *[each] * bucket.takes_masks), (kv, each, each, each)),
-            ),
-            "sample": (
-                *((hidden, state.rows, packed, *[mask] * bucket.takes_masks), 2),
-                *((each, rows, each, *[each] * bucket.takes_masks), (rows, each)),
-            ),
+            "prefill": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, *[each] * 3)),
+            "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
         }["prefill" if bucket.draws_apart(config) else bucket.phase]
+        if bucket.takes_masks:
+            args, in_specs = (*args, mask), (*in_specs, each)
         step = make_step(bucket, self.setting)
         params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
         step = self._per_device(step, (params, *in_specs), out_specs)
