@@ -37,6 +37,7 @@ def generate(
     mesh: Mesh | None = None,
     seed: int | jax.Array = 0,
     engine_config: EngineConfig | None = None,
+    lora: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -49,11 +50,13 @@ def generate(
     the same call repeats itself. on_error: "raise" checks everything first, then raises
     GenerationError (with `.outputs`) once the others have finished; "return" puts each error into
     its own output. New params are new by the identity of their leaves: they are served at once,
-    without a compile, and drop the prefix cache.
+    without a compile, and drop the prefix cache. lora: an adapter on top of the params
+    (see docs/lora.md), one for all prompts or a list of one (or None) each: jpaged.Adapter, a tree
+    of pairs (A, B), or a folder as PEFT writes it; new ones, too, are served at once.
     """
     key = as_key(seed)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        makes = calls.completions(as_list(prompts), sampling_params, key)
+        makes = calls.completions(as_list(prompts), sampling_params, key, lora=lora)
         return calls.complete(makes, on_error, use_tqdm)
 
 
@@ -69,6 +72,7 @@ def beam_search(
     tokenizer: Any = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
+    lora: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -78,11 +82,12 @@ def beam_search(
     long ones. early_stopping: True stops at beam_width finished completions; False when no beam's
     score as of now beats the worst of them; "never" when none can. Candidates, order and scores are
     those of transformers' beam search. Beams share their blocks. Rows of beam_width a prompt; 2 *
-    beam_width (more with several EOS ids) is at most max_logprobs.
+    beam_width (more with several EOS ids) is at most max_logprobs. lora: as in generate.
     """
     how = (beam_width, max_tokens, length_penalty, early_stopping)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        return calls.complete(calls.beam_searches(as_list(prompts), *how), on_error, use_tqdm)
+        makes = calls.beam_searches(as_list(prompts), *how, lora=lora)
+        return calls.complete(makes, on_error, use_tqdm)
 
 
 def score(
@@ -94,14 +99,16 @@ def score(
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
+    lora: Any = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
 
-    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
+    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. lora: as in
+    generate.
     """
     with _serving(params, config, mesh, engine_config, any_tokenizer=True) as calls:
-        return calls.score(as_list(token_lists), temperature, return_greedy)
+        return calls.score(as_list(token_lists), temperature, return_greedy, lora)
 
 
 def warmup(

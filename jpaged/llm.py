@@ -92,17 +92,19 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        adapter: str | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or each of a list, by the chat
-        template. sampling_params None generates up to the end of the context.
+        template. sampling_params None generates up to the end of the context. adapter: its name.
         """
         chats = as_chats(
             messages,
             template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            adapter=adapter,
         )
         if sampling_params is None:
             sampling_params = SamplingParams(max_tokens=None)
@@ -164,6 +166,18 @@ class LLM:
         fresh = self.session.accept(params)
         self.calls.finish(mode)
         self.session.bind(fresh, donate=donate)
+
+    def add_adapter(self, name: str, source: Any) -> int:
+        """Serve an adapter (see jpaged.generate's lora) to prompts that name it: {"prompt": ...,
+        "adapter": name}; its version. Needs max_loras.
+
+        New weights under a known name hold for requests from now on; those that run keep theirs.
+        """
+        return self.session.add_adapter(name, source)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it go on. RequestError for an unknown name."""
+        del self.session.adapters[name]
 
     def sleep(self, *, mode: OnUnfinished = "refuse") -> None:
         """Free the pool, its prefixes and weights made for serving until `wake`; mode: as above.

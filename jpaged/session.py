@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jpaged.adapters import Adapters, check_name
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import Engine
 from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
@@ -29,6 +31,7 @@ log = logging.getLogger("jpaged")
 # The host plans and packs the next dispatch while the device works on the last one.
 DISPATCHES_IN_FLIGHT = 2
 LEAST_BLOCKS = 8  # of a pool that grows
+MOST_LORAS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,10 @@ class Session:
         dtype = config.dtype or params["embed"]["weight"].dtype
         self.engine_config = resolve_for(params.config, config, self.placement, dtype)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
+        self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
+        self._grows_tables = grows and not config.max_loras
         self._cached_version = 0  # weight version that the prefix cache is of
         self._engine: Engine | Replicas | None = None
 
@@ -123,6 +128,42 @@ class Session:
         if self.has_pool:
             self.runner.params = None
 
+    # Adapters
+
+    def add_adapter(self, name: Any, source: Any) -> int:
+        """Take an adapter under a name, in place of the one that had it; its version."""
+        made = self.adapters.made(source, check_name(name))
+        self._check_fits([made])
+        self.adapters.named[name] = made
+        return made.version
+
+    def reserve_adapters(self, adapters: Iterable[AdapterVersion | None]) -> None:
+        """If nobody said how many a step may have, and of which rank, have tables for these."""
+        own = self.engine_config
+        asked = {a.version: a for a in adapters if a is not None}
+        if self._grows_tables and asked:
+            count = min(1 << (len(asked) - 1).bit_length(), MOST_LORAS)
+            rank = 1 << (max(a.rank for a in asked.values()) - 1).bit_length()
+            least = own.max_lora_rank if own.max_loras else LEAST_RANK
+            sizes = {"max_loras": max(count, own.max_loras), "max_lora_rank": max(rank, least)}
+            if sizes["max_loras"] > own.max_loras or rank > least:
+                log.info("adapters take tables of %s: steps compile again", sizes)
+                self.engine_config = dataclasses.replace(own, **sizes)
+                if self.has_pool:
+                    self.start(self.engine.config.num_blocks)
+        self._check_fits(asked.values())
+
+    def _check_fits(self, adapters: Iterable[AdapterVersion]) -> None:
+        config = self.engine_config
+        for adapter in adapters:
+            if not config.max_loras:
+                raise ConfigError("max_loras=0: pass max_loras=, the adapters of a step at most")
+            if adapter.rank > config.max_lora_rank:
+                raise ConfigError(
+                    f"an adapter of rank {adapter.rank} is above max_lora_rank="
+                    f"{config.max_lora_rank}"
+                )
+
     # The pool
 
     def start(self, num_blocks: int | None = None) -> None:
@@ -174,6 +215,7 @@ class Session:
         self.weights.release()
         if self.has_pool:
             self.engine.reset_prefix_cache()
+            self.engine.forget_adapters()
             self.runner.release()
             self.runner.params = None
 
@@ -215,7 +257,8 @@ class Session:
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
         totals = self.engine.report() | report_of(self.runner)
-        return totals | self.weights.report()
+        named = {name: adapter.version for name, adapter in self.adapters.named.items()}
+        return totals | self.weights.report() | {"adapters": named}
 
     def snapshot(self, **face: Any) -> Snapshot:
         """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""

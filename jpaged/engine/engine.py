@@ -198,6 +198,7 @@ class Engine:
             self.scheduler.queues.preemptions = self.stats.preemptions
             for seq in self.scheduler.queues.running:
                 seq.is_new = True
+            self.forget_adapters()
             self.runner.write_blocks(state.blocks, state.block_ids, self.replica)
 
     def reset_prefix_cache(self) -> None:
@@ -206,6 +207,10 @@ class Engine:
             for seq in request.sequences:
                 self.scheduler.swapping.drop(seq)
         self.scheduler.blocks.cache.reset()
+
+    def forget_adapters(self) -> None:
+        """Take the device's tables of adapters for empty."""
+        self.scheduler.queues.adapters.load_again()
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
@@ -264,6 +269,7 @@ class Engine:
             host_bytes=int(config.swap_space_gib * 2**30),
             swap_min_tokens=config.swap_min_tokens,
             preemptions=self.stats.preemptions,
+            max_loras=config.max_loras,
         )
 
 

@@ -180,6 +180,11 @@ class Replicas:
         for engine in self.engines:
             engine.reset_prefix_cache()
 
+    def forget_adapters(self) -> None:
+        """Take the device's tables of adapters for empty."""
+        for engine in self.engines:
+            engine.forget_adapters()
+
     def report(self) -> dict[str, Any]:
         """What an Engine reports, blocks added up."""
         reports = [engine.report() for engine in self.engines]

@@ -23,6 +23,7 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
     else:
         completions = [_sample(seq, tokenizer) for seq in request.sequences]
     scored = first.sampling_params.prompt_logprobs is not None
+    adapter = first.adapter
     output = RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -32,6 +33,8 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
         num_cached_tokens=first.num_cached,
         error=request.error,
         weight_version=request.weight_version,
+        adapter=None if adapter is None else adapter.name,
+        adapter_version=0 if adapter is None else adapter.version,
     )
     # Each sequence knows its request: without the cycle they are freed now, not by a collection.
     request.sequences = []

@@ -7,16 +7,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from jpaged.adapters import Adapters
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat, render
 from jpaged.request.detokenizer import TextStream
-from jpaged.request.prompts import cache_salt, tokenize
+from jpaged.request.prompts import adapter_name, cache_salt, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 
@@ -24,16 +26,23 @@ from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 class Processor:
     """Checks and tokenizes the requests of one model.
 
-    config: resolved. tokenizer: None takes the source folder's, loaded when first needed.
+    config: resolved. tokenizer: None takes the source folder's, loaded when first needed. adapters:
+    those that prompts can name; None is none.
     """
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, tokenizer: Any, source: Path | None
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        tokenizer: Any,
+        source: Path | None,
+        adapters: Adapters | None = None,
     ):
         assert config.max_model_len is not None
         self.model, self.config = model, config
         self.max_model_len = config.max_model_len
         self._source = source
+        self._adapters = adapters
         self._given_tokenizer = tokenizer
         self._generation_config = {} if source is None else load_generation_config(source)
         self._warned_of_eos = False
@@ -86,8 +95,11 @@ class Processor:
         request_id: str | None = None,
         *,
         streaming: bool = False,
+        adapter: AdapterVersion | None = None,
     ) -> Request:
-        """Check one request in full and make its Sequences, one a sample."""
+        """Check one request in full and make its Sequences, one a sample. adapter: where the prompt
+        names none.
+        """
         asked = sampling_params
         if not isinstance(asked, SamplingParams):
             raise RequestError(
@@ -111,6 +123,7 @@ class Processor:
             "request_id": self.new_id() if request_id is None else request_id,
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
             "salt": cache_salt(prompt),
+            "adapter": self._adapter(prompt, adapter),
         }
         samples = [
             self._sequence(
@@ -131,6 +144,8 @@ class Processor:
         max_tokens: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
+        *,
+        adapter: AdapterVersion | None = None,
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
         check_whole("beam_width", beam_width, 1)
@@ -152,12 +167,20 @@ class Processor:
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
-        root = self._sequence(ids, asked, request_id=self.new_id(), salt=cache_salt(prompt))
+        fields = {"salt": cache_salt(prompt), "adapter": self._adapter(prompt, adapter)}
+        root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
-    def scores(self, token_lists: list[Any], temperature: float) -> list[Request]:
-        """Check sequences whose tokens' logprobs are wanted, and make a request of each."""
+    def scores(
+        self,
+        token_lists: list[Any],
+        temperature: float,
+        adapters: list[AdapterVersion | None] | None = None,
+    ) -> list[Request]:
+        """Check sequences whose tokens' logprobs are wanted, and make a request of each. adapters:
+        of each, where it names none.
+        """
         if temperature == 0:
             raise RequestError(
                 "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
@@ -171,7 +194,9 @@ class Processor:
                 raise CapacityError(
                     f"sequence {i} of {len(ids)} tokens is longer than max_model_len={most}"
                 )
-            sequence = self._sequence(ids, asked, request_id=self.new_id(), score_only=True)
+            adapter = self._adapter(token_list, None if adapters is None else adapters[i])
+            fields: dict[str, Any] = {"score_only": True, "adapter": adapter}
+            sequence = self._sequence(ids, asked, request_id=self.new_id(), **fields)
             requests.append(Request([sequence]))
         return requests
 
@@ -188,6 +213,15 @@ class Processor:
                 "shorten it or raise max_model_len"
             )
         return text, ids
+
+    def _adapter(self, prompt: Any, other: AdapterVersion | None) -> AdapterVersion | None:
+        """The adapter that a prompt names, else the other one."""
+        name = adapter_name(prompt)
+        if name is None:
+            return other
+        if self._adapters is None:
+            raise RequestError(f"adapter {name!r}: there are none here")
+        return self._adapters[name]
 
     def _sequence(
         self, ids: list[int], sampling_params: SamplingParams, *, request_id: str, **fields: Any

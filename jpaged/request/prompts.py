@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jpaged.checks import is_scalar
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
+from jpaged.request.chat import Chat
 from jpaged.request.sampling_params import SamplingParams
 
 
@@ -17,7 +18,8 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them -> a list of prompts, each still in its own form.
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
-    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) too.
+    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name)
+    too.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -41,7 +43,7 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
     RequestError.
     """
     if isinstance(prompt, Mapping):
-        keys = set(prompt) - {"cache_salt"}
+        keys = set(prompt) - {"cache_salt", "adapter"}
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             prompt = prompt["prompt"]
         elif "prompt_token_ids" in keys and keys <= {"prompt", "prompt_token_ids"}:
@@ -84,6 +86,26 @@ def cache_salt(prompt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt or not salt.isprintable()):
         raise RequestError(f"cache_salt={salt!r}: must be a non-empty str of printable characters")
     return salt
+
+
+def adapter_name(prompt: Any) -> Any:
+    """The adapter that a prompt or a conversation names; None is the model itself."""
+    if isinstance(prompt, Chat):
+        return prompt.adapter
+    return prompt.get("adapter") if isinstance(prompt, Mapping) else None
+
+
+def match_adapters(lora: Any, count: int) -> list[Any]:
+    """One adapter a prompt, from one for all or a list (with None for the model itself) as long as
+    the prompts.
+    """
+    if not isinstance(lora, list | tuple):
+        return [lora] * count
+    if len(lora) != count:
+        raise RequestError(
+            f"{len(lora)} adapters in lora for {count} prompts: pass one for all or one each"
+        )
+    return list(lora)
 
 
 def match_sampling_params(sampling_params: Any, count: int) -> list[SamplingParams]:

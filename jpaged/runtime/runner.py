@@ -17,6 +17,7 @@ from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
+from jpaged.runtime.adapter_tables import AdapterTables
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
@@ -67,6 +68,8 @@ class Runner:
         )
         self.steps = CompiledSteps(setting, placement, form)
         self.transfers = Transfers(placement)
+        dtype = params["embed"]["weight"].dtype
+        self.adapters = AdapterTables(setting.model, config, placement, dtype)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -98,6 +101,8 @@ class Runner:
 
     def _dispatch(self, batch: Batch) -> Handle:
         for replica, part in enumerate(batch.each):
+            for slot, adapter in part.loads:
+                self.adapters.load(replica, slot, adapter.data)
             for row, token_ids, prompt_len in part.counts:
                 self._enter_counts(replica, row, token_ids, prompt_len)
         if batch.copies is not None:
@@ -105,12 +110,13 @@ class Runner:
         packed = self.transfers.put(batch.packed)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-            state, out = step(self.params, self._lent(batch.bucket), packed)
+            state, out = step(self._params(batch.bucket), self._lent(batch.bucket), packed)
             self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
         state, outs = self._lent(batch.bucket), []
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        kv, hidden, packed, scored = step(self.params, state.kv, state.rows, packed)
+        params = self._params(batch.bucket)
+        kv, hidden, packed, scored = step(params, state.kv, state.rows, packed)
         self._state = DeviceState(kv=kv, rows=state.rows)
         if batch.sample is not None:
             padded = batch.sample.rows * len(batch.each)
@@ -120,6 +126,10 @@ class Runner:
             outs.append(out)
         outs += [] if scored is None else [scored]
         return Handle(batch=batch, outs=tuple(outs), done=hidden)
+
+    def _params(self, bucket: Bucket) -> Any:
+        """What a step takes as params: with the adapters, where its bucket has them."""
+        return (self.params, self.adapters.arrays) if bucket.loras else self.params
 
     def _lent(self, bucket: Bucket) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
@@ -232,6 +242,8 @@ class Runner:
             zeros = np.zeros(where.replicas * rows, np.int32)
             last, lens = (put(zeros, where.sharding(where.each)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
+        if full:
+            self.adapters.allocate()
         if full and self._counts_RV is None:
             form = self.steps.counts
             self._counts_RV = kv_cache.zeros(form.shape, form.dtype, form.sharding)
@@ -244,10 +256,12 @@ class Runner:
             self._state = None
         if self._counts_RV is not None and self._counts_RV.is_deleted():
             self._counts_RV = None
+        self.adapters.recover()
 
     def release(self) -> None:
         """Free the state; executables stay, and the next dispatch allocates again."""
         self._state = self._counts_RV = None
+        self.adapters.release()
 
 
 def seal(runner: Runner) -> None:
