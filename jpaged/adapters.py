@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.checkpoint.peft import load_adapter
+from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
@@ -18,6 +20,7 @@ from jpaged.models.decoder import to_tree
 from jpaged.models.lora import Adapter, Pair, Target, pairs_of, targets
 from jpaged.models.served import Change, served_config
 
+MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 Leaves = tuple[Any, list[weakref.ref[jax.Array] | None]]  # a tree's form, and its arrays
 
 
@@ -32,20 +35,16 @@ class Adapters:
     def __init__(self, model: ModelConfig, devices: int, dtype: Any):
         self.model, self.served = model, served_config(model, devices)
         self.dtype = jnp.dtype(dtype)
+        self.grows = False  # whether a call may ask for larger tables
         self.named: dict[str, AdapterVersion] = {}
         self._versions = itertools.count(1)
         self._known: list[tuple[Leaves, AdapterVersion]] = []
 
-    def __getitem__(self, name: Any) -> AdapterVersion:
-        """The version that has a name now; RequestError where there is none."""
-        if not isinstance(name, str) or name not in self.named:
-            known = f"there are {', '.join(sorted(self.named))}" if self.named else "there is none"
-            raise RequestError(f"adapter {name!r} is unknown: {known}; add_adapter adds one")
-        return self.named[name]
-
-    def __delitem__(self, name: Any) -> None:
-        """Forget a name, which must be known."""
-        del self.named[self[name].name or ""]
+    def remove(self, name: Any) -> None:
+        """Forget a name; RequestError where it is unknown."""
+        if name not in self.named:
+            raise RequestError(f"adapter {name!r} is unknown")
+        del self.named[name]
 
     def made(self, source: Any, name: str | None = None) -> AdapterVersion:
         """A version of a tree, or of a folder as PEFT writes it."""
@@ -70,6 +69,10 @@ class Adapters:
                 self._known.append((leaves, made))
         return [None if source is None else found[id(source)] for source in sources]
 
+    def report(self) -> dict[str, Any]:
+        """The version that each name has."""
+        return {"adapters": {name: adapter.version for name, adapter in self.named.items()}}
+
     def _served(self, pair: Pair, target: Target) -> Pair:
         """A pair for the heads of the served model, in its dtype."""
         outputs, _, inputs = target.part.axes.partition(",")
@@ -83,6 +86,24 @@ class Adapters:
         return Pair(
             changed(pair.a, ["r", *inputs.split()]), changed(pair.b, [*outputs.split(), "r"])
         )
+
+
+def grown(config: EngineConfig, adapters: list[AdapterVersion]) -> EngineConfig:
+    """With tables for these adapters, in powers of two, and no smaller ones than there are."""
+    count = min(1 << (len(adapters) - 1).bit_length(), MOST_SLOTS)
+    rank = 1 << (max(adapter.rank for adapter in adapters) - 1).bit_length()
+    least = config.max_lora_rank if config.max_loras else LEAST_RANK
+    sizes = {"max_loras": max(count, config.max_loras), "max_lora_rank": max(rank, least)}
+    return dataclasses.replace(config, **sizes)
+
+
+def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None:
+    """ConfigError where an adapter has no room in the tables."""
+    for adapter in adapters:
+        if not config.max_loras:
+            raise ConfigError("max_loras=0: pass max_loras=, the adapters of a step at most")
+        if adapter.rank > (most := config.max_lora_rank):
+            raise ConfigError(f"an adapter of rank {adapter.rank} is above max_lora_rank={most}")
 
 
 def _leaves(source: Any) -> Leaves:

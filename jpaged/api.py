@@ -21,7 +21,7 @@ from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import warmup as compile_table
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import Session
+from jpaged.session import Session, adapted
 
 MAX_ENGINES = 2
 _kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first
@@ -56,7 +56,8 @@ def generate(
     """
     key = as_key(seed)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        makes = calls.completions(as_list(prompts), sampling_params, key, lora=lora)
+        prompts = adapted(calls.session, as_list(prompts), lora)
+        makes = calls.completions(prompts, sampling_params, key)
         return calls.complete(makes, on_error, use_tqdm)
 
 
@@ -86,8 +87,8 @@ def beam_search(
     """
     how = (beam_width, max_tokens, length_penalty, early_stopping)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        makes = calls.beam_searches(as_list(prompts), *how, lora=lora)
-        return calls.complete(makes, on_error, use_tqdm)
+        prompts = adapted(calls.session, as_list(prompts), lora)
+        return calls.complete(calls.beam_searches(prompts, *how), on_error, use_tqdm)
 
 
 def score(
@@ -108,7 +109,8 @@ def score(
     generate.
     """
     with _serving(params, config, mesh, engine_config, any_tokenizer=True) as calls:
-        return calls.score(as_list(token_lists), temperature, return_greedy, lora)
+        token_lists = adapted(calls.session, as_list(token_lists), lora)
+        return calls.score(token_lists, temperature, return_greedy)
 
 
 def warmup(
@@ -143,6 +145,7 @@ def warmup(
         session.reserve([-(-length // session.engine_config.block_size)] * batch)
         compile_table(session.runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
         session.runner.allocate(full=True)
+        session.runner.adapters.allocate()
         return time.perf_counter() - began
 
 

@@ -9,14 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in
 from jpaged.engine.sequence import Request
 from jpaged.errors import CapacityError, GenerationError, RequestError
 from jpaged.request.collect import LiveCompletions, collect, failed, scores
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.processor import Processor
-from jpaged.request.prompts import match_adapters, match_sampling_params
+from jpaged.request.prompts import match_sampling_params
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.session import Session
 
@@ -36,46 +35,29 @@ class Calls:
 
     def __init__(self, session: Session, tokenizer: Any, source: Path | None):
         self.session = session
-        model, config = session.model_config, session.engine_config
-        self.processor = Processor(model, config, tokenizer, source, session.adapters)
+        self.processor = Processor(session.model_config, session.engine_config, tokenizer, source)
+        self.processor.adapters = session.adapters.named
         self.ready: list[RequestOutput] = []
 
     # Many prompts at once
 
     def completions(
-        self,
-        prompts: list[Any],
-        sampling_params: SamplingParamsLike,
-        key: Key,
-        *,
-        lora: Any = None,
-        **how: bool,
+        self, prompts: list[Any], sampling_params: SamplingParamsLike, key: Key, **how: bool
     ) -> list[Make]:
         """What makes the request of each prompt. Its randomness is that of `key` and its place.
 
-        lora: adapters that the prompts do not name, one for all or a list. how: Processor.request's
-        streaming.
+        how: Processor.request's streaming.
         """
         make, each = self.processor.request, match_sampling_params(sampling_params, len(prompts))
-        adapters = self._adapters(lora, len(prompts))
         return [
-            partial(make, prompt, asked, fold_in(key, i), adapter=adapter, **how)
-            for i, (prompt, asked, adapter) in enumerate(zip(prompts, each, adapters, strict=True))
+            partial(make, prompt, asked, fold_in(key, i), **how)
+            for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
         ]
 
-    def beam_searches(self, prompts: list[Any], *how: Any, lora: Any = None) -> list[Make]:
+    def beam_searches(self, prompts: list[Any], *how: Any) -> list[Make]:
         """What makes the search of each prompt; how: as in Processor.beam_search."""
         make: Any = self.processor.beam_search
-        pairs = zip(prompts, self._adapters(lora, len(prompts)), strict=True)
-        return [partial(make, prompt, *how, adapter=adapter) for prompt, adapter in pairs]
-
-    def _adapters(self, lora: Any, count: int) -> list[AdapterVersion | None]:
-        """The adapter of each of so many prompts; the session has room for them."""
-        if lora is None:
-            return [None] * count
-        adapters = self.session.adapters.of_call(match_adapters(lora, count))
-        self.session.reserve_adapters(adapters)
-        return adapters
+        return [partial(make, prompt, *how) for prompt in prompts]
 
     def complete(self, makes: list[Make], on_error: OnError, use_tqdm: bool) -> list[RequestOutput]:
         """Make the requests, run them to their ends and return an output of each."""
@@ -93,11 +75,10 @@ class Calls:
         return outputs
 
     def score(
-        self, token_lists: list[Any], temperature: float, return_greedy: bool, lora: Any = None
+        self, token_lists: list[Any], temperature: float, return_greedy: bool
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
         """See jpaged.score."""
-        adapters = self._adapters(lora, len(token_lists))
-        requests = self.processor.scores(token_lists, temperature, adapters)
+        requests = self.processor.scores(token_lists, temperature)
         self._reserve(requests)
         # One token alone predicts nothing.
         self.run([request for request in requests if request.sequences[0].prompt_len > 1])
@@ -147,7 +128,8 @@ class Calls:
                 raise
 
     def _stream(self, requests: list[Request]) -> Iterator[CompletionChunk]:
-        engine, live = self.session.engine, LiveCompletions(requests)
+        engine = self.session.engine
+        live = LiveCompletions(requests, self.processor.tokenizer)
         try:
             for request in requests:
                 self.add(request)
@@ -179,6 +161,10 @@ class Calls:
     def step(self) -> list[RequestOutput]:
         """One step of the engine; every output that nobody has had yet."""
         self._step_for(frozenset())
+        return self.take_ready()
+
+    def take_ready(self) -> list[RequestOutput]:
+        """Outputs that nobody has had yet."""
         ready, self.ready = self.ready, []
         return ready
 

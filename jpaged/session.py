@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jpaged.adapters import Adapters, check_name
+from jpaged.adapters import Adapters, check_fits, check_name, grown
 from jpaged.config import EngineConfig
-from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import Engine
 from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.params import DONATED, Params
 from jpaged.request.outputs import RequestOutput
+from jpaged.request.prompts import Adapted, match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.processes import are_many, least
@@ -31,7 +31,6 @@ log = logging.getLogger("jpaged")
 # The host plans and packs the next dispatch while the device works on the last one.
 DISPATCHES_IN_FLIGHT = 2
 LEAST_BLOCKS = 8  # of a pool that grows
-MOST_LORAS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +64,9 @@ class Session:
         self.engine_config = resolve_for(params.config, config, self.placement, dtype)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
+        self.adapters.grows = grows and not config.max_loras
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
-        self._grows_tables = grows and not config.max_loras
         self._cached_version = 0  # weight version that the prefix cache is of
         self._engine: Engine | Replicas | None = None
 
@@ -128,42 +127,6 @@ class Session:
         if self.has_pool:
             self.runner.params = None
 
-    # Adapters
-
-    def add_adapter(self, name: Any, source: Any) -> int:
-        """Take an adapter under a name, in place of the one that had it; its version."""
-        made = self.adapters.made(source, check_name(name))
-        self._check_fits([made])
-        self.adapters.named[name] = made
-        return made.version
-
-    def reserve_adapters(self, adapters: Iterable[AdapterVersion | None]) -> None:
-        """If nobody said how many a step may have, and of which rank, have tables for these."""
-        own = self.engine_config
-        asked = {a.version: a for a in adapters if a is not None}
-        if self._grows_tables and asked:
-            count = min(1 << (len(asked) - 1).bit_length(), MOST_LORAS)
-            rank = 1 << (max(a.rank for a in asked.values()) - 1).bit_length()
-            least = own.max_lora_rank if own.max_loras else LEAST_RANK
-            sizes = {"max_loras": max(count, own.max_loras), "max_lora_rank": max(rank, least)}
-            if sizes["max_loras"] > own.max_loras or rank > least:
-                log.info("adapters take tables of %s: steps compile again", sizes)
-                self.engine_config = dataclasses.replace(own, **sizes)
-                if self.has_pool:
-                    self.start(self.engine.config.num_blocks)
-        self._check_fits(asked.values())
-
-    def _check_fits(self, adapters: Iterable[AdapterVersion]) -> None:
-        config = self.engine_config
-        for adapter in adapters:
-            if not config.max_loras:
-                raise ConfigError("max_loras=0: pass max_loras=, the adapters of a step at most")
-            if adapter.rank > config.max_lora_rank:
-                raise ConfigError(
-                    f"an adapter of rank {adapter.rank} is above max_lora_rank="
-                    f"{config.max_lora_rank}"
-                )
-
     # The pool
 
     def start(self, num_blocks: int | None = None) -> None:
@@ -215,7 +178,6 @@ class Session:
         self.weights.release()
         if self.has_pool:
             self.engine.reset_prefix_cache()
-            self.engine.forget_adapters()
             self.runner.release()
             self.runner.params = None
 
@@ -257,8 +219,7 @@ class Session:
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
         totals = self.engine.report() | report_of(self.runner)
-        named = {name: adapter.version for name, adapter in self.adapters.named.items()}
-        return totals | self.weights.report() | {"adapters": named}
+        return totals | self.weights.report() | self.adapters.report()
 
     def snapshot(self, **face: Any) -> Snapshot:
         """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""
@@ -287,6 +248,35 @@ class Session:
         where = self.placement
         found = plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
         return least(found) if are_many(where.mesh) else found
+
+
+def add_adapter(session: Session, name: Any, source: Any) -> int:
+    """Take an adapter under a name, in place of the one that had it; its version. ConfigError where
+    it cannot be served.
+    """
+    made = session.adapters.made(source, check_name(name))
+    check_fits([made], session.engine_config)
+    session.adapters.named[name] = made
+    return made.version
+
+
+def adapted(session: Session, prompts: list[Any], lora: Any) -> list[Any]:
+    """The prompts of a call with its adapters, one for all or a list, in tables that hold them:
+    larger ones if they grow; ConfigError where those that there are do not do.
+    """
+    if lora is None:
+        return prompts
+    adapters = session.adapters.of_call(match_adapters(lora, len(prompts)))
+    asked = list({a.version: a for a in adapters if a is not None}.values())
+    config = session.engine_config
+    config = grown(config, asked) if session.adapters.grows and asked else config
+    if config != session.engine_config:
+        log.info("adapters take %d slots: steps compile again", config.max_loras)
+        session.engine_config = config
+        if session.has_pool:
+            session.start(session.engine.config.num_blocks)
+    check_fits(asked, config)
+    return [Adapted(*pair) for pair in zip(prompts, adapters, strict=True)]
 
 
 def _renew(session: Session, params: Params) -> None:

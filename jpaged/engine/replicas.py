@@ -180,15 +180,11 @@ class Replicas:
         for engine in self.engines:
             engine.reset_prefix_cache()
 
-    def forget_adapters(self) -> None:
-        """Take the device's tables of adapters for empty."""
-        for engine in self.engines:
-            engine.forget_adapters()
-
     def report(self) -> dict[str, Any]:
         """What an Engine reports, blocks added up."""
         reports = [engine.report() for engine in self.engines]
         names = ("blocks_in_use", "num_blocks", "host_blocks", "host_blocks_in_use")
+        names += ("sequences_running", "sequences_waiting")
         groups = [
             {"window": own[0]["window"]}
             | {name: sum(group[name] for group in own) for name in ("num_blocks", "in_use")}

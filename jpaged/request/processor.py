@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from jpaged.adapters import Adapters
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
@@ -18,7 +17,7 @@ from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat, render
 from jpaged.request.detokenizer import TextStream
-from jpaged.request.prompts import adapter_name, cache_salt, tokenize
+from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 
@@ -26,23 +25,17 @@ from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 class Processor:
     """Checks and tokenizes the requests of one model.
 
-    config: resolved. tokenizer: None takes the source folder's, loaded when first needed. adapters:
-    those that prompts can name; None is none.
+    config: resolved. tokenizer: None takes the source folder's, loaded when first needed.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        config: EngineConfig,
-        tokenizer: Any,
-        source: Path | None,
-        adapters: Adapters | None = None,
+        self, model: ModelConfig, config: EngineConfig, tokenizer: Any, source: Path | None
     ):
         assert config.max_model_len is not None
         self.model, self.config = model, config
         self.max_model_len = config.max_model_len
         self._source = source
-        self._adapters = adapters
+        self.adapters: dict[str, AdapterVersion] = {}  # that prompts can name
         self._given_tokenizer = tokenizer
         self._generation_config = {} if source is None else load_generation_config(source)
         self._warned_of_eos = False
@@ -81,6 +74,7 @@ class Processor:
 
     def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, checked against the vocabulary."""
+        prompt = prompt.prompt if isinstance(prompt, Adapted) else prompt
         if isinstance(prompt, Chat):
             prompt = self.render(prompt)
         return tokenize(prompt, self._need_tokenizer, self.model.vocab_size)
@@ -95,11 +89,8 @@ class Processor:
         request_id: str | None = None,
         *,
         streaming: bool = False,
-        adapter: AdapterVersion | None = None,
     ) -> Request:
-        """Check one request in full and make its Sequences, one a sample. adapter: where the prompt
-        names none.
-        """
+        """Check one request in full and make its Sequences, one a sample."""
         asked = sampling_params
         if not isinstance(asked, SamplingParams):
             raise RequestError(
@@ -122,8 +113,7 @@ class Processor:
         how = {
             "request_id": self.new_id() if request_id is None else request_id,
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
-            "salt": cache_salt(prompt),
-            "adapter": self._adapter(prompt, adapter),
+            **cached_under(prompt, self.adapters),
         }
         samples = [
             self._sequence(
@@ -144,8 +134,6 @@ class Processor:
         max_tokens: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
-        *,
-        adapter: AdapterVersion | None = None,
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
         check_whole("beam_width", beam_width, 1)
@@ -167,20 +155,13 @@ class Processor:
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
-        fields = {"salt": cache_salt(prompt), "adapter": self._adapter(prompt, adapter)}
+        fields = cached_under(prompt, self.adapters)
         root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
-    def scores(
-        self,
-        token_lists: list[Any],
-        temperature: float,
-        adapters: list[AdapterVersion | None] | None = None,
-    ) -> list[Request]:
-        """Check sequences whose tokens' logprobs are wanted, and make a request of each. adapters:
-        of each, where it names none.
-        """
+    def scores(self, token_lists: list[Any], temperature: float) -> list[Request]:
+        """Check sequences whose tokens' logprobs are wanted, and make a request of each."""
         if temperature == 0:
             raise RequestError(
                 "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
@@ -194,8 +175,7 @@ class Processor:
                 raise CapacityError(
                     f"sequence {i} of {len(ids)} tokens is longer than max_model_len={most}"
                 )
-            adapter = self._adapter(token_list, None if adapters is None else adapters[i])
-            fields: dict[str, Any] = {"score_only": True, "adapter": adapter}
+            fields = cached_under(token_list, self.adapters) | {"score_only": True}
             sequence = self._sequence(ids, asked, request_id=self.new_id(), **fields)
             requests.append(Request([sequence]))
         return requests
@@ -213,15 +193,6 @@ class Processor:
                 "shorten it or raise max_model_len"
             )
         return text, ids
-
-    def _adapter(self, prompt: Any, other: AdapterVersion | None) -> AdapterVersion | None:
-        """The adapter that a prompt names, else the other one."""
-        name = adapter_name(prompt)
-        if name is None:
-            return other
-        if self._adapters is None:
-            raise RequestError(f"adapter {name!r}: there are none here")
-        return self._adapters[name]
 
     def _sequence(
         self, ids: list[int], sampling_params: SamplingParams, *, request_id: str, **fields: Any

@@ -1,5 +1,6 @@
 """The forms a prompt may take, and the checks that need no engine."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.checks import is_scalar
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
 from jpaged.request.chat import Chat
@@ -42,6 +44,8 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
     """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises
     RequestError.
     """
+    if isinstance(prompt, Adapted):
+        prompt = prompt.prompt
     if isinstance(prompt, Mapping):
         keys = set(prompt) - {"cache_salt", "adapter"}
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
@@ -88,11 +92,31 @@ def cache_salt(prompt: Any) -> str | None:
     return salt
 
 
-def adapter_name(prompt: Any) -> Any:
-    """The adapter that a prompt or a conversation names; None is the model itself."""
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A prompt in any form with the adapter that came with the call."""
+
+    prompt: Any
+    adapter: AdapterVersion | None
+
+
+def cached_under(prompt: Any, named: Mapping[str, AdapterVersion]) -> dict[str, Any]:
+    """The fields of a Sequence that its cached prefix depends on beside tokens: salt, and the
+    adapter that the prompt names or comes with. named: those that there are.
+    """
+    adapter, name = None, None
+    if isinstance(prompt, Adapted):
+        prompt, adapter = prompt.prompt, prompt.adapter
     if isinstance(prompt, Chat):
-        return prompt.adapter
-    return prompt.get("adapter") if isinstance(prompt, Mapping) else None
+        name = prompt.adapter
+    elif isinstance(prompt, Mapping):
+        name = prompt.get("adapter")
+    if name is not None:
+        if not isinstance(name, str) or name not in named:
+            known = f"there are {', '.join(sorted(named))}" if named else "there is none"
+            raise RequestError(f"adapter {name!r} is unknown: {known}; add_adapter adds one")
+        adapter = named[name]
+    return {"salt": cache_salt(prompt), "adapter": adapter}
 
 
 def match_adapters(lora: Any, count: int) -> list[Any]:

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jpaged.config import EngineConfig
+from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Pairs, adapted_specs
 from jpaged.models.params import ParamSpec, axes_shape, nest
@@ -52,6 +53,14 @@ def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype
         return {"a": struct(shapes["a"], specs["a"]), "b": tuple(struct(*pair) for pair in pairs)}
 
     return nest({name: of_weight(name, spec) for name, spec in adapted_specs(model).items()})
+
+
+def with_tables(
+    form: Any, specs: Any, model: ModelConfig, config: EngineConfig, where: Placement
+) -> tuple[Any, Any]:
+    """What a step with adapters takes as params in form and specs, of those of one without."""
+    tables = table_form(model, config, where, form["embed"]["weight"].dtype)
+    return (form, tables), (specs, table_specs(model, where))
 
 
 def table_specs(model: ModelConfig, where: Placement) -> Any:
@@ -131,9 +140,18 @@ class AdapterTables:
         self.arrays: Any = None
         self._compiled: Any = None
 
+    def ready(self, batch: Batch, params: Any) -> Any:
+        """What the batch's step takes as params, once its loads are written."""
+        for replica, part in enumerate(batch.each):
+            for slot, adapter in part.loads:
+                self.load(replica, slot, adapter.data)
+        return (params, self.arrays) if batch.bucket.loras else params
+
     def allocate(self) -> None:
         """Have them, of zeros at first, and what writes to them."""
-        if self.config.max_loras and self.arrays is None:
+        arrays = jax.tree.leaves(self.arrays)
+        # Tables that went into a write that never came back are gone: all is loaded again then.
+        if self.config.max_loras and (not arrays or any(x.is_deleted() for x in arrays)):
             form = table_form(self.model, self.config, self.where, self.dtype)
             self.arrays = jax.tree.map(lambda x: kv_cache.zeros(x.shape, x.dtype, x.sharding), form)
             self.load(0, self.config.max_loras, {})  # nowhere
@@ -149,15 +167,6 @@ class AdapterTables:
         if self._compiled is None:
             self._compiled = self._lower(slots, placed).compile()
         self.arrays = self._compiled(self.arrays, slots, placed)
-
-    def recover(self) -> None:
-        """After an exception: tables that went into a write that never came back are gone."""
-        if any(x.is_deleted() for x in jax.tree.leaves(self.arrays)):
-            self.release()
-
-    def release(self) -> None:
-        """Free them; what was in them must be loaded again."""
-        self.arrays = None
 
     def _lies(self) -> Any:
         """How an adapter's data lies, beside tables of its weights."""

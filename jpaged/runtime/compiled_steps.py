@@ -22,7 +22,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
-from jpaged.runtime.adapter_tables import table_form, table_specs
+from jpaged.runtime.adapter_tables import with_tables
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.steps import StepSetting, make_step
@@ -131,8 +131,7 @@ class CompiledSteps:
         step, form = make_step(bucket, self.setting), self.form
         params = specs_of(form, param_specs(model, self.where.axis, self.where.axis_size))
         if bucket.loras:
-            form = (form, table_form(model, config, self.where, hidden.dtype))
-            params = (params, table_specs(model, self.where))
+            form, params = with_tables(form, params, model, config, self.where)
         step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)

@@ -101,21 +101,18 @@ class Runner:
 
     def _dispatch(self, batch: Batch) -> Handle:
         for replica, part in enumerate(batch.each):
-            for slot, adapter in part.loads:
-                self.adapters.load(replica, slot, adapter.data)
             for row, token_ids, prompt_len in part.counts:
                 self._enter_counts(replica, row, token_ids, prompt_len)
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
-        packed = self.transfers.put(batch.packed)
+        packed, params = self.transfers.put(batch.packed), self.adapters.ready(batch, self.params)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-            state, out = step(self._params(batch.bucket), self._lent(batch.bucket), packed)
+            state, out = step(params, self._lent(batch.bucket), packed)
             self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
         state, outs = self._lent(batch.bucket), []
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        params = self._params(batch.bucket)
         kv, hidden, packed, scored = step(params, state.kv, state.rows, packed)
         self._state = DeviceState(kv=kv, rows=state.rows)
         if batch.sample is not None:
@@ -126,10 +123,6 @@ class Runner:
             outs.append(out)
         outs += [] if scored is None else [scored]
         return Handle(batch=batch, outs=tuple(outs), done=hidden)
-
-    def _params(self, bucket: Bucket) -> Any:
-        """What a step takes as params: with the adapters, where its bucket has them."""
-        return (self.params, self.adapters.arrays) if bucket.loras else self.params
 
     def _lent(self, bucket: Bucket) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
@@ -242,8 +235,6 @@ class Runner:
             zeros = np.zeros(where.replicas * rows, np.int32)
             last, lens = (put(zeros, where.sharding(where.each)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))
-        if full:
-            self.adapters.allocate()
         if full and self._counts_RV is None:
             form = self.steps.counts
             self._counts_RV = kv_cache.zeros(form.shape, form.dtype, form.sharding)
@@ -256,17 +247,16 @@ class Runner:
             self._state = None
         if self._counts_RV is not None and self._counts_RV.is_deleted():
             self._counts_RV = None
-        self.adapters.recover()
 
     def release(self) -> None:
         """Free the state; executables stay, and the next dispatch allocates again."""
-        self._state = self._counts_RV = None
-        self.adapters.release()
+        self._state = self._counts_RV = self.adapters.arrays = None
 
 
 def seal(runner: Runner) -> None:
     """Let no shape in that is not compiled (strict mode)."""
     runner.allocate(full=True)
+    runner.adapters.allocate()
     runner.steps.seal()
 
 
