@@ -46,13 +46,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
     def made(count: int, rank: int) -> jpaged.LLM:
         sizes: Any = {"max_num_seqs": args.rows, "max_num_batched_tokens": 1024}
-        tables = {"max_loras": count, "max_lora_rank": rank} if count else {}
+        tables: Any = {"max_loras": count, "max_lora_rank": rank} if count else {}
         llm = jpaged.LLM(params, max_model_len=512, **sizes, **tables)
         for i in range(2 * count):
             llm.add_adapter(str(i), adapter(params.config, rank, i))
         return llm
 
-    def seconds(llm: jpaged.LLM, names: list[str | None]) -> float:
+    def seconds(llm: jpaged.LLM, names: list[Any]) -> float:
         each: list[Any] = [
             {"prompt_token_ids": prompt, "adapter": names[i % len(names)]}
             for i, prompt in enumerate(prompts)
@@ -62,9 +62,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         llm.generate(each, asked, use_tqdm=False)
         return time.perf_counter() - began
 
-    cases: list[tuple[str, int, int, jpaged.LLM, list[str | None]]] = []
-    base = made(0, 0)
-    cases.append(("base", 0, 0, base, [None]))
+    cases: list[tuple[str, int, int, jpaged.LLM, list[Any]]] = []
+    cases.append(("base", 0, 0, made(0, 0), [None]))
     for rank in args.ranks:
         for count in args.counts:
             llm, names = made(count, rank), [str(i) for i in range(2 * count)]
