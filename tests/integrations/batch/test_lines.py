@@ -604,6 +604,6 @@ def test_a_model_that_is_an_adapter() -> None:
 
 def test_the_flag_of_adapters(tmp_path: Path) -> None:
     assert folders([f"a={tmp_path}"]) == {"a": str(tmp_path)} and folders(None) == {}
-    for given in (["a"], [f"={tmp_path}"], ["a=none"], [f"a={tmp_path}"] * 2):
+    for flag in (["a"], [f"={tmp_path}"], ["a=none"], [f"a={tmp_path}"] * 2):
         with pytest.raises(BatchError, match="--adapter"):
-            folders(given)
+            folders(flag)
