@@ -118,8 +118,7 @@ class CompiledSteps:
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
-        # Of each kind: the arguments after the params, which of them is donated, their specs, and
-        # those of the results.
+        # Of each kind: arguments after the params, which is donated, their and the results' specs.
         is_apart = bucket.phase == "decode" and config.separate_draw
         args, donated, in_specs, out_specs = {
             "prefill": (
@@ -129,10 +128,9 @@ class CompiledSteps:
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
         }["prefill" if is_apart else bucket.phase]
-        step, form = make_step(bucket, self.setting), self.form
-        params = specs_of(form, param_specs(model, self.where.axis, self.where.axis_size))
-        if bucket.loras:
-            form, params = with_tables(form, params, model, config, self.where)
+        params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
+        form, params = with_tables(self.form, params, model, config, self.where, bucket)
+        step = make_step(bucket, self.setting)
         step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
