@@ -22,7 +22,7 @@ from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import warmup as compile_table
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import Session
+from jpaged.session import Session, adapted
 
 MAX_ENGINES = 2
 _kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first
@@ -38,6 +38,7 @@ def generate(
     mesh: Mesh | None = None,
     seed: int | jax.Array = 0,
     engine_config: EngineConfig | None = None,
+    lora: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -50,11 +51,14 @@ def generate(
     the same call repeats itself. on_error: "raise" checks everything first, then raises
     GenerationError (with `.outputs`) once the others have finished; "return" puts each error into
     its own output. New params are new by the identity of their leaves: they are served at once,
-    without a compile, and drop the prefix cache.
+    without a compile, and drop the prefix cache. lora: an adapter on top of the params
+    (see docs/lora.md), one for all prompts or a list of one (or None) each: jpaged.Adapter, a tree
+    of pairs (A, B), or a folder as PEFT writes it; new ones, too, are served at once.
     """
     key = as_key(seed)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        makes = calls.completions(as_list(prompts), sampling_params, key)
+        prompts = adapted(calls.session, as_list(prompts), lora)
+        makes = calls.completions(prompts, sampling_params, key)
         return calls.complete(makes, on_error, use_tqdm)
 
 
@@ -70,6 +74,7 @@ def beam_search(
     tokenizer: Any = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
+    lora: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -79,11 +84,12 @@ def beam_search(
     long ones. early_stopping: True stops at beam_width finished completions; False when no beam's
     score as of now beats the worst of them; "never" when none can. Candidates, order and scores are
     those of transformers' beam search. Beams share their blocks. Rows of beam_width a prompt; 2 *
-    beam_width (more with several EOS ids) is at most max_logprobs.
+    beam_width (more with several EOS ids) is at most max_logprobs. lora: as in generate.
     """
     how = (beam_width, max_tokens, length_penalty, early_stopping)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        return calls.complete(calls.beam_searches(as_list(prompts), *how), on_error, use_tqdm)
+        prompts = adapted(calls.session, as_list(prompts), lora)
+        return calls.complete(calls.beam_searches(prompts, *how), on_error, use_tqdm)
 
 
 def score(
@@ -98,6 +104,7 @@ def score(
     structured: Mapping[str, Any] | None = None,
     prompt_lens: List[int] | None = None,
     tokenizer: Any = None,
+    lora: Any = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
@@ -106,12 +113,13 @@ def score(
     prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
     whose masks their tokens are then scored: the "processed" logprobs of a draw without filters,
     penalties, biases and min_tokens. RequestError for a text that is not of it. tokenizer: what
-    the form's masks are made by; None takes that of the params' folder.
+    the form's masks are made by; None takes that of the params' folder. lora: as in generate.
     """
     is_any = tokenizer is None
     with _serving(params, config, mesh, engine_config, tokenizer, any_tokenizer=is_any) as calls:
         form = {"structured": structured, "prompt_lens": prompt_lens}
-        return calls.score(as_list(token_lists), temperature, return_greedy, **form)
+        token_lists = adapted(calls.session, as_list(token_lists), lora)
+        return calls.score(token_lists, temperature, return_greedy, **form)
 
 
 def warmup(
@@ -146,6 +154,7 @@ def warmup(
         session.reserve([-(-length // session.engine_config.block_size)] * batch)
         compile_table(session.runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
         session.runner.allocate(full=True)
+        session.runner.adapters.allocate()
         return time.perf_counter() - began
 
 

@@ -7,6 +7,7 @@ fills by it on the host, the steps slice by it on the device.
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -50,9 +51,9 @@ class Bucket:
     in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
     block tables of a row, one a group of layers, and their width M. features "filtered"
     has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
-    them itself would have a GPU wait for the host in its middle. masks: a draw that is told
-    what each row may draw; a decode that leaves its draw to one (as all do with `separate_draw`); a
-    prefill that scores under masks.
+    them itself would have a GPU wait for the host in its middle. loras: slots of adapters, 0 where
+    no row has one. masks: a draw that is told what each row may draw; a decode that leaves its draw
+    to one (as all do with `separate_draw`); a prefill that scores under masks.
     """
 
     phase: Phase
@@ -62,6 +63,7 @@ class Bucket:
     blocks: int = 0
     steps: int = 1
     features: Features = "plain"
+    loras: int = 0
     masks: bool = False
 
     @property
@@ -79,8 +81,8 @@ class Bucket:
     def holds(self, other: "Bucket") -> bool:
         """Whether this step can do what another does, and does more."""
         return (
-            (self.phase, self.tables, self.blocks, self.steps, self.masks)
-            == (other.phase, other.tables, other.blocks, other.steps, other.masks)
+            (self.phase, self.tables, self.blocks, self.steps, self.loras, self.masks)
+            == (other.phase, other.tables, other.blocks, other.steps, other.loras, other.masks)
             and self.tokens >= other.tokens
             and self.rows >= other.rows
             and (self.features == other.features or self._draws_more(other))
@@ -107,7 +109,7 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     neither shape multiplies the other's: the prefill hands it on, and so does a decode without its
     draw. logits_indices: places among the
     packed tokens after which a token is drawn. follows: 1 for a row whose last token is the one
-    that its device row drew last.
+    that its device row drew last. adapters: of each row its slot, `loras` where it has none.
     """
     assert config.seq_buckets is not None
     rows, most = bucket.rows, config.seq_buckets[-1]
@@ -117,6 +119,8 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
         return _lay_out(shapes | {"follows": (most,)})
     shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
+    if bucket.loras:
+        shapes["adapters"] = (rows,)
     _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
     if bucket.draws_apart(config):
         return _lay_out(shapes | {"device_rows": (rows,), "sample": (size,)})
@@ -179,7 +183,9 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
+    has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
+    kind["loras"] = config.max_loras if has_adapters else 0
     sample = None
     if drawing:
         sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features, masks=masks)
@@ -228,7 +234,8 @@ def _widest(buckets: Sequence[Bucket]) -> Bucket:
     masks = any(b.masks for b in buckets)
     if masks and buckets[0].phase == "sample":
         features = max(features, MASKED[0], key=DRAWS.index)
-    return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, features=features, masks=masks)
+    how = {"features": features, "masks": masks, "loras": max(b.loras for b in buckets)}
+    return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, **how)
 
 
 def bucket_table(
@@ -246,22 +253,24 @@ def bucket_table(
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
     shape: dict[str, Any] = {"tables": tables, "blocks": config.max_blocks_per_seq}
+    shapes = [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
     for S in _up_to(config.seq_buckets, rows):
+        size, steps = {"tokens": S, "rows": S}, {"steps": config.decode_steps}
         for features in DRAWS:
-            size: dict[str, Any] = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):
-                size |= shape | {"steps": config.decode_steps}
-                yield Bucket(phase="decode", **size, features=features)
+                for each in shapes:
+                    yield Bucket(phase="decode", **size, **each, **steps, features=features)
         for features in MASKED if config.structured_output else ():
-            yield Bucket(phase="sample", tokens=S, rows=S, features=features, masks=True)
+            yield Bucket(phase="sample", **size, features=features, masks=True)
         if config.structured_output and not config.pinned and not config.separate_draw:
-            yield Bucket(phase="decode", tokens=S, rows=S, **shape, masks=True)
+            for each in shapes:
+                yield Bucket(phase="decode", **size, **each, masks=True)
     kinds: tuple[Features, ...] = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):
-            for features in kinds:
-                yield Bucket(phase="prefill", tokens=T, rows=S, **shape, features=features)
+            for features, each in itertools.product(kinds, shapes):
+                yield Bucket(phase="prefill", tokens=T, rows=S, **each, features=features)
 
 
 def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:

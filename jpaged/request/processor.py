@@ -12,13 +12,14 @@ from typing import Any
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat, render
 from jpaged.request.detokenizer import TextStream
-from jpaged.request.prompts import cache_salt, tokenize
+from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, form_begins
@@ -41,6 +42,7 @@ class Processor:
         self.model, self.config = model, config
         self.max_model_len = config.max_model_len
         self._source = source
+        self.adapters: dict[str, AdapterVersion] = {}  # that prompts can name
         self._given_tokenizer = tokenizer
         self._generation_config = {} if source is None else load_generation_config(source)
         self._warned_of_eos = False
@@ -91,6 +93,7 @@ class Processor:
 
     def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, checked against the vocabulary."""
+        prompt = prompt.prompt if isinstance(prompt, Adapted) else prompt
         if isinstance(prompt, Chat):
             prompt = self.render(prompt)
         return tokenize(prompt, self._need_tokenizer, self.model.vocab_size)
@@ -130,7 +133,7 @@ class Processor:
         how = {
             "request_id": self.new_id() if request_id is None else request_id,
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
-            "salt": cache_salt(prompt),
+            **cached_under(prompt, self.adapters),
         }
         samples = [
             self._sequence(
@@ -162,7 +165,8 @@ class Processor:
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
-        root = self._sequence(ids, asked, request_id=self.new_id(), salt=cache_salt(prompt))
+        fields = cached_under(prompt, self.adapters)
+        root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
@@ -190,9 +194,10 @@ class Processor:
                 raise CapacityError(
                     f"sequence {i} of {len(ids)} tokens is longer than max_model_len={most}"
                 )
-            form = structured and self.matcher(structured).scoring(i, ids, begins[i])
-            how: dict[str, Any] = {"score_only": True, "structured": form}
-            sequence = self._sequence(ids, asked, request_id=self.new_id(), **how)
+            fields = cached_under(token_list, self.adapters) | {"score_only": True}
+            if structured is not None:
+                fields["structured"] = self.matcher(structured).scoring(i, ids, begins[i])
+            sequence = self._sequence(ids, asked, request_id=self.new_id(), **fields)
             requests.append(Request([sequence]))
         return requests
 

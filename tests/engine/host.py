@@ -21,11 +21,13 @@ from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from tests.engine.mock import (
     MODEL,
     MockRunner,
+    adapted,
     expected,
     expected_beams,
     generated,
     next_kv,
     prompt_score,
+    version_of,
 )
 
 
@@ -58,7 +60,7 @@ def check_ended(host: "Host", seq: Sequence) -> None:
         for token, target in zip(
             seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False
         ):
-            kv = next_kv(kv, token)
+            kv = next_kv(kv, *adapted([token], version_of(seq)))
             scores.append(prompt_score(kv, target))
         assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [
             None,
@@ -144,6 +146,9 @@ class CheckedEngine(Engine):
         return scheduler
 
 
+OWN = ("eos_ids", "text", "structured", "score_only", "request_id", "index", "salt", "adapter")
+
+
 class Host:
     """An engine over a mock device: small blocks, every step checked, and no more steps than any
     test needs.
@@ -178,11 +183,7 @@ class Host:
     def sequence(
         self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any
     ) -> Sequence:
-        own = {
-            k: options.pop(k)
-            for k in ("eos_ids", "text", "structured", "score_only", "request_id", "index", "salt")
-            if k in options
-        }
+        own = {k: options.pop(k) for k in OWN if k in options}
         request_id = own.pop("request_id", None) or str(next(self._ids))
         params = SamplingParams(max_tokens=max_tokens, **options)
         assert self.config.max_model_len is not None

@@ -58,6 +58,11 @@ def next_kv(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 
 
+def adapted(tokens: Iterable[int], version: int) -> list[int]:
+    """Tokens as an adapter of this version sees them; 0 is the model itself."""
+    return [token + 1000 * version for token in tokens]
+
+
 def next_token(kv: list[int], banned: Iterable[int] = (), index: int = 0) -> int:
     """Of sample `index`: each has its own stream."""
     token = zlib.crc32(np.array([*kv, *[index] * bool(index)], np.int64).tobytes()) % VOCAB
@@ -178,6 +183,7 @@ class MockRunner:
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
         self.undrawn: Callable[[np.ndarray | None], None] | None = None
+        self.tables = [POISON] * self.config.max_loras  # the version in each slot
 
     def fit(self, buckets: Buckets) -> Buckets:
         return buckets
@@ -186,6 +192,8 @@ class MockRunner:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
         assert self.undrawn is None, "the model needs the tokens of the step before"
+        for slot, adapter in batch.loads:
+            self.tables[slot] = adapter.version
         view = self._inputs(batch.bucket, batch.packed)
         if batch.copies is not None:
             self._copy(batch.copies)
@@ -256,7 +264,8 @@ class MockRunner:
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
             if last != STOPPED:
                 token = known[row] if last is None else last
-                _, seen = self._attend(view["block_tables"][:, row], end, [token])
+                tokens = adapted([token], self._version(view, row))
+                _, seen = self._attend(view["block_tables"][:, row], end, tokens)
             contexts.append((end, seen, last))
             spans.append((end - 1, end))
         return contexts, spans
@@ -285,6 +294,7 @@ class MockRunner:
                 last = self.last[view["device_rows"][row]]
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
                 tokens = [max(last, 0)]
+            tokens = adapted(tokens, self._version(view, row))
             tables, start = view["block_tables"][:, row], int(end) - len(tokens)
             if places & set(range(first, past - 1)):  # a run, after each token of which it draws
                 for i, token in enumerate(tokens):
@@ -319,12 +329,21 @@ class MockRunner:
             token = self.last[device_row] if known[row] == ON_DEVICE else known[row]
             assert token != POISON, f"row {row} decodes from a row of the device without a token"
             while token != STOPPED and count < view["steps"][row]:
-                _, kv = self._attend(view["block_tables"][:, row], start + count + 1, [token])
+                end, seen = start + count + 1, adapted([token], self._version(view, row))
+                _, kv = self._attend(view["block_tables"][:, row], end, seen)
                 token = self._draw(view, out, row, count, kv)
                 count += 1
             out["num_drawn"][row] = count
             spans.append((start, start + count))
         return spans
+
+    def _version(self, view: Views, row: int) -> int:
+        """Of the adapter in a row's slot; 0 without one."""
+        if "adapters" not in view or view["adapters"][row] == len(self.tables):
+            return 0
+        version = self.tables[view["adapters"][row]]
+        assert version != POISON, f"row {row} has a slot that nothing was loaded into"
+        return version
 
     def _draw(
         self,
@@ -512,9 +531,10 @@ def _stream(
     min_tokens: int,
     index: int,
     windows: tuple[int | None, ...],
+    version: int,
     formed: bool,
 ) -> list[int]:
-    kv = list(itertools.accumulate(prompt, next_kv, initial=0))[1:]
+    kv = list(itertools.accumulate(adapted(prompt, version), next_kv, initial=0))[1:]
     tokens: list[int] = []
     while len(tokens) < count:
         banned = set(eos) if len(tokens) < min_tokens else set()
@@ -525,7 +545,7 @@ def _stream(
         tokens.append(next_token(visible(kv, windows), banned, index))
         if tokens[-1] in eos:
             break
-        kv.append(next_kv(kv[-1], tokens[-1]))
+        kv.append(next_kv(kv[-1], *adapted(tokens[-1:], version)))
     return tokens
 
 
@@ -539,8 +559,12 @@ def expected(seq: Sequence, windows: tuple[int | None, ...] = (None,)) -> list[i
     prompt = tuple(seq.token_ids[: seq.prompt_len])
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
     stops = seq.eos_ids | seq.stop_ids
-    least, formed = seq.sampling_params.min_tokens, seq.structured is not None
-    return _stream(prompt, count, stops, least, seq.index, windows, formed)
+    how = (seq.sampling_params.min_tokens, seq.index, windows, version_of(seq))
+    return _stream(prompt, count, stops, *how, seq.structured is not None)
+
+
+def version_of(seq: Sequence) -> int:
+    return 0 if seq.adapter is None else seq.adapter.version
 
 
 @functools.lru_cache(maxsize=1024)
@@ -553,6 +577,7 @@ def _beams(
     penalty: float,
     early_stopping: EarlyStopping,
     windows: tuple[int | None, ...],
+    version: int,
 ) -> tuple[list[tuple[list[int], float]], int]:
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     done: list[tuple[list[int], float]] = []
@@ -560,7 +585,8 @@ def _beams(
     for length in range(1, count + 1):
         options = []
         for total, tokens in beams:
-            kv = list(itertools.accumulate([*prompt, *tokens], next_kv, initial=0))[1:]
+            seen = adapted([*prompt, *tokens], version)
+            kv = list(itertools.accumulate(seen, next_kv, initial=0))[1:]
             likely = top(visible(kv, windows), num_candidates)
             options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in likely]
         options = sorted(options, key=lambda option: -option[0])[:num_candidates]
@@ -594,6 +620,7 @@ def expected_beams(
         search.length_penalty,
         search.early_stopping,
         windows,
+        version_of(root),
     )
 
 
