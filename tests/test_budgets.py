@@ -27,11 +27,11 @@ WINGS = {
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees
     "checkpoint": 1085,
     # With the bodies of openai/, which a server shares: 633 of them, 80 for the forms of answers.
-    "batch": 2580,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
+    "batch": 2585,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # asked: 2200; 370 of them to check and model kernels on a card, 40 to time experts on CPU,
     # 50 for what a form of weights costs in quality, 10 for replicas on chips that are not there,
     # 70 to time adapters, 190 to validate answers of a given form and time their masks
-    "scripts": 3420,
+    "scripts": 3425,
 }
 KERNEL_FILE = 300
 
