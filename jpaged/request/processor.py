@@ -22,11 +22,7 @@ from jpaged.request.detokenizer import TextStream
 from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
-from jpaged.structured.grammars import Grammars, Matcher, form_begins
-
-NO_MASKS = (
-    "structured: strict=True compiled no draws under masks: pass structured_output=True as well"
-)
+from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
 
 
 class Processor:
@@ -71,8 +67,7 @@ class Processor:
 
     def matcher(self, structured: Mapping[str, Any]) -> Matcher:
         """At the beginning of a form; RequestError where there is none."""
-        if self.config.strict and not self.config.structured_output:
-            raise RequestError(NO_MASKS)
+        check_served(self.config)
         return self.grammars.matcher(structured)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -184,9 +179,7 @@ class Processor:
             )
         asked = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
         asked.validate(self.config, self.model.vocab_size)
-        begins = form_begins(structured, prompt_lens, len(token_lists))
-        if structured is not None and self.config.strict:
-            raise RequestError("structured: strict=True has no steps that score under masks")
+        begins = form_begins(structured, prompt_lens, len(token_lists), self.config)
         requests, most = [], self.max_model_len
         for i, token_list in enumerate(token_lists):
             _, ids = self.tokens(token_list)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from jpaged.checks import check_whole
+from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.structured import spec
 
@@ -79,13 +80,22 @@ class Grammars:
             self._threads.unsafe_compute_mask_ptr(pairs, at, size, masks_SW.shape[0])
 
 
-def form_begins(structured: Any, prompt_lens: Any, count: int) -> list[int]:
+def check_served(config: EngineConfig) -> None:
+    """RequestError where an engine has no step that draws under masks. config: resolved."""
+    if config.strict and not config.structured_output:
+        said = "strict=True compiled no draws under masks: pass structured_output=True as well"
+        raise RequestError(f"structured: {said}")
+
+
+def form_begins(structured: Any, prompt_lens: Any, count: int, config: EngineConfig) -> list[int]:
     """Where the form of each of so many texts begins that are scored; checked."""
     if (structured is None) != (prompt_lens is None):
         raise RequestError("structured and prompt_lens: pass both, or neither")
     if structured is None:
         return [0] * count
     spec.check(structured)
+    if config.strict:
+        raise RequestError("structured: strict=True has no steps that score under masks")
     if not isinstance(prompt_lens, Sequence) or len(prompt_lens) != count:
         raise RequestError(
             f"prompt_lens={prompt_lens!r}: must be a list of {count}, one a sequence"
