@@ -86,9 +86,11 @@ def test_chat(client: Any):
     pieces = [c.delta.content or "" for event in events for c in event.choices]
     assert "".join(pieces) == choice.message.content
     # The package's own way to take a stream to its end.
-    with client.chat.completions.stream(messages=TALK, **ASK) as stream:
+    whole_ask = ASK | {"max_tokens": 400, "stop": ["\n"]}
+    with client.chat.completions.stream(messages=TALK, **whole_ask) as stream:
         final = stream.get_final_completion()
-    assert final.choices[0].message.content == choice.message.content
+    again = client.chat.completions.create(messages=TALK, **whole_ask)
+    assert final.choices[0].message.content == again.choices[0].message.content
 
 
 def test_async_clients_at_once_and_one_that_leaves(live: Live, client: Any):
