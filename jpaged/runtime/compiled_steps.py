@@ -23,6 +23,7 @@ from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
+from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.steps import StepSetting, make_step
 
@@ -141,10 +142,13 @@ class CompiledSteps:
         return jax.shard_map(function, mesh=self.where.mesh, **specs, check_vma=False)
 
     @property
-    def kv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """DeviceState.kv of all replicas."""
+    def kv(self) -> tuple[Any, ...]:
+        """DeviceState.kv of all replicas, as ShapeDtypeStructs."""
+        return tuple(self._rows(pool, pool.shape[0]) for pool in self.setting.pools)
+
+    def _rows(self, pool: PoolSpec, rows: int) -> Any:
         spec = kv_cache.spec(self.where)
-        return tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
+        return jax.tree.map(lambda x: self._struct(x.shape, x.dtype, spec), pool.of_rows(rows))
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
@@ -186,8 +190,7 @@ class CompiledSteps:
             spec, each = kv_cache.spec(self.where), self.where.each
             args = [self.kv[group], self._struct((count,), jnp.int32)]
             if name == "write_blocks":
-                blocks = (pool.num_layers * count, *pool.shape[1:])
-                args.append(self._struct(blocks, pool.dtype, spec))
+                args.append(self._rows(pool, pool.num_layers * count))
             function = functools.partial(getattr(kv_cache, name), num_layers=pool.num_layers)
             if self.where.replicas > 1:  # else XLA splits what has no sums in it
                 function = self._per_device(function, (spec, each, spec)[: len(args)], spec)
