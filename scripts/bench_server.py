@@ -16,11 +16,13 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from typing import Any
 
 import _common as common
@@ -44,10 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         assert child.stdin is not None and child.stdout is not None
         port = int(child.stdout.readline())
-        measure = [bulk_round(args, child), stream_round(args, port)]
-        for one in measure:  # compiles, and warms up
-            one(0)
-        found = [(measure[0](i), measure[1](i)) for i in range(1, args.rounds + 1)]
+        found = rounds(args, child, port)
     finally:
         child.terminate()
         child.wait()
@@ -127,17 +126,32 @@ def prompts_of(args: argparse.Namespace, name: str) -> list[list[int]]:
 # The client
 
 
-def bulk_round(args: argparse.Namespace, child: Any) -> Any:
-    def run(number: int) -> float:
-        child.stdin.write(f"{number}\n")
-        child.stdin.flush()
-        return args.requests * args.output / float(child.stdout.readline())
+def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float, dict[str, Any]]]:
+    """Of each round generate's tokens a second, and what the streams saw. The first warms up, and
+    one in which a step was compiled does not count.
+    """
+    found, compiles = [], -1
+    for number in range(2 * args.rounds + 6):
+        pair = (bulk(args, child, number), asyncio.run(streams(args, port, number)))
+        before, compiles = compiles, compiled(port)
+        if before == compiles:
+            found.append(pair)
+        if len(found) == args.rounds:
+            return found
+    raise RuntimeError("steps are compiled in every round: give more rounds, or fewer buckets")
 
-    return run
+
+def compiled(port: int) -> int:
+    """Steps that the server's engine has compiled."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    return int(re.findall(r"^jpaged_compiled_steps_total (\d+)$", text, re.M)[0])
 
 
-def stream_round(args: argparse.Namespace, port: int) -> Any:
-    return lambda number: asyncio.run(streams(args, port, number))
+def bulk(args: argparse.Namespace, child: Any, number: int) -> float:
+    child.stdin.write(f"{number}\n")
+    child.stdin.flush()
+    return args.requests * args.output / float(child.stdout.readline())
 
 
 async def streams(args: argparse.Namespace, port: int, number: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 DISCARD_S = 1.0
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 HIDDEN = "the server failed at this request; its log says why"
 
 
@@ -69,7 +70,7 @@ class Gone(Exception):
 def encode(value: Any) -> bytes:
     """JSON in UTF-8; escaped where a text cannot be written as it is."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return COMPACT.encode(value).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode()
 
@@ -196,12 +197,15 @@ class Exchange:
                     self._unread = bool(message.get("more_body"))
 
     async def _out(self, message: Any) -> None:
+        state = self.scope["state"]
+        if not state["flow"].write_paused:  # it does not wait: no clock is needed
+            return await self._send(message)
         try:
             async with asyncio.timeout(self.settings.stall_timeout_s):
                 await self._send(message)
         except TimeoutError:
             # Closing would wait until the client has read the rest.
-            self.scope["state"]["transport"].abort()
+            state["transport"].abort()
             await asyncio.sleep(0)
             raise Gone from None
 
@@ -249,7 +253,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
         # Requests find it in their scope.
-        self.app_state = {**self.app_state, "transport": transport}
+        self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}
         if len(self.connections) > self.settings.max_connections:
             transport.abort()
         else:
