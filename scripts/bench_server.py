@@ -81,16 +81,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def serve(args: argparse.Namespace) -> int:
     """Print the port, then answer each line of stdin, a round's number, by generate's seconds."""
     from jpaged import LLM, AsyncLLM, SamplingParams
-    from jpaged.demo import MODEL_PATH
     from jpaged.openai.server.app import Server
     from jpaged.openai.server.run import Listener
     from jpaged.openai.server.settings import ServerSettings
 
     settings = {"max_num_seqs": args.concurrency, **engine_settings(args)}
     params = common.load_model(args, args.dtype)
-    # Random weights have no tokenizer; with one, text is made of tokens as it would be.
+    # Random weights have no tokenizer: with this one, text is made of tokens as it would be.
     llm = LLM(
-        params, tokenizer=None if args.random is None else demo_tokenizer(MODEL_PATH), **settings
+        params,
+        tokenizer=None if args.random is None else words(params.config.vocab_size),
+        **settings,
     )
     engine = AsyncLLM(llm)
     server = Server(engine, ServerSettings(models=(MODEL,), max_waiting=10 * args.requests))
@@ -112,10 +113,14 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-def demo_tokenizer(folder: Any) -> Any:
-    from jpaged.checkpoint.tokenizer import load_tokenizer
+def words(vocab_size: int) -> Any:
+    """A tokenizer of a word a token."""
+    from tokenizers import Tokenizer, models
 
-    return load_tokenizer(folder)
+    from jpaged.models.hf_defaults import import_transformers
+
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    return import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def prompts_of(args: argparse.Namespace, name: str) -> list[list[int]]:
