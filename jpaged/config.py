@@ -71,7 +71,8 @@ class EngineConfig:
     separate_draw: bool | None = _knob(
         None,
         "a decode is two programs, the model and a draw that prefills share: half of the compile "
-        "time, one dispatch more a step; None: on CPUs",
+        "time, one dispatch more a step; None: on CPUs, and no longer than the one program takes "
+        "to compile beside it where it has the same bits",
     )
     max_logprobs: int = _knob(20, "alternatives of a token that a request may ask for")
     max_logit_bias: int = _knob(64, "biased tokens that a request may have")
@@ -183,6 +184,11 @@ class EngineConfig:
             raise ConfigError(
                 f"separate_draw=True: a dispatch of decode_steps={steps} draws within its loop"
             )
+        separate_draw = self.separate_draw
+        if separate_draw is None and not (on_cpu and deterministic and batch_invariant):
+            separate_draw = on_cpu
+        if steps > 1 or (separate_draw is None and self.strict):
+            separate_draw = steps == 1
         return dataclasses.replace(
             self,
             max_model_len=max_model_len,
@@ -191,8 +197,7 @@ class EngineConfig:
             token_buckets=tokens,
             seq_buckets=rows,
             decode_steps=steps,
-            separate_draw=steps == 1
-            and (on_cpu if self.separate_draw is None else self.separate_draw),
+            separate_draw=separate_draw,
             deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )

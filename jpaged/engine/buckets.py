@@ -209,7 +209,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
 def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     """The smallest buckets of the table that hold what each of these holds, all of one phase."""
     if any(b.masks and b.phase == "decode" for b, _ in chosen):  # the others' draws go apart too
-        chosen = [_apart(bucket, sample) for bucket, sample in chosen]
+        chosen = [drawn_apart(bucket, sample) for bucket, sample in chosen]
     bucket = _widest([bucket for bucket, _ in chosen])
     if bucket.phase == "prefill":
         rows = next(rows for rows in _prefill_rows(bucket.tokens, config) if rows >= bucket.rows)
@@ -218,7 +218,7 @@ def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     return bucket, _widest(samples) if samples else None
 
 
-def _apart(bucket: Bucket, sample: Bucket | None) -> Buckets:
+def drawn_apart(bucket: Bucket, sample: Bucket | None = None) -> Buckets:
     """A decode whose draw is apart, of one that draws itself."""
     if bucket.masks:
         return bucket, sample
@@ -263,7 +263,8 @@ def bucket_table(
                     yield Bucket(phase="decode", **size, **each, **steps, features=features)
         for features in MASKED if config.structured_output else ():
             yield Bucket(phase="sample", **size, features=features, masks=True)
-        if config.structured_output and not config.pinned and not config.separate_draw:
+        comes_apart = config.structured_output or config.separate_draw is None
+        if comes_apart and not config.pinned and not config.separate_draw:
             for each in shapes:
                 yield Bucket(phase="decode", **size, **each, masks=True)
     kinds: tuple[Features, ...] = ("plain", "prompt")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpaged.engine.buckets import Bucket, input_sections
+from jpaged.engine.buckets import Bucket, Buckets, drawn_apart, input_sections
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
@@ -26,13 +26,15 @@ from jpaged.runtime.adapter_tables import with_tables
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import are_many
 from jpaged.runtime.steps import StepSetting, make_step
 
 log = logging.getLogger("jpaged")
 
 # A step stands in for another of at most so many times fewer tokens, and so many times before that
-# one is worth a compile: until then it saves no time.
-MUCH_LARGER, OFTEN = 4, 128
+# one is worth a compile: until then it saves no time. What two steps do at the price of a dispatch
+# is worth one that does both only later.
+MUCH_LARGER, OFTEN, OFTEN_IN_TWO = 4, 128, 512
 LEAST_SECONDS = 0.1  # what compiles faster is not worth a file in the persistent cache
 # Whole AVX-512 registers where XLA:CPU would use half of one: 0.94 of the time of decode attention,
 # 0.97 of a step. Loops only get wider; no sum is reordered. A CPU without AVX-512 keeps its own
@@ -71,10 +73,26 @@ class CompiledSteps:
             self.compile(bucket, started, self.lower(bucket))
         return self._steps[bucket]
 
-    def standing_in(self, bucket: Bucket) -> Bucket:
-        """A bucket whose step is compiled and does for this one: itself, else the smallest that is
-        not much larger, while this one compiles in the background once it has been asked for
-        often. Itself, too, where there is none, and where a row's bits could differ between them.
+    def fit(self, buckets: Buckets) -> Buckets:
+        """What to run for these, in the place of steps that are not compiled yet.
+
+        A larger step stands in for a smaller. With separate_draw None a decode that draws itself
+        comes apart into two steps that compile sooner. Either has the same bits; once a step has
+        been asked for often, it compiles in the background.
+        """
+        bucket, sample = buckets
+        found = self._standing_in(bucket)
+        in_two = self.setting.config.separate_draw is None and bucket.phase == "decode"
+        if in_two and not bucket.masks and found not in self._steps:
+            self._ask_for(bucket, OFTEN_IN_TWO)
+            bucket, sample = drawn_apart(bucket)
+            found = self._standing_in(bucket)
+        return found, None if sample is None else self._standing_in(sample)
+
+    def _standing_in(self, bucket: Bucket) -> Bucket:
+        """The bucket itself where it is compiled, else the smallest compiled one that holds it and
+        is not much larger. Itself, too, where there is none, and where a row's bits could differ
+        between them.
         """
         config = self.setting.config
         rows_are_independent = config.deterministic and not config.pinned
@@ -84,14 +102,23 @@ class CompiledSteps:
         larger = [b for b in self._steps if b.holds(bucket) and b.tokens <= most]
         if not larger:
             return bucket
+        self._ask_for(bucket, OFTEN)
+        return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
+
+    def _ask_for(self, bucket: Bucket, often: int) -> None:
+        """Compile a step in the background once it has been asked for so often; over processes at
+        once, so that all have it from the same dispatch on.
+        """
         self._missed[bucket] += 1
-        if bucket in self._coming:
+        if are_many(self.where.mesh):
+            if self._missed[bucket] == often:
+                self[bucket]
+        elif bucket in self._coming:
             if self._coming[bucket].done():
                 self._coming[bucket].result()  # what it raised, if it did
-        elif self._missed[bucket] >= OFTEN:
+        elif self._missed[bucket] >= often:
             self._background = self._background or ThreadPoolExecutor(1, "compile")
             self._coming[bucket] = self._background.submit(self.__getitem__, bucket)
-        return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
 
     def memory(self, bucket: Bucket) -> Any:
         """XLA's account of a bucket's memory; None where it is not compiled."""

@@ -87,10 +87,8 @@ class Runner:
         return 0 if self._state is None else bytes_of(self.pools)
 
     def fit(self, buckets: Buckets) -> Buckets:
-        """What to run for these: see CompiledSteps.standing_in."""
-        bucket, sample = buckets
-        fit = self.steps.standing_in
-        return fit(bucket), None if sample is None else fit(sample)
+        """What to run for these: see CompiledSteps.fit."""
+        return self.steps.fit(buckets)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step, all but a draw under masks; the state is rebound to its result before this

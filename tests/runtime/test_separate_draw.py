@@ -54,6 +54,10 @@ def test_what_it_resolves_to() -> None:
         ({"separate_draw": False}, True, False),
         ({"separate_draw": True}, False, True),
     ]
+    alike = EngineConfig().resolve(CONFIG, on_cpu=True, batch_invariant=True)
+    assert alike.deterministic and alike.separate_draw is None
+    strict = EngineConfig(strict=True).resolve(CONFIG, on_cpu=True, batch_invariant=True)
+    assert strict.separate_draw is True
     for asked, on_cpu, expected in cases:
         resolved = EngineConfig(**asked).resolve(CONFIG, on_cpu=on_cpu)
         assert resolved.separate_draw is expected
@@ -104,7 +108,7 @@ def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
     settings = vars(engine(deterministic=True, **SIZES))
     whole = LLM(params, **settings)
-    monkeypatch.setattr(whole.session.runner.steps, "standing_in", lambda bucket: bucket)
+    monkeypatch.setattr(whole.session.runner.steps, "fit", lambda buckets: buckets)
     expected = run(whole)
     assert {b.rows for b in whole.session.runner.usage if b.phase == "decode"} == {8, 16}
 
@@ -121,6 +125,42 @@ def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {b.rows for b in runner.usage if b.phase != "prefill"} == {8, 16}
     for kept in (whole, llm):
         kept.close()
+
+
+@pytest.mark.own_steps
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode begins as two steps, of bits that are those of the one which takes their place."""
+    monkeypatch.setattr(compiled_steps, "OFTEN_IN_TWO", 4)
+    params = make_params(0, NATIVE, jnp.bfloat16)
+    sizes = SIZES | {"seq_buckets": (16,)}
+    found = []
+    for separate in (False, True, None):
+        llm = LLM(params, **vars(engine(deterministic=True, separate_draw=separate, **sizes)))
+        steps = llm.session.runner.steps
+        for _ in range(3):
+            found.append(answers(llm.generate(PROMPTS, ASKED, use_tqdm=False)))
+            while not all(future.done() for future in steps._coming.values()):
+                time.sleep(0.01)
+        usage = llm.session.runner.usage
+        decodes = {b.draws_apart(llm.engine_config) for b in usage if b.phase == "decode"}
+        assert decodes == ({False, True} if separate is None else {separate})
+        llm.close()
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.own_steps
+@pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
+def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_steps, "OFTEN_IN_TWO", 2)
+    monkeypatch.setattr(compiled_steps, "are_many", lambda mesh: True)
+    llm = LLM(make_params(0, NATIVE, jnp.bfloat16), **vars(engine(deterministic=True, **SIZES)))
+    asked = SamplingParams(max_tokens=6, ignore_eos=True)
+    llm.generate(make_prompts(5), asked, use_tqdm=False)
+    runner = llm.session.runner
+    hits = {b.masks: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"}
+    assert hits == {True: 2, False: 3} and not runner.steps._coming
+    llm.close()
 
 
 @pytest.mark.own_steps
