@@ -75,6 +75,21 @@ def test_it_drains(server: tuple[subprocess.Popen[str], int]):
     assert process.stderr is not None and process.stderr.read() == ""
 
 
+def test_what_does_not_end_in_time_is_told():
+    command = [sys.executable, "-m", "jpaged", "serve", "--port", "0", *SIZES, "--drain-s", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with begin(port, max_tokens=1000, n=4) as stream:
+            assert stream.readline().startswith(b"data: {")
+            process.send_signal(signal.SIGTERM)
+            rest = stream.read().decode()
+        assert '"code":"stopping"' in rest or rest.endswith("data: [DONE]\n\n")
+        assert process.wait(60) == 0
+
+
 def test_a_second_signal_stops_it(server: tuple[subprocess.Popen[str], int]):
     process, port = server
     with begin(port, max_tokens=900) as stream:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from jpaged.async_llm import AsyncLLM
@@ -31,8 +32,11 @@ from jpaged.openai.server.wire import (
     encode,
     overloaded,
 )
+from jpaged.openai.tool_grammar import tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.sampling_params import SamplingParams
+
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Generation:
             elif params.max_tokens > most:
                 said = f"max_tokens={params.max_tokens}: this server gives {most} at most"
                 raise RequestError(said)
+        _check_sizes(body, params)
         config = self._llm.engine_config
         if params.n > config.max_n or params.n < 1:  # before anything is made n times
             raise RequestError(f"n={params.n}: must be from 1 to {config.max_n}")
@@ -181,6 +186,18 @@ class Generation:
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
+def _check_sizes(body: Served, params: SamplingParams) -> None:
+    """RequestError for what would take everybody's time at each token, or memory a completion."""
+    stops = params.stop_strings
+    if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
+        most = f"{MOST_STOPS} of {MOST_STOP_CHARACTERS} characters in all"
+        raise RequestError(f"stop: {len(stops)} strings are more than this server takes, {most}")
+    if (count := len(params.stop_token_ids or ())) > MOST_STOP_IDS:
+        raise RequestError(f"stop_token_ids: {count} are more than {MOST_STOP_IDS}")
+    if len(body.cache_salt or "") > MOST_OF_A_SALT:
+        raise BodyError(f"cache_salt: longer than {MOST_OF_A_SALT}", param="cache_salt")
+
+
 def _num_prompts(body: Served) -> int:
     return len(body.prompt) if isinstance(body, ServedCompletion) else 1
 
@@ -199,15 +216,42 @@ def _understood(
     if isinstance(body, ServedCompletion) and body.echo:
         echo = [text_of(llm, prompt) for prompt in prompts]
     if isinstance(body, ServedChat):
-        if body.may_call and format.style == "none":
-            refused = "tools: the chat template of this model has none that could be called"
-            raise BodyError(refused, param="tools", code="unsupported_field")
         end = text_of(llm, prompts[0], last=8)
-        reader = partial(format.reader, end, tools=body.may_call)
+        reader = partial(format.reader, end, tools=bool(body.callable_tools))
+        params = _held_to_calls(body, params, format, end)
         if format.style == "harmony":  # its parts are told apart by special tokens
             params = dataclasses.replace(params, skip_special_tokens=False)
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
     return Asked(body=body, params=params, prompts=prompts, reader=reader, **how)
+
+
+def _held_to_calls(
+    body: ServedChat, params: SamplingParams, format: Format, end: str
+) -> SamplingParams:
+    """With the grammar of the calls that an answer may have: as a rule where llguidance is there,
+    and where one is demanded. end: of the prompt. Raises BodyError.
+    """
+    tools, must = body.callable_tools, body.must_call
+    if not tools:
+        return params
+    demanded = must or not body.parallel_tool_calls
+    grammar = tool_grammar(
+        tools,
+        style=format.style,
+        needed=must,
+        many=body.parallel_tool_calls,
+        thinks=format.thinks,
+        is_thinking=format.is_thinking(end),
+    )
+    if format.style == "none" or (demanded and grammar is None):
+        said = "tools: the chat template of this model has none that could be called"
+        if format.style != "none":
+            said = "tool_choice: calls of this model cannot be demanded, nor be held to one"
+        raise BodyError(said, param=said.partition(":")[0], code="unsupported_field")
+    is_free = params.structured is None and grammar is not None
+    if is_free and (demanded or find_spec("llguidance") is not None):
+        return dataclasses.replace(params, structured={"grammar": grammar})
+    return params
 
 
 def _output(item: Any) -> RequestOutput:
