@@ -8,14 +8,17 @@ line is read the same way whoever feeds the engine.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from jpaged.integrations.batch.source import LineError
 from jpaged.integrations.seeds import stable_seed
 from jpaged.openai.json_text import json_object
 from jpaged.openai.protocol import (
     URLS,
-    BatchLine,
+    Body,
     BodyError,
     ChosenLogprobs,
     Conversation,
@@ -29,6 +32,22 @@ from jpaged.openai.responses import AnswerForm
 from jpaged.request.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
+
+
+def _served(url: Any) -> Any:
+    if not isinstance(url, str) or url not in URLS:
+        said = {"urls": ", ".join(URLS)}
+        raise PydanticCustomError("unsupported_url", "must be one of {urls}", said)
+    return url
+
+
+class BatchLine(Body):
+    """A line of a batch file."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: Annotated[str, BeforeValidator(_served)]
+    body: dict[str, Any]
 
 
 class BarePrompt(ChosenLogprobs):
