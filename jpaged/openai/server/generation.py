@@ -84,7 +84,9 @@ class Generation:
             model = self.check_model(body.model)
             params = self._params(body)
             with self._admitted(_num_prompts(body) * params.n):
-                asked = await self._llm.prepare(_understood, body, params, model, self._format)
+                adapter = model if model in self._llm.adapters else None
+                told = (body, params, model, adapter, self._format)
+                asked = await self._llm.prepare(_understood, *told)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
@@ -96,9 +98,16 @@ class Generation:
                     else:
                         await self._answer(exchange, asked, inbox, news, watch)
 
+    @property
+    def models(self) -> list[str]:
+        """The names that are served, the model's own first, then its adapters'."""
+        return [*self._settings.models, *sorted(self._llm.adapters)]
+
     def check_model(self, name: str | None) -> str:
-        """The name to answer under; ApiError for one that is not served."""
-        names = self._settings.models
+        """The name to answer under, which may be an adapter's; ApiError for one that is not
+        served.
+        """
+        names = self.models
         if name is not None and name not in names:
             said = f"model {name[:80]!r} is not served here; there is {', '.join(names)}"
             raise ApiError(404, said, code="model_not_found", param="model")
@@ -203,7 +212,12 @@ def _num_prompts(body: Served) -> int:
 
 
 def _understood(
-    llm: Any, body: Served, params: SamplingParams, model: str, format: Format
+    llm: Any,
+    body: Served,
+    params: SamplingParams,
+    model: str,
+    adapter: str | None,
+    format: Format,
 ) -> Asked:
     """The rest of what is to be known before a request runs: takes as long as its prompts do."""
     form = AnswerForm(
@@ -221,6 +235,8 @@ def _understood(
         params = _held_to_calls(body, params, format, end)
         if format.style == "harmony":  # its parts are told apart by special tokens
             params = dataclasses.replace(params, skip_special_tokens=False)
+    if adapter is not None:
+        prompts = [answered_by(adapter, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
     return Asked(body=body, params=params, prompts=prompts, reader=reader, **how)
 
