@@ -29,6 +29,7 @@ from jpaged.openai.protocol import (
     unknown_fields,
 )
 from jpaged.openai.responses import AnswerForm
+from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
@@ -116,12 +117,7 @@ class BatchRequest:
         """The prompt that LLM.add_request takes. Raises RequestError."""
         assert self.body is not None
         prompt = self.body.prompt_for(llm, self.params)
-        if self.adapter is None:
-            return prompt
-        if not isinstance(prompt, Mapping):
-            name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-            prompt = {name: prompt}
-        return {**prompt, "adapter": self.adapter}
+        return prompt if self.adapter is None else answered_by(self.adapter, prompt)
 
     @property
     def answer_form(self) -> AnswerForm:

@@ -34,6 +34,7 @@ from jpaged.openai.server.wire import (
 )
 from jpaged.openai.tool_grammar import tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
 
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
