@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,18 +137,21 @@ def test_a_schema_that_cannot_be_is_its_requests_error(live: Live):
 def test_a_form_is_that_of_the_library():
     """response_format over HTTP draws the tokens that SamplingParams.structured does."""
     with make_live(TEMPLATE) as live:
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
         body = {k: v for k, v in ASK.items() if k != "tools"}
-        body |= {"seed": 7, "response_format": form, "top_k": 0, "top_p": 1.0}
-        answer = live.post(CHAT, body)
-        text = answer["choices"][0]["message"]["content"]
-        check_call({"function": {"name": "weather", "arguments": text}})
-        pieces = [e["choices"][0]["delta"].get("content", "") for e in live.events(CHAT, body)]
-        assert "".join(pieces) == text
-        asked = SamplingParams(
-            seed=7, max_tokens=150, temperature=1.0, structured={"json_schema": SCHEMA}
-        )
+        body |= {"seed": 7, "top_k": 0, "top_p": 1.0}
         ids = live.post("/tokenize", {"messages": ASK["messages"]})["tokens"]
-        [output] = live.call(lambda llm: llm.generate([ids], asked, use_tqdm=False))
-        assert output.outputs[0].text == text
+        named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        compact = {"json_schema": SCHEMA, "disable_any_whitespace": True}
+        for field, form in (
+            ({"response_format": named}, {"json_schema": SCHEMA}),
+            ({"structured": compact}, compact),
+        ):
+            [choice] = live.post(CHAT, body | field)["choices"]
+            text = choice["message"]["content"]
+            events = live.events(CHAT, body | field)
+            assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == text
+            asked = SamplingParams(seed=7, max_tokens=150, temperature=1.0, structured=form)
+            [output] = live.call(partial(LLM.generate, prompts=[ids], sampling_params=asked))
+            assert output.outputs[0].text == text
+        check_call({"function": {"name": "weather", "arguments": text}})
         live.assert_nothing_left()
