@@ -26,14 +26,14 @@ WINGS = {
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees
     "checkpoint": 1085,
-    # With the bodies of openai/, which a server shares: 653 of them, 80 for the forms of answers.
-    "batch": 2610,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
+    # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
+    "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it.
     "server": 1650,
     # asked: 2200; 370 of them to check and model kernels on a card, 40 to time experts on CPU,
     # 50 for what a form of weights costs in quality, 10 for replicas on chips that are not there,
-    # 70 to time adapters, 190 to validate answers of a given form and time their masks, 150 for a
-    # server under load
+    # 70 to time adapters, 160 for a server under load, 190 to validate answers of a given form and
+    # time their masks
     "scripts": 3595,
 }
 KERNEL_FILE = 300

@@ -317,13 +317,6 @@ class GenerationRequest(SamplingFields, FormFields):
         return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
 
     @model_validator(mode="after")
-    def _has_one_form(self) -> Self:
-        names = [*self.forms, *(["structured"] if self.structured else [])]
-        if len(names) > 1:
-            refuse(f"{' and '.join(names)} exclude each other", names[0], "invalid_value")
-        return self
-
-    @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:
         tools, choice = self.tools, self.tool_choice
         if choice not in (None, "none", "auto") or (tools and choice != "none"):
