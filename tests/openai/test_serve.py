@@ -28,16 +28,16 @@ SIZES = ["--max-num-seqs", "4", "--num-blocks", "32", "--max-num-batched-tokens"
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     command = [sys.executable, "-m", "jpaged", "serve", "--port", "0", *SIZES, "--drain-s", "60"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    found = re.fullmatch(r"jpaged serves jpaged-demo at http://127\.0\.0\.1:(\d+)\n", said)
-    assert found, said + str(process.stderr and process.stderr.read())
-    yield process, int(found[1])
-    process.kill()
-    process.communicate()
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        try:
+            said = process.stdout.readline()
+            where = r"jpaged serves jpaged-demo at http://127\.0\.0\.1:(\d+)\n"
+            found = re.fullmatch(where, said)
+            assert found, said + process.stderr.read()
+            yield process, int(found[1])
+        finally:
+            process.kill()
 
 
 def begin(port: int, **body: Any) -> Any:
