@@ -19,10 +19,10 @@ MOST_LINES_OF_A_FILE = 500
 WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 360 for mixtures of
     # experts, 490 for meshes and processes, 80 for determinism that is free and for flags, 440 for
-    # replicas, 95 for a draw that decodes share and for steps that stand in for others, 215 for
+    # replicas, 130 for a draw that decodes share and for steps that stand in for others, 215 for
     # weights in 8 and 4 bits, 20 for configs that are kept, 315 for AsyncLLM, 30 for keys and
     # values in 8 bits, 630 for adapters, 550 for answers of a given form
-    "request path": 9665,
+    "request path": 9700,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees
     "checkpoint": 1085,

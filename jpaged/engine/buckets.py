@@ -255,18 +255,19 @@ def bucket_table(
     shape: dict[str, Any] = {"tables": tables, "blocks": config.max_blocks_per_seq}
     shapes = [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
     for S in _up_to(config.seq_buckets, rows):
-        size, steps = {"tokens": S, "rows": S}, {"steps": config.decode_steps}
+        size: dict[str, Any] = {"tokens": S, "rows": S}
+        steps: dict[str, Any] = {"steps": config.decode_steps}
         for features in DRAWS:
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):
                 for each in shapes:
-                    yield Bucket(phase="decode", **size, **each, **steps, features=features)
+                    yield Bucket(phase="decode", **(size | each | steps), features=features)
         for features in MASKED if config.structured_output else ():
             yield Bucket(phase="sample", **size, features=features, masks=True)
         comes_apart = config.structured_output or config.separate_draw is None
         if comes_apart and not config.pinned and not config.separate_draw:
             for each in shapes:
-                yield Bucket(phase="decode", **size, **each, masks=True)
+                yield Bucket(phase="decode", **(size | each), masks=True)
     kinds: tuple[Features, ...] = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):

@@ -8,8 +8,6 @@ import logging
 import os
 import platform
 import time
-from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpaged.engine.buckets import Bucket, Buckets, drawn_apart, input_sections
+from jpaged.engine.buckets import Bucket, Buckets, input_sections
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
@@ -26,15 +24,11 @@ from jpaged.runtime.adapter_tables import with_tables
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import are_many
+from jpaged.runtime.stand_ins import StandIns
 from jpaged.runtime.steps import StepSetting, make_step
 
 log = logging.getLogger("jpaged")
 
-# A step stands in for another of at most so many times fewer tokens, and so many times before that
-# one is worth a compile: until then it saves no time. What two steps do at the price of a dispatch
-# is worth one that does both only later.
-MUCH_LARGER, OFTEN, OFTEN_IN_TWO = 4, 128, 512
 LEAST_SECONDS = 0.1  # what compiles faster is not worth a file in the persistent cache
 # Whole AVX-512 registers where XLA:CPU would use half of one: 0.94 of the time of decode attention,
 # 0.97 of a step. Loops only get wider; no sum is reordered. A CPU without AVX-512 keeps its own
@@ -59,9 +53,7 @@ class CompiledSteps:
         self._set_counts: Any = None
         self._copy_blocks: Any = None
         self._is_sealed = False
-        self._missed: Counter[Bucket] = Counter()  # how often another stood in for one
-        self._background: ThreadPoolExecutor | None = None
-        self._coming: dict[Bucket, Future[Any]] = {}
+        self._stand_ins = StandIns(self)
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._steps
@@ -74,51 +66,12 @@ class CompiledSteps:
         return self._steps[bucket]
 
     def fit(self, buckets: Buckets) -> Buckets:
-        """What to run for these, in the place of steps that are not compiled yet.
+        """What to run for these: see StandIns."""
+        return buckets if self._is_sealed else self._stand_ins.fit(buckets)
 
-        A larger step stands in for a smaller. With separate_draw None a decode that draws itself
-        comes apart into two steps that compile sooner. Either has the same bits; once a step has
-        been asked for often, it compiles in the background.
-        """
-        bucket, sample = buckets
-        found = self._standing_in(bucket)
-        in_two = self.setting.config.separate_draw is None and bucket.phase == "decode"
-        if in_two and not bucket.masks and found not in self._steps:
-            self._ask_for(bucket, OFTEN_IN_TWO)
-            bucket, sample = drawn_apart(bucket)
-            found = self._standing_in(bucket)
-        return found, None if sample is None else self._standing_in(sample)
-
-    def _standing_in(self, bucket: Bucket) -> Bucket:
-        """The bucket itself where it is compiled, else the smallest compiled one that holds it and
-        is not much larger. Itself, too, where there is none, and where a row's bits could differ
-        between them.
-        """
-        config = self.setting.config
-        rows_are_independent = config.deterministic and not config.pinned
-        if bucket in self._steps or self._is_sealed or not rows_are_independent:
-            return bucket
-        most = MUCH_LARGER * bucket.tokens
-        larger = [b for b in self._steps if b.holds(bucket) and b.tokens <= most]
-        if not larger:
-            return bucket
-        self._ask_for(bucket, OFTEN)
-        return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
-
-    def _ask_for(self, bucket: Bucket, often: int) -> None:
-        """Compile a step in the background once it has been asked for so often; over processes at
-        once, so that all have it from the same dispatch on.
-        """
-        self._missed[bucket] += 1
-        if are_many(self.where.mesh):
-            if self._missed[bucket] == often:
-                self[bucket]
-        elif bucket in self._coming:
-            if self._coming[bucket].done():
-                self._coming[bucket].result()  # what it raised, if it did
-        elif self._missed[bucket] >= often:
-            self._background = self._background or ThreadPoolExecutor(1, "compile")
-            self._coming[bucket] = self._background.submit(self.__getitem__, bucket)
+    def larger(self, bucket: Bucket, most: int) -> list[Bucket]:
+        """Those that are compiled, hold a bucket and have at most so many tokens."""
+        return [b for b in list(self._steps) if b.holds(bucket) and b.tokens <= most]
 
     def memory(self, bucket: Bucket) -> Any:
         """XLA's account of a bucket's memory; None where it is not compiled."""

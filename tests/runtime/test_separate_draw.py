@@ -12,7 +12,7 @@ import pytest
 from jpaged import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams
 from jpaged.engine.buckets import Bucket, bucket_table
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import compiled_steps
+from jpaged.runtime import stand_ins
 from kernels_cpu.library import unavailable
 from tests.tiny import CONFIG, EOS, config, engine, make_params, make_prompts, tokens_of
 
@@ -117,9 +117,9 @@ def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm.session.runner
     assert {b.rows for b in runner.usage if b.phase != "prefill"} == {16}
 
-    monkeypatch.setattr(compiled_steps, "OFTEN", 3)
+    monkeypatch.setattr(stand_ins, "OFTEN", 3)
     run(llm)
-    while not all(future.done() for future in runner.steps._coming.values()):
+    while not all(future.done() for future in runner.steps._stand_ins.coming.values()):
         time.sleep(0.01)
     assert run(llm) == expected
     assert {b.rows for b in runner.usage if b.phase != "prefill"} == {8, 16}
@@ -131,7 +131,7 @@ def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode begins as two steps, of bits that are those of the one which takes their place."""
-    monkeypatch.setattr(compiled_steps, "OFTEN_IN_TWO", 4)
+    monkeypatch.setattr(stand_ins, "OFTEN_IN_TWO", 4)
     params = make_params(0, NATIVE, jnp.bfloat16)
     sizes = SIZES | {"seq_buckets": (16,)}
     found = []
@@ -140,7 +140,7 @@ def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
         steps = llm.session.runner.steps
         for _ in range(3):
             found.append(answers(llm.generate(PROMPTS, ASKED, use_tqdm=False)))
-            while not all(future.done() for future in steps._coming.values()):
+            while not all(future.done() for future in steps._stand_ins.coming.values()):
                 time.sleep(0.01)
         usage = llm.session.runner.usage
         decodes = {b.draws_apart(llm.engine_config) for b in usage if b.phase == "decode"}
@@ -152,21 +152,21 @@ def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.own_steps
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_steps, "OFTEN_IN_TWO", 2)
-    monkeypatch.setattr(compiled_steps, "are_many", lambda mesh: True)
+    monkeypatch.setattr(stand_ins, "OFTEN_IN_TWO", 2)
+    monkeypatch.setattr(stand_ins, "are_many", lambda mesh: True)
     llm = LLM(make_params(0, NATIVE, jnp.bfloat16), **vars(engine(deterministic=True, **SIZES)))
     asked = SamplingParams(max_tokens=6, ignore_eos=True)
     llm.generate(make_prompts(5), asked, use_tqdm=False)
     runner = llm.session.runner
     hits = {b.masks: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"}
-    assert hits == {True: 2, False: 3} and not runner.steps._coming
+    assert hits == {True: 2, False: 3} and not runner.steps._stand_ins.coming
     llm.close()
 
 
 @pytest.mark.own_steps
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 def test_what_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_steps, "OFTEN", 1)
+    monkeypatch.setattr(stand_ins, "OFTEN", 1)
     params = make_params(0, NATIVE, jnp.bfloat16)
     llm = LLM(params, **vars(engine(deterministic=True, **SIZES)))
     asked = SamplingParams(max_tokens=2, ignore_eos=True)

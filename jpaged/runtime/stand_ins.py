@@ -1,0 +1,77 @@
+"""StandIns: what an engine runs in the place of steps that are not compiled yet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from jpaged.engine.buckets import Bucket, Buckets, drawn_apart
+from jpaged.runtime.processes import are_many
+
+if TYPE_CHECKING:
+    from jpaged.runtime.compiled_steps import CompiledSteps
+
+# A step stands in for another of at most so many times fewer tokens, and so many times before that
+# one is worth a compile: until then it saves no time. What two steps do at the price of a dispatch
+# is worth one that does both only later.
+MUCH_LARGER, OFTEN, OFTEN_IN_TWO = 4, 128, 512
+
+
+class StandIns:
+    """Chooses among the steps that are compiled, and has others compiled in the background."""
+
+    def __init__(self, steps: CompiledSteps):
+        self._steps = steps
+        self._missed: Counter[Bucket] = Counter()  # how often another stood in for one
+        self._background: ThreadPoolExecutor | None = None
+        self.coming: dict[Bucket, Future[None]] = {}
+
+    def fit(self, buckets: Buckets) -> Buckets:
+        """What to run for these, in the place of steps that are not compiled yet.
+
+        A larger step stands in for a smaller. With separate_draw None a decode that draws itself
+        comes apart into two steps that compile sooner. Either has the same bits; once a step has
+        been asked for often, it compiles in the background.
+        """
+        bucket, sample = buckets
+        found = self._standing_in(bucket)
+        in_two = self._steps.setting.config.separate_draw is None and bucket.phase == "decode"
+        if in_two and not bucket.masks and found not in self._steps:
+            self._ask_for(bucket, OFTEN_IN_TWO)
+            bucket, sample = drawn_apart(bucket)
+            found = self._standing_in(bucket)
+        return found, None if sample is None else self._standing_in(sample)
+
+    def _standing_in(self, bucket: Bucket) -> Bucket:
+        """The bucket itself where it is compiled, else the smallest compiled one that holds it and
+        is not much larger. Itself, too, where there is none, and where a row's bits could differ
+        between them.
+        """
+        config = self._steps.setting.config
+        rows_are_independent = config.deterministic and not config.pinned
+        if bucket in self._steps or not rows_are_independent:
+            return bucket
+        larger = self._steps.larger(bucket, MUCH_LARGER * bucket.tokens)
+        if not larger:
+            return bucket
+        self._ask_for(bucket, OFTEN)
+        return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
+
+    def _ask_for(self, bucket: Bucket, often: int) -> None:
+        """Compile a step in the background once it has been asked for so often; over processes at
+        once, so that all have it from the same dispatch on.
+        """
+        self._missed[bucket] += 1
+        if are_many(self._steps.where.mesh):
+            if self._missed[bucket] == often:
+                self._compile(bucket)
+        elif bucket in self.coming:
+            if self.coming[bucket].done():
+                self.coming[bucket].result()  # what it raised, if it did
+        elif self._missed[bucket] >= often:
+            self._background = self._background or ThreadPoolExecutor(1, "compile")
+            self.coming[bucket] = self._background.submit(self._compile, bucket)
+
+    def _compile(self, bucket: Bucket) -> None:
+        _ = self._steps[bucket]
