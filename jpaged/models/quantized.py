@@ -5,6 +5,7 @@ with it is accumulated in f32. Scales are of the whole model's rows, so that a m
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, Self
 
 import jax
@@ -29,9 +30,10 @@ class QuantizedWeight:
     """A weight [*outputs, *inputs] in a form. Where a plain array stands, this can.
 
     values: of the weight's shape; int4 has two to a byte along the last axis, of each group of 32
-    the first 16 in the low halves, as value + 8. scales: f32, of as many axes: one an output (int8
-    and fp8), or one a group of the last axis (int4). num_outputs: how many axes come first.
-    dtype: of the weight that it stands for, which products and embeddings take.
+    the first 16 in the low halves, as value + 8. scales: f32, of as many axes: one an output (of
+    size 1 in all inputs, for int8 and fp8), or one a group of the last axis. num_outputs: how many
+    axes come first. dtype: of the weight that it stands for, which products and embeddings take.
+    zeros: f32 as the scales of int4, what is taken off values before they are scaled; or None.
     """
 
     values: Array
@@ -39,6 +41,7 @@ class QuantizedWeight:
     form: Form = dataclasses.field(metadata={"static": True})
     num_outputs: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
+    zeros: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,27 +57,41 @@ class QuantizedWeight:
     def matrix(self) -> Self:
         """The same as [outputs, inputs]."""
         outputs = int(np.prod(self.shape[: self.num_outputs]))
-        return dataclasses.replace(
-            self,
-            values=self.values.reshape(outputs, -1),
-            scales=self.scales.reshape(outputs, -1),
-            num_outputs=1,
-        )
+        flat: Self = jax.tree.map(lambda part: part.reshape(outputs, -1), self)
+        return dataclasses.replace(flat, num_outputs=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its parts."""
+        return sum(part.nbytes for part in jax.tree.leaves(self))
+
+    @property
+    def sharding(self) -> Any:
+        """Of the values."""
+        return self.values.sharding
+
+    @property
+    def by_output(self) -> bool:
+        """Whether scales are of outputs, and may come after a product."""
+        grouped = math.prod(self.scales.shape[self.num_outputs :]) > 1
+        return self.form != "int4" and not grouped
+
+    def whole(self) -> Array:
+        """The weight that it stands for, in f32."""
+        return dequantized(self.values, self.scales, self.form, self.zeros)
 
     def take(self, rows: Array) -> Array:
         """Rows of the first axis, in `dtype`: what an embedding gives."""
-        values, scales = (
-            jnp.take(x, rows, axis=0, mode="clip") for x in (self.values, self.scales)
-        )
-        return dequantized(values, scales, self.form).astype(self.dtype)
+        taken: Self = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), self)
+        return taken.whole().astype(self.dtype)
 
     def linear(self, x: Array) -> Array:
         """x [..., E] times this matrix transposed, [..., outputs] in f32, by XLA: scales of outputs
         after the product, those of groups before it, rounded to x's dtype.
         """
         assert self.num_outputs == 1 and self.ndim == 2
-        if self.form == "int4":
-            return _dot(x, dequantized(self.values, self.scales, self.form).astype(x.dtype))
+        if not self.by_output:
+            return _dot(x, self.whole().astype(x.dtype))
         scales = self.scales.reshape((1,) * (x.ndim - 1) + (-1,))
         return _dot(x, self.values.astype(x.dtype)) * scales
 
@@ -84,14 +101,18 @@ def _dot(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 
 
-def dequantized(values: Array, scales: Array, form: Form) -> Array:
-    """Values times scales, f32."""
-    if form != "int4":
-        return values.astype(jnp.float32) * scales
-    packed = values.reshape(*values.shape[:-1], -1, GROUP // 2)
-    halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
-    whole = (halves.astype(jnp.float32) - 8) * scales[..., None]
-    return whole.reshape(*values.shape[:-1], -1)
+def dequantized(values: Array, scales: Array, form: Form, zeros: Array | None = None) -> Array:
+    """Values, less zeros, times scales, f32."""
+    if form == "int4":
+        packed = values.reshape(*values.shape[:-1], -1, GROUP // 2)
+        halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
+        whole = halves.reshape(*values.shape[:-1], -1).astype(jnp.float32) - 8
+    else:
+        whole = values.astype(jnp.float32)
+    groups = whole.reshape(*whole.shape[:-1], scales.shape[-1], -1)
+    if zeros is not None:
+        groups = groups - zeros[..., None]
+    return (groups * scales[..., None]).reshape(whole.shape)
 
 
 def quantized(weight: Array, form: Form, num_outputs: int) -> QuantizedWeight:
@@ -128,6 +149,7 @@ def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
         axis if size > 1 else None for axis, size in zip(axes, weight.scales.shape, strict=True)
     ]
     parts: dict[str, Any] = {"values": spec, "scales": PartitionSpec(*kept)}
+    parts["zeros"] = None if weight.zeros is None else parts["scales"]
     return dataclasses.replace(weight, **parts)
 
 
