@@ -7,6 +7,7 @@ vocab, R device slots, X experts, A choices of a token, I width of an expert: `q
 """
 
 from jpaged.api import beam_search, generate, release, score, warmup
+from jpaged.async_llm import AsyncLLM
 from jpaged.checkpoint import load_params, params_from, save_params
 from jpaged.config import EngineConfig
 from jpaged.errors import (
@@ -38,6 +39,7 @@ from jpaged.session import Snapshot
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BucketReport",
     "CapacityError",
     "CheckpointError",

@@ -127,7 +127,8 @@ class Calls:
                 raise
 
     def _stream(self, requests: list[Request]) -> Iterator[CompletionChunk]:
-        engine, live = self.session.engine, LiveCompletions(requests)
+        engine = self.session.engine
+        live = LiveCompletions(requests, self.processor.tokenizer)
         try:
             for request in requests:
                 self.add(request)
@@ -159,6 +160,10 @@ class Calls:
     def step(self) -> list[RequestOutput]:
         """One step of the engine; every output that nobody has had yet."""
         self._step_for(frozenset())
+        return self.take_ready()
+
+    def take_ready(self) -> list[RequestOutput]:
+        """Outputs that nobody has had yet."""
         ready, self.ready = self.ready, []
         return ready
 

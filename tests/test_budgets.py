@@ -20,8 +20,9 @@ WINGS = {
     # asked: 3500; 370 of them for Gemma, Phi, SmolLM, Granite and OLMo, 360 for mixtures of
     # experts, 490 for meshes and processes, 80 for determinism that is free and for flags, 440 for
     # replicas, 95 for a draw that decodes share and for steps that stand in for others, 215 for
-    # weights in 8 and 4 bits, 20 for configs that are kept, 25 for keys and values in 8 bits
-    "request path": 8160,
+    # weights in 8 and 4 bits, 20 for configs that are kept, 310 for AsyncLLM, 30 for keys and
+    # values in 8 bits
+    "request path": 8475,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts
     "checkpoint": 945,

@@ -3,7 +3,9 @@ the same wherever their blocks are shared, moved or cut.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,11 +15,12 @@ import pytest
 
 import jpaged
 from jpaged import LLM, EngineConfig, Params, RequestOutput, SamplingParams
+from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.runtime import kv_cache
 from kernels_cpu.library import unavailable
-from tests.tiny import CROWDED, ROOMY, assert_same, config, make_params, make_prompts
+from tests.tiny import CROWDED, ENGINE, ROOMY, assert_same, config, make_params, make_prompts
 
 MODEL = config(head_dim=32)
 PROMPTS = make_prompts(9, 14, 6, 11, 3, seed=24)
@@ -46,20 +49,38 @@ def run(llm: LLM, prompts: Any = PROMPTS, how: SamplingParams = DRAWN) -> list[R
     return llm.generate(prompts, how, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("form", "most"), [("int8", 0.01), ("fp8", 0.08)])
-@pytest.mark.parametrize("attention", ["xla", "native"])
-def test_it_is_close_to_the_models_dtype(form: Any, most: float, attention: Any) -> None:
-    if attention == "native" and unavailable():
-        pytest.skip(str(unavailable()))
-    params = jpaged.load_params(MODEL_PATH, dtype=jnp.bfloat16)
-    text = [list(np.random.default_rng(i).integers(0, 500, 60)) for i in range(4)]
-    sizes = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 16, "attention": attention}
-    plain, ours = (
-        np.concatenate(served(params, EngineConfig(), kv_cache_dtype=kind, **sizes).score(text))
-        for kind in (None, form)
-    )
-    difference = np.abs(plain - ours).mean()
+TEXT = load_tokenizer(MODEL_PATH).encode(Path(jpaged.__file__).with_name("config.py").read_text())
+
+
+@functools.cache
+def scores(attention: Any, dtype: str, kind: Any) -> np.ndarray:
+    """Logprobs of a text under the embedded model."""
+    params = jpaged.load_params(MODEL_PATH, dtype=dtype)
+    sizes = {
+        "max_model_len": 128,
+        "num_blocks": 64,
+        "token_buckets": (128,),
+        "attention": attention,
+    }
+    sizes |= {"max_num_batched_tokens": 128}
+    llm = served(params, ENGINE, kv_cache_dtype=kind, **sizes)
+    found = np.concatenate(llm.score([TEXT[i : i + 100] for i in range(0, 400, 100)]))
+    llm.close()
+    return found
+
+
+@pytest.mark.parametrize(("form", "most"), [("int8", 0.01), ("fp8", 0.06)])
+def test_it_is_close_to_the_models_dtype(form: Any, most: float) -> None:
+    """In f32, where nothing else rounds; in bf16 by the C++ kernels no further from that than bf16
+    is by itself.
+    """
+    exact, ours = scores("xla", "float32", None), scores("xla", "float32", form)
+    difference = np.abs(ours - exact).mean()
+    print(f"{form}: {difference:.2e} nats a token")
     assert 1e-5 < difference < most, "rounding shows, and costs little"
+    if unavailable() is None:
+        plain, ours = (scores("native", "bfloat16", kind) for kind in (None, form))
+        assert np.abs(ours - exact).mean() < 1.5 * np.abs(plain - exact).mean() + most
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -67,7 +88,7 @@ def test_twice_the_blocks(params: Params, form: Any) -> None:
     """Of a wider head, whose scales are a thirty-second of it, in the memory of the plain ones."""
     model = config(head_dim=128)
     sizes = EngineConfig(block_size=16, max_num_seqs=64, dtype="bfloat16")
-    limits = jpaged.Limits(total=1 << 30, pool=256 << 10)
+    limits = jpaged.Limits(total=1 << 30, pool=4 << 20)
     plain, ours = (
         jpaged.plan_memory(
             model, dataclasses.replace(sizes, kv_cache_dtype=kind), limits=limits, compiled=False

@@ -268,7 +268,7 @@ class Engine:
 
 
 def _blocks_of(scheduler: Scheduler) -> dict[str, Any]:
-    """The blocks that there are and those in use, on device and host."""
+    """The blocks that there are and those in use, on device and host, and who uses them."""
     blocks, swapping = scheduler.blocks, scheduler.swapping
     block_bytes = sum(group.block_bytes for group in blocks.groups)
     groups = [
@@ -276,6 +276,8 @@ def _blocks_of(scheduler: Scheduler) -> dict[str, Any]:
         for g in blocks.groups
     ]
     return {
+        "sequences_running": len(scheduler.queues.running),
+        "sequences_waiting": len(scheduler.queues.waiting),
         "blocks_in_use": blocks.num_used,
         "num_blocks": blocks.num_blocks,
         "kv_groups": groups,

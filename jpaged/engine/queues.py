@@ -94,6 +94,16 @@ class Queues:
     def preempt_youngest(self) -> None:
         self.preempt(next(reversed(self.running)))
 
+    def preempt_idle(self) -> None:
+        """Preempt the youngest row that waits for its request, else the youngest of all.
+
+        Where nothing can be planned, rows that wait do so for others of their request, which lack
+        the blocks that they hold: one that computes its prompt and is preempted in their place
+        would be admitted, and be stuck, for ever.
+        """
+        idle = (seq for seq in reversed(self.running) if seq.candidates is not None)
+        self.preempt(next(idle, next(reversed(self.running))))
+
     def resume(self, seq: Sequence) -> None:
         """Go on with a sequence whose candidates its request has taken up."""
         seq.candidates = None

@@ -184,6 +184,7 @@ class Replicas:
         """What an Engine reports, blocks added up."""
         reports = [engine.report() for engine in self.engines]
         names = ("blocks_in_use", "num_blocks", "host_blocks", "host_blocks_in_use")
+        names += ("sequences_running", "sequences_waiting")
         groups = [
             {"window": own[0]["window"]}
             | {name: sum(group[name] for group in own) for name in ("num_blocks", "in_use")}

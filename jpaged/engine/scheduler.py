@@ -59,7 +59,7 @@ class Scheduler:
         self._trim()
         phase, entries = self._choose()
         while not entries and self._is_stuck():
-            self.queues.preempt_youngest()
+            self.queues.preempt_idle()
             phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
         if entries:
             self._streak = self._streak + 1 if phase == "prefill" else 0
@@ -81,7 +81,7 @@ class Scheduler:
         else:
             entries = self._plan_prefill(budget)
             while not entries and self._is_stuck() and not self.can_decode:
-                self.queues.preempt_youngest()
+                self.queues.preempt_idle()
                 entries = self._plan_prefill(budget)
         return self._made(phase, entries)
 

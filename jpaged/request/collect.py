@@ -62,9 +62,10 @@ def scores(requests: list[Request]) -> tuple[list[np.ndarray], list[np.ndarray]]
 
 
 class LiveCompletions:
-    """The completions of some requests as they grow, until each has ended."""
+    """The completions of some requests as they grow, until each has ended. tokenizer: or None."""
 
-    def __init__(self, requests: list[Request]):
+    def __init__(self, requests: list[Request], tokenizer: Any):
+        self._tokenizer = tokenizer
         self._live = [(i, seq) for i, request in enumerate(requests) for seq in request.sequences]
         self._sent = {seq: seq.prompt_len for _, seq in self._live}
 
@@ -83,12 +84,19 @@ class LiveCompletions:
             if seq.error is not None:
                 raise seq.error
             if len(seq) > self._sent[seq] or seq.finish_reason is not None:
+                sent, tops = self._sent[seq], None
+                if seq.sampling_params.logprobs is not None:
+                    new = seq.top_logprobs[sent - seq.prompt_len :]
+                    tops = _logprobs(new, self._tokenizer)
                 yield CompletionChunk(
                     request_index=i,
                     index=seq.index,
-                    token_ids_delta=seq.token_ids[self._sent[seq] :],
+                    token_ids_delta=seq.token_ids[sent:],
                     text_delta=None if seq.text is None else seq.text.take_delta(),
                     finish_reason=seq.finish_reason,
+                    token_logprobs_delta=seq.logprobs[sent - seq.prompt_len :],
+                    logprobs_delta=tops,
+                    stop_reason=seq.stop_reason,
                 )
                 self._sent[seq] = len(seq)
 

@@ -62,13 +62,19 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionChunk:
-    """A piece of a streamed completion; finish_reason is set on its last piece."""
+    """A piece of a streamed completion; finish_reason and stop_reason are set on its last piece.
+
+    token_logprobs_delta, logprobs_delta: of token_ids_delta, as CompletionOutput has them.
+    """
 
     request_index: int
     index: int
     text_delta: str | None
     token_ids_delta: list[int]
     finish_reason: str | None
+    token_logprobs_delta: list[float] = dataclasses.field(default_factory=list)
+    logprobs_delta: list[dict[int, Logprob]] | None = None
+    stop_reason: int | str | None = None
 
 
 def to_arrays(

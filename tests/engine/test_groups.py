@@ -12,7 +12,7 @@ from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.sampling_params import SamplingParams
 from tests.engine.host import Host
-from tests.engine.mock import expected, generated
+from tests.engine.mock import ROOTS, expected, generated
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -232,3 +232,24 @@ def test_a_window_of_4096_at_8k():
     print(f"\nblocks of 16 held at 8,192 tokens: {held(before)[0]} before, {held(now)[0]} now")
     assert (held(before), held(now)) == ([513], [257])
     scheduler.check_integrity()
+
+
+def test_a_beam_that_waits_makes_room_for_one_that_computes(depth: int):
+    """Found by test_machine: the beam that computed its prompt again was preempted for want of a
+    block and admitted once more, for ever, while another kept its blocks and waited for it.
+    """
+    host = Host(
+        depth,
+        (None, 9),
+        windowed_blocks=6,
+        block_size=3,
+        num_blocks=9,
+        max_num_batched_tokens=1,
+        mixed=True,
+        enable_prefix_caching=False,
+        max_model_len=40,
+        max_logprobs=12,
+    )
+    search = host.add_beams(ROOTS[0][:8], 3, 7, early_stopping=True)
+    host.run()
+    assert search.is_finished and host.engine.stats.preemptions["recomputed"] > 0

@@ -1,0 +1,155 @@
+"""AsyncLLM: the face of one model for programs that run in an event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as List
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+from jpaged.calls import SamplingParamsLike
+from jpaged.config import EngineConfig
+from jpaged.engine_thread import EngineThread, Inbox, Job
+from jpaged.errors import ConfigError
+from jpaged.llm import LLM
+from jpaged.request.chat import Chat
+from jpaged.request.collect import LiveCompletions
+from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.sampling_params import SamplingParams
+
+PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
+
+
+class AsyncLLM:
+    """A model that any number of tasks generate with at once, of one event loop or of several.
+
+    model: an LLM, which from then on is this object's alone, or what LLM takes, with its settings.
+    One thread steps the engine. A task that is cancelled, or a stream that is closed, aborts its
+    request. Raises what LLM raises, and ConfigError for an LLM with unfinished requests.
+    """
+
+    def __init__(self, model: Any, **settings: Any):
+        if isinstance(model, LLM) and settings:
+            raise ConfigError(f"{min(settings)!r}: an LLM that is made has its settings already")
+        llm = self._llm = model if isinstance(model, LLM) else LLM(model, **settings)
+        if llm.has_unfinished():
+            raise ConfigError("this LLM has unfinished requests: finish or abort them first")
+        if llm.tokenizer is not None:
+            # Once before the threads: the first call may change settings of the tokenizer.
+            llm.tokenizer.encode("a")
+        self._prompts = ThreadPoolExecutor(PROMPT_THREADS, "jpaged-prompts")
+        self._thread = EngineThread(llm.calls)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[CompletionChunk]:
+        """The completions of one prompt in pieces, in any form that LLM.generate takes. They add up
+        to generate's with the same seed. Raises the request's error.
+        """
+        async with self.run([prompt], sampling_params, streaming=True) as inbox:
+            while True:
+                for _, item in await inbox.take():
+                    if not isinstance(item, CompletionChunk):
+                        _checked(item)
+                        return
+                    yield item
+
+    async def complete(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """The completions of one prompt once they have ended. Raises the request's error."""
+        async with self.run([prompt], sampling_params) as inbox:
+            return _checked((await inbox.take())[0][1])
+
+    def chat(
+        self,
+        messages: List[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[CompletionChunk]:
+        """Answer one conversation, a list of {"role", "content"}, in pieces. sampling_params None
+        generates up to the end of the context.
+        """
+        chat = Chat(messages=messages, template_kwargs=chat_template_kwargs)
+        return self.generate(chat, sampling_params or SamplingParams(max_tokens=None))
+
+    @contextlib.asynccontextmanager
+    async def run(
+        self, prompts: list[Any], sampling_params: SamplingParamsLike, *, streaming: bool = False
+    ) -> AsyncIterator[Inbox]:
+        """Run a request of each prompt inside the block, as one call of LLM.generate; yields what
+        they answer to. Each comes to its output, or to an error; streaming: its pieces come first.
+        """
+        self._thread.check()
+        calls, loop = self._llm.calls, asyncio.get_running_loop()
+        key = self._llm.keys.next()
+        makes = calls.completions(prompts, sampling_params, key, streaming=streaming)
+        jobs: list[Job] = []
+        inbox = Inbox()
+        for index, make in enumerate(makes):
+            request = await loop.run_in_executor(self._prompts, make)
+            live = LiveCompletions([request], self.tokenizer) if streaming else None
+            jobs.append(Job(request, inbox, index, live))
+        self._thread.add(jobs)
+        try:
+            yield inbox
+        finally:
+            self._thread.abort(jobs)
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(LLM, *args) between two steps, while nothing else touches it: to update_params,
+        sleep or reset the prefix cache. What it returns or raises.
+        """
+        return await asyncio.wrap_future(self._thread.call(function, self._llm, *args))
+
+    async def prepare(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(LLM, *args) in a thread of those that render and tokenize, while the engine
+        steps: for what reads tokenizer and settings alone.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._prompts, function, self._llm, *args)
+
+    def stats(self) -> dict[str, Any]:
+        """LLM.stats as it was a moment ago."""
+        return self._thread.stats
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the engine's thread died of: nothing runs any more. None while it lives."""
+        return self._thread.error
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        return self._llm.engine_config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer given, else the source folder's, else None."""
+        return self._llm.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the values of the checkpoint's generation_config.json."""
+        return self._llm.default_sampling_params()
+
+    async def close(self) -> None:
+        """End every request with an error, and free pool, weights and executables."""
+        await asyncio.to_thread(self._thread.close)
+        self._prompts.shutdown(wait=False)
+        self._llm.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+def _checked(item: Any) -> RequestOutput:
+    """An output, whose error is raised."""
+    if isinstance(item, BaseException):
+        raise item
+    if item.error is not None:
+        raise item.error
+    return item

@@ -1,0 +1,260 @@
+"""EngineThread: steps an engine for tasks of event loops, and tells them what came of it."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from jpaged.calls import Calls
+from jpaged.engine.sequence import Request
+from jpaged.errors import ConfigError, PeerError, RequestError
+from jpaged.request.collect import LiveCompletions
+from jpaged.request.outputs import CompletionChunk, RequestOutput
+
+log = logging.getLogger("jpaged")
+
+# A step that raised is taken once more (the engine has queued again what ran); a second time in a
+# row ends what runs with the error.
+RETRIES = 1
+STATS_S = 0.25  # how old the stats may be while it steps
+
+# Of which request, and a piece of it, its output when it has ended, or why there is none.
+News = tuple[int, CompletionChunk | RequestOutput | BaseException]
+# Runs in the thread. Told why it cannot any more, else None.
+Command = Callable[[BaseException | None], None]
+
+
+class Inbox:
+    """What one task of an event loop waits for. Made and used in that loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._news: list[News] = []
+        self._arrival: asyncio.Future[None] | None = None
+
+    async def take(self) -> list[News]:
+        """All that has come since the last time, at least one."""
+        if not self._news:
+            self._arrival = self.loop.create_future()
+            await self._arrival
+        news, self._news = self._news, []
+        return news
+
+    def put(self, news: list[News]) -> None:
+        self._news += news
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+
+class Job:
+    """A request that runs for somebody. index: of those that share its inbox. live: where its
+    pieces are wanted.
+    """
+
+    def __init__(self, request: Request, inbox: Inbox, index: int, live: LiveCompletions | None):
+        self.request, self.inbox, self.index, self.live = request, inbox, index, live
+
+    def take(self) -> list[News]:
+        """The pieces that are new. An error is left to the output."""
+        if self.live is None:
+            return []
+        news: list[News] = []
+        try:
+            news.extend((self.index, chunk) for chunk in self.live.take())
+        except RequestError:
+            self.live = None  # its other completions are not worth more pieces
+        return news
+
+
+class EngineThread(threading.Thread):
+    """The one thread that touches the engine of `calls` from `start` to `close`.
+
+    error: what it died of, None while it lives. stats: the session's report, a moment old.
+    """
+
+    def __init__(self, calls: Calls):
+        super().__init__(name="jpaged-engine", daemon=True)
+        self._calls = calls
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.Lock()  # of _ended
+        self._ended: BaseException | None = None
+        self._is_closing = False
+        self._failures = 0  # steps in a row that raised
+        self._news: dict[Inbox, list[News]] = {}  # since they were last delivered
+        self.error: BaseException | None = None
+        self.stats = calls.session.report()
+        self._stats_at = 0.0
+
+    # Asked from other threads
+
+    def check(self) -> None:
+        """Raise what the thread has ended with, if it has."""
+        if self._ended is not None:
+            raise self._ended
+
+    def add(self, jobs: list[Job]) -> None:
+        """Run these; whatever becomes of them is in their inboxes."""
+
+        def run(closed: BaseException | None) -> None:
+            for job in jobs:
+                self._add(job, closed)
+
+        self._post(run)
+
+    def abort(self, jobs: list[Job]) -> None:
+        """End those of them that still run. Nobody is told."""
+
+        def run(closed: BaseException | None) -> None:
+            for job in jobs:
+                if self._jobs.get(job.request.request_id) is job:
+                    del self._jobs[job.request.request_id]
+                    self._calls.abort(job.request.request_id)
+
+        try:
+            self._post(run)
+        except (ConfigError, PeerError):
+            return  # it has ended, and they with it
+
+    def call(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
+        """Call a function between two steps; what it returns or raises."""
+        future: Future[Any] = Future()
+
+        def run(closed: BaseException | None) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if closed is not None:
+                    raise closed
+                future.set_result(function(*args))
+            except BaseException as e:  # whoever called is told
+                future.set_exception(e)
+
+        self._post(run)
+        return future
+
+    def close(self) -> None:
+        """End what runs with an error, and the thread; waits for it."""
+
+        def run(closed: BaseException | None) -> None:
+            self._is_closing = True
+
+        with self._lock:
+            self._commands.put(run)
+        self.join()
+
+    def _post(self, command: Command) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._commands.put(command)
+
+    # The thread
+
+    def run(self) -> None:
+        ending: BaseException = ConfigError("this AsyncLLM is closed")
+        try:
+            while not self._is_closing:
+                self._obey()
+                if self._jobs:
+                    self._step()
+                self._deliver()
+                self._look(often=bool(self._jobs))
+        except BaseException as e:
+            log.exception("the engine's thread has died")
+            self.error = ending = e
+        with self._lock:
+            self._ended = ending
+        while not self._commands.empty():
+            self._commands.get()(ending)
+        if self.error is None:
+            self._fail(ending)
+        for job in self._jobs.values():
+            self._tell(job, [(job.index, ending)])
+        self._jobs.clear()
+        self._deliver()
+
+    def _obey(self) -> None:
+        """Run the commands that are there; with nothing else to do, wait for one."""
+        wait = not self._jobs
+        while not self._is_closing and (wait or not self._commands.empty()):
+            self._commands.get()(None)
+            wait = False
+        # A command may have ended requests that it did not know to be somebody's.
+        for output in self._calls.take_ready():
+            self._end(output)
+
+    def _add(self, job: Job, closed: BaseException | None) -> None:
+        try:
+            if closed is not None:
+                raise closed
+            self._calls.add(job.request)
+        except Exception as e:  # that request's own
+            self._tell(job, [(job.index, e)])
+        else:
+            self._jobs[job.request.request_id] = job
+
+    def _step(self) -> None:
+        try:
+            ended = self._calls.session.step()
+        except PeerError:
+            raise  # no step after it can succeed
+        except Exception as e:
+            self._failures += 1
+            log.exception("a step failed, %d in a row", self._failures)
+            if self._failures > RETRIES:
+                self._fail(e)
+            return
+        self._failures = 0
+        for job in self._jobs.values():
+            if news := job.take():
+                self._tell(job, news)
+        for request in ended:
+            self._end(self._calls.output(request))
+
+    def _end(self, output: RequestOutput) -> None:
+        job = self._jobs.pop(output.request_id, None)
+        if job is not None:
+            self._tell(job, [(job.index, output)])
+
+    def _fail(self, error: BaseException) -> None:
+        """End all that runs with an error."""
+        for request_id, job in self._jobs.items():
+            self._calls.abort(request_id)
+            self._tell(job, [(job.index, error)])
+        self._jobs.clear()
+
+    def _tell(self, job: Job, news: list[News]) -> None:
+        self._news.setdefault(job.inbox, []).extend(news)
+
+    def _deliver(self) -> None:
+        """Hand over the news of a step, each event loop's in one go."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, list[News]]]] = {}
+        for inbox, news in self._news.items():
+            loops.setdefault(inbox.loop, []).append((inbox, news))
+        self._news = {}
+        for loop, mail in loops.items():
+            try:
+                loop.call_soon_threadsafe(_put, mail)
+            except RuntimeError:  # closed: nobody waits there any more
+                lost = {inbox for inbox, _ in mail}
+                for request_id, job in list(self._jobs.items()):
+                    if job.inbox in lost:
+                        del self._jobs[request_id]
+                        self._calls.abort(request_id)
+
+    def _look(self, *, often: bool) -> None:
+        """Renew the stats; every now and then while there is more to do."""
+        now = time.monotonic()
+        if not often or now - self._stats_at >= STATS_S:
+            self._stats_at = now
+            self.stats = self._calls.session.report()
+
+
+def _put(mail: list[tuple[Inbox, list[News]]]) -> None:
+    for inbox, news in mail:
+        inbox.put(news)

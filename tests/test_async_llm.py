@@ -1,0 +1,314 @@
+"""AsyncLLM: the tokens of LLM, streams, aborts, errors, and nothing left behind."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, AsyncLLM, ConfigError, PeerError, RequestError, SamplingParams
+from jpaged.engine.integrity import check
+from tests.tiny import ENGINE, assert_same_completion, make_params, make_prompts
+
+SETTINGS: dict[str, Any] = {
+    name: getattr(ENGINE, name)
+    for name in (
+        *("block_size", "max_num_seqs", "max_num_batched_tokens", "token_buckets", "seq_buckets"),
+        *("num_blocks", "max_logprobs", "max_logit_bias", "max_stop_ids"),
+    )
+}
+SAMPLED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
+
+
+def make_llm(seed: int = 0) -> LLM:
+    return LLM(make_params(seed), **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[LLM]:
+    llm = make_llm()
+    yield llm
+    llm.close()
+
+
+def run(work: Callable[[AsyncLLM], Awaitable[Any]]) -> Any:
+    """Do some work with a model of its own; then nothing of it is left in the engine."""
+
+    async def main() -> Any:
+        async with AsyncLLM(make_llm()) as llm:
+            result = await work(llm)
+            if llm.error is None:
+                await assert_nothing_left(llm)
+            return result
+
+    return asyncio.run(main())
+
+
+async def assert_nothing_left(llm: AsyncLLM) -> None:
+    def left(llm: LLM) -> tuple[int, int, int]:
+        engine: Any = llm.session.engine
+        check(engine.scheduler.queues)
+        report = llm.stats()
+        return len(engine.requests), report["blocks_in_use"], report["sequences_running"]
+
+    assert await llm.call(left) == (0, 0, 0)
+
+
+def added_up(chunks: list[jpaged.CompletionChunk], n: int) -> list[jpaged.CompletionOutput]:
+    """Completions of their pieces."""
+    found = []
+    for i in range(n):
+        own = [chunk for chunk in chunks if chunk.index == i]
+        assert [c.finish_reason is not None for c in own] == [False] * (len(own) - 1) + [True]
+        pieces = [chunk.text_delta for chunk in own]
+        logprobs = [x for c in own for x in c.token_logprobs_delta]
+        tops = [c.logprobs_delta for c in own]
+        found.append(
+            jpaged.CompletionOutput(
+                index=i,
+                text=None if None in pieces else "".join(p or "" for p in pieces),
+                token_ids=[t for chunk in own for t in chunk.token_ids_delta],
+                token_logprobs=np.array(logprobs, np.float32),
+                cumulative_logprob=sum(logprobs),
+                logprobs=None if None in tops else [x for top in tops for x in top or []],
+                finish_reason=own[-1].finish_reason,  # pyright: ignore[reportArgumentType]
+                stop_reason=own[-1].stop_reason,
+            )
+        )
+    return found
+
+
+async def streamed(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> Any:
+    chunks = [chunk async for chunk in llm.generate(prompt, asked)]
+    return added_up(chunks, asked.n)
+
+
+def test_pieces_and_whole_are_those_of_llm(expected: LLM):
+    """With a seed, whatever runs beside; n, logprobs and stop ids too."""
+    prompts = make_prompts(5, 9, 3, 14, 8, 8)
+    asked = [
+        SAMPLED,
+        SamplingParams(n=3, seed=3, max_tokens=6, logprobs=2),
+        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[*range(0, 96, 3)]),
+        *[SAMPLED] * 3,
+    ]
+    whole = expected.generate(prompts, asked, use_tqdm=False)
+
+    async def both(llm: AsyncLLM) -> tuple[list[Any], list[Any]]:
+        one = [llm.complete(p, a) for p, a in zip(prompts, asked, strict=True)]
+        other = [streamed(llm, p, a) for p, a in zip(prompts, asked, strict=True)]
+        return await asyncio.gather(*one), await asyncio.gather(*other)
+
+    completed, pieces = run(both)
+    for output, own, chunks in zip(whole, completed, pieces, strict=True):
+        for a, b, c in zip(output.outputs, own.outputs, chunks, strict=True):
+            assert_same_completion(b, a)
+            assert_same_completion(c, a)
+
+
+def test_without_seeds_it_draws_as_llm_does():
+    """The calls of one object are counted into the seed; the first is the first of LLM."""
+    prompt, asked = make_prompts(6)[0], SamplingParams(max_tokens=10)
+    llm = make_llm()
+    tokens = [llm.generate([prompt], asked, use_tqdm=False)[0].outputs[0].token_ids for _ in "12"]
+    llm.close()
+
+    async def twice(llm: AsyncLLM) -> Any:
+        return [(await llm.complete(prompt, asked)).outputs[0].token_ids for _ in "12"]
+
+    assert run(twice) == tokens and tokens[0] != tokens[1]
+
+
+def test_a_stream_that_is_left_is_aborted_and_others_go_on(expected: LLM):
+    [prompt, other] = make_prompts(10, 7)
+    alone = expected.generate([other], LONG, use_tqdm=False)[0].outputs[0]
+
+    async def leave(llm: AsyncLLM) -> None:
+        going_on = asyncio.create_task(llm.complete(other, LONG))
+        stream = llm.generate(prompt, LONG)
+        async for chunk in stream:
+            assert chunk.finish_reason is None
+            break
+        await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        cancelled = asyncio.create_task(llm.complete(prompt, LONG))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert_same_completion((await going_on).outputs[0], alone)
+
+    run(leave)
+
+
+def test_aborts_at_any_moment_leave_nothing(expected: LLM):
+    """Before the prompt is made, while it waits, between steps; more rows than run at once."""
+    prompts = make_prompts(*range(3, 35))
+
+    async def many(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(llm.complete(p, LONG)) for p in prompts]
+        for i, task in enumerate(tasks):
+            if i % 4:
+                await asyncio.sleep(0.001 * (i % 4 - 1))
+                task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(ended[i], jpaged.RequestOutput) for i in range(0, 32, 4))
+        assert any(isinstance(e, asyncio.CancelledError) for e in ended)
+
+    run(many)
+
+
+def test_errors_are_their_own_requests(expected: LLM):
+    prompt = make_prompts(6)[0]
+    alone = expected.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0]
+
+    async def bad(llm: AsyncLLM) -> None:
+        good = asyncio.create_task(llm.complete(prompt, SAMPLED))
+        for broken, asked in (([99], SAMPLED), ([1] * 64, SAMPLED), ("text", SAMPLED), ([], None)):
+            with pytest.raises(RequestError):
+                await llm.complete(broken, asked)
+        with pytest.raises(RequestError, match="temperature"):
+            async for _ in llm.generate(prompt, SamplingParams(temperature=-1)):
+                pass
+        assert_same_completion((await good).outputs[0], alone)
+
+    run(bad)
+
+
+class Trouble(RuntimeError):
+    pass
+
+
+def break_steps(llm: LLM, error: BaseException, times: int) -> None:
+    """Have the next dispatches raise."""
+    runner: Any = llm.session.runner
+    whole, left = runner.dispatch, [times]
+
+    def dispatch(batch: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise error
+        return whole(batch)
+
+    runner.dispatch = dispatch
+
+
+def test_a_step_that_fails_once_is_taken_again(expected: LLM, caplog: Any):
+    prompt = make_prompts(9)[0]
+    alone = expected.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0]
+
+    async def work(llm: AsyncLLM) -> None:
+        await llm.call(break_steps, Trouble("of one step"), 1)
+        [again] = await streamed(llm, prompt, SAMPLED)
+        assert_same_completion(again, alone)
+
+    run(work)
+    assert "a step failed" in caplog.text
+
+
+def test_steps_that_go_on_failing_end_what_runs_and_nothing_else(expected: LLM):
+    prompt = make_prompts(9)[0]
+    alone = expected.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0]
+
+    async def work(llm: AsyncLLM) -> None:
+        await llm.call(break_steps, Trouble("of two steps"), 2)
+        ended = await asyncio.gather(
+            llm.complete(prompt, LONG), streamed(llm, prompt, LONG), return_exceptions=True
+        )
+        assert Trouble in map(type, ended)
+        assert_same_completion((await llm.complete(prompt, SAMPLED)).outputs[0], alone)
+
+    run(work)
+
+
+def test_a_peer_that_is_gone_ends_the_thread():
+    async def work(llm: AsyncLLM) -> None:
+        await llm.call(break_steps, PeerError("process 1 is gone"), 1)
+        with pytest.raises(PeerError):
+            await llm.complete([1, 2, 3])
+        assert isinstance(llm.error, PeerError)
+        with pytest.raises(PeerError):
+            await llm.complete([1, 2, 3])
+
+    run(work)
+
+
+def test_calls_run_between_steps(expected: LLM):
+    """New weights are the next request's; with mode="abort" what runs ends at once."""
+    prompt, fresh = make_prompts(9)[0], make_params(1)
+    other = LLM(fresh, **SETTINGS)
+    alone = other.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0]
+    other.close()
+
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.generate(prompt, LONG)
+        await anext(stream)
+        with pytest.raises(RequestError, match="unfinished"):
+            await llm.call(LLM.update_params, fresh)
+        await llm.call(lambda llm: llm.update_params(fresh, mode="abort"))
+        rest = [chunk async for chunk in stream]
+        assert sum(len(chunk.token_ids_delta) for chunk in rest) < 49
+        assert_same_completion((await llm.complete(prompt, SAMPLED)).outputs[0], alone)
+        with pytest.raises(ZeroDivisionError):
+            await llm.call(lambda llm: 1 // 0)
+
+    run(work)
+
+
+def test_event_loops_of_several_threads_and_one_that_ends(expected: LLM):
+    prompt = make_prompts(9)[0]
+    alone = expected.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0]
+
+    async def work(llm: AsyncLLM) -> None:
+        here = asyncio.create_task(llm.complete(prompt, SAMPLED))
+        there = asyncio.to_thread(lambda: asyncio.run(llm.complete(prompt, SAMPLED)))
+        for output in (await there, await here):
+            assert_same_completion(output.outputs[0], alone)
+
+        async def give_up() -> None:
+            await asyncio.wait_for(llm.complete(prompt, LONG), 0.005)
+
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.to_thread(lambda: asyncio.run(give_up()))
+
+        def forget() -> None:  # a loop that is closed over running tasks
+            loop = asyncio.new_event_loop()
+            task = loop.create_task(llm.complete(prompt, LONG))
+            loop.run_until_complete(asyncio.sleep(0.005))
+            loop.close()
+            task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+
+        await asyncio.to_thread(forget)
+        await llm.complete(prompt, LONG)
+
+    run(work)
+
+
+def test_closing_tells_what_runs():
+    async def main() -> None:
+        llm = AsyncLLM(make_llm())
+        running = asyncio.create_task(llm.complete([1, 2, 3], LONG))
+        stream = llm.generate([1, 2, 3], LONG)
+        await anext(stream)
+        await llm.close()
+        with pytest.raises(ConfigError, match="closed"):
+            await running
+        with pytest.raises(ConfigError, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(ConfigError, match="closed"):
+            await llm.complete([1, 2, 3])
+
+    asyncio.run(main())
+
+
+def test_what_it_cannot_be_made_of(expected: LLM):
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        AsyncLLM(expected, max_num_seqs=3)
+    name = expected.add_request([1, 2, 3])
+    with pytest.raises(ConfigError, match="unfinished"):
+        AsyncLLM(expected)
+    expected.abort(name)
