@@ -14,6 +14,7 @@ from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.params import DONATED, Params
+from jpaged.models.quantized import experts_are_plain
 from jpaged.request.outputs import RequestOutput
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
@@ -59,7 +60,8 @@ class Session:
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
         dtype = config.dtype or params["embed"]["weight"].dtype
-        self.engine_config = resolve_for(params.config, config, self.placement, dtype)
+        is_plain = experts_are_plain(params)
+        self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False

@@ -19,6 +19,13 @@ from kernels_cpu import library
 from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
 
 MODEL = config(head_dim=32, intermediate_size=64)
+MIXTURE = config(
+    family="qwen3_moe",
+    head_dim=32,
+    num_experts=5,
+    experts_per_token=2,
+    expert_size=64,
+)
 PROMPTS = make_prompts(5, 23, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 FORMS: tuple[Any, ...] = ("int8", "int4", "fp8")
@@ -65,6 +72,16 @@ def test_it_serves_what_the_weights_stand_for(form: Any, tensor_parallel_size: i
         np.abs(a[1] - b[1]).max() > 1e-4
         for a, b in zip(answers(plain), answers(unquantised), strict=True)
     ), "a control: rounding shows"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
+    params = make_params(0, MIXTURE)
+    llm = served(params, quantization=form, tensor_parallel_size=tensor_parallel_size)
+    plain = served(rounded(params, form))
+    for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):
+        assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
 
 
 @pytest.mark.own_steps

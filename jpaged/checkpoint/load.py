@@ -47,7 +47,7 @@ def load_params(
     "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files hold. mesh:
     its tensor axis splits KV heads, FFN and vocabulary as `param_specs` says; None is jax's default
     device. Linear weights that the files hold in 8 or 4 bits stay so, as QuantizedWeights of this
-    dtype (bfloat16), but for experts; dequantize makes all of them plain. each: what is kept of a
+    dtype (bfloat16), where they can; dequantize makes all of them plain. each: what is kept of a
     parameter once it is there, of (its ParamSpec, the array, the model). Names, shapes, dtypes and
     file sizes are all checked before the first tensor is read.
     Host memory peaks at the checkpoint's own size on CPU, where jax takes the buffers over, and at
@@ -81,7 +81,7 @@ def load_params(
             continue
         spec = table[name]
         keep = any(part.packed for part in stored[name]) and not dequantize
-        if keep and spec.sharding != "expert":
+        if keep:
             kept = laid(stored[name], shapes[name], len(spec.sides[0]))
             if kept is not None:
                 weight = QuantizedWeight(

@@ -26,13 +26,18 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighbo
 PACKING = 32  # inputs that lie together in our int4, the first half of them in the low bits
 
 
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = np.array([*_HALF, *(-value for value in _HALF)], np.float32)  # the numbers of mxfp4
+
+
 class Packed(NamedTuple):
     """Some outputs of a weight: (values - zeros) * scales, an input e taking scale e // group.
 
     values [N, E]: float8, int8, or uint8 from 0 to 15; scales, and zeros (None is none, and 8 of
-    4 bits) [N, ceil(E / group)] f32.
+    int4) [N, ceil(E / group)] f32.
     """
 
+    form: str
     values: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
@@ -41,10 +46,12 @@ class Packed(NamedTuple):
     def dequantised(self) -> np.ndarray:
         """What it stands for, f32 [N, E]."""
         at = np.arange(self.values.shape[1]) // self.group
+        if self.form == "mxfp4":
+            return E2M1[self.values] * self.scales[:, at]
         values = self.values.astype(np.float32)
         if self.zeros is not None:
             values -= self.zeros[:, at]
-        elif self.values.dtype == np.uint8:
+        elif self.form == "int4":
             values -= 8
         return values * self.scales[:, at]
 
@@ -103,7 +110,7 @@ def read_packed(
             _words(read(f"{base}.{name}"))[..., AWQ_ORDER].reshape(-1, -(-N // 8) * 8)[:, :N].T
             for name in ("qweight", "qzeros")
         )
-        return Packed(values, _f32(read(f"{base}.scales")).T, _f32(zeros), g)
+        return Packed("int4", values, _f32(read(f"{base}.scales")).T, _f32(zeros), g)
     if kind.method == "gptq":
         order = f"{base}.g_idx"
         if order in names and not np.array_equal(read(order), np.arange(E) // g):
@@ -114,21 +121,21 @@ def read_packed(
         values = _words(read(f"{base}.qweight")).swapaxes(1, 2).reshape(-1, N)[:E].T
         zeros = _words(read(f"{base}.qzeros")).reshape(-1, -(-N // 8) * 8)[:, :N].T
         return Packed(
-            values, _f32(read(f"{base}.scales")).T, _f32(zeros) + float(kind.minus_one), g
+            "int4", values, _f32(read(f"{base}.scales")).T, _f32(zeros) + float(kind.minus_one), g
         )
     if kind.form == "int4":
         values = _words(read(f"{base}.weight_packed")).reshape(N, -1)[:, :E]
         zeros, name = None, f"{base}.weight_zero_point"
         if name in names:
             zeros = _f32(_words(read(name)).swapaxes(1, 2).reshape(-1, -(-E // g))[:N])
-        return Packed(values, _f32(read(f"{base}.weight_scale")), zeros, g)
+        return Packed("int4", values, _f32(read(f"{base}.weight_scale")), zeros, g)
     scale = "weight_scale_inv" if kind.method == "fp8" and kind.block else "weight_scale"
     scales = _f32(read(f"{base}.{scale}"))
     if kind.block is not None:
         scales, g = np.repeat(scales, kind.block[0], axis=0)[:N], kind.block[1]
     rows = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
     scales = np.broadcast_to(rows, (N, -(-E // g)))
-    return Packed(read(f"{base}.weight"), scales, None, g)
+    return Packed(kind.form, read(f"{base}.weight"), scales, None, g)
 
 
 def _words(x: np.ndarray) -> np.ndarray:
@@ -147,7 +154,7 @@ def packed_part(name: str, whole: Callable[[], Packed], rows: slice, index: Any)
     def packed() -> Packed:
         found = whole()
         zeros = None if found.zeros is None else found.zeros[rows]
-        return Packed(found.values[rows], found.scales[rows], zeros, found.group)
+        return Packed(found.form, found.values[rows], found.scales[rows], zeros, found.group)
 
     def fill(out: np.ndarray) -> None:
         store(name, packed().dequantised().reshape(out.shape), out)
@@ -170,14 +177,14 @@ class Laid(NamedTuple):
 def laid(parts: list[Part], shape: tuple[int, ...], num_outputs: int) -> Laid | None:
     """A canonical weight of packed parts; None where it cannot be kept so, and is read plain."""
     found = [part.packed() for part in parts if part.packed is not None]
-    kinds = {(p.values.dtype, p.group) for p in found}
+    kinds = {(p.form, p.group) for p in found}
     if len(found) < len(parts) or len(kinds) > 1:
         return None
     first, last, inputs = found[0], shape[-1], math.prod(shape[num_outputs:])
-    form = {"uint8": "int4", "int8": "int8"}.get(first.values.dtype.name, "fp8")
-    by_output = form != "int4" and first.group >= inputs
+    form, in_4_bits = first.form, first.values.dtype == np.uint8
+    by_output = not in_4_bits and first.group >= inputs
     g = math.gcd(first.group, last)
-    if form == "int4" and (last % PACKING or g % PACKING):
+    if in_4_bits and (last % PACKING or g % PACKING):
         return None
     values = np.empty(shape, first.values.dtype)
     grouped = (*shape[:num_outputs], *[1] * (len(shape) - num_outputs))
@@ -190,7 +197,7 @@ def laid(parts: list[Part], shape: tuple[int, ...], num_outputs: int) -> Laid | 
         scales[part.index] = p.scales[:, at].reshape(scales[part.index].shape)
         if zeros is not None and p.zeros is not None:
             zeros[part.index] = p.zeros[:, at].reshape(zeros[part.index].shape) - 8
-    if form == "int4":
+    if in_4_bits:
         pairs = values.reshape(*shape[:-1], -1, 2, PACKING // 2)
         values = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*shape[:-1], -1)
     return Laid(form, values, scales, zeros)
