@@ -73,8 +73,10 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     }
     sizes: dict[str, tuple[int, ...]] = {}  # of weights in 8 or 4 bits
     for name, shape in list(wanted.items()) if kind and kind.method != "mxfp4" else ():
-        own = name.endswith(".weight") and len(shape) == 2
-        if own and (beside := tensors_of(kind, name[: -len(".weight")], *shape, entries)):
+        if not name.endswith(".weight") or len(shape) != 2:
+            continue
+        N, E = shape
+        if beside := tensors_of(kind, name.removesuffix(".weight"), N, E, entries):
             sizes[name] = wanted.pop(name)
             wanted |= {key: size for key, (size, _) in beside.items()}
             allowed |= {key: codes for key, (_, codes) in beside.items()}

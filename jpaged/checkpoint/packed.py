@@ -186,7 +186,7 @@ def laid(parts: list[Part], shape: tuple[int, ...], num_outputs: int) -> Laid | 
     g = math.gcd(first.group, last)
     if in_4_bits and (last % PACKING or g % PACKING):
         return None
-    values = np.empty(shape, first.values.dtype)
+    values: Any = np.empty(shape, first.values.dtype)
     grouped = (*shape[:num_outputs], *[1] * (len(shape) - num_outputs))
     scales = np.empty(grouped if by_output else (*shape[:-1], last // g), np.float32)
     has_zeros = any(p.zeros is not None for p in found)

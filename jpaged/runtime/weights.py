@@ -252,7 +252,7 @@ class ServingWeights:
         began = time.perf_counter()
         derived: list[jax.Array | QuantizedWeight | None] = []
         for leaf, job, form, spec, split in zip(leaves, jobs, forms, specs, splits, strict=True):
-            ready = None if job is None else self._reshard(*job)
+            ready: Any = None if job is None else self._reshard(*job)
             if is_quantized(leaf):
                 ready = self._quantize.kept(leaf, self.dtype or leaf.dtype, split)
             if form is not None:

@@ -32,7 +32,7 @@ def weight(name: str) -> QuantizedWeight:
     form: Any = name.split()[0] if name != "control" else "int8"
     plain = jax.ShapeDtypeStruct((N, E), jnp.bfloat16)
     made = jax.eval_shape(lambda x: quantized(x, form, 1), plain)
-    scales = jax.ShapeDtypeStruct((N, E // 128), jnp.float32)
+    scales: Any = jax.ShapeDtypeStruct((N, E // 128), jnp.float32)
     if "blocks" in name:
         return QuantizedWeight(
             values=made.values, scales=scales, form=form, num_outputs=1, dtype=made.dtype
@@ -79,7 +79,7 @@ def facts(platform: str, chip: str) -> Iterator[dict[str, Any]]:
             args = (jax.ShapeDtypeStruct((ROWS, E), jnp.bfloat16), weight(name))
             placed = jax.tree.map(functools.partial(_at, where), args)
             function = control if name == "control" else product
-            compiled = jax.jit(function).trace(*placed).lower().compile()
+            compiled: Any = jax.jit(function).trace(*placed).lower().compile()
         yield {
             "form": name,
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
