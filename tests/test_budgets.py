@@ -25,7 +25,7 @@ WINGS = {
     "request path": 8665,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 235 for four formats in 8 and 4 bits
-    "checkpoint": 1180,
+    "checkpoint": 1185,
     # With the bodies of openai/, which a server shares: 553 of them.
     "batch": 2475,  # asked: 1500; 80 of them for runs over processes
     # asked: 2200; 370 of them to check and model kernels on a card, 40 to time experts on CPU,

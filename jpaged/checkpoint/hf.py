@@ -72,8 +72,8 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
         name: ("U8",) for name in wanted if name.endswith(PACKED)
     }
     sizes: dict[str, tuple[int, ...]] = {}  # of weights in 8 or 4 bits
-    for name, shape in list(wanted.items()) if kind and kind.method != "mxfp4" else ():
-        if not name.endswith(".weight") or len(shape) != 2:
+    for name, shape in list(wanted.items()):
+        if kind is None or not name.endswith(".weight") or len(shape) != 2:
             continue
         N, E = shape
         if beside := tensors_of(kind, name.removesuffix(".weight"), N, E, entries):

@@ -65,6 +65,8 @@ def tensors_of(kind: Format, base: str, N: int, E: int, names: Mapping[str, Any]
     """
     g = kind.group or E
     groups, rows = -(-E // g), -(-N // 8)
+    if kind.method == "mxfp4":  # of experts alone: checkpoint.stacked
+        return None
     if kind.method in ("awq", "gptq"):
         if f"{base}.qweight" not in names:
             return None

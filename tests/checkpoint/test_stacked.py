@@ -157,7 +157,7 @@ def test_other_quantizations_and_families(tmp_path: Path) -> None:
 def test_shares_are_of_the_whole(tmp_path: Path) -> None:
     """What one of several processes reads: some experts, and a share of their width."""
     folder = write(tmp_path / "a", packed(), quantization_config=QUANTIZED)
-    whole = flat(jpaged.load_params(folder))
+    whole = flat(jpaged.load_params(folder, dequantize=True))
     config = jpaged.ModelConfig.coerce(folder)
     parts = find_parts(folder, config)
     wide = (slice(2, 6), slice(None), slice(32, 64), slice(None))
