@@ -8,7 +8,7 @@ vocab, R device slots, X experts, A choices of a token, I width of an expert: `q
 
 from jpaged.api import beam_search, generate, release, score, warmup
 from jpaged.async_llm import AsyncLLM
-from jpaged.checkpoint import load_params, params_from, save_params
+from jpaged.checkpoint import load_params, lora_from, params_from, save_params
 from jpaged.config import EngineConfig
 from jpaged.errors import (
     CapacityError,
@@ -22,6 +22,7 @@ from jpaged.errors import (
 )
 from jpaged.llm import LLM
 from jpaged.models.config import ModelConfig
+from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
 from jpaged.request.outputs import (
     CompletionChunk,
@@ -39,6 +40,7 @@ from jpaged.session import Snapshot
 
 __all__ = [
     "LLM",
+    "Adapter",
     "AsyncLLM",
     "BucketReport",
     "CapacityError",
@@ -63,7 +65,10 @@ __all__ = [
     "beam_search",
     "broadcast",
     "generate",
+    "initial_lora",
     "load_params",
+    "lora_from",
+    "merged",
     "params_from",
     "plan_memory",
     "release",

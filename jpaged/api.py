@@ -21,7 +21,7 @@ from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import warmup as compile_table
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import Session
+from jpaged.session import Session, adapted
 
 MAX_ENGINES = 2
 _kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first
@@ -37,6 +37,7 @@ def generate(
     mesh: Mesh | None = None,
     seed: int | jax.Array = 0,
     engine_config: EngineConfig | None = None,
+    lora: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -49,11 +50,14 @@ def generate(
     the same call repeats itself. on_error: "raise" checks everything first, then raises
     GenerationError (with `.outputs`) once the others have finished; "return" puts each error into
     its own output. New params are new by the identity of their leaves: they are served at once,
-    without a compile, and drop the prefix cache.
+    without a compile, and drop the prefix cache. lora: an adapter on top of the params
+    (see docs/lora.md), one for all prompts or a list of one (or None) each: jpaged.Adapter, a tree
+    of pairs (A, B), or a folder as PEFT writes it; new ones, too, are served at once.
     """
     key = as_key(seed)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        makes = calls.completions(as_list(prompts), sampling_params, key)
+        prompts = adapted(calls.session, as_list(prompts), lora)
+        makes = calls.completions(prompts, sampling_params, key)
         return calls.complete(makes, on_error, use_tqdm)
 
 
@@ -69,6 +73,7 @@ def beam_search(
     tokenizer: Any = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
+    lora: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -78,11 +83,12 @@ def beam_search(
     long ones. early_stopping: True stops at beam_width finished completions; False when no beam's
     score as of now beats the worst of them; "never" when none can. Candidates, order and scores are
     those of transformers' beam search. Beams share their blocks. Rows of beam_width a prompt; 2 *
-    beam_width (more with several EOS ids) is at most max_logprobs.
+    beam_width (more with several EOS ids) is at most max_logprobs. lora: as in generate.
     """
     how = (beam_width, max_tokens, length_penalty, early_stopping)
     with _serving(params, config, mesh, engine_config, tokenizer) as calls:
-        return calls.complete(calls.beam_searches(as_list(prompts), *how), on_error, use_tqdm)
+        prompts = adapted(calls.session, as_list(prompts), lora)
+        return calls.complete(calls.beam_searches(prompts, *how), on_error, use_tqdm)
 
 
 def score(
@@ -94,14 +100,17 @@ def score(
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
+    lora: Any = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
 
-    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one.
+    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. lora: as in
+    generate.
     """
     with _serving(params, config, mesh, engine_config, any_tokenizer=True) as calls:
-        return calls.score(as_list(token_lists), temperature, return_greedy)
+        token_lists = adapted(calls.session, as_list(token_lists), lora)
+        return calls.score(token_lists, temperature, return_greedy)
 
 
 def warmup(
@@ -136,6 +145,7 @@ def warmup(
         session.reserve([-(-length // session.engine_config.block_size)] * batch)
         compile_table(session.runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
         session.runner.allocate(full=True)
+        session.runner.adapters.allocate()
         return time.perf_counter() - began
 
 

@@ -36,6 +36,7 @@ class Calls:
     def __init__(self, session: Session, tokenizer: Any, source: Path | None):
         self.session = session
         self.processor = Processor(session.model_config, session.engine_config, tokenizer, source)
+        self.processor.adapters = session.adapters.named
         self.ready: list[RequestOutput] = []
 
     # Many prompts at once

@@ -49,6 +49,8 @@ class EngineConfig:
         "weights served in 8 or 4 bits: int8 or fp8 with a scale an output, int4 with one for 32 "
         "inputs (its head in int8); made of the params once a weight version",
     )
+    max_loras: int = _knob(0, "adapters that a step can have: slots of its tables; 0 is none")
+    max_lora_rank: int = _knob(16, "the largest rank of an adapter, which all are padded to")
     kv_cache_dtype: Literal["int8", "fp8"] | None = _knob(
         None,
         "keys and values kept in 8 bits, with a scale a token and head: about twice the blocks; "
@@ -109,8 +111,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
-        at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n")
-        at_least(0, self, "max_logprobs", "swap_min_tokens")
+        at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n", "max_lora_rank")
+        at_least(0, self, "max_logprobs", "swap_min_tokens", "max_loras")
         chosen = ("max_model_len", "num_blocks", "decode_steps")
         chosen += ("tensor_parallel_size", "data_parallel_size")
         # Unless they are None.

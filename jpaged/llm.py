@@ -25,7 +25,7 @@ from jpaged.runtime.quantize import one_by_one
 from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import Session, Snapshot
+from jpaged.session import Session, Snapshot, add_adapter
 
 
 class LLM:
@@ -93,20 +93,17 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        adapter: str | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or each of a list, by the chat
-        template. sampling_params None generates up to the end of the context.
+        template. sampling_params None generates up to the end of the context. adapter: its name.
         """
-        chats = as_chats(
-            messages,
-            template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        if sampling_params is None:
-            sampling_params = SamplingParams(max_tokens=None)
+        goes_on = {"continue_final_message": continue_final_message, "adapter": adapter}
+        how = goes_on | {"add_generation_prompt": add_generation_prompt}
+        chats = as_chats(messages, template_kwargs=chat_template_kwargs, **how)
+        sampling_params = sampling_params or SamplingParams(max_tokens=None)
         return self.generate(chats, sampling_params, on_error=on_error, use_tqdm=use_tqdm)
 
     def stream(
@@ -131,8 +128,7 @@ class LLM:
         request_id: str | None = None,
     ) -> str:
         """Queue one prompt and return its id; RequestError at once if it can never run."""
-        asked = SamplingParams() if sampling_params is None else sampling_params
-        key = fold_in(self.keys.next(), 0)
+        asked, key = sampling_params or SamplingParams(), fold_in(self.keys.next(), 0)
         return self.calls.add(self.calls.processor.request(prompt, asked, key, request_id))
 
     def step(self) -> list[RequestOutput]:
@@ -148,7 +144,7 @@ class LLM:
         return bool(self.calls.ready) or self.session.engine.has_unfinished()
 
     def render_chat(
-        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool
+        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: Any
     ) -> list[int]:
         """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message."""
         chat = Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)
@@ -158,7 +154,6 @@ class LLM:
         self, params: Any, *, mode: OnUnfinished = "refuse", donate: bool = False
     ) -> None:
         """Serve these weights from now on; other objects than before drop the prefix cache.
-
         Refused with RequestError while requests are unfinished, unless mode="abort" ends them
         first. donate: the old weights' arrays are deleted, whoever holds them, but those shared.
         """
@@ -166,9 +161,16 @@ class LLM:
         self.calls.finish(mode)
         self.session.bind(fresh, donate=donate)
 
+    def add_adapter(self, name: str, source: Any) -> int:
+        """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
+        return add_adapter(self.session, name, source)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it go on. RequestError for an unknown name."""
+        self.session.adapters.remove(name)
+
     def sleep(self, *, mode: OnUnfinished = "refuse") -> None:
         """Free the pool, its prefixes and weights made for serving until `wake`; mode: as above.
-
         The params stay, since they are the caller's; update_params may be called meanwhile.
         """
         self.calls.finish(mode)
@@ -180,14 +182,12 @@ class LLM:
 
     def snapshot(self) -> Snapshot:
         """The unfinished requests, their KV and randomness, to `restore` any number of times.
-
         Costs a copy of the blocks in use, on the host. Prefixes that no request holds are left out.
         """
         return self.session.snapshot(ready=tuple(self.calls.ready), num_calls=self.keys.count)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this LLM: stepping gives the same tokens again.
-
         What was added since is gone. RequestError for one of another LLM or of other weights.
         """
         self.session.restore(snapshot)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jpaged.adapters import Adapters, check_fits, check_name, grown
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.replicas import Replicas
@@ -16,6 +17,7 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.request.outputs import RequestOutput
+from jpaged.request.prompts import Adapted, match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.processes import are_many, least
@@ -59,10 +61,11 @@ class Session:
         self.model_config = params.config
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
-        dtype = config.dtype or params["embed"]["weight"].dtype
-        is_plain = experts_are_plain(params)
+        dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
         self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
+        self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
+        self.adapters.grows = grows and not config.max_loras
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
         self._cached_version = 0  # weight version that the prefix cache is of
@@ -217,7 +220,7 @@ class Session:
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
         totals = self.engine.report() | report_of(self.runner)
-        return totals | self.weights.report()
+        return totals | self.weights.report() | self.adapters.report()
 
     def snapshot(self, **face: Any) -> Snapshot:
         """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""
@@ -246,6 +249,35 @@ class Session:
         where = self.placement
         found = plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
         return least(found) if are_many(where.mesh) else found
+
+
+def add_adapter(session: Session, name: Any, source: Any) -> int:
+    """Take an adapter under a name, in place of the one that had it; its version. ConfigError where
+    it cannot be served.
+    """
+    made = session.adapters.made(source, check_name(name))
+    check_fits([made], session.engine_config)
+    session.adapters.named[name] = made
+    return made.version
+
+
+def adapted(session: Session, prompts: list[Any], lora: Any) -> list[Any]:
+    """The prompts of a call with its adapters, one for all or a list, in tables that hold them:
+    larger ones if they grow; ConfigError where those that there are do not do.
+    """
+    if lora is None:
+        return prompts
+    adapters = session.adapters.of_call(match_adapters(lora, len(prompts)))
+    asked = list({a.version: a for a in adapters if a is not None}.values())
+    config = session.engine_config
+    config = grown(config, asked) if session.adapters.grows and asked else config
+    if config != session.engine_config:
+        log.info("adapters take %d slots: steps compile again", config.max_loras)
+        session.engine_config = config
+        if session.has_pool:
+            session.start(session.engine.config.num_blocks)
+    check_fits(asked, config)
+    return [Adapted(*pair) for pair in zip(prompts, adapters, strict=True)]
 
 
 def _renew(session: Session, params: Params) -> None:

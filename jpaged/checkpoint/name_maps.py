@@ -183,8 +183,8 @@ def params_from(
     map does not take, and LoRA parts without a lora_scale.
     """
     model = ModelConfig.coerce(config)
-    leaves = dict(_leaves(tree))
-    source = _Source(model, _name_map(family, leaves, model), leaves, lora_scale)
+    leaves = dict(find_leaves(tree))
+    source = _Source(model, name_map(family, leaves, model), leaves, lora_scale)
     out = {name: source.tensor(name, spec) for name, spec in param_table(model).items()}
     if left := [path for path in leaves if path not in source.taken]:
         lora = (
@@ -327,7 +327,7 @@ def _view(part: Part, axes: str, model: ModelConfig) -> _View:
     return _View(tuple(theirs), tuple(ours), sizes, axes_shape(part.axes, model))
 
 
-def _name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfig) -> NameMap:
+def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfig) -> NameMap:
     if isinstance(family, Mapping):
         if unknown := sorted(set(family) - set(all_parts())):
             raise ConfigError(
@@ -382,7 +382,7 @@ def _check_lora(path: str, w: tuple[int, ...], a: tuple[int, ...], b: tuple[int,
         )
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+def find_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """(path, array) of every weight; an nnx tree's other variables (random keys, counters) are
     none.
     """

@@ -7,6 +7,7 @@ fills by it on the host, the steps slice by it on the device.
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -49,7 +50,8 @@ class Bucket:
     in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
     block tables of a row, one a group of layers, and their width M. features "filtered"
     has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
-    them itself would have a GPU wait for the host in its middle.
+    them itself would have a GPU wait for the host in its middle. loras: slots of adapters, 0 where
+    no row has one.
     """
 
     phase: Phase
@@ -59,6 +61,7 @@ class Bucket:
     blocks: int = 0
     steps: int = 1
     features: Features = "plain"
+    loras: int = 0
 
     @property
     def is_full(self) -> bool:
@@ -67,8 +70,8 @@ class Bucket:
     def holds(self, other: "Bucket") -> bool:
         """Whether this step can do what another does, and does more."""
         return (
-            (self.phase, self.tables, self.blocks, self.steps)
-            == (other.phase, other.tables, other.blocks, other.steps)
+            (self.phase, self.tables, self.blocks, self.steps, self.loras)
+            == (other.phase, other.tables, other.blocks, other.steps, other.loras)
             and self.tokens >= other.tokens
             and self.rows >= other.rows
             and (self.features == other.features or self._draws_more(other))
@@ -95,7 +98,7 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     neither shape multiplies the other's: the prefill hands it on, and so does a decode without its
     draw. logits_indices: places among the
     packed tokens after which a token is drawn. follows: 1 for a row whose last token is the one
-    that its device row drew last.
+    that its device row drew last. adapters: of each row its slot, `loras` where it has none.
     """
     assert config.seq_buckets is not None
     rows, most = bucket.rows, config.seq_buckets[-1]
@@ -106,6 +109,8 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
         return _lay_out(shapes | ({"follows": (most,)} if follows else {}))
     shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
+    if bucket.loras:
+        shapes["adapters"] = (rows,)
     _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
     if bucket.phase == "decode" and config.separate_draw:
         return _lay_out(shapes | {"device_rows": (rows,), "sample": (size,)})
@@ -166,7 +171,9 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, len(drawing))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
+    has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
+    kind["loras"] = config.max_loras if has_adapters else 0
     sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
     if plan.phase == "decode" and not config.pinned:
         if config.separate_draw:
@@ -197,7 +204,8 @@ def _widest(buckets: Sequence[Bucket]) -> Bucket:
     """With the most tokens, rows and features of any of them."""
     features = max((b.features for b in buckets), key=(*DRAWS, "prompt").index)
     tokens, rows = max(b.tokens for b in buckets), max(b.rows for b in buckets)
-    return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, features=features)
+    how = {"features": features, "loras": max(b.loras for b in buckets)}
+    return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, **how)
 
 
 def bucket_table(
@@ -215,18 +223,19 @@ def bucket_table(
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
     shape = {"tables": tables, "blocks": config.max_blocks_per_seq}
+    shapes = [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
     for S in _up_to(config.seq_buckets, rows):
+        size, steps = {"tokens": S, "rows": S}, {"steps": config.decode_steps}
         for features in DRAWS:
-            size = {"tokens": S, "rows": S}
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):
-                size |= shape | {"steps": config.decode_steps}
-                yield Bucket(phase="decode", **size, features=features)
+                for each in shapes:
+                    yield Bucket(phase="decode", **size, **each, **steps, features=features)
     kinds: tuple[Features, ...] = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):
-            for features in kinds:
-                yield Bucket(phase="prefill", tokens=T, rows=S, **shape, features=features)
+            for features, each in itertools.product(kinds, shapes):
+                yield Bucket(phase="prefill", tokens=T, rows=S, **each, features=features)
 
 
 def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:

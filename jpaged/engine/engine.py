@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -198,6 +198,7 @@ class Engine:
             self.scheduler.queues.preemptions = self.stats.preemptions
             for seq in self.scheduler.queues.running:
                 seq.is_new = True
+            self.scheduler.queues.adapters.load_again()
             self.runner.write_blocks(state.blocks, state.block_ids, self.replica)
 
     def reset_prefix_cache(self) -> None:
@@ -206,6 +207,7 @@ class Engine:
             for seq in request.sequences:
                 self.scheduler.swapping.drop(seq)
         self.scheduler.blocks.cache.reset()
+        self.scheduler.queues.adapters.load_again()  # their tables may be gone, as the weights are
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
@@ -253,18 +255,25 @@ class Engine:
         self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
     def _new_scheduler(self) -> Scheduler:
-        config = self.config
-        caching = config.enable_prefix_caching
-        return Scheduler(
-            BlockManager(self.runner.kv_groups, config.block_size, enable_prefix_caching=caching),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            decode_steps=config.decode_steps or 1,
-            mixed=config.mixed,
-            host_bytes=int(config.swap_space_gib * 2**30),
-            swap_min_tokens=config.swap_min_tokens,
-            preemptions=self.stats.preemptions,
-        )
+        return scheduler_of(self.config, self.runner.kv_groups, self.stats.preemptions)
+
+
+def scheduler_of(
+    config: EngineConfig, groups: tuple[GroupSize, ...], preemptions: Counter[str]
+) -> Scheduler:
+    """A scheduler with nothing in it. groups: of layers; preemptions: where it counts them."""
+    caching = config.enable_prefix_caching
+    return Scheduler(
+        BlockManager(groups, config.block_size, enable_prefix_caching=caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        decode_steps=config.decode_steps or 1,
+        mixed=config.mixed,
+        host_bytes=int(config.swap_space_gib * 2**30),
+        swap_min_tokens=config.swap_min_tokens,
+        preemptions=preemptions,
+        max_loras=config.max_loras,
+    )
 
 
 def _blocks_of(scheduler: Scheduler) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 whoever hunts a fault.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from jpaged.engine.block_manager import BlockManager
@@ -19,6 +20,7 @@ def check(queues: Queues, plan: Plan | None = None) -> None:
     check_blocks(queues.blocks, queues.running)
     rows = [seq.device_row for seq in queues.running]
     assert sorted(rows + queues.free_rows) == list(range(queues.max_num_seqs)), "rows leaked"
+    check_adapters(queues)
     for seq in queues.running:
         reach = min(map(len, seq.block_tables)) * queues.blocks.block_size
         assert seq.status is Status.RUNNING and seq.num_dispatched <= reach
@@ -35,6 +37,17 @@ def check(queues: Queues, plan: Plan | None = None) -> None:
     assert held <= swapping.used_bytes <= swapping.host_bytes, "host bytes leaked"
     if plan is not None:
         _check_writes(queues, plan)
+
+
+def check_adapters(queues: Queues) -> None:
+    """Assert that each running row's adapter lies in the row's slot, and that users are counted."""
+    slots = queues.adapters
+    users = Counter(seq.adapter for seq in queues.running if seq.adapter is not None)
+    assert dict(users) == slots.users, "adapters leaked"
+    assert len(set(slots.places.values())) == len(slots.places) <= slots.count
+    for seq in queues.running:
+        slot = None if seq.adapter is None else slots.places[seq.adapter]
+        assert seq.adapter_slot == slot, f"{seq!r} is in another's slot"
 
 
 def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:

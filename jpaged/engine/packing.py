@@ -12,6 +12,7 @@ from collections.abc import Sequence as List
 import numpy as np
 
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters import Loads
 from jpaged.engine.buckets import (
     CONTROLS,
     Bucket,
@@ -39,9 +40,9 @@ class Batch:
     the decode draws itself.
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
     most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
-    are the same ends a group's. counts: (device row, token ids, prompt length) of rows with
-    penalties that were just admitted. parts: of a step of several replicas (see `join`), the batch
-    of each.
+    are the same ends a group's. loads: of adapters, before it. counts: (device row, token ids,
+    prompt length) of rows with penalties that were just admitted. parts: of a step of several
+    replicas (see `join`), the batch of each.
     """
 
     bucket: Bucket
@@ -51,6 +52,7 @@ class Batch:
     num_rows: int
     steps: int = 1
     copies: np.ndarray | None = None
+    loads: Loads = ()
     counts: tuple[tuple[int, list[int], int], ...] = ()
     parts: tuple["Batch", ...] = ()
 
@@ -81,6 +83,10 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
     _pack_tables(view, computed)
+    if bucket.loras:
+        slots = [e.seq.adapter_slot for e in computed]
+        view["adapters"][: len(slots)] = [bucket.loras if at is None else at for at in slots]
+        view["adapters"][len(slots) :] = bucket.loras
     if bucket.phase == "decode":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
@@ -106,6 +112,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         num_rows=len(drawing),
         steps=max((e.draws for e in drawing), default=1),
         copies=_pack_copies(plan, config),
+        loads=plan.loads,
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
     )
 

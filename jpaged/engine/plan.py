@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jpaged.engine.adapters import Loads
 from jpaged.engine.blocks import Copies
 from jpaged.engine.sequence import Sequence, Swapped
 
@@ -53,7 +54,8 @@ class Plan:
     decode: as many tokens of each row as it has steps left.
 
     Before it, in this order: `swap_outs` are copied from the pools to the host, `swap_ins` come
-    back into other blocks, and `copies` (source, target) are made within each group's pool.
+    back into other blocks, `loads` of adapters are written into their slots, and `copies` (source,
+    target) are made within each group's pool.
     """
 
     phase: Phase
@@ -61,6 +63,7 @@ class Plan:
     copies: Copies = ()
     swap_outs: Moves = ()
     swap_ins: Moves = ()
+    loads: Loads = ()
 
     @property
     def num_tokens(self) -> int:

@@ -37,6 +37,8 @@ class PrefillPlanner:
         if not self.blocks.fits(len(seq)):
             self.queues.fail(seq)
             return True
+        if not self.queues.adapters.has_room(seq.adapter):
+            return False
         match = self._match(seq)
         # A block in hand for every row that runs: an admission that forces a preemption at once is
         # wasted work.

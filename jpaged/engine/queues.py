@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 
+from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.prefix_cache import Match
 from jpaged.engine.sequence import Sequence, Status
@@ -13,7 +14,7 @@ class Queues:
     """What waits and what runs; a running sequence holds a row of the device and blocks.
 
     max_num_seqs: rows of the device's state, so sequences that run at once. preemptions: counts
-    them as "swapped" and "recomputed".
+    them as "swapped" and "recomputed". max_loras: adapters that the running ones have at most.
     """
 
     def __init__(
@@ -23,8 +24,10 @@ class Queues:
         *,
         max_num_seqs: int,
         preemptions: Counter[str] | None = None,
+        max_loras: int = 0,
     ):
         self.blocks = blocks
+        self.adapters = AdapterSlots(max_loras)
         self.swapping = swapping
         self.max_num_seqs = max_num_seqs
         self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
@@ -72,6 +75,7 @@ class Queues:
             seq.num_cached = min(seq.num_dispatched, seq.prompt_len)
         seq.fill = fill
         seq.device_row, seq.is_new = self.free_rows.pop(), True
+        seq.adapter_slot = self.adapters.take(seq.adapter)
         seq.status = Status.RUNNING
         self.running[seq] = None
 
@@ -151,4 +155,5 @@ class Queues:
         del self.running[seq]
         self.blocks.free(seq)
         self.free_rows.append(seq.device_row)
-        seq.device_row = -1
+        self.adapters.leave(seq.adapter)
+        seq.device_row, seq.adapter_slot = -1, None

@@ -26,7 +26,7 @@ class Scheduler:
     tokens of a prefill step. decode_steps: tokens of a row in one decode dispatch. mixed: rows that
     decode join the prefill steps. host_bytes: KV of preempted sequences that the host may keep;
     below swap_min_tokens it is computed again instead. preemptions: counts them as "swapped" and
-    "recomputed".
+    "recomputed". max_loras: adapters that the running sequences have at most.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Scheduler:
         host_bytes: int = 0,
         swap_min_tokens: int = 0,
         preemptions: Counter[str] | None = None,
+        max_loras: int = 0,
     ):
         self.blocks = blocks
         self.swapping = Swapping(blocks, host_bytes=host_bytes, min_tokens=swap_min_tokens)
-        self.queues = Queues(
-            blocks, self.swapping, max_num_seqs=max_num_seqs, preemptions=preemptions
-        )
+        limits = {"max_num_seqs": max_num_seqs, "max_loras": max_loras}
+        self.queues = Queues(blocks, self.swapping, **limits, preemptions=preemptions)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = decode_steps
         self.mixed = mixed
@@ -120,6 +120,7 @@ class Scheduler:
             copies=self.blocks.take_copies(),
             swap_outs=self.swapping.take_outs(),
             swap_ins=self.swapping.take_ins(),
+            loads=self.queues.adapters.take_loads(),
         )
 
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Sequence:
     len(token_ids) + pending - 1.
 
     Who fills what. The caller, once: request_id, token_ids[:prompt_len], sampling_params, key,
-    index, salt, stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs,
+    index, salt, adapter, stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs,
     top_logprobs, prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error.
     BlockManager and PrefixCache: block_tables, first_held, contents, hashes, generation. Scheduler
     and Queues: all else.
@@ -54,7 +55,7 @@ class Sequence:
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
     __slots__ = (
         # what the caller asked for
-        *("request", "request_id", "sampling_params", "key", "index", "salt"),
+        *("request", "request_id", "sampling_params", "key", "index", "salt", "adapter"),
         *("eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "waits_for_host", "controls"),
         # what came of it
@@ -62,7 +63,7 @@ class Sequence:
         *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
         # where it stands
         *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
-        *("epoch", "swapped"),
+        *("epoch", "swapped", "adapter_slot"),
         # its blocks
         *("block_tables", "first_held", "contents", "hashes", "generation"),
     )
@@ -78,6 +79,7 @@ class Sequence:
         key: tuple[int, int] = (0, 0),
         index: int = 0,
         salt: str | None = None,
+        adapter: AdapterVersion | None = None,
         eos_ids: frozenset[int] = frozenset(),
         text: "TextStream | None" = None,
         score_only: bool = False,
@@ -88,8 +90,10 @@ class Sequence:
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
-        # Cached blocks are shared under one salt only.
+        self.adapter = adapter
+        # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
+        self.salt += b"" if adapter is None else adapter.salt
         self.eos_ids = frozenset() if sampling_params.ignore_eos else eos_ids
         self.stop_ids = frozenset(sampling_params.stop_token_ids or ())
         self.text = text
@@ -126,6 +130,7 @@ class Sequence:
         self.error: Exception | None = None
         self.status = Status.WAITING
         self.device_row = -1  # of the device's state while running
+        self.adapter_slot: int | None = None  # of its adapter while running
         self.is_new = False  # took its row after the last dispatch: the state there is another's
         self.num_dispatched = 0
         self.fill = 0  # length up to which prefill runs (all tokens known at admission)

@@ -16,7 +16,7 @@ class Stats:
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
     results. padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
     "swapped" or "recomputed". idle_replica_steps: dispatches in which a replica had nothing to do,
-    of as many as there are dispatches and replicas.
+    of as many as there are dispatches and replicas. adapter_loads: adapters written into slots.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Stats:
         self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
-        self.idle_replica_steps = 0
+        self.idle_replica_steps = self.adapter_loads = 0
         self._last_done = 0.0
         self.preemptions: Counter[str] = Counter()
         self.prefill_sizes: Counter[int] = Counter()  # steps by their number of tokens
@@ -37,6 +37,7 @@ class Stats:
         self.padded_tokens += batch.padded_tokens
         self.copied_blocks += sum(map(len, plan.copies))
         self.dispatches += 1
+        self.adapter_loads += sum(len(part.loads) for part in batch.each)
         self.idle_replica_steps += sum(not part.num_tokens for part in batch.parts)
         decoded = sum(entry.num_tokens for entry in plan.entries if entry.decodes)
         self.decode_tokens += decoded

@@ -22,6 +22,7 @@ from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import embed
 from jpaged.models.layers.experts import Experts
 from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.low_rank import AdapterRows, LowRank
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -70,16 +71,26 @@ def _scaled(x: Array, factor: float) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """A node of the canonical tree, the specs of what is in it, and the modules made of them."""
+    """A node of the canonical tree, the specs of what is in it, and the modules made of them.
+
+    adapters: the tables of what is in it.
+    """
 
     config: ModelConfig
     serving: Serving
     specs: Mapping[str, Any]
     tree: Mapping[str, Any]
+    adapters: AdapterRows | None = None
 
     def at(self, name: str) -> "_Weights":
         """A node below."""
-        return dataclasses.replace(self, specs=self.specs[name], tree=self.tree[name])
+        below = {"specs": self.specs[name], "tree": self.tree[name]}
+        return dataclasses.replace(self, **below, adapters=self._adapters_at(name))
+
+    def _adapters_at(self, name: str) -> AdapterRows | None:
+        if self.adapters is None or name not in self.adapters.tables:
+            return None
+        return dataclasses.replace(self.adapters, tables=self.adapters.tables[name])
 
     def norm(self, name: str) -> RMSNorm | None:
         """A norm, if this model has it."""
@@ -100,10 +111,14 @@ class _Weights:
         spec: ParamSpec = self.specs[name]
         outputs, inputs = spec.sides
         split = spec.split_letter(self.config, self.serving.axis_size)
+        rows, low_rank = self._adapters_at(name), None
+        if rows is not None:
+            low_rank = LowRank(**rows.tables, slot_T=rows.slot_T, joined=spec.joined)
         return Linear(
             weight=self.tree[name],
             bias=self.tree.get(f"{name}_bias"),
             serving=self.serving,
+            adapters=low_rank,
             num_outputs=len(outputs),
             sum_over=self.serving.tensor_axis if split in inputs else None,
         )
@@ -231,7 +246,10 @@ class Decoder(nnx.Module):
 
     def _weights(self) -> _Weights:
         serving = getattr(self, "serving", Serving())
-        return _Weights(self.config, serving, nest(param_table(self.config)), to_tree(self))
+        # A layer takes its own adapters, not those of all.
+        plain = dataclasses.replace(serving, adapters=None)
+        specs = nest(param_table(self.config))
+        return _Weights(self.config, plain, specs, to_tree(self), serving.adapters)
 
 
 @jax.jit

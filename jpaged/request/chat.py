@@ -9,12 +9,15 @@ from jpaged.errors import RequestError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """One conversation, a list of {"role", "content"}, and how the template is to render it."""
+    """One conversation, a list of {"role", "content"}, and how the template is to render it.
+    adapter: the name of the one that answers.
+    """
 
     messages: Any
     template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    adapter: str | None = None
 
 
 def as_chats(messages: Sequence[Any], **how: Any) -> list[Chat]:

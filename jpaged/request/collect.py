@@ -9,6 +9,7 @@ from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
 from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
+from jpaged.request.prompts import Adapted
 from jpaged.search.beam import BeamSearch, Hypothesis
 
 Top = list[tuple[int, float, int]]  # (token, logprob, rank) each
@@ -23,6 +24,7 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
     else:
         completions = [_sample(seq, tokenizer) for seq in request.sequences]
     scored = first.sampling_params.prompt_logprobs is not None
+    adapter = first.adapter
     output = RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -32,6 +34,8 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
         num_cached_tokens=first.num_cached,
         error=request.error,
         weight_version=request.weight_version,
+        adapter=None if adapter is None else adapter.name,
+        adapter_version=0 if adapter is None else adapter.version,
     )
     # Each sequence knows its request: without the cycle they are freed now, not by a collection.
     request.sequences = []
@@ -42,6 +46,7 @@ def failed(
     request_id: str, error: RequestError, prompt: Any, token_ids: list[int]
 ) -> RequestOutput:
     """The output of a request that never ran."""
+    prompt = prompt.prompt if isinstance(prompt, Adapted) else prompt
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,

@@ -46,7 +46,9 @@ class RequestOutput:
     Logprob} each.
 
     num_cached_tokens: prompt tokens whose KV was found in the cache. error: why it failed, None if
-    it did not. weight_version: counts the distinct params that its engine has served.
+    it did not. weight_version: counts the distinct params that its engine has served. adapter,
+    adapter_version: the name (None where it came with the call) and the version of the adapter on
+    top of them; versions count from 1 over all adapters of an engine, 0 is none.
     """
 
     request_id: str
@@ -58,6 +60,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: Exception | None = None
     weight_version: int = 0
+    adapter: str | None = None
+    adapter_version: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@ from typing import Any
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, key_from_seed
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat, render
 from jpaged.request.detokenizer import TextStream
-from jpaged.request.prompts import cache_salt, tokenize
+from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 
@@ -34,6 +35,7 @@ class Processor:
         self.model, self.config = model, config
         self.max_model_len = config.max_model_len
         self._source = source
+        self.adapters: dict[str, AdapterVersion] = {}  # that prompts can name
         self._given_tokenizer = tokenizer
         self._generation_config = {} if source is None else load_generation_config(source)
         self._warned_of_eos = False
@@ -72,6 +74,7 @@ class Processor:
 
     def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, checked against the vocabulary."""
+        prompt = prompt.prompt if isinstance(prompt, Adapted) else prompt
         if isinstance(prompt, Chat):
             prompt = self.render(prompt)
         return tokenize(prompt, self._need_tokenizer, self.model.vocab_size)
@@ -110,7 +113,7 @@ class Processor:
         how = {
             "request_id": self.new_id() if request_id is None else request_id,
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
-            "salt": cache_salt(prompt),
+            **cached_under(prompt, self.adapters),
         }
         samples = [
             self._sequence(
@@ -152,7 +155,8 @@ class Processor:
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
-        root = self._sequence(ids, asked, request_id=self.new_id(), salt=cache_salt(prompt))
+        fields = cached_under(prompt, self.adapters)
+        root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
@@ -171,7 +175,8 @@ class Processor:
                 raise CapacityError(
                     f"sequence {i} of {len(ids)} tokens is longer than max_model_len={most}"
                 )
-            sequence = self._sequence(ids, asked, request_id=self.new_id(), score_only=True)
+            fields = cached_under(token_list, self.adapters) | {"score_only": True}
+            sequence = self._sequence(ids, asked, request_id=self.new_id(), **fields)
             requests.append(Request([sequence]))
         return requests
 

@@ -1,5 +1,6 @@
 """The forms a prompt may take, and the checks that need no engine."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.checks import is_scalar
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
+from jpaged.request.chat import Chat
 from jpaged.request.sampling_params import SamplingParams
 
 
@@ -17,7 +20,8 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them -> a list of prompts, each still in its own form.
 
     A prompt is a str, a list of ints, a 1-D numpy or jax array, {"prompt": str} or
-    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) too.
+    {"prompt_token_ids": ids}; a dict may have a "cache_salt" (str) and an "adapter" (its name)
+    too.
     """
     if _is_array(prompts):
         if prompts.ndim == 1 and prompts.dtype.kind in "iu":
@@ -40,8 +44,10 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
     """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises
     RequestError.
     """
+    if isinstance(prompt, Adapted):
+        prompt = prompt.prompt
     if isinstance(prompt, Mapping):
-        keys = set(prompt) - {"cache_salt"}
+        keys = set(prompt) - {"cache_salt", "adapter"}
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
             prompt = prompt["prompt"]
         elif "prompt_token_ids" in keys and keys <= {"prompt", "prompt_token_ids"}:
@@ -84,6 +90,46 @@ def cache_salt(prompt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt or not salt.isprintable()):
         raise RequestError(f"cache_salt={salt!r}: must be a non-empty str of printable characters")
     return salt
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A prompt in any form with the adapter that came with the call."""
+
+    prompt: Any
+    adapter: AdapterVersion | None
+
+
+def cached_under(prompt: Any, named: Mapping[str, AdapterVersion]) -> dict[str, Any]:
+    """The fields of a Sequence that its cached prefix depends on beside tokens: salt, and the
+    adapter that the prompt names or comes with. named: those that there are.
+    """
+    adapter, name = None, None
+    if isinstance(prompt, Adapted):
+        prompt, adapter = prompt.prompt, prompt.adapter
+    if isinstance(prompt, Chat):
+        name = prompt.adapter
+    elif isinstance(prompt, Mapping):
+        name = prompt.get("adapter")
+    if name is not None:
+        if not isinstance(name, str) or name not in named:
+            known = f"there are {', '.join(sorted(named))}" if named else "there is none"
+            raise RequestError(f"adapter {name!r} is unknown: {known}; add_adapter adds one")
+        adapter = named[name]
+    return {"salt": cache_salt(prompt), "adapter": adapter}
+
+
+def match_adapters(lora: Any, count: int) -> list[Any]:
+    """One adapter a prompt, from one for all or a list (with None for the model itself) as long as
+    the prompts.
+    """
+    if not isinstance(lora, list | tuple):
+        return [lora] * count
+    if len(lora) != count:
+        raise RequestError(
+            f"{len(lora)} adapters in lora for {count} prompts: pass one for all or one each"
+        )
+    return list(lora)
 
 
 def match_sampling_params(sampling_params: Any, count: int) -> list[SamplingParams]:

@@ -22,6 +22,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
+from jpaged.runtime.adapter_tables import with_tables
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
@@ -117,8 +118,7 @@ class CompiledSteps:
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
-        # Of each kind: the arguments after the params, which of them is donated, their specs, and
-        # those of the results.
+        # Of each kind: arguments after the params, which is donated, their and the results' specs.
         is_apart = bucket.phase == "decode" and config.separate_draw
         args, donated, in_specs, out_specs = {
             "prefill": (
@@ -128,11 +128,12 @@ class CompiledSteps:
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
         }["prefill" if is_apart else bucket.phase]
-        step = make_step(bucket, self.setting)
         params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
+        form, params = with_tables(self.form, params, model, config, self.where, bucket)
+        step = make_step(bucket, self.setting)
         step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
-        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(self.form, *args)
+        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """The function, run whole on each device's share: XLA cannot partition a Pallas call."""

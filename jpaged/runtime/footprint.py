@@ -26,6 +26,7 @@ from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import ParamSpec, nest, param_shapes, param_specs, param_table
 from jpaged.models.quantized import Form, is_quantized, quantized, served_form, specs_of
 from jpaged.models.served import served_config, share_of
+from jpaged.runtime.adapter_tables import table_bytes, table_rank
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
@@ -190,13 +191,14 @@ def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:
     """Of each phase the bucket with the most features, then tokens, then rows: no other of the
     phase needs more.
     """
-    ascending = sorted(table, key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows))
+    ascending = sorted(table, key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows, b.loras))
     return list({bucket.phase: bucket for bucket in ascending}.values())
 
 
 def measured(probe: Runner, block_bytes: int) -> Needs:
     """What the compiled steps say; compiles the largest of each phase."""
     table = step_table(probe.steps.setting)
+    share = share_of(probe.model, probe.placement.axis_size)
     lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
     with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU
         compiled = threads.map(lambda step: step.compile(), lowered)
@@ -210,9 +212,8 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
     return Needs(
         temporaries=temporaries,
         code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),
-        state=state_bytes(
-            share_of(probe.model, probe.placement.axis_size), probe.config, block_bytes
-        ),
+        state=state_bytes(share, probe.config, block_bytes)
+        + table_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
     )
 
@@ -255,13 +256,15 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
         experts += min(pairs, MOST_PAIRS) * (24 * model.expert_size + 16 * model.hidden_size)
         experts += 8 * tokens * model.hidden_size * model.num_layers
     ids = 2 * config.max_logprobs + config.max_logit_bias
+    # What adapters make of the tokens, of up to three parts.
+    adapted = 3 * config.max_loras * table_rank(config) if config.max_loras else 0
     tables = len(kv_groups(model)) * config.max_blocks_per_seq
     indices = 4 * rows * (tokens + tables + ids)
     temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices
-    temporaries += experts + TILES
+    temporaries += experts + TILES + 16 * tokens * adapted
     return Needs(
         temporaries=temporaries,
-        state=state_bytes(model, config, block_bytes),
+        state=state_bytes(model, config, block_bytes) + table_bytes(model, config, dtype),
         source="an upper bound",
     )
 

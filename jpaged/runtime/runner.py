@@ -18,6 +18,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.quantized import experts_are_plain
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
+from jpaged.runtime.adapter_tables import AdapterTables
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
@@ -68,6 +69,8 @@ class Runner:
         )
         self.steps = CompiledSteps(setting, placement, form)
         self.transfers = Transfers(placement)
+        dtype = params["embed"]["weight"].dtype
+        self.adapters = AdapterTables(setting.model, config, placement, dtype)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
@@ -103,15 +106,15 @@ class Runner:
                 self._enter_counts(replica, row, token_ids, prompt_len)
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
-        packed = self.transfers.put(batch.packed)
+        packed, params = self.transfers.put(batch.packed), self.adapters.ready(batch, self.params)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-            state, out = step(self.params, self._lent(batch.bucket), packed)
+            state, out = step(params, self._lent(batch.bucket), packed)
             self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
         state, outs = self._lent(batch.bucket), []
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        kv, hidden, packed, scored = step(self.params, state.kv, state.rows, packed)
+        kv, hidden, packed, scored = step(params, state.kv, state.rows, packed)
         self._state = DeviceState(kv=kv, rows=state.rows)
         if batch.sample is not None:
             padded = batch.sample.rows * len(batch.each)
@@ -248,12 +251,13 @@ class Runner:
 
     def release(self) -> None:
         """Free the state; executables stay, and the next dispatch allocates again."""
-        self._state = self._counts_RV = None
+        self._state = self._counts_RV = self.adapters.arrays = None
 
 
 def seal(runner: Runner) -> None:
     """Let no shape in that is not compiled (strict mode)."""
     runner.allocate(full=True)
+    runner.adapters.allocate()
     runner.steps.seal()
 
 

@@ -32,6 +32,7 @@ class BucketReport:
     blocks: int
     steps: int
     features: str
+    loras: int
     hits: int
     padding_waste: float
     compile_seconds: float | None

@@ -21,7 +21,9 @@ from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder, bind
 from jpaged.models.layers.linear import ExpertProducts, Products, Serving
+from jpaged.models.layers.low_rank import AdapterRows
 from jpaged.models.params import MeshAxis
+from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.paged_kv import PagedKV, view_of
@@ -57,7 +59,8 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     decode with a separate draw(params, kv, rows, packed) -> as of a prefill
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
-    rows without counts for plain buckets. What a step returns of them was donated to it.
+    rows without counts for plain buckets. What a step returns of them was donated to it. params:
+    with adapters, those of the model and the tables of adapters.
     """
     decode = _make_forward if setting.config.separate_draw else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
@@ -89,8 +92,15 @@ class _Step:
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def bind(self, params: Any, num_rows: Array | None) -> Decoder:
-        """The model; num_rows: rows of its products that are real, None where all are."""
+    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> Decoder:
+        """The model; num_rows: rows of its products that are real, None where all are. slot_T: the
+        slot of each token's adapter, where the step has adapters.
+        """
+        adapters = None
+        if self.bucket.loras:
+            params, tables = params
+            if slot_T is not None:
+                adapters = AdapterRows(tables=own_tables(tables), slot_T=slot_T)
         serving = Serving(
             num_rows=num_rows,
             max_len=self.to.config.max_model_len,
@@ -98,6 +108,7 @@ class _Step:
             experts=self.to.experts,
             tensor_axis=self.to.tensor_axis,
             axis_size=self.to.axis_size,
+            adapters=adapters,
         )
         return bind(self.to.model, params, serving)
 
@@ -138,7 +149,10 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
             device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
             last_T = jnp.maximum(jnp.take(rows.last_token_R, device_row_T, mode="clip"), 0)
             tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
-        decoder = step.bind(params, start_loc_S1[-1])
+        slot_T = None
+        if "adapters" in fields:
+            slot_T = jnp.take(fields["adapters"], row_T, mode="clip")
+        decoder = step.bind(params, start_loc_S1[-1], slot_T)
         x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), view)
         assert isinstance(written, PagedKV)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
@@ -183,7 +197,7 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
         starts_S1 = jnp.arange(rows_S + 1, dtype=jnp.int32)
         view, _, positions_S = step.view(kv, fields["block_tables"], context_lens_S, starts_S1)
-        decoder = step.bind(params, _last_row(context_lens_S))
+        decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
         x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
         assert isinstance(written, PagedKV)
         hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
@@ -207,7 +221,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             tables_GSM = fields["block_tables"]
             starts_S1 = jnp.asarray(start_loc_S1)
             view, _, positions_S = step.view(state.kv, tables_GSM, context_lens_S, starts_S1)
-            decoder = step.bind(params, _last_row(context_lens_S))
+            decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
             x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
             assert isinstance(written, PagedKV)
             open_after_S = fields["open_after"] - i

@@ -21,11 +21,13 @@ from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from tests.engine.mock import (
     MODEL,
     MockRunner,
+    adapted,
     expected,
     expected_beams,
     generated,
     next_kv,
     prompt_score,
+    version_of,
 )
 
 
@@ -58,7 +60,7 @@ def check_ended(host: "Host", seq: Sequence) -> None:
         for token, target in zip(
             seq.token_ids[: seq.prompt_len], seq.token_ids[1 : seq.prompt_len], strict=False
         ):
-            kv = next_kv(kv, token)
+            kv = next_kv(kv, *adapted([token], version_of(seq)))
             scores.append(prompt_score(kv, target))
         assert [None if top is None else top[0][1] for top in seq.prompt_logprobs] == [
             None,
@@ -180,7 +182,7 @@ class Host:
     ) -> Sequence:
         own = {
             k: options.pop(k)
-            for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt")
+            for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt", "adapter")
             if k in options
         }
         request_id = own.pop("request_id", None) or str(next(self._ids))

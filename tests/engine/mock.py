@@ -57,6 +57,11 @@ def next_kv(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 
 
+def adapted(tokens: Iterable[int], version: int) -> list[int]:
+    """Tokens as an adapter of this version sees them; 0 is the model itself."""
+    return [token + 1000 * version for token in tokens]
+
+
 def next_token(kv: list[int], banned: Iterable[int] = (), index: int = 0) -> int:
     """Of sample `index`: each has its own stream."""
     token = zlib.crc32(np.array([*kv, *[index] * bool(index)], np.int64).tobytes()) % VOCAB
@@ -118,6 +123,7 @@ class MockRunner:
         self.pools = [[POISON] * size for size in sizes]
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
+        self.tables = [POISON] * self.config.max_loras  # the version in each slot
 
     def fit(self, buckets: Buckets) -> Buckets:
         return buckets
@@ -125,6 +131,8 @@ class MockRunner:
     def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
+        for slot, adapter in batch.loads:
+            self.tables[slot] = adapter.version
         view = self._inputs(batch.bucket, batch.packed)
         if batch.copies is not None:
             self._copy(batch.copies)
@@ -182,6 +190,7 @@ class MockRunner:
                 last = self.last[view["device_rows"][row]]
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
                 tokens = [max(last, 0)]
+            tokens = adapted(tokens, self._version(view, row))
             own, seen = self._attend(view["block_tables"][:, row], int(end), tokens)
             contexts[past - 1] = int(end), seen, last
             if "prompt_logprobs" in out:
@@ -209,12 +218,21 @@ class MockRunner:
             token = self.last[device_row] if known[row] == ON_DEVICE else known[row]
             assert token != POISON, f"row {row} decodes from a row of the device without a token"
             while token != STOPPED and count < view["steps"][row]:
-                _, kv = self._attend(view["block_tables"][:, row], start + count + 1, [token])
+                end, seen = start + count + 1, adapted([token], self._version(view, row))
+                _, kv = self._attend(view["block_tables"][:, row], end, seen)
                 token = self._draw(view, out, row, count, kv)
                 count += 1
             out["num_drawn"][row] = count
             spans.append((start, start + count))
         return spans
+
+    def _version(self, view: Views, row: int) -> int:
+        """Of the adapter in a row's slot; 0 without one."""
+        if "adapters" not in view or view["adapters"][row] == len(self.tables):
+            return 0
+        version = self.tables[view["adapters"][row]]
+        assert version != POISON, f"row {row} has a slot that nothing was loaded into"
+        return version
 
     def _draw(self, view: Views, out: Views, row: int, step: int, kv: list[int]) -> int:
         """Draw after a context; returns what the device's row keeps."""
@@ -374,15 +392,16 @@ def _stream(
     min_tokens: int,
     index: int,
     windows: tuple[int | None, ...],
+    version: int,
 ) -> list[int]:
-    kv = list(itertools.accumulate(prompt, next_kv, initial=0))[1:]
+    kv = list(itertools.accumulate(adapted(prompt, version), next_kv, initial=0))[1:]
     tokens: list[int] = []
     while len(tokens) < count:
         banned = eos if len(tokens) < min_tokens else ()
         tokens.append(next_token(visible(kv, windows), banned, index))
         if tokens[-1] in eos:
             break
-        kv.append(next_kv(kv[-1], tokens[-1]))
+        kv.append(next_kv(kv[-1], *adapted(tokens[-1:], version)))
     return tokens
 
 
@@ -396,7 +415,12 @@ def expected(seq: Sequence, windows: tuple[int | None, ...] = (None,)) -> list[i
     prompt = tuple(seq.token_ids[: seq.prompt_len])
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
     stops = seq.eos_ids | seq.stop_ids
-    return _stream(prompt, count, stops, seq.sampling_params.min_tokens, seq.index, windows)
+    how = (seq.sampling_params.min_tokens, seq.index, windows, version_of(seq))
+    return _stream(prompt, count, stops, *how)
+
+
+def version_of(seq: Sequence) -> int:
+    return 0 if seq.adapter is None else seq.adapter.version
 
 
 @functools.lru_cache(maxsize=1024)
@@ -409,6 +433,7 @@ def _beams(
     penalty: float,
     early_stopping: EarlyStopping,
     windows: tuple[int | None, ...],
+    version: int,
 ) -> tuple[list[tuple[list[int], float]], int]:
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     done: list[tuple[list[int], float]] = []
@@ -416,7 +441,8 @@ def _beams(
     for length in range(1, count + 1):
         options = []
         for total, tokens in beams:
-            kv = list(itertools.accumulate([*prompt, *tokens], next_kv, initial=0))[1:]
+            seen = adapted([*prompt, *tokens], version)
+            kv = list(itertools.accumulate(seen, next_kv, initial=0))[1:]
             likely = top(visible(kv, windows), num_candidates)
             options += [(total + np.float32(p).item(), [*tokens, t]) for t, p in likely]
         options = sorted(options, key=lambda option: -option[0])[:num_candidates]
@@ -450,6 +476,7 @@ def expected_beams(
         search.length_penalty,
         search.early_stopping,
         windows,
+        version_of(root),
     )
 
 

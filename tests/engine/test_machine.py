@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import EngineState
 from jpaged.engine.sequence import Request, Status
 from jpaged.search.beam import BeamSearch
@@ -30,6 +31,9 @@ from tests.engine.host import (
 )
 from tests.engine.mock import ROOTS
 
+ADAPTERS = st.sampled_from(
+    [None] * 4 + [AdapterVersion(name=str(i), version=i, rank=1, data=None) for i in range(1, 6)]
+)
 SALTS = st.sampled_from([None, None, None, "a", "b"])
 
 
@@ -75,6 +79,7 @@ class HostMachine(RuleBasedStateMachine):
         mixed=st.booleans(),
         windows=st.sampled_from(WINDOWS),
         windowed_blocks=st.sampled_from([None, 3, 6]),
+        max_loras=st.integers(1, 3),
     )
     def start(self, host_blocks: int, **settings: Any) -> None:
         space = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
@@ -101,6 +106,7 @@ class HostMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 0, 2]),
         scored=st.sampled_from([False, False, False, True]),
         n=st.sampled_from([1, 1, 2, 3, 4]),
+        adapter=ADAPTERS,
     )
     def add(
         self,
@@ -115,6 +121,7 @@ class HostMachine(RuleBasedStateMachine):
         min_tokens,
         scored,
         n,
+        adapter,
     ) -> None:
         """Requests of n samples with a prefix in common, or the same one several times."""
         options: dict[str, Any] = {"prompt_logprobs": 0} if scored else {}
@@ -122,6 +129,7 @@ class HostMachine(RuleBasedStateMachine):
             "stop_token_ids": stop_ids,
             "min_tokens": min(min_tokens, max_tokens),
             "salt": salt,
+            "adapter": adapter,
         }
         options["eos_ids"] = frozenset(
             range(3, 100, eos_every)[:12]
@@ -140,9 +148,10 @@ class HostMachine(RuleBasedStateMachine):
         length_penalty=st.sampled_from([1.0, 0.0, -1.0, 2.0]),
         num_eos=st.sampled_from([0, 1, 3]),
         salt=SALTS,
+        adapter=ADAPTERS,
     )
     def add_beams(
-        self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, salt
+        self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, **how
     ) -> None:
         before = len(self.live)
         eos_ids = frozenset(range(3, 100, 8)[:num_eos])
@@ -151,7 +160,7 @@ class HostMachine(RuleBasedStateMachine):
             "length_penalty": length_penalty,
             "eos_ids": eos_ids,
         }
-        self.host.add_beams(ROOTS[root][:length], width, max_tokens, salt=salt, **options)
+        self.host.add_beams(ROOTS[root][:length], width, max_tokens, **how, **options)
         self.added(before)
 
     @precondition(lambda self: self.ended)
@@ -160,19 +169,19 @@ class HostMachine(RuleBasedStateMachine):
         cut=st.integers(0, 2),
         tail=st.lists(st.integers(1, 3), max_size=2),
         salt=SALTS,
+        adapter=ADAPTERS,
     )
-    def go_on(self, which: int, cut: int, tail: list[int], salt: str | None) -> None:
+    def go_on(self, which: int, cut: int, tail: list[int], **how: Any) -> None:
         """A next turn: the prompt is what an earlier request ended with."""
         tokens = self.ended[which % len(self.ended)]
         tokens = [*tokens[: max(len(tokens) - cut, 1)], *tail]
         if len(tokens) < 39:
-            self.live.append(self.host.add(tokens, 6, salt=salt).request)
+            self.live.append(self.host.add(tokens, 6, **how).request)
 
-    @rule(length=st.integers(1, 20), root=st.integers(0, 1))
-    def score(self, length: int, root: int) -> None:
-        self.live.append(
-            self.host.add(ROOTS[root][:length], 1, prompt_logprobs=0, score_only=True).request
-        )
+    @rule(length=st.integers(1, 20), root=st.integers(0, 1), adapter=ADAPTERS)
+    def score(self, length: int, root: int, adapter: AdapterVersion | None) -> None:
+        how: dict[str, Any] = {"prompt_logprobs": 0, "score_only": True, "adapter": adapter}
+        self.live.append(self.host.add(ROOTS[root][:length], 1, **how).request)
 
     def stepped(self, count: int) -> None:
         for _ in range(count):
@@ -316,6 +325,7 @@ class HostMachine(RuleBasedStateMachine):
                 {"examples": 1, "engine steps": stats.prefill_steps + stats.decode_steps}
             )
             self.seen["blocks copied"] += stats.copied_blocks
+            self.seen["adapters loaded"] += stats.adapter_loads
             given_back = CountedBlocks.given_back - self.given_back_before
             self.seen["blocks given back"] += given_back
             self.seen["mixed steps"] += CheckedScheduler.mixed - self.mixed_before

@@ -54,6 +54,17 @@ def test_grpo(example: Any, tmp_path: Path) -> None:
     assert (tmp_path / "rewards.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.own_steps
+@pytest.mark.train
+def test_grpo_lora(example: Any) -> None:
+    """Adapters are served as trained: no compile once warm, and the policy moves off the base."""
+    settings = example("grpo").Settings(updates=4, samples=2, max_tokens=6, learning_rate=1e-2)
+    history = example("grpo_lora").train(settings, rank=2)
+    assert history[0]["compiles"] > 0 and history[-1]["compiles"] == 0
+    assert abs(history[0]["moved"]) < 1e-5 and history[-1]["moved"] != 0
+    assert all(0 <= record["reward"] <= 1 and np.isfinite(record["loss"]) for record in history)
+
+
 @pytest.mark.slow
 @pytest.mark.train
 def test_grpo_learns(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

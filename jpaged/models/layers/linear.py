@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jpaged.models.layers.low_rank import AdapterRows, LowRank
 from jpaged.models.params import MeshAxis
 from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
@@ -57,7 +58,8 @@ class Serving:
     products: who multiplies where it can; None is XLA alone, and can be differentiated.
     experts: who multiplies by the experts of a mixture; None computes all of them, and can be
     differentiated. tensor_axis: the mesh axis (or axes) of axis_size devices that hold shares of
-    the weights, inside shard_map; None where each holds all.
+    the weights, inside shard_map; None where each holds all. adapters: of the rows; None where no
+    row has any.
     """
 
     num_rows: Array | None = None
@@ -66,6 +68,7 @@ class Serving:
     experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
+    adapters: AdapterRows | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -74,12 +77,14 @@ class Linear:
     """x [..., inputs] to [..., *outputs]: weight [*outputs, *inputs], bias [*outputs] or None.
 
     sum_over: the mesh axis whose devices each hold a share of the inputs, so that their partial
-    results are summed; None where this device has all of them.
+    results are summed; None where this device has all of them. adapters: what rows of x add to the
+    product, or None.
     """
 
     weight: Array | QuantizedWeight
     bias: Array | None
     serving: Serving
+    adapters: LowRank | None = None
     num_outputs: int = dataclasses.field(metadata={"static": True})
     sum_over: MeshAxis | None = dataclasses.field(metadata={"static": True})
 
@@ -87,12 +92,14 @@ class Linear:
         """Accumulated in f32 and rounded once, at the end, to dtype (None is x's)."""
         dtype = x.dtype if dtype is None else dtype
         outputs = self.weight.shape[: self.num_outputs]
-        is_last = self.bias is None and self.sum_over is None
+        is_last = self.bias is None and self.sum_over is None and self.adapters is None
         wanted = dtype if is_last else jnp.float32
         if isinstance(self.weight, QuantizedWeight):
             y = self._quantized(x, self.weight.matrix(), wanted)
         else:
             y = self._product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
+        if self.adapters is not None:
+            y = y + self.adapters(x, self._product).reshape(y.shape)
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
         y = y.reshape(*x.shape[:-1], *outputs)

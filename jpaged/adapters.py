@@ -1,0 +1,130 @@
+"""Adapters: those of one model, by name; on the host, as they are served."""
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.checkpoint.peft import load_adapter
+from jpaged.config import EngineConfig
+from jpaged.engine.adapters import AdapterVersion
+from jpaged.errors import ConfigError, RequestError
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import to_tree
+from jpaged.models.lora import Adapter, Pair, Target, pairs_of, targets
+from jpaged.models.served import Change, served_config
+
+MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
+Leaves = tuple[Any, list[weakref.ref[jax.Array] | None]]  # a tree's form, and its arrays
+
+
+class Adapters:
+    """What add_adapter was given, and the trees of the latest call.
+
+    Those are known by the identity of their leaves, as weights are: equal objects are the same
+    version, anything else is a new one. devices: of the tensor axis. dtype: that they are served
+    in.
+    """
+
+    def __init__(self, model: ModelConfig, devices: int, dtype: Any):
+        self.model, self.served = model, served_config(model, devices)
+        self.dtype = jnp.dtype(dtype)
+        self.grows = False  # whether a call may ask for larger tables
+        self.named: dict[str, AdapterVersion] = {}
+        self._versions = itertools.count(1)
+        self._known: list[tuple[Leaves, AdapterVersion]] = []
+
+    def remove(self, name: Any) -> None:
+        """Forget a name; RequestError where it is unknown."""
+        if name not in self.named:
+            raise RequestError(f"adapter {name!r} is unknown")
+        del self.named[name]
+
+    def made(self, source: Any, name: str | None = None) -> AdapterVersion:
+        """A version of a tree, or of a folder as PEFT writes it."""
+        if isinstance(source, str | Path):
+            pairs = load_adapter(source, self.model)
+        else:
+            pairs = jax.device_get(pairs_of(source, self.model, caller="generate"))
+        parts = targets(self.model)
+        data = {part: self._served(pair, parts[part]) for part, pair in pairs.items()}
+        rank = max(pair.rank for pair in pairs.values())
+        return AdapterVersion(name=name, version=next(self._versions), rank=rank, data=data)
+
+    def of_call(self, sources: list[Any]) -> list[AdapterVersion | None]:
+        """The version of each tree, folder or None; equal objects are read once."""
+        kept, self._known = self._known, []
+        found: dict[int, AdapterVersion] = {}
+        for source in sources:
+            if source is not None and id(source) not in found:
+                leaves = _leaves(source)
+                same = (made for other, made in kept if _is_same(leaves, other))
+                found[id(source)] = made = next(same, None) or self.made(source)
+                self._known.append((leaves, made))
+        return [None if source is None else found[id(source)] for source in sources]
+
+    def report(self) -> dict[str, Any]:
+        """The version that each name has."""
+        return {"adapters": {name: adapter.version for name, adapter in self.named.items()}}
+
+    def _served(self, pair: Pair, target: Target) -> Pair:
+        """A pair for the heads of the served model, in its dtype."""
+        outputs, _, inputs = target.part.axes.partition(",")
+        change = Change.of(target.spec, self.model, self.served, self.dtype)
+
+        def changed(x: Any, axes: list[str]) -> Any:
+            repeats = change.repeats if "K" in axes else 1
+            own = dataclasses.replace(change, axes=tuple(axes), repeats=repeats)
+            return own(np.asarray(x))
+
+        return Pair(
+            changed(pair.a, ["r", *inputs.split()]), changed(pair.b, [*outputs.split(), "r"])
+        )
+
+
+def grown(config: EngineConfig, adapters: list[AdapterVersion]) -> EngineConfig:
+    """With tables for these adapters, in powers of two, and no smaller ones than there are."""
+    count = min(1 << (len(adapters) - 1).bit_length(), MOST_SLOTS)
+    rank = 1 << (max(adapter.rank for adapter in adapters) - 1).bit_length()
+    least = config.max_lora_rank if config.max_loras else LEAST_RANK
+    sizes = {"max_loras": max(count, config.max_loras), "max_lora_rank": max(rank, least)}
+    return dataclasses.replace(config, **sizes)
+
+
+def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None:
+    """ConfigError where an adapter has no room in the tables."""
+    for adapter in adapters:
+        if not config.max_loras:
+            raise ConfigError("max_loras=0: pass max_loras=, the adapters of a step at most")
+        if adapter.rank > (most := config.max_lora_rank):
+            raise ConfigError(f"an adapter of rank {adapter.rank} is above max_lora_rank={most}")
+
+
+def _leaves(source: Any) -> Leaves:
+    """A folder is read anew each time."""
+    if isinstance(source, str | Path):
+        return object(), []
+    scale = source.scale if isinstance(source, Adapter) else 1.0
+    tree = to_tree(source.weights if isinstance(source, Adapter) else source)
+    arrays, form = jax.tree.flatten(tree)
+    return (form, scale), [weakref.ref(x) if isinstance(x, jax.Array) else None for x in arrays]
+
+
+def _is_same(one: Leaves, other: Leaves) -> bool:
+    if one[0] != other[0]:
+        return False
+    pairs = zip(one[1], other[1], strict=True)
+    return all(a is not None and b is not None and a() is b() and a() is not None for a, b in pairs)
+
+
+def check_name(name: Any) -> str:
+    """The name of an adapter, a printable str; ConfigError for anything else."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ConfigError(f"adapter name {name!r}: must be a non-empty str of printable characters")
+    return name

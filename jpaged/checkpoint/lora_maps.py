@@ -1,0 +1,58 @@
+"""lora_from: the LoRA parts of other projects' models, by a name map, as an Adapter."""
+
+import re
+from typing import Any
+
+from jpaged.checkpoint.name_maps import TOKEN, NameMap, find_leaves, name_map
+from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
+from jpaged.models.lora import Adapter, targets
+from jpaged.models.params import axis_sizes
+
+
+def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) -> Adapter:
+    """The LoRA parts of another project's model (leaves named NAME_lora_a and NAME_lora_b, as qwix
+    and tunix have them) as an Adapter, to serve without a merge; other leaves are left alone.
+
+    tree, family, config: as in params_from. scale: alpha / rank. ConfigError names the first part
+    that does not fit, and those that no weight of the map takes.
+    """
+    model = ModelConfig.coerce(config)
+    leaves = dict(find_leaves(tree))
+    table, taken, found = name_map(family, leaves, model), set(), {}
+    for name, target in targets(model).items():
+        if target.part.name not in table:
+            continue
+        path, axes, *_ = table[target.part.name]
+        sides = [f"{target.spec.at(path)}_lora_{side}" for side in "ab"]
+        if sides[0] in leaves and sides[1] in leaves:
+            taken.update(sides)
+            a, b = (leaves[side] for side in sides)
+            found[name] = _ours(sides[0], a, b, axes, target.part.axes, model)
+    lora = [path for path in leaves if path.endswith(("_lora_a", "_lora_b"))]
+    if left := [path for path in lora if path not in taken]:
+        raise ConfigError(f"the tree holds {left[0]}, which cannot be an adapter of this model")
+    if not found:
+        raise ConfigError("the tree holds no LoRA parts (NAME_lora_a and NAME_lora_b)")
+    return Adapter(found, scale)
+
+
+def _ours(path: str, a: Any, b: Any, theirs: str, ours: str, model: ModelConfig) -> dict[str, Any]:
+    """A pair [contracted axes..., rank], [rank, other axes...] as [rank, *inputs], [*outputs,
+    rank].
+    """
+    outputs, inputs = (re.findall("[A-Z]", side) for side in ours.split(","))
+    letters = [x for token in TOKEN.findall(theirs) for x in token if x.isalpha()]
+    first, last = letters[: len(inputs)], letters[len(inputs) :]
+    sizes, rank = axis_sizes(model), a.shape[-1]
+    shapes = [[sizes[x] for x in side] for side in (first, last)]
+    if sorted(first) != sorted(inputs) or b.shape[:1] != (rank,):
+        raise ConfigError(f"{path}: its inputs are not the leading axes of {theirs!r}")
+    try:
+        a, b = a.reshape(*shapes[0], rank), b.reshape(rank, *shapes[1])
+    except (TypeError, ValueError) as e:  # of a jax or a numpy array
+        raise ConfigError(f"{path} is of shape {a.shape}, its other side {b.shape}: {e}") from e
+    a = a.transpose(len(first), *(first.index(x) for x in inputs))
+    b = b.transpose(*(1 + last.index(x) for x in outputs), 0)
+    # An axis of one that is ours alone (a part of one head) goes with its outputs.
+    return {"a": a, "b": b.reshape(-1, rank)}

@@ -1,0 +1,84 @@
+"""Which adapters lie in the slots of the device's tables, and whose rows need them there."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(eq=False, frozen=True, kw_only=True)
+class AdapterVersion:
+    """Weights that were once given under a name (None: for one call). version: counts all of an
+    engine's adapters, so that no two have one. rank: the largest of its pairs. data: the runtime's,
+    on the host.
+    """
+
+    name: str | None
+    version: int
+    rank: int
+    data: Any = dataclasses.field(repr=False)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> "AdapterVersion":
+        return self  # never changed: a snapshot shares it
+
+    @property
+    def salt(self) -> bytes:
+        """What cached blocks under it begin with; no caller's salt can hold it."""
+        return b"\0" + self.version.to_bytes(8, "little")
+
+
+# What is to be written into the tables before a step: slots and what comes there.
+Loads = tuple[tuple[int, AdapterVersion], ...]
+
+
+class AdapterSlots:
+    """The slots of one engine: an adapter stays in one while any running row uses it, and after
+    that until another needs the slot; the one that was used least recently goes first.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.places: dict[AdapterVersion, int] = {}  # least recently used first
+        self.users: dict[AdapterVersion, int] = {}  # running rows of each that has any
+        self.num_loads = 0
+        self._loads: dict[int, AdapterVersion] = {}
+
+    def has_room(self, adapter: AdapterVersion | None) -> bool:
+        """Whether a row with this adapter can run now."""
+        return adapter is None or adapter in self.places or len(self.users) < self.count
+
+    def take(self, adapter: AdapterVersion | None) -> int | None:
+        """The slot of a row that begins to run, which `has_room` allows; None without an
+        adapter.
+        """
+        if adapter is None:
+            return None
+        slot = self.places.pop(adapter, None)
+        if slot is None:
+            slot = self._free_slot()
+            self._loads[slot] = adapter
+        self.places[adapter] = slot
+        self.users[adapter] = self.users.get(adapter, 0) + 1
+        return slot
+
+    def leave(self, adapter: AdapterVersion | None) -> None:
+        """A row with this adapter runs no more."""
+        if adapter is not None:
+            self.users[adapter] -= 1
+            if not self.users[adapter]:
+                del self.users[adapter]
+
+    def take_loads(self) -> Loads:
+        """What must be written before the next step."""
+        loads = tuple(self._loads.items())
+        self._loads.clear()
+        self.num_loads += len(loads)
+        return loads
+
+    def load_again(self) -> None:
+        """Take the tables for empty."""
+        self._loads = {slot: adapter for adapter, slot in self.places.items()}
+
+    def _free_slot(self) -> int:
+        if len(self.places) < self.count:
+            return min(set(range(self.count)) - set(self.places.values()))
+        return self.places.pop(next(a for a in self.places if a not in self.users))

@@ -1,0 +1,228 @@
+"""Low-rank adapters of a model (arXiv:2106.09685): their form, how a tree is read, and how they are
+merged into the weights.
+
+An adapter has for some weights a pair: A [rank, *inputs] and B [*outputs, rank]; the weight counts
+as W + scale * B A. Weights are named as in models/params.py; a fused one has a pair for each of its
+parts ("layers.0.attention.q"), or one for all of them ("layers.0.attention.qkv").
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import to_tree
+from jpaged.models.params import (
+    Params,
+    ParamSpec,
+    Part,
+    axes_shape,
+    check_leaf,
+    nest,
+    param_table,
+)
+
+# The weights that can have adapters, as names within a layer.
+ADAPTED = (
+    *("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
+    *("mlp.shared.gate_up", "mlp.shared.down"),
+)
+SIDE = re.compile(r"(.+)\.(?:(a|A|lora_a|lora_A|0)|b|B|lora_b|lora_B|1)")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A tree of pairs with their scale, usually alpha / rank. A pytree, as is the bare tree: where
+    that is passed, its scale is 1.
+
+    weights: nested or flat, by our names: a pair (A, B), or {"a": A, "b": B}, of each weight.
+    """
+
+    weights: Any
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+
+class Pair(NamedTuple):
+    """Of one part of a weight: a [rank, *inputs] and b [*outputs, rank], b scaled already."""
+
+    a: Any
+    b: Any
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+Pairs = dict[str, Pair]  # by the part's name, "layers.0.attention.q"
+
+
+class Target(NamedTuple):
+    """A part of a weight that can have an adapter: the weight's spec, the part, and its place in
+    the weight.
+    """
+
+    spec: ParamSpec
+    part: Part
+    place: tuple[slice, ...]
+
+    def sides(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the part's outputs and inputs."""
+        outputs, _, inputs = self.part.axes.partition(",")
+        return axes_shape(outputs, config), axes_shape(inputs, config)
+
+
+def targets(config: ModelConfig) -> dict[str, Target]:
+    """All that can have adapters in a model, by the names of the parts."""
+    found = {}
+    for spec in adapted_specs(config).values():
+        for part, index in spec.places(config):
+            found[spec.at(part.name)] = Target(spec, part, index)
+    return found
+
+
+def adapted_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """The weights that can have adapters, by name."""
+    table = param_table(config)
+    return {name: spec for name, spec in table.items() if _short(spec.name) in ADAPTED}
+
+
+def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> Pairs:
+    """The pairs of an Adapter or a tree, checked against the model. ConfigError names the first
+    that does not fit. caller: who needs live arrays; None takes tracers too.
+    """
+    adapter = source if isinstance(source, Adapter) else Adapter(source)
+    sides: dict[str, dict[str, Any]] = {}
+    for path, leaf in _flat(to_tree(adapter.weights)):
+        match = SIDE.fullmatch(path)
+        if match is None:
+            raise ConfigError(f"lora[{path!r}]: expected a pair (A, B) of a weight, by our names")
+        if caller is not None:
+            check_leaf(f"lora[{path!r}]", leaf, caller)
+        sides.setdefault(match[1], {})["a" if match[2] else "b"] = leaf
+    if not sides:
+        raise ConfigError("lora has no weights")
+    fused, parts = adapted_specs(config), targets(config)
+    found: Pairs = {}
+    for name, pair in sides.items():
+        if missing := {"a", "b"} - pair.keys():
+            raise ConfigError(f"lora[{name!r}] lacks its {missing.pop().upper()}")
+        if name in parts:
+            found[name] = fitted(name, pair["a"], pair["b"], parts[name], config)
+        elif name in fused:
+            found |= _of_fused(name, pair["a"], pair["b"], fused[name], config)
+        else:
+            raise ConfigError(_unknown(name, config))
+    return scaled(found, adapter.scale)
+
+
+def fitted(name: str, a: Any, b: Any, target: Target, config: ModelConfig) -> Pair:
+    """A pair in the shapes of its part, whose axes of inputs and of outputs may come as one."""
+    outputs, inputs = target.sides(config)
+    return _shaped(name, a, b, outputs, inputs)
+
+
+def scaled(pairs: Pairs, scale: float) -> Pairs:
+    """The pairs with B times a number."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ConfigError(f"scale={scale!r} of an adapter: must be a number")
+    if scale == 1.0:
+        return pairs
+    factor = np.float32(scale)
+    return {n: Pair(pair.a, pair.b.astype(np.float32) * factor) for n, pair in pairs.items()}
+
+
+def merged(params: Params, lora: Any) -> Params:
+    """Params of W + scale * B A in place of W: what an adapter stands for, differentiable in both.
+
+    lora: an Adapter or a tree of pairs.
+    """
+    config = params.config
+    flat = dict(_flat(dict(params)))
+    parts = targets(config)
+    for name, pair in pairs_of(lora, config).items():
+        target = parts[name]
+        delta = jnp.tensordot(
+            jnp.asarray(pair.b, jnp.float32), jnp.asarray(pair.a, jnp.float32), axes=1
+        )
+        at = target.spec.at(target.spec.name)
+        weight = flat[at]
+        changed = weight[target.place].astype(jnp.float32) + delta
+        flat[at] = weight.at[target.place].set(changed.astype(weight.dtype))
+    return Params(nest(flat), config, params.source)
+
+
+def initial_lora(
+    config: ModelConfig,
+    rank: int,
+    key: Array,
+    *,
+    parts: Iterable[str] = ("attention.q", "attention.k", "attention.v", "attention.out"),
+    dtype: DTypeLike = jnp.float32,
+) -> dict[str, Any]:
+    """A tree of pairs to train from: A normal of deviation 1 / sqrt(inputs), B zeros, so that the
+    model begins as it is. parts: names within a layer.
+    """
+    parts, found = tuple(parts), {}
+    chosen = {n: t for n, t in targets(config).items() if _short(t.part.name) in parts}
+    if unknown := set(parts) - {_short(target.part.name) for target in chosen.values()}:
+        raise ConfigError(f"parts={parts}: {min(unknown)!r} has no adapters in this model")
+    for each, (name, target) in zip(
+        jax.random.split(key, len(chosen)), chosen.items(), strict=True
+    ):
+        outputs, inputs = target.sides(config)
+        a = jax.random.normal(each, (rank, *inputs), dtype)
+        found[f"{name}.a"] = a * jnp.asarray(math.prod(inputs) ** -0.5, dtype)
+        found[f"{name}.b"] = jnp.zeros((*outputs, rank), dtype)
+    return nest(found)
+
+
+def _of_fused(name: str, a: Any, b: Any, spec: ParamSpec, config: ModelConfig) -> Pairs:
+    """One pair for a whole fused weight, as one for each of its parts."""
+    outputs, inputs = (axes_shape(" ".join(side), config) for side in spec.sides)
+    pair = _shaped(name, a, b, outputs, inputs)
+    return {spec.at(part.name): Pair(pair.a, pair.b[index]) for part, index in spec.places(config)}
+
+
+def _shaped(name: str, a: Any, b: Any, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> Pair:
+    rank = a.shape[0] if a.ndim else 0
+    wanted = {"A": (a, (rank, *inputs)), "B": (b, (*outputs, rank))}
+    flat = {"A": (rank, math.prod(inputs)), "B": (math.prod(outputs), rank)}
+    for side, (x, shape) in wanted.items():
+        if rank < 1 or x.shape not in (shape, flat[side]):
+            raise ConfigError(
+                f"lora[{name!r}]: {side} is of shape {x.shape}; of rank {rank} it should be {shape}"
+            )
+    return Pair(a.reshape(rank, *inputs), b.reshape(*outputs, rank))
+
+
+def _unknown(name: str, config: ModelConfig) -> str:
+    if name in param_table(config):
+        return f"lora[{name!r}]: this weight cannot have an adapter; {', '.join(ADAPTED)} can"
+    known = sorted({_short(target.part.name) for target in targets(config).values()})
+    return f"lora[{name!r}] is no weight of this model: a layer has {', '.join(known)}"
+
+
+def _short(name: str) -> str:
+    """A name within a layer."""
+    return name.removeprefix("layers.{i}.")
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested mappings and sequences by dotted path."""
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, child in tree.items():
+        yield from _flat(child, f"{path}.{name}" if path else str(name))
