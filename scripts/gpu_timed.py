@@ -448,7 +448,8 @@ def quantised(dry: bool) -> Cases:
         llm().close()
         return found
 
-    return {name: functools.partial(case, *flags) for name, flags in FORMS.items()}
+    names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
+    return {name: functools.partial(case, *FORMS[name]) for name in names}
 
 
 JOBS: dict[str, Callable[[bool], Cases]] = {
