@@ -16,7 +16,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     drawn = 0
     for row, entry in enumerate(plan.entries):
         seq = entry.seq
-        at, drawn = drawn, drawn + (entry.draws > 0)
+        at, drawn = drawn, drawn + entry.num_draws
         seq.in_flight -= 1
         if seq.status is Status.FINISHED:
             continue
@@ -51,13 +51,15 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
     surplus.
     """
     seq = entry.seq
-    for step in range(result.num_drawn[row]):
+    steps = range(result.num_drawn[row])
+    places = [(row + i, 0) for i in range(len(entry.run))] or [(row, step) for step in steps]
+    for i, (at, step) in enumerate(places):
         if entry.decodes:
-            _close_written(queues, entry, entry.start + step + 1)
-        _append(queues, seq, row, step, result)
+            _close_written(queues, entry, entry.start + i + 1)
+        _append(queues, seq, at, step, result)
         if seq.status is Status.FINISHED:
             return
-    assert result.num_drawn[row] == entry.draws, f"{seq!r}: stopped on the device alone"
+    assert len(places) == entry.draws, f"{seq!r}: stopped on the device alone"
 
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:
@@ -67,10 +69,16 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
     seq.logprobs.append(result.logprobs[row][step])
     if params.logprobs is not None:
         seq.top_logprobs.append(result.top(row, params.logprobs, step))
-    may_stop = seq.num_generated > params.min_tokens
-    if may_stop and token in seq.eos_ids:
+    may_stop = may_end = seq.num_generated > params.min_tokens
+    eos_ids = seq.eos_ids
+    if seq.structured is not None:  # a mask lets no id end a text that is not to end there
+        may_end, eos_ids = True, seq.structured.grammars.eos_ids
+        seq.allowed_logprobs.append(result.allowed(row, step))
+        if token not in eos_ids:
+            seq.structured.push(token)
+    if may_end and token in eos_ids:
         queues.finish(seq, "stop")
-    elif may_stop and token in seq.stop_ids:
+    elif may_end and token in seq.stop_ids:
         queues.finish(seq, "stop", stop=token)
     elif seq.text is not None and (hit := seq.text.push(token, may_stop=may_stop)) is not None:
         queues.finish(seq, "stop", stop=hit)

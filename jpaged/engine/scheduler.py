@@ -17,6 +17,8 @@ from jpaged.engine.swapping import Swapping
 
 # Prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens.
 MAX_PREFILL_STREAK = 4
+# Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
+LEAST_RUN = 4
 
 
 class Scheduler:
@@ -62,18 +64,20 @@ class Scheduler:
             self.queues.preempt_idle()
             phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
         if entries:
-            self._streak = self._streak + 1 if phase == "prefill" else 0
+            prefills = any(not entry.decodes for entry in entries)
+            self._streak = self._streak + 1 if prefills else 0
         return self._made(phase, entries)
 
-    def schedule_for(self, phase: Phase) -> Plan | None:
+    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
         """The next step of this phase, which others have chosen; None where it has nothing in it.
 
         They see to it that no phase waits too long. With `mixed` rows decode in either.
+        decode_steps: at most, since one that draws under masks somewhere has one everywhere.
         """
         self._trim()
         budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
         if phase == "decode":
-            entries = self._decode_entries(self._decoding_rows(), self.decode_steps)
+            entries = self._decode_entries(self._decoding_rows(), decode_steps)
         elif self.mixed and self.can_decode and len(self.queues.running) < budget:
             rows = self._decoding_rows()
             chunks = self._plan_prefill(budget - len(rows))
@@ -142,7 +146,7 @@ class Scheduler:
         if not entries and decodable:
             rows = self._decoding_rows()
             if rows:
-                return "decode", self._decode_entries(rows, self.decode_steps)
+                return self._plan_decode(rows)
         if not entries and self._streak >= MAX_PREFILL_STREAK:
             entries = self._plan_prefill(budget)
         return "prefill", entries
@@ -152,7 +156,7 @@ class Scheduler:
         rows = self._decoding_rows()
         chunks = self._plan_prefill(self.max_num_batched_tokens - len(rows))
         if not chunks:
-            return "decode", self._decode_entries(rows, self.decode_steps)
+            return self._plan_decode(rows)
         return "prefill", [*self._decode_entries(rows, 1), *chunks]
 
     def _plan_prefill(self, budget: int) -> list[PlanEntry]:
@@ -168,9 +172,23 @@ class Scheduler:
                 rows.append(seq)
         return rows
 
+    def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
+        """A step of each row, or where many tokens of them are certain, those side by side."""
+        most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
+        if not (runs := _runs(rows, most - len(rows))):
+            return "decode", self._decode_entries(rows, self.decode_steps)
+        entries = []
+        for seq in rows:
+            steps = self._steps_ahead(seq, len(runs.get(seq, ())) or 1)
+            run = tuple(runs[seq][:steps]) if steps > 1 else ()
+            at = seq.num_dispatched
+            entries.append(dispatch(seq, at, steps, draws=steps, decodes=True, run=run))
+        return "prefill", entries
+
     def _decode_entries(self, rows: list[Sequence], most: int) -> list[PlanEntry]:
-        # A row that waits for the host does so after every token.
-        most = 1 if any(seq.waits_for_host for seq in rows) else most
+        # A row that waits for the host, or for its mask, does so after every token.
+        if any(seq.waits_for_host or seq.structured is not None for seq in rows):
+            most = 1
         entries = []
         for seq in rows:
             steps = self._steps_ahead(seq, most)
@@ -203,3 +221,15 @@ class Scheduler:
                     self.queues.fail(seq)
                 return False
         return True
+
+
+def _runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+    """The tokens of rows that go on by several which are certain, as far as there is room for them
+    beside one of each row; none where too few are.
+    """
+    runs, left = dict[Sequence, list[int]](), room
+    for seq in rows:
+        if left > 0 and len(forced := seq.forced[: left + 1]) > 1:
+            runs[seq] = forced
+            left -= len(forced) - 1
+    return runs if (room - left) * LEAST_RUN >= len(rows) else {}

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jpaged.errors import RequestError
+from jpaged.openai.forms import FormFields
 from jpaged.request.sampling_params import SamplingParams
 
 HARMLESS = {
@@ -48,7 +49,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
@@ -66,13 +66,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "allowed_token_ids": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "structured_outputs": (),
     "chat_template": (),
     "documents": (),
     "logits_processors": (),
@@ -265,6 +260,7 @@ class SamplingFields(Body):
     logit_bias: dict[Annotated[int, BeforeValidator(_token_id)], Number] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured: dict[str, Any] | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are given."""
@@ -279,7 +275,7 @@ class SamplingFields(Body):
 SAMPLING = tuple(SamplingFields.model_fields)
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, FormFields):
     """What prompts and conversations have in common."""
 
     is_chat: ClassVar[bool] = False
@@ -316,6 +312,9 @@ class GenerationRequest(SamplingFields):
             refuse(f"{name}={short(value)} is not supported (only {only})", name)
         left_out = (HARMLESS | NOT_BUILT.keys()) - own
         return {k: v for k, v in data.items() if k not in left_out}
+
+    def sampling(self) -> dict[str, Any]:
+        return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:
