@@ -16,7 +16,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     drawn = 0
     for row, entry in enumerate(plan.entries):
         seq = entry.seq
-        at, drawn = drawn, drawn + entry.num_draws
+        at, drawn = drawn, drawn + (len(entry.run) or (entry.draws > 0))
         seq.in_flight -= 1
         if seq.status is Status.FINISHED:
             continue
@@ -51,15 +51,15 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
     surplus.
     """
     seq = entry.seq
-    steps = range(result.num_drawn[row])
-    places = [(row + i, 0) for i in range(len(entry.run))] or [(row, step) for step in steps]
-    for i, (at, step) in enumerate(places):
+    count = len(entry.run) or result.num_drawn[row]
+    for i in range(count):
         if entry.decodes:
             _close_written(queues, entry, entry.start + i + 1)
+        at, step = (row + i, 0) if entry.run else (row, i)
         _append(queues, seq, at, step, result)
         if seq.status is Status.FINISHED:
             return
-    assert len(places) == entry.draws, f"{seq!r}: stopped on the device alone"
+    assert count == entry.draws, f"{seq!r}: stopped on the device alone"
 
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:

@@ -106,7 +106,9 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
     if sample is not None:
         _, rows_view = _views(sample, config, view["sample"])
         # What follows each token of a run is drawn; the row of the device keeps the last of it.
-        after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
+        after = [(e, e.end) for e in drawing]
+        if num_draws > len(drawing):
+            after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
         rows_view["context_lens"][:num_draws] = [length for _, length in after]
         _pack_rows(rows_view, [e for e, _ in after], config)
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
@@ -123,7 +125,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         copies=_pack_copies(plan, config),
         loads=plan.loads,
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
-        masks_TW=prompt_masks(plan, bucket.tokens),
+        masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
     )
 
 

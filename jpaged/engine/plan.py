@@ -1,6 +1,7 @@
 """Plan: which sequences run in the next step and over which tokens; StepResult: what came of it."""
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -83,7 +84,7 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(e.num_tokens for e in self.entries)
 
-    @property
+    @functools.cached_property
     def num_draws(self) -> int:
         """Rows of the draw."""
         return sum(e.num_draws for e in self.entries)

@@ -229,7 +229,7 @@ def _runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
     """
     runs, left = dict[Sequence, list[int]](), room
     for seq in rows:
-        if left > 0 and len(forced := seq.forced[: left + 1]) > 1:
-            runs[seq] = forced
-            left -= len(forced) - 1
+        if left > 0 and seq.structured is not None and len(run := seq.forced[: left + 1]) > 1:
+            runs[seq] = run
+            left -= len(run) - 1
     return runs if (room - left) * LEAST_RUN >= len(rows) else {}
