@@ -178,9 +178,8 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
     masks = any(seq.structured is not None for seq in drawing)
-    draws: list[Features] = [MASKED[0] if masks else "plain"]
-    draws += [seq.sampling_params.draw for seq in drawing]
-    features = max(draws, key=DRAWS.index)
+    least: Features = MASKED[0] if masks else "plain"
+    features = max([least, *(seq.sampling_params.draw for seq in drawing)], key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
@@ -253,9 +252,12 @@ def bucket_table(
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
     shape: dict[str, Any] = {"tables": tables, "blocks": config.max_blocks_per_seq}
-    shapes = [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
+    shapes: list[dict[str, Any]] = [
+        shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))
+    ]
     for S in _up_to(config.seq_buckets, rows):
-        size, steps = {"tokens": S, "rows": S}, {"steps": config.decode_steps}
+        size: dict[str, Any] = {"tokens": S, "rows": S}
+        steps: dict[str, Any] = {"steps": config.decode_steps}
         for features in DRAWS:
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):

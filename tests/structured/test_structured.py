@@ -306,7 +306,8 @@ def test_score_under_the_mask(llm: LLM) -> None:
     lens = [len(out.prompt_token_ids) for out in outs]
     how: dict[str, Any] = {"temperature": 0.8, "structured": JSON, "prompt_lens": lens}
     plain: Any = llm.score(ids, temperature=0.8)
-    for found, out, n, before in zip(llm.score(ids, **how), outs, lens, plain, strict=True):
+    masked: Any = llm.score(ids, **how)
+    for found, out, n, before in zip(masked, outs, lens, plain, strict=True):
         np.testing.assert_allclose(found[n - 1 :], out.outputs[0].token_logprobs, atol=1e-5)
         np.testing.assert_array_equal(found[: n - 1], before[: n - 1])
         assert found[n - 1 :].sum() > before[n - 1 :].sum()
