@@ -167,9 +167,11 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
     drawing = [e.seq.sampling_params for e in plan.entries if e.draws]
-    draws: list[Features] = ["plain", *(params.draw for params in drawing)]
-    features = max(draws, key=DRAWS.index)
-    rows = _ceil(config.seq_buckets, len(drawing))
+    kinds: list[Features] = ["plain", *(params.draw for params in drawing)]
+    features = max(kinds, key=DRAWS.index)
+    apart = plan.phase == "prefill"  # after each token that a row draws
+    draws = [e.draws if apart else 1 for e in plan.entries if e.draws]
+    rows = _ceil(config.seq_buckets, sum(draws))
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}

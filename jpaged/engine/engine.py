@@ -10,10 +10,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, Speculative
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import Buckets, choose_buckets
+from jpaged.engine.drafting import Drafter
 from jpaged.engine.packing import Batch, pack
 from jpaged.engine.plan import Moves, Plan, StepResult
 from jpaged.engine.scheduler import Scheduler
@@ -91,6 +92,7 @@ class Engine:
         self._in_flight: deque[tuple[Plan, Any, float]] = deque()
         self._is_broken = False
         self.stats = Stats() if stats is None else stats
+        self.drafter = drafter_of(config)
         self.scheduler = self._new_scheduler()
 
     def add(self, request: Request) -> None:
@@ -128,10 +130,14 @@ class Engine:
         """
         with self._consistent():
             started = time.perf_counter()
+            if self._in_flight and self.scheduler.wants_tokens:
+                self._drain(started)
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._dispatch(plan, started)
-            if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            if plan is not None and plan.verifies:
+                self._drain(started)  # where each row goes on is known then
+            elif self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
             return self.take_ended()
 
@@ -177,8 +183,7 @@ class Engine:
     def snapshot(self) -> EngineState:
         """What is queued and running, as a value; steps in flight are waited for first."""
         with self._consistent():
-            while self._in_flight:
-                self._commit_oldest(time.perf_counter())
+            self._drain(time.perf_counter())
             self._move_out(self.scheduler.swapping.take_outs())
             block_ids = self.scheduler.blocks.in_use()
             blocks = self.runner.read_blocks(block_ids, self.replica)
@@ -211,7 +216,7 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
-        return self.stats.report() | _blocks_of(self.scheduler)
+        return self.stats.report() | _report_of(self.scheduler)
 
     def _dispatch(self, plan: Plan, started: float) -> None:
         batch = pack(plan, self.config, self.runner.fit(choose_buckets(plan, self.config)))
@@ -235,13 +240,19 @@ class Engine:
         groups = self.scheduler.blocks.groups
         return sum(len(ids) * g.block_bytes for ids, g in zip(block_ids, groups, strict=True))
 
+    def _drain(self, started: float) -> None:
+        while self._in_flight:
+            self._commit_oldest(started)
+
     def _commit_oldest(self, started: float) -> None:
         plan, handle, dispatched = self._in_flight.popleft()
         waiting = time.perf_counter()
         result = self.runner.fetch(handle)
         fetched = time.perf_counter()
         self.commit(plan, result)
-        self.stats.time(plan.phase, dispatched, started, waiting, fetched)
+        took = self.stats.time(plan, dispatched, started, waiting, fetched)
+        if self.drafter is not None:
+            self.drafter.costs.observe(plan, took)
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a plan computed."""
@@ -255,11 +266,24 @@ class Engine:
         self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
     def _new_scheduler(self) -> Scheduler:
-        return scheduler_of(self.config, self.runner.kv_groups, self.stats.preemptions)
+        own = (self.stats.preemptions, self.drafter)
+        return scheduler_of(self.config, self.runner.kv_groups, *own)
+
+
+def drafter_of(config: EngineConfig) -> Drafter | None:
+    """What guesses ahead; None where nothing does."""
+    if config.speculative is None:
+        return None
+    assert config.seq_buckets is not None
+    most = min(config.seq_buckets[-1], config.max_num_batched_tokens)
+    return Drafter(Speculative.of(config.speculative), most)
 
 
 def scheduler_of(
-    config: EngineConfig, groups: tuple[GroupSize, ...], preemptions: Counter[str]
+    config: EngineConfig,
+    groups: tuple[GroupSize, ...],
+    preemptions: Counter[str],
+    drafter: Drafter | None,
 ) -> Scheduler:
     """A scheduler with nothing in it. groups: of layers; preemptions: where it counts them."""
     caching = config.enable_prefix_caching
@@ -273,18 +297,23 @@ def scheduler_of(
         swap_min_tokens=config.swap_min_tokens,
         preemptions=preemptions,
         max_loras=config.max_loras,
+        drafter=drafter,
     )
 
 
-def _blocks_of(scheduler: Scheduler) -> dict[str, Any]:
-    """The blocks that there are and those in use, on device and host, and who uses them."""
+def _report_of(scheduler: Scheduler) -> dict[str, Any]:
+    """The blocks that there are and those in use, on device and host, and who uses them; and what
+    became of drafts.
+    """
     blocks, swapping = scheduler.blocks, scheduler.swapping
     block_bytes = sum(group.block_bytes for group in blocks.groups)
     groups = [
         {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
         for g in blocks.groups
     ]
-    return {
+    drafter = scheduler.queues.drafter
+    drafts = {} if drafter is None else drafter.report()
+    return drafts | {
         "sequences_running": len(scheduler.queues.running),
         "sequences_waiting": len(scheduler.queues.waiting),
         "blocks_in_use": blocks.num_used,

@@ -93,24 +93,25 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         view["tokens"][:rows] = [_input_token(e) for e in drawing]
         if sample is None:
             view["steps"][:rows] = [e.draws for e in drawing]
-            _pack_rows(view, drawing, config)
+            _pack_rows(view, _draws(drawing, apart=False), config)
         else:
             _pack_device_rows(view, drawing, config)
     else:
         view["context_lens"][: len(computed)] = [e.end for e in computed]
         _pack_tokens(view, plan, config)
+    draws = _draws(drawing, apart=sample is not None)
     if sample is not None:
         _, rows_view = _views(sample, config, view["sample"])
-        rows_view["context_lens"][: len(drawing)] = [e.end for e in drawing]
-        _pack_rows(rows_view, drawing, config)
+        rows_view["context_lens"][: len(draws)] = [length for _, length in draws]
+        _pack_rows(rows_view, draws, config)
     admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
     return Batch(
         bucket=bucket,
         sample=sample,
         packed=packed,
         num_tokens=plan.num_tokens,
-        num_rows=len(drawing),
-        steps=max((e.draws for e in drawing), default=1),
+        num_rows=len(draws),
+        steps=max((e.draws for e in drawing), default=1) if sample is None else 1,
         copies=_pack_copies(plan, config),
         loads=plan.loads,
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
@@ -221,6 +222,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             end = start + entry.num_tokens
             if entry.decodes:
                 view["tokens"][start] = _input_token(entry)
+                view["tokens"][start + 1 : end] = entry.draft
             else:
                 view["tokens"][start:end] = seq.token_ids[entry.start : entry.end]
             if "targets" in view:
@@ -233,8 +235,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             starts.append(start)
             computed.append(entry)
             start = end
-        if entry.draws:
-            indices.append(start - 1)
+        indices += range(start - entry.draws, start)
     view["query_start_loc"][: len(starts)] = starts
     view["query_start_loc"][len(starts) :] = start
     view["logits_indices"][: len(indices)] = indices
@@ -247,16 +248,23 @@ def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfi
     view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
 
 
-def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> None:
+def _draws(drawing: list[PlanEntry], *, apart: bool) -> list[tuple[PlanEntry, int]]:
+    """The rows of a draw, with the length of the context that each follows. apart: a row for each
+    token that an entry draws, else for its first.
+    """
+    return [(e, e.end - e.draws + 1 + i) for e in drawing for i in range(e.draws if apart else 1)]
+
+
+def _pack_rows(view: Views, drawing: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:
     """What drawing needs of each row."""
-    rows = len(drawing)
-    _pack_device_rows(view, drawing, config)
+    rows, entries = len(drawing), [entry for entry, _ in drawing]
+    _pack_device_rows(view, entries, config)
     if "follows" in view:
-        view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
+        view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in entries]
     full = "bias" in view
     if full:
         view["bias_ids"][:] = PAD_TOKEN
-    for row, entry in enumerate(drawing):
+    for row, (entry, length) in enumerate(drawing):
         seq = entry.seq
         if seq.controls is None:
             seq.controls = _pack_controls(seq, config)
@@ -264,7 +272,7 @@ def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> N
         if (
             seq.sampling_params.min_tokens
         ):  # so many tokens of output come before the first one drawn now
-            drawn = entry.end - entry.draws + 1 - seq.prompt_len
+            drawn = length - seq.prompt_len
             view["open_after"][row] = max(seq.sampling_params.min_tokens - drawn, 0)
         if full and (bias := seq.sampling_params.logit_bias):
             view["bias_ids"][row, : len(bias)] = list(bias)

@@ -21,7 +21,8 @@ class PlanEntry(NamedTuple):
     that the step draws: one after the last chunk of a prompt, and in decode one after each of its
     tokens. decodes: its tokens are drawn ones, the last of which may be known to the device alone.
     is_new: the row was just taken (its state on the device is another's). epoch: the sequence's
-    when planned; a later one means that it was preempted meanwhile.
+    when planned; a later one means that it was preempted meanwhile. draft: tokens after the first
+    that are guessed; each is followed by a draw of its own.
     """
 
     seq: Sequence
@@ -31,6 +32,7 @@ class PlanEntry(NamedTuple):
     decodes: bool
     is_new: bool
     epoch: int
+    draft: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -38,19 +40,26 @@ class PlanEntry(NamedTuple):
 
 
 def dispatch(
-    seq: Sequence, start: int, num_tokens: int, *, draws: int, decodes: bool = False
+    seq: Sequence,
+    start: int,
+    num_tokens: int,
+    *,
+    draws: int,
+    decodes: bool = False,
+    draft: tuple[int, ...] = (),
 ) -> PlanEntry:
     """An entry of a plan that goes out: the sequence counts it as dispatched."""
     is_new, seq.is_new = seq.is_new, False
     seq.num_dispatched = start + num_tokens
     seq.pending += draws
     seq.in_flight += 1
-    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch)
+    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch, draft)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One dispatch. prefill: chunks of prompts, and with `mixed` a token each of rows that decode;
+    """One dispatch. prefill: chunks of prompts, and with `mixed` a token each of rows that decode,
+    or rows that decode alone, some of which have drafts;
     decode: as many tokens of each row as it has steps left.
 
     Before it, in this order: `swap_outs` are copied from the pools to the host, `swap_ins` come
@@ -68,6 +77,11 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum(e.num_tokens for e in self.entries)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any row has a draft."""
+        return any(e.draft for e in self.entries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ from collections import Counter
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult, dispatch
+from jpaged.engine.decode import decode_entries, verify_entries
+from jpaged.engine.drafting import Drafter
+from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence, Status
@@ -41,11 +43,14 @@ class Scheduler:
         swap_min_tokens: int = 0,
         preemptions: Counter[str] | None = None,
         max_loras: int = 0,
+        drafter: Drafter | None = None,
     ):
         self.blocks = blocks
         self.swapping = Swapping(blocks, host_bytes=host_bytes, min_tokens=swap_min_tokens)
         limits = {"max_num_seqs": max_num_seqs, "max_loras": max_loras}
-        self.queues = Queues(blocks, self.swapping, **limits, preemptions=preemptions)
+        self.queues = Queues(
+            blocks, self.swapping, **limits, preemptions=preemptions, drafter=drafter
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = decode_steps
         self.mixed = mixed
@@ -62,7 +67,8 @@ class Scheduler:
             self.queues.preempt_idle()
             phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
         if entries:
-            self._streak = self._streak + 1 if phase == "prefill" else 0
+            is_prefill = phase == "prefill" and not entries[0].draft
+            self._streak = self._streak + 1 if is_prefill else 0
         return self._made(phase, entries)
 
     def schedule_for(self, phase: Phase) -> Plan | None:
@@ -73,11 +79,11 @@ class Scheduler:
         self._trim()
         budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
         if phase == "decode":
-            entries = self._decode_entries(self._decoding_rows(), self.decode_steps)
+            entries = decode_entries(self.blocks, self._decoding_rows(), self.decode_steps)
         elif self.mixed and self.can_decode and len(self.queues.running) < budget:
             rows = self._decoding_rows()
             chunks = self._plan_prefill(budget - len(rows))
-            entries = [*self._decode_entries(rows, 1), *chunks]
+            entries = [*decode_entries(self.blocks, rows, 1), *chunks]
         else:
             entries = self._plan_prefill(budget)
             while not entries and self._is_stuck() and not self.can_decode:
@@ -123,6 +129,14 @@ class Scheduler:
             loads=self.queues.adapters.take_loads(),
         )
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the next plan would rather know the tokens in flight."""
+        drafter = self.queues.drafter
+        if drafter is None or self.can_prefill:
+            return False
+        return drafter.wants_tokens([seq for seq in self.queues.running if seq.can_decode])
+
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:
         """Take in what a dispatch computed; returns the requests that are to steer their rows."""
         return commit.commit(self.queues, plan, result)
@@ -142,7 +156,7 @@ class Scheduler:
         if not entries and decodable:
             rows = self._decoding_rows()
             if rows:
-                return "decode", self._decode_entries(rows, self.decode_steps)
+                return self._plan_decode(rows)
         if not entries and self._streak >= MAX_PREFILL_STREAK:
             entries = self._plan_prefill(budget)
         return "prefill", entries
@@ -152,8 +166,8 @@ class Scheduler:
         rows = self._decoding_rows()
         chunks = self._plan_prefill(self.max_num_batched_tokens - len(rows))
         if not chunks:
-            return "decode", self._decode_entries(rows, self.decode_steps)
-        return "prefill", [*self._decode_entries(rows, 1), *chunks]
+            return self._plan_decode(rows)
+        return "prefill", [*decode_entries(self.blocks, rows, 1), *chunks]
 
     def _plan_prefill(self, budget: int) -> list[PlanEntry]:
         return PrefillPlanner(self.queues, budget).plan()
@@ -168,25 +182,13 @@ class Scheduler:
                 rows.append(seq)
         return rows
 
-    def _decode_entries(self, rows: list[Sequence], most: int) -> list[PlanEntry]:
-        # A row that waits for the host does so after every token.
-        most = 1 if any(seq.waits_for_host for seq in rows) else most
-        entries = []
-        for seq in rows:
-            steps = self._steps_ahead(seq, most)
-            entries.append(dispatch(seq, seq.num_dispatched, steps, draws=steps, decodes=True))
-        return entries
-
-    def _steps_ahead(self, seq: Sequence, most: int) -> int:
-        """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is
-        preempted for it.
-        """
-        start = seq.num_dispatched
-        steps = min(most, seq.end - len(seq) - seq.pending)
-        if steps > 1:
-            steps = min(steps, self.blocks.reach(seq) - start)
-            self.blocks.extend(seq, start + steps)
-        return steps
+    def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
+        """A step of rows that decode, with the drafts that are worth it."""
+        drafter = self.queues.drafter
+        drafts = {} if drafter is None else drafter.drafts(rows)
+        if drafts:
+            return "prefill", verify_entries(self.blocks, rows, drafts)
+        return "decode", decode_entries(self.blocks, rows, self.decode_steps)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give a row the block that its next token is written to, preempting the youngest rows;

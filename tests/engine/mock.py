@@ -190,9 +190,12 @@ class MockRunner:
                 last = self.last[view["device_rows"][row]]
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
                 tokens = [max(last, 0)]
-            tokens = adapted(tokens, self._version(view, row))
-            own, seen = self._attend(view["block_tables"][:, row], int(end), tokens)
-            contexts[past - 1] = int(end), seen, last
+            tokens, own = adapted(tokens, self._version(view, row)), []
+            for i, token in enumerate(tokens):  # a row with a draft draws after each of them
+                length = int(end) - len(tokens) + i + 1
+                kv, seen = self._attend(view["block_tables"][:, row], length, [token])
+                own += kv
+                contexts[first + i] = length, seen, last
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, own, view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
