@@ -69,7 +69,7 @@ def train(settings: Settings, rank: int = 8) -> list[dict[str, float]]:
     lora = jpaged.initial_lora(params.config, rank, jax.random.key(settings.seed), parts=parts)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(settings.learning_rate))
     state, update = optimizer.init(lora), make_update(params, optimizer, settings)
-    sizes = {
+    sizes: Any = {
         "max_prompt_len": max(map(len, prompts)),
         "max_completion_len": settings.max_tokens,
     }
@@ -111,7 +111,7 @@ def train(settings: Settings, rank: int = 8) -> list[dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, float]]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--updates", type=int, default=Settings.updates)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)

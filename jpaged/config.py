@@ -97,6 +97,11 @@ class EngineConfig:
     )
     max_loras: int = _knob(0, "adapters that a step can have: slots of its tables; 0 is none")
     max_lora_rank: int = _knob(16, "the largest rank of an adapter, which all are padded to")
+    kv_cache_dtype: Literal["int8", "fp8"] | None = _knob(
+        None,
+        "keys and values kept in 8 bits, with a scale a token and head: about twice the blocks; "
+        "None keeps them in the model's dtype",
+    )
     attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = _knob(
         "auto", "the kernel: the fastest that can run here, or one by name, which then must"
     )
@@ -181,6 +186,8 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r}: must be int8, int4, fp8 or None"
             )
+        if self.kv_cache_dtype not in (None, "int8", "fp8"):
+            raise ConfigError(f"kv_cache_dtype={self.kv_cache_dtype!r}: must be int8, fp8 or None")
         if self.attention not in ATTENTION:
             raise ConfigError(
                 f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"

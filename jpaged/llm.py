@@ -143,7 +143,7 @@ class LLM:
         return bool(self.calls.ready) or self.session.engine.has_unfinished()
 
     def render_chat(
-        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: bool
+        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: Any
     ) -> list[int]:
         """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message."""
         chat = Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)

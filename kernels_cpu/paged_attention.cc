@@ -7,11 +7,12 @@
 namespace jpaged {
 namespace {
 
-ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, Bf16<4> kv, Int32<0> layer, Int32<2> table,
-                          Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o,
+ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer,
+                          Int32<2> table, Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o,
                           int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
-  Problem p{.q = Data(q), .pool = Data(kv), .o = Data(*o)};
+  Problem p{.q = Data(q), .pool = kv.untyped_data(), .scales = scales.typed_data(), .o = Data(*o)};
+  auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendFp8 : &Attend;
   p.table = table.typed_data(), p.contexts = contexts.typed_data(), p.starts = starts.typed_data();
   p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
   p.T = q_shape[0], p.H = q_shape[1], p.D = q_shape[2], p.S = table.dimensions()[0], p.M = table.dimensions()[1];
@@ -40,7 +41,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, Bf16<4> kv, Int32<0> 
   int64_t all = items.size(), runs = decode ? std::min(all, 8 * pool.num_threads()) : all;
   ParallelFor(pool, runs, [&](int64_t run) {
     for (int64_t i = all * run / runs, end = all * (run + 1) / runs; i < end; ++i) {
-      Attend(p, items[i], i + 1 < end ? &items[i + 1] : nullptr);
+      attend(p, items[i], i + 1 < end ? &items[i + 1] : nullptr);
     }
   });
   return ffi::Error::Success();
@@ -52,7 +53,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_paged_attention, jpaged::PagedAttention,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<jpaged::Bf16<3>>()
-                                  .Arg<jpaged::Bf16<4>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jpaged::Float32<3>>()
                                   .Arg<jpaged::Int32<0>>()
                                   .Arg<jpaged::Int32<2>>()
                                   .Arg<jpaged::Int32<1>>()

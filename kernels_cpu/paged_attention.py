@@ -1,4 +1,4 @@
-"""Paged attention on CPU for a bf16 pool; see paged_attention.h.
+"""Paged attention on CPU for bf16 queries, and a pool of bf16 or 8 bits; see paged_attention.h.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, D head dim.
@@ -17,7 +17,7 @@ from kernels_pallas.paged_attention.interface import (
     Shapes,
     prepare_nothing,
 )
-from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
 
 pool_layout, prepare = plain_pool_layout, prepare_nothing
 
@@ -39,7 +39,7 @@ def batch_invariant() -> bool:
 
 def prefill(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -60,7 +60,7 @@ def prefill(
 
 def decode(
     q_SHD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -76,7 +76,7 @@ def decode(
 
 def _call(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     rows: tuple[Any, ...],
     options: Options,
@@ -96,4 +96,8 @@ def _call(
         "decode": decode,
     }
     sinks = jnp.asarray(() if sinks_H is None else sinks_H, jnp.float32)
-    return call(q_THD, pool, jnp.asarray(layer, jnp.int32), *rows, sinks, **attributes)
+    values, scales = pool, jnp.zeros((0, 0, 0), jnp.float32)
+    if isinstance(pool, ScaledPool):
+        values, scales = pool.values, pool.scales
+    layer = jnp.asarray(layer, jnp.int32)
+    return call(q_THD, values, scales, layer, *rows, sinks, **attributes)

@@ -1,5 +1,4 @@
-"""Answer a file of prompts: OpenAI batch requests, bare objects, plain text or a table in, JSONL
-out.
+"""Answer a file of prompts: OpenAI batch requests, bare objects, text or a table in, JSONL out.
 
     python scripts/serve_batch.py prompts.jsonl              # prints prompts and answers to read
     python scripts/serve_batch.py batch.jsonl --model DIR --output answers.jsonl
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, PeerError
 from jpaged.flags import add_engine_flags, engine_settings
+from jpaged.integrations.batch import adapters
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
@@ -167,6 +167,7 @@ def make_parser() -> Parser:
     group = parser.add_argument_group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
+    group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapters.FLAG)
     window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"
     group.add_argument("--window", help=window, type=int)
     add_engine_flags(group)
@@ -193,8 +194,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
     if args.ray is None and (args.replicas != 1 or args.replica_resources or args.replica_hosts):
         parser.error("--replicas, --replica-hosts and --replica-resources need --ray")
-    if args.ray is not None and args.check:
-        parser.error("--check plans one engine on this machine: leave out --ray")
+    if args.ray is not None and (args.check or args.adapter):
+        parser.error("--check and --adapter are of one engine on this machine: leave out --ray")
     if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
         parser.error(f"--report {args.report}: no such folder")
     if args.retry_failed and args.existing != "resume":
@@ -291,9 +292,7 @@ def parse_resources(texts: Sequence[str]) -> dict[str, float]:
         try:
             found[name] = float(count)
         except ValueError:
-            raise ValueError(
-                f"--replica-resources {text}: must be NAME=COUNT, as in GPU=1"
-            ) from None
+            raise ValueError(f"--replica-resources {text}: must be NAME=COUNT (GPU=1)") from None
     return found
 
 
@@ -316,7 +315,8 @@ def make_llm(args: argparse.Namespace) -> Any:
             )
         import jpaged
 
-        return args.lead(jpaged.LLM(path, seed=args.seed, **args.engine))
+        llm = adapters.loaded(jpaged.LLM(path, seed=args.seed, **args.engine), args.adapter)
+        return args.lead(llm)
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
 
@@ -341,6 +341,7 @@ def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Setting
         seed=args.seed,
         text=source.text,
         ignore_unknown=args.ignore_unknown,
+        adapters=frozenset() if args.check else frozenset(adapters.folders(args.adapter)),
     )
 
 

@@ -1,6 +1,5 @@
 """LoRA as an argument: adapters on top of params, against weights that they were merged into."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +30,7 @@ ONE_LAYER = config(num_layers=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=8, logprobs=3, seed=3)
 PROMPTS = make_prompts(1, 4, 17, 30)
-SIZES = {f.name: getattr(ENGINE, f.name) for f in dataclasses.fields(ENGINE)}
+SIZES: dict[str, Any] = vars(ENGINE)
 
 
 def make_lora(seed: int, rank: int = 4, model: Any = ONE_LAYER, parts: Any = None) -> Any:
@@ -167,8 +166,8 @@ def test_beams_and_samples_and_prompt_logprobs(params: Params) -> None:
         pairs = zip(out.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
         for top, same in pairs:
             assert list(top) == list(same)
-            values = [[x.logprob for x in each.values()] for each in (top, same)]
-            np.testing.assert_allclose(*values, atol=1e-4)
+            a, b = ([x.logprob for x in each.values()] for each in (top, same))
+            np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_snapshot_and_sleep(params: Params, llm: jpaged.LLM) -> None:
@@ -277,7 +276,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_on_meshes(mesh: dict[str, int], params: Params, llm: jpaged.LLM) -> None:
+def test_on_meshes(mesh: dict[str, Any], params: Params, llm: jpaged.LLM) -> None:
     """More adapters than slots, each replica with tables of its own: as on one device."""
     where = jpaged.LLM(params, **(SIZES | {"max_loras": 2, "max_lora_rank": 4} | mesh))
     for i, name in enumerate("fgh"):

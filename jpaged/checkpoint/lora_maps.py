@@ -27,8 +27,8 @@ def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) ->
         sides = [f"{target.spec.at(path)}_lora_{side}" for side in "ab"]
         if sides[0] in leaves and sides[1] in leaves:
             taken.update(sides)
-            pair = (leaves[side] for side in sides)
-            found[name] = _ours(sides[0], *pair, axes, target.part.axes, model)
+            a, b = (leaves[side] for side in sides)
+            found[name] = _ours(sides[0], a, b, axes, target.part.axes, model)
     lora = [path for path in leaves if path.endswith(("_lora_a", "_lora_b"))]
     if left := [path for path in lora if path not in taken]:
         raise ConfigError(f"the tree holds {left[0]}, which cannot be an adapter of this model")

@@ -73,7 +73,7 @@ class Target(NamedTuple):
 
     spec: ParamSpec
     part: Part
-    index: tuple[slice, ...]
+    place: tuple[slice, ...]
 
     def sides(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the part's outputs and inputs."""
@@ -156,8 +156,8 @@ def merged(params: Params, lora: Any) -> Params:
         )
         at = target.spec.at(target.spec.name)
         weight = flat[at]
-        changed = weight[target.index].astype(jnp.float32) + delta
-        flat[at] = weight.at[target.index].set(changed.astype(weight.dtype))
+        changed = weight[target.place].astype(jnp.float32) + delta
+        flat[at] = weight.at[target.place].set(changed.astype(weight.dtype))
     return Params(nest(flat), config, params.source)
 
 

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jpaged.config import EngineConfig
+from jpaged.engine.buckets import Bucket
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Pairs, adapted_specs
@@ -56,9 +57,16 @@ def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype
 
 
 def with_tables(
-    form: Any, specs: Any, model: ModelConfig, config: EngineConfig, where: Placement
+    form: Any,
+    specs: Any,
+    model: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    bucket: Bucket,
 ) -> tuple[Any, Any]:
-    """What a step with adapters takes as params in form and specs, of those of one without."""
+    """What a step takes as params in form and specs, of those of one without adapters."""
+    if not bucket.loras:
+        return form, specs
     tables = table_form(model, config, where, form["embed"]["weight"].dtype)
     return (form, tables), (specs, table_specs(model, where))
 

@@ -18,6 +18,7 @@ from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
+KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # by kv_cache_dtype
 log = logging.getLogger("jpaged")
 
 
@@ -67,7 +68,7 @@ class Kernel:
     def prefill(
         self,
         q_THD: Array,
-        pool: Array,
+        pool: Any,
         layer: Array | int,
         block_table_SM: Array,
         context_lens_S: Array,
@@ -90,7 +91,7 @@ class Kernel:
     def decode(
         self,
         q_SHD: Array,
-        pool: Array,
+        pool: Any,
         layer: Array | int,
         block_table_SM: Array,
         context_lens_S: Array,
@@ -131,11 +132,13 @@ def choose_kernel(
     """The kernel that `attention` of a resolved config names, or the best that runs a group of
     layers on a device.
 
-    dtype: the pool's. shards: devices that the heads are split over. UnsupportedError where the one
-    that is named cannot run. Asking may compile C++: it happens when an engine starts.
+    dtype: the model's. shards: devices that the heads are split over. UnsupportedError where the
+    one that is named cannot run. Asking may compile C++: it happens when an engine starts.
     """
+    kv = config.kv_cache_dtype
     shapes = Shapes(
         dtype=jnp.dtype(dtype),
+        kv_dtype=None if kv is None else jnp.dtype(KV_DTYPES[kv]),
         head_dim=group.head_dim,
         block_size=config.block_size,
         num_heads=model.num_heads // shards,
@@ -168,7 +171,7 @@ def _warn_of_xla(refused: list[str], device: Any) -> None:
     warnings.warn(
         f"attention='auto' takes 'xla' on {device.device_kind}, much slower than a kernel "
         f"({'; '.join(refused)}). What can change that: dtype, block_size, max_num_seqs, "
-        "max_model_len; attention='xla' takes it without this warning",
+        "max_model_len, kv_cache_dtype; attention='xla' takes it without this warning",
         stacklevel=2,
     )
 

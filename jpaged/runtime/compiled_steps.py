@@ -24,6 +24,7 @@ from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import with_tables
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
+from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.steps import StepSetting, make_step
 
@@ -117,8 +118,7 @@ class CompiledSteps:
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
-        # Of each kind: the arguments after the params, which of them is donated, their specs, and
-        # those of the results.
+        # Of each kind: arguments after the params, which is donated, their and the results' specs.
         is_apart = bucket.phase == "decode" and config.separate_draw
         args, donated, in_specs, out_specs = {
             "prefill": (
@@ -128,10 +128,9 @@ class CompiledSteps:
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
         }["prefill" if is_apart else bucket.phase]
-        step, form = make_step(bucket, self.setting), self.form
-        params = specs_of(form, param_specs(model, self.where.axis, self.where.axis_size))
-        if bucket.loras:
-            form, params = with_tables(form, params, model, config, self.where)
+        params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
+        form, params = with_tables(self.form, params, model, config, self.where, bucket)
+        step = make_step(bucket, self.setting)
         step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
@@ -144,10 +143,13 @@ class CompiledSteps:
         return jax.shard_map(function, mesh=self.where.mesh, **specs, check_vma=False)
 
     @property
-    def kv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """DeviceState.kv of all replicas."""
+    def kv(self) -> tuple[Any, ...]:
+        """DeviceState.kv of all replicas, as ShapeDtypeStructs."""
+        return tuple(self._rows(pool, pool.shape[0]) for pool in self.setting.pools)
+
+    def _rows(self, pool: PoolSpec, rows: int) -> Any:
         spec = kv_cache.spec(self.where)
-        return tuple(self._struct(p.shape, p.dtype, spec) for p in self.setting.pools)
+        return jax.tree.map(lambda x: self._struct(x.shape, x.dtype, spec), pool.of_rows(rows))
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
@@ -189,8 +191,7 @@ class CompiledSteps:
             spec, each = kv_cache.spec(self.where), self.where.each
             args = [self.kv[group], self._struct((count,), jnp.int32)]
             if name == "write_blocks":
-                blocks = (pool.num_layers * count, *pool.shape[1:])
-                args.append(self._struct(blocks, pool.dtype, spec))
+                args.append(self._rows(pool, pool.num_layers * count))
             function = functools.partial(getattr(kv_cache, name), num_layers=pool.num_layers)
             if self.where.replicas > 1:  # else XLA splits what has no sums in it
                 function = self._per_device(function, (spec, each, spec)[: len(args)], spec)

@@ -3,7 +3,9 @@
     pool [Lg * N, P, rows, width]      row l * N + b is block b of the group's l-th layer,
                                        each of its P slots the keys and values of one token
 
-so one block table serves all layers of a group, and no slice of a pool is ever taken.
+so one block table serves all layers of a group, and no slice of a pool is ever taken. Keys and
+values in 8 bits lie in a ScaledPool, whose scales have an array of their own beside: what moves
+blocks moves both.
 """
 
 import dataclasses
@@ -19,15 +21,17 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup, kv_groups
-from jpaged.runtime.attention import Kernel, choose_kernel
+from jpaged.runtime.attention import KV_DTYPES, Kernel, choose_kernel
 from jpaged.runtime.mesh import Placement
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolSpec:
     """The pool of one group of layers, and the kernel that reads it.
 
-    shards: devices that the KV heads are split over.
+    dtype: of queries, and of the pool unless kv_dtype names another, of 8 bits with scales. shards:
+    devices that the KV heads are split over.
     """
 
     group: KVGroup
@@ -35,6 +39,7 @@ class PoolSpec:
     num_blocks: int
     block_size: int
     dtype: jnp.dtype
+    kv_dtype: jnp.dtype | None = None
     shards: int = 1
 
     @property
@@ -48,11 +53,19 @@ class PoolSpec:
         rows = self.num_layers * self.num_blocks
         return (rows, self.block_size, self.shards * token.rows, token.width)
 
+    def of_rows(self, rows: int) -> Any:
+        """So many rows of the pool as ShapeDtypeStructs: one, or a ScaledPool of two."""
+        shape = (rows, *self.shape[1:])
+        if self.kv_dtype is None:
+            return jax.ShapeDtypeStruct(shape, self.dtype)
+        scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+        return ScaledPool(jax.ShapeDtypeStruct(shape, self.kv_dtype), scales)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers of the group, on all devices together."""
-        _, slots, rows, width = self.shape
-        return self.num_layers * slots * rows * width * self.dtype.itemsize
+        parts = jax.tree.leaves(self.of_rows(self.num_layers))
+        return sum(part.size * part.dtype.itemsize for part in parts)
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +84,7 @@ def pool_specs(
     num_blocks: of the group that reaches furthest back; others need no more than can be in use.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
+    kv_dtype = config.kv_cache_dtype and jnp.dtype(KV_DTYPES[config.kv_cache_dtype])
     return tuple(
         PoolSpec(
             group=group,
@@ -78,6 +92,7 @@ def pool_specs(
             num_blocks=num_blocks if at == widest else min(num_blocks, most[at]),
             block_size=config.block_size,
             dtype=jnp.dtype(dtype),
+            kv_dtype=kv_dtype,
             shards=where.axis_size,
         )
         for at, group in enumerate(kv_groups(model))
@@ -119,9 +134,9 @@ def reach(group: KVGroup, config: EngineConfig) -> int:
 
 def spec(where: Placement) -> PartitionSpec:
     """KV heads over the tensor axis, a contiguous split of axis 2 keeps each head's K and V
-    together; and the pools of all replicas one after the other.
+    together; and the pools of all replicas one after the other. So lie scales too.
     """
-    return PartitionSpec(where.data_axes or None, None, where.tensor_axis, None)
+    return PartitionSpec(where.data_axes or None, None, where.tensor_axis)
 
 
 def sharding(where: Placement) -> Any:
@@ -135,7 +150,7 @@ def pinned(where: Placement) -> Any:
     return sharding(where).with_memory_kind("pinned_host") if "pinned_host" in kinds else None
 
 
-def to_host(blocks: Array, where: Placement) -> Any:
+def to_host(blocks: Any, where: Placement) -> Any:
     """Blocks on the host, in pinned memory where there is any."""
     memory = pinned(where)
     return jax.device_get(blocks) if memory is None else jax.device_put(blocks, memory)
@@ -157,12 +172,16 @@ def zeros(shape: tuple[int, ...], dtype: Any, where: Sharding) -> Array:
     return _zeros(shape, jnp.dtype(dtype), where)()
 
 
-def copy_blocks(pool: Array, copies_C2: Array, *, num_layers: int) -> Array:
+def copy_blocks(pool: Any, copies_C2: Array, *, num_layers: int) -> Any:
     """The pool after each (source, target) pair of blocks in turn, all layers of a block at once,
     in place.
 
     A pair whose blocks are the same ends the list: no copies cost nothing.
     """
+    return jax.tree.map(lambda part: _copied(part, copies_C2, num_layers), pool)
+
+
+def _copied(pool: Array, copies_C2: Array, num_layers: int) -> Array:
     layers = pool.reshape(num_layers, pool.shape[0] // num_layers, *pool.shape[1:])
 
     def copy(i: Array, layers: Array) -> Array:
@@ -188,12 +207,17 @@ def _rows(block_ids_B: Array, num_layers: int, rows: int) -> Array:
     return jnp.where(block_ids_B[:, None] < 0, past_BL, row_BL).reshape(-1)
 
 
-def read_blocks(pool: Array, block_ids_B: Array, *, num_layers: int) -> Array:
+def read_blocks(pool: Any, block_ids_B: Array, *, num_layers: int) -> Any:
     """Blocks of the pool, [B*L, P, 2K, D]; whatever is in reach for ids of -1."""
-    return jnp.take(pool, _rows(block_ids_B, num_layers, pool.shape[0]), axis=0, mode="clip")
+    rows = _rows(block_ids_B, num_layers, pool.shape[0])
+    return jax.tree.map(lambda part: jnp.take(part, rows, axis=0, mode="clip"), pool)
 
 
-def write_blocks(pool: Array, block_ids_B: Array, blocks: Array, *, num_layers: int) -> Array:
+def write_blocks(pool: Any, block_ids_B: Array, blocks: Any, *, num_layers: int) -> Any:
     """The pool with blocks from read_blocks in these places; none is written for ids of -1."""
     rows = _rows(block_ids_B, num_layers, pool.shape[0])
-    return pool.at[rows].set(blocks, mode="drop", unique_indices=True)
+
+    def write(part: Array, new: Array) -> Array:
+        return part.at[rows].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, pool, blocks)

@@ -35,7 +35,7 @@ class PagedKV:
     where each row's tokens begin in the packed T. is_decode: one token a row.
     """
 
-    pools: tuple[Array, ...]
+    pools: tuple[Any, ...]
     groups: tuple[GroupView, ...]
     context_lens_S: Array
     query_start_loc_S1: Array
@@ -60,7 +60,7 @@ class PagedKV:
             pool = write_kv(
                 self.pools[group],
                 index,
-                spec.kernel.pack_kv(k, v).astype(spec.dtype),
+                spec.kernel.pack_kv(k, v),
                 of.slot_mapping_T,
                 num_layers=spec.num_layers,
             )
@@ -84,7 +84,7 @@ class PagedKV:
 
 def view_of(
     specs: tuple[PoolSpec, ...],
-    pools: tuple[Array, ...],
+    pools: tuple[Any, ...],
     *,
     block_tables_GSM: Array,
     context_lens_S: Array,
@@ -118,7 +118,7 @@ def view_of(
 
 
 def _slot_mapping(
-    row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, pool: Array
+    row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, pool: Any
 ) -> Array:
     """Where each token's KV goes, as block * P + slot; padding goes past the end of the pool."""
     flat = row_T * block_table_SM.shape[1] + positions_T // block_size

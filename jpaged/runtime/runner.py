@@ -231,7 +231,7 @@ class Runner:
         if self._state is None:
             forms = self.steps.kv
             with explained(self.config, pool_bytes=sum(pool.nbytes for pool in self.pools)):
-                kv = tuple(kv_cache.zeros(form.shape, form.dtype, form.sharding) for form in forms)
+                kv = jax.tree.map(lambda x: kv_cache.zeros(x.shape, x.dtype, x.sharding), forms)
             zeros = np.zeros(where.replicas * rows, np.int32)
             last, lens = (put(zeros, where.sharding(where.each)) for _ in range(2))
             self._state = DeviceState(kv=kv, rows=RowState(last_token_R=last, context_len_R=lens))

@@ -41,24 +41,28 @@ class Transfers:
         self.downs += 1
         return jax.device_get(array)
 
-    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Array:
+    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
         """Up, so many blocks of a replica's pool, from get_blocks; zeros in the others' parts."""
         self.ups += 1
         if self.where.replicas == 1:
             return jax.device_put(blocks, kv_cache.sharding(self.where))
         return self._joined(blocks, pool, count)
 
-    def get_blocks(self, blocks: Array, replica: int) -> Any:
+    def get_blocks(self, blocks: Any, replica: int) -> Any:
         """Down, a replica's part: into pinned memory where that is whole and there is any."""
         self.downs += 1
         if self.where.replicas == 1:
             return kv_cache.to_host(blocks, self.where)
-        return local_shards(blocks, self.where.devices_of(replica))
+        return self._shards(blocks, replica)
 
-    def _joined(self, shards: Any, pool: PoolSpec, count: int) -> Array:
-        rows = self.where.replicas * pool.num_layers * count
+    def _shards(self, blocks: Any, replica: int) -> Any:
+        devices = self.where.devices_of(replica)
+        return jax.tree.map(lambda part: local_shards(part, devices), blocks)
+
+    def _joined(self, shards: Any, pool: PoolSpec, count: int) -> Any:
+        whole = pool.of_rows(self.where.replicas * pool.num_layers * count)
         where = kv_cache.sharding(self.where)
-        return from_shards(shards, (rows, *pool.shape[1:]), pool.dtype, where)
+        return jax.tree.map(lambda x, own: from_shards(own, x.shape, x.dtype, where), whole, shards)
 
 
 class SharedTransfers(Transfers):
@@ -73,11 +77,10 @@ class SharedTransfers(Transfers):
         """Each process commits what all replicas drew, those of other processes among them."""
         return super().get(self._whole(array) if self.where.replicas > 1 else array)
 
-    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Array:
+    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
         self.ups += 1
         return self._joined(blocks, pool, count)
 
-    def get_blocks(self, blocks: Array, replica: int) -> Any:
+    def get_blocks(self, blocks: Any, replica: int) -> Any:
         self.downs += 1
-        devices = self.where.devices_of(replica)
-        return self.peers.call(lambda: local_shards(blocks, devices), "reading blocks")
+        return self.peers.call(lambda: self._shards(blocks, replica), "reading blocks")

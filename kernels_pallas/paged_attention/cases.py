@@ -14,8 +14,8 @@ class Case:
     """One call. Rows have `contexts[r]` tokens, of which the last `queries[r]` are queries;
     `queries` None is decode.
 
-    A context of 0 is a padding row. extra_tokens, extra_blocks: padding of the packed tokens and of
-    the block table.
+    A context of 0 is a padding row. kv_dtype: int8 or float8_e4m3fn, of a pool with scales.
+    extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    kv_dtype: str | None = None
     num_layers: int = 2
     layer: int = 1
     extra_tokens: int = 0
@@ -56,6 +57,7 @@ class Case:
         """What an implementation is asked to run."""
         return Shapes(
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             head_dim=self.D,
             block_size=self.P,
             num_heads=self.H,
@@ -311,4 +313,16 @@ GPU = (
         dtype=_BF16,
         extra_tokens=1,
     ),
+)
+
+# Keys and values in 8 bits with scales: with windows, caps, sinks and padding.
+_IN_8_BITS = (
+    *("decode_d64_p16_g2", "decode_d64_p16_g8_sinks_window", "decode_d256_p128_g8_cap"),
+    *("prefill_d64_p16_g2", "prefill_d64_p16_g7_sinks_window", "prefill_d256_p128_g8_cap"),
+)
+SCALED = tuple(
+    dataclasses.replace(case, name=f"{case.name}_{kv_dtype}", kv_dtype=kv_dtype)
+    for kv_dtype in ("int8", "float8_e4m3fn")
+    for case in GPU
+    if case.name in _IN_8_BITS
 )

@@ -12,8 +12,8 @@ from typing import Any
 class Shapes:
     """What one device attends over, as far as it decides whether an implementation can run.
 
-    dtype: the pool's. num_heads, num_kv_heads: of one device. num_rows, blocks_per_row: of the
-    largest block table.
+    dtype: of queries, and of the pool unless kv_dtype names another, in 8 bits with scales.
+    num_heads, num_kv_heads: of one device. num_rows, blocks_per_row: of the largest block table.
     """
 
     dtype: Any
@@ -23,6 +23,12 @@ class Shapes:
     num_kv_heads: int
     num_rows: int = 1
     blocks_per_row: int = 1
+    kv_dtype: Any = None
+
+    @property
+    def scaled(self) -> str | None:
+        """Why an implementation without scales cannot run with these, or None."""
+        return None if self.kv_dtype is None else f"keys and values in {self.kv_dtype} with scales"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +62,10 @@ def prepare_nothing(
 
 def shapes_of(q_THD: Any, pool: Any, block_table_SM: Any, options: Options) -> Shapes:
     """The shapes of a call over a pool without padding, or with num_kv_heads in its options."""
+    is_scaled = pool.dtype.itemsize == 1
     return Shapes(
-        dtype=pool.dtype,
+        dtype=q_THD.dtype if is_scaled else pool.dtype,
+        kv_dtype=pool.dtype if is_scaled else None,
         head_dim=q_THD.shape[2],
         block_size=pool.shape[1],
         num_heads=q_THD.shape[1],

@@ -10,13 +10,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 QUERIES = 256  # that are computed at once, to bound what their scores take
 
 
 def prefill(
     q_THD: ArrayLike,
-    pool: ArrayLike,
+    pool: ArrayLike | ScaledPool,
     layer: int,
     block_table_SM: ArrayLike,
     context_lens_S: ArrayLike,
@@ -29,8 +30,9 @@ def prefill(
     """Causal attention of packed queries over paged keys and values, [T, H, D] in q's dtype.
 
     pool [L*N, P, 2K, D]: row layer*N + b is block b of a layer, axis 2 is K0, V0, K1, V1, ...;
-    query head h reads KV head h // G. block_table_SM int32, padded with 0. context_lens_S counts a
-    row's tokens, its queries included: their own keys and values are in the pool.
+    query head h reads KV head h // G. A ScaledPool stands for its values times their scales.
+    block_table_SM int32, padded with 0. context_lens_S counts a row's tokens, its queries included:
+    their own keys and values are in the pool.
     query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
     query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
     zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
@@ -39,9 +41,14 @@ def prefill(
     softmax and adds nothing. Slots that no query sees may hold anything, NaN too.
 
     exact: compute and return in float64. Otherwise as a plain implementation would: f32 scores and
-    softmax, probabilities rounded to the pool's dtype, the result to q's.
+    softmax, probabilities (times V's scales) rounded to the pool's dtype (to q's for a
+    ScaledPool), the result to q's.
     """
-    q, kv_pool = np.asarray(q_THD), np.asarray(pool)
+    q = np.asarray(q_THD)
+    values, scales = (
+        (pool.values, np.asarray(pool.scales)) if isinstance(pool, ScaledPool) else (pool, None)
+    )
+    kv_pool = np.asarray(values)
     tables, contexts, starts = (
         np.asarray(x) for x in (block_table_SM, context_lens_S, query_start_loc_S1)
     )
@@ -60,7 +67,10 @@ def prefill(
             if sliding_window is not None:
                 first_Q = np.maximum(0, position_Q - sliding_window + 1)
             seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
-            kv = kv_pool[first_block + tables[row, seen_C // P], seen_C % P].astype(dtype)
+            at = (first_block + tables[row, seen_C // P], seen_C % P)
+            kv = kv_pool[at].astype(dtype)
+            if scales is not None:
+                kv = kv * scales[at].astype(dtype)[..., None]
             k_KCD, v_KCD = (kv[:, which::2].swapaxes(0, 1) for which in (0, 1))
             q_KND = q_QHD.reshape(-1, K, H // K, q.shape[2]).swapaxes(0, 1)
             q_KND = q_KND.reshape(K, -1, q.shape[2])
@@ -77,7 +87,10 @@ def prefill(
             total_KN = p_KNC.sum(axis=2) + np.exp(sinks_KN - most_KN)
             p_KNC /= total_KN[:, :, None]
             if not exact:
-                p_KNC = p_KNC.astype(kv_pool.dtype).astype(dtype)
+                # With scales, products of probabilities and V's scales are what is rounded.
+                by_K1C = 1 if scales is None else scales[at][:, 1::2].T[:, None].astype(dtype)
+                rounded = kv_pool.dtype if scales is None else q.dtype
+                p_KNC = (p_KNC * by_K1C).astype(rounded).astype(dtype) / by_K1C
             o_KQGD = (p_KNC @ v_KCD).reshape(K, len(q_QHD), H // K, -1)
             out[token : token + len(q_QHD)] = o_KQGD.swapaxes(0, 1).reshape(q_QHD.shape)
     return out if exact else out.astype(q.dtype)
@@ -85,7 +98,7 @@ def prefill(
 
 def decode(
     q_SHD: ArrayLike,
-    pool: ArrayLike,
+    pool: ArrayLike | ScaledPool,
     layer: int,
     block_table_SM: ArrayLike,
     context_lens_S: ArrayLike,

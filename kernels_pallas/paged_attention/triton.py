@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.paged_attention.common import LOG2E, NEG, combine, interpretation, rows_of
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
-from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
 
 MIN_ROWS = 16  # of a Triton matmul
 # half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
@@ -38,12 +38,14 @@ pool_layout = plain_pool_layout
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Why these shapes cannot run here, or None."""
-    del device
     dtype, head_dim = jnp.dtype(shapes.dtype), shapes.head_dim
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}: only bfloat16 and float16"
     if head_dim not in (32, 64, 128, 256):
         return f"head_dim {head_dim}: only 32, 64, 128 and 256"
+    capability = getattr(device, "compute_capability", None)
+    if shapes.kv_dtype == jnp.float8_e4m3fn and capability and float(capability) < 8.9:
+        return f"{shapes.scaled}: compute capability {capability}, only from 8.9"
     return None
 
 
@@ -75,7 +77,7 @@ def prepare(
 
 def prefill(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -103,7 +105,7 @@ def prefill(
 
 def decode(
     q_SHD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -136,7 +138,7 @@ def _tile_tokens(shapes: Shapes) -> int:
 @functools.partial(jax.jit, static_argnames=("options", "tokens", "splits"))
 def _attend(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -168,7 +170,11 @@ def _attend(
         scale=options.scale,
         window=options.sliding_window,
         soft_cap=options.soft_cap,
+        scaled=isinstance(pool, ScaledPool),
     )
+    values, scales = pool, ()
+    if isinstance(pool, ScaledPool):
+        values, scales = pool.values, (jnp.reshape(pool.scales, (blocks * P, K2)),)
     outputs = (
         ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype),
         ((T, splits, K, G), jnp.float32),
@@ -184,12 +190,13 @@ def _attend(
         name="paged_attention",
     )(
         q_THD.reshape(T, K, G, D),
-        pool.reshape(blocks * P, K2, D),
+        jnp.reshape(values, (blocks * P, K2, D)),
         jnp.asarray(block_table_SM),
         jnp.asarray(context_lens_S),
         query_start_loc_S1,
         *tiles,
         jnp.reshape(jnp.asarray(layer, jnp.int32) * (blocks // options.num_layers), (1,)),
+        *scales,
         *(() if sinks_H is None else (jnp.asarray(sinks_H, jnp.float32),)),
     )
     return (o[:, 0] if splits == 1 else combine(o, lse).astype(q_THD.dtype)).reshape(T, H, D)
@@ -213,8 +220,10 @@ def _kernel(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    scaled: bool,
 ):
-    *sinks, out_ref, lse_ref = refs
+    *more, out_ref, lse_ref = refs
+    scales, sinks = (more[:1], more[1:]) if scaled else ((), more)
     tile, head, split, splits = (
         pl.program_id(0),
         pl.program_id(1),
@@ -256,8 +265,19 @@ def _kernel(
             following = blocks(step + 1)
             seen_C = (slot_C_ >= begin) & (slot_C_ < end)
             slots = ((first_block_ref[0] + block_C) * P + lax.rem(slot_C_, P))[:, None]
-            k = plgpu.load(pool_ref.at[slots, 2 * head, dim_D], mask=seen_C[:, None], other=0.0)
+
+            def part(nth):
+                """Keys (0) or values (1), and their scales."""
+                at = pool_ref.at[slots, 2 * head + nth, dim_D]
+                x = plgpu.load(at, mask=seen_C[:, None], other=jnp.zeros((), pool_ref.dtype))
+                if not scaled:
+                    return x, None
+                at = scales[0].at[slots[:, 0], 2 * head + nth]
+                return x.astype(q.dtype), plgpu.load(at, mask=seen_C, other=0.0)[None, :]
+
+            k, of_keys = part(0)
             s = plgpu.dot(q, k.T) * scale
+            s = s if of_keys is None else s * of_keys
             s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
             visible = (slot_C_[None, :] <= position_R[:, None]) & seen_C[None, :]
             if window is not None:
@@ -265,8 +285,9 @@ def _kernel(
             s = jnp.where(visible, s * LOG2E, NEG)
             new = jnp.maximum(top, jnp.max(s, axis=1))
             p, alpha = jnp.exp2(s - new[:, None]), jnp.exp2(top - new)
-            v = plgpu.load(pool_ref.at[slots, 2 * head + 1, dim_D], mask=seen_C[:, None], other=0.0)
-            acc = acc * alpha[:, None] + plgpu.dot(p.astype(v.dtype), v)
+            v, of_values = part(1)
+            weights = p if of_values is None else p * of_values
+            acc = acc * alpha[:, None] + plgpu.dot(weights.astype(v.dtype), v)
             return new, total * alpha + jnp.sum(p, axis=1), acc, following
 
         nothing = jnp.zeros((rows,), jnp.float32)

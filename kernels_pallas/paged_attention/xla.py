@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from kernels_pallas.paged_attention.common import NEG
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
-from kernels_pallas.paged_attention.pool_layout import plain_pool_layout
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
 
 KV_TILE = 64  # tokens of context a work item
 QUERY_TILE = 64  # tokens of a prefill query tile, at most
@@ -53,6 +53,7 @@ class _Tiles(NamedTuple):
     """The pool seen as rows of at most one KV tile."""
 
     rows: Array  # [L*N*parts, P/parts * 2K*D]
+    scales: Array | None  # [L*N*parts, P/parts * 2K]
     size: int  # C
     units: int  # U: rows that make up a tile
     parts: int  # rows that a block was cut into
@@ -62,7 +63,7 @@ class _Tiles(NamedTuple):
 @_jit
 def decode(
     q_SHD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -75,7 +76,7 @@ def decode(
     K = pool.shape[2] // 2
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
-    W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * pool.dtype.itemsize), 4, 32)
+    W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * max(pool.dtype.itemsize, 2)), 4, 32)
     begin_S = (
         jnp.zeros_like(context_lens_S)
         if options.sliding_window is None
@@ -106,7 +107,8 @@ def decode(
         slot_C = jnp.arange(C)
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
         kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
-        s_WCH = _capped(_decode_scores(q_WHD, kv), options.soft_cap)
+        of_keys, of_values = _scales(tiles, ids, (W, C, K), H)
+        s_WCH = _capped(_times(_decode_scores(q_WHD, kv), of_keys), options.soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
         # Ranks of consecutive items differ by at most one, so the items of an iteration meet W
@@ -119,9 +121,12 @@ def decode(
         m_WH, s_WCH = _barrier((m[jnp.minimum(rank_W - first_rank, W - 1)], s_WCH))
         p_WCH = jnp.exp(s_WCH - m_WH[:, None])
         alpha = jnp.exp(m0 - m)
-        owner = owner_WW.astype(jnp.float32)
+        owner, weight_WCH = (
+            owner_WW.astype(jnp.float32),
+            _times(p_WCH, of_values, seen_WC[..., None]),
+        )
         acc = jnp.dot(
-            owner, _decode_values(p_WCH, seen_WC, kv).reshape(W, H * D), precision="highest"
+            owner, _decode_values(weight_WCH, seen_WC, kv).reshape(W, H * D), precision="highest"
         )
         total = total0 * alpha + jnp.dot(owner, jnp.sum(p_WCH, axis=1), precision="highest")
         new = (m, total, acc0 * alpha[:, :, None] + acc.reshape(W, H, D))
@@ -241,7 +246,7 @@ def prepare(
 @_jit
 def prefill(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -253,7 +258,8 @@ def prefill(
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
-    K, dtype, window = pool.shape[2] // 2, pool.dtype, options.sliding_window
+    K, window = pool.shape[2] // 2, options.sliding_window
+    dtype = q_THD.dtype if isinstance(pool, ScaledPool) else pool.dtype
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
     B, W = _query_tile_sizes(T, context_lens_S.shape[0], H, C)
@@ -290,17 +296,19 @@ def prefill(
             seen_WC = (pos_WC >= mine.begin[:, None]) & (
                 pos_WC < (mine.position + mine.size)[:, None]
             )
+            kv = kv.astype(dtype)
             v = jnp.where(seen_WC[:, None, :, None], kv[1], jnp.zeros((), dtype))
             k, v = _barrier(kv[0].reshape(W * K, C, D)), _barrier(v.reshape(W * K, C, D))
-            s = _einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C)
+            of_keys, of_values = _scales(tiles, ids, (W, C, K))
+            s = _times(_einsum("wqd,wcd->wqc", q, k).reshape(W, K, -1, C), of_keys)
             mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
             if window is not None:
                 mask &= pos_WC[:, None, :] > pos_WQ[:, :, None] - window
             s = jnp.where(mask[:, None], _capped(s * options.scale, options.soft_cap), NEG)
             m, s = _barrier((jnp.maximum(m0, jnp.max(s, axis=-1)), s))
             p = jnp.exp(s - m[..., None]).astype(dtype)
-            alpha = jnp.exp(m0 - m)
-            pv = _einsum("wqc,wcd->wqd", p.reshape(W * K, -1, C), v).reshape(acc0.shape)
+            alpha, weights = jnp.exp(m0 - m), _times(p, of_values, seen_WC[:, None, None])
+            pv = _einsum("wqc,wcd->wqd", weights.reshape(W * K, -1, C), v).reshape(acc0.shape)
             return (
                 m,
                 total0 * alpha + jnp.sum(p.astype(jnp.float32), axis=-1),
@@ -340,11 +348,30 @@ def _einsum(form: str, x: Array, y: Array) -> Array:
     return jnp.einsum(form, x, y, preferred_element_type=jnp.float32, precision="highest")
 
 
-def _tiles(pool: Array, layer: Array | int, num_layers: int) -> _Tiles:
+def _tiles(pool: Array | ScaledPool, layer: Array | int, num_layers: int) -> _Tiles:
     rows, P = pool.shape[:2]
     units, parts, size = _kv_tile(P)
     first_block = layer * (rows // num_layers)
-    return _Tiles(pool.reshape(rows * parts, -1), size, units, parts, first_block)
+    values, scales = pool, None
+    if isinstance(pool, ScaledPool):
+        values, scales = pool.values, jnp.reshape(pool.scales, (rows * parts, -1))
+    return _Tiles(jnp.reshape(values, (rows * parts, -1)), scales, size, units, parts, first_block)
+
+
+def _scales(
+    tiles: _Tiles, ids: Array, shape_WCK: tuple[int, int, int], heads: int | None = None
+) -> tuple[Array | None, Array | None]:
+    """Of keys and of values: [W, C, heads], those of query heads, or [W, K, 1, C]; None without."""
+    if tiles.scales is None:
+        return None, None
+    x = _barrier(_take(tiles.scales, ids)).reshape(*shape_WCK, 2)
+    x = jnp.repeat(x, heads // shape_WCK[2], 2) if heads else x.swapaxes(1, 2)[:, :, None]
+    return x[..., 0], x[..., 1]
+
+
+def _times(x: Array, by: Array | None, seen: Array | bool = True) -> Array:
+    """x times scales, if any; zero in slots that are not seen, whose scales may be NaN."""
+    return x if by is None else jnp.where(seen, x.astype(jnp.float32) * by, 0.0).astype(x.dtype)
 
 
 def _kv_tile(P: int) -> tuple[int, int, int]:

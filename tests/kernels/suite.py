@@ -16,6 +16,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from kernels_pallas.paged_attention import reference
 from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
 
 CASES = (*DECODE, *PREFILL)
 F32_TOLERANCE = 1e-5
@@ -28,7 +29,7 @@ class Inputs:
     """
 
     q: np.ndarray
-    pool: np.ndarray
+    pool: Any  # of an array, or a ScaledPool of two
     layer: int
     block_table: np.ndarray
     context_lens: np.ndarray
@@ -84,7 +85,18 @@ def build(
     contexts = np.asarray(case.contexts, np.int32)
     # Some take almost all, some nothing.
     sinks = np.linspace(-6, 8, case.H).astype(np.float32) if case.sinks else None
-    return Inputs(q, pool.astype(dtype), case.layer, table, contexts, starts, sinks)
+    kv = pool.astype(dtype) if case.kv_dtype is None else in_8_bits(pool, case.kv_dtype)
+    return Inputs(q, kv, case.layer, table, contexts, starts, sinks)
+
+
+def in_8_bits(pool: np.ndarray, kv_dtype: str) -> ScaledPool:
+    """The pool with scales; where it is NaN so are they, and the values are as large as can be (or
+    NaN too).
+    """
+    made, poisoned = scaled(jnp.asarray(np.nan_to_num(pool)), kv_dtype), np.isnan(pool)
+    values, scales = np.array(made.values), np.array(made.scales)
+    values[poisoned], scales[poisoned.any(axis=-1)] = 127 if kv_dtype == "int8" else np.nan, np.nan
+    return ScaledPool(values, scales)
 
 
 def call(
@@ -250,7 +262,7 @@ class PagedAttentionSuite:
         wide = dataclasses.replace(
             inputs, block_table=np.pad(inputs.block_table, ((0, 0), (0, 50)))
         )
-        arrays = [jnp.asarray(x) for x in wide.args if isinstance(x, np.ndarray)]
+        arrays = [jax.tree.map(jnp.asarray, x) for x in wide.args if not isinstance(x, int)]
         result = jax.jit(run)(jnp.int32(plain_case.layer), *arrays)
         assert np.array_equal(result, call(self.implementation, plain_case, inputs, **options))
 

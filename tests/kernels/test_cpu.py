@@ -10,7 +10,7 @@ import pytest
 from kernels_cpu import paged_attention
 from kernels_cpu.library import unavailable
 from kernels_cpu.linear import NativeProducts, linear
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
 
 pytestmark = pytest.mark.skipif(
@@ -70,7 +70,29 @@ class TestPagedAttention(PagedAttentionSuite):
         )
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.queries is None], ids=str)
+# In 8 bits: the shared cases, and its own paths.
+IN_8_BITS = (
+    *SCALED,
+    *(
+        dataclasses.replace(c, dtype="bfloat16", kv_dtype=d)
+        for c, d in zip(OWN, ["int8", "float8_e4m3fn"] * 3, strict=False)
+    ),
+)
+
+
+class TestScaled(PagedAttentionSuite):
+    implementation = paged_attention
+    cases = IN_8_BITS
+    plain_cases = (SCALED[0], SCALED[3])
+
+    def test_a_querys_bits_do_not_depend_on_its_batch(self) -> None:
+        check_bits_in_any_batch(paged_attention, dtype="bfloat16", D=64, kv_dtype="int8")
+
+
+DECODES = [c for c in (*CASES, *IN_8_BITS) if c.queries is None]
+
+
+@pytest.mark.parametrize("case", DECODES, ids=str)
 def test_decode_has_the_bits_of_prefill(case: Case) -> None:
     """So has a token its bits whether it was drawn or is scored."""
     inputs = build(case)

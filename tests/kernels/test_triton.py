@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import Slice
 
 from kernels_pallas.paged_attention import triton
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from kernels_pallas.paged_attention.interface import Options
 from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
@@ -31,6 +31,13 @@ class TestTriton(PagedAttentionSuite):
     cases = CASES
     plain_cases = (GPU[0], FIRST_PREFILL)
     plain_splits = 1  # how many there are otherwise follows from the table's width
+
+
+class TestScaled(PagedAttentionSuite):
+    implementation = triton
+    cases = SCALED
+    plain_cases = (SCALED[0], SCALED[3])
+    plain_splits = 1
 
 
 def test_cases_cover_what_there_is() -> None:

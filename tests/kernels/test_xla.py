@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import xla
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from kernels_pallas.paged_attention.cases import DECODE, PREFILL, SCALED, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check, check_bits_in_any_batch
 
 
 class TestXla(PagedAttentionSuite):
     implementation = xla
+
+
+class TestScaled(PagedAttentionSuite):
+    implementation = xla
+    cases = (
+        *SCALED,
+        *(dataclasses.replace(c, name=c.name + "_f32", dtype="float32") for c in SCALED),
+    )
+    plain_cases = (SCALED[0], SCALED[3])
 
 
 @pytest.mark.parametrize("case", [DECODE[0], PREFILL[0]], ids=str)

@@ -45,6 +45,21 @@ def choose(
     return choose_kernel(model, group, engine, jnp.dtype(dtype), device, shards)
 
 
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_auto_takes_one_that_has_scales(kv: Any) -> None:
+    assert choose(HOPPER, kv_cache_dtype=kv).name == "triton"
+    assert choose(CPU, kv_cache_dtype=kv).name == ON_CPU
+    assert choose(CPU, kv_cache_dtype=kv, dtype=jnp.float32).name == "xla"
+    with pytest.warns(UserWarning, match="keys and values in .* with scales"):
+        assert choose(TPU, kv_cache_dtype=kv).name == "xla"
+
+
+def test_ampere_has_no_fp8() -> None:
+    assert choose(AMPERE, kv_cache_dtype="int8").name == "triton"
+    with pytest.warns(UserWarning, match=r"float8_e4m3fn with scales: compute capability 8\.0"):
+        assert choose(AMPERE, kv_cache_dtype="fp8").name == "xla"
+
+
 @pytest.mark.parametrize(
     ("device", "name"),
     [(HOPPER, "mosaic_gpu"), (AMPERE, "triton"), (TPU, "tpu"), (CPU, ON_CPU)],

@@ -167,7 +167,7 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0])
     shared = kv_cache.zeros(pool.shape, pool.dtype, kv_cache.sharding(where))
-    assert shared.sharding.spec == PartitionSpec(None, None, "tp", None)  # pyright: ignore[reportAttributeAccessIssue]
+    assert shared.sharding.spec == PartitionSpec(None, None, "tp")  # pyright: ignore[reportAttributeAccessIssue]
     assert {shard.data.shape for shard in shared.addressable_shards} == {(6, 4, 2, 16)}, (
         "K and V of one head"
     )

@@ -55,6 +55,7 @@ class Settings:
     seed: int = 0
     text: bool = False  # every line is a prompt as it stands
     ignore_unknown: bool = False  # run a line that has unknown fields, without them
+    adapters: frozenset[str] = frozenset()  # models that are adapters
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -73,6 +74,7 @@ class BatchRequest:
     body: GenerationRequest | None = None
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     ignored: tuple[str, ...] = ()
+    adapter: str | None = None
 
     def parse(self, raw: bytes, settings: Settings) -> None:
         """Read one line. Raises RequestError (LineError where it is no JSON object); what was
@@ -87,6 +89,7 @@ class BatchRequest:
         body = self.body = kind.read(self._known(fields, kind.unknown(fields), settings))
         if body.model is not None:
             self.model = body.model
+            self.adapter = body.model if body.model in settings.adapters else None
         longest = {"max_tokens": MAX_TOKENS["chat" if body.is_chat else self.form]}
         sampling = {**longest, **settings.overrides, **body.sampling()}
         sampling.setdefault("seed", self._seed(settings.seed))
@@ -95,7 +98,13 @@ class BatchRequest:
     def prompt_for(self, llm: Any) -> Any:
         """The prompt that LLM.add_request takes. Raises RequestError."""
         assert self.body is not None
-        return self.body.prompt_for(llm, self.params)
+        prompt = self.body.prompt_for(llm, self.params)
+        if self.adapter is None:
+            return prompt
+        if not isinstance(prompt, Mapping):
+            name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+            prompt = {name: prompt}
+        return {**prompt, "adapter": self.adapter}
 
     @property
     def answer_form(self) -> AnswerForm:

@@ -42,6 +42,8 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         return f"compute capability {capability}: wgmma is Hopper's alone (9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}: only bfloat16 and float16"
+    if shapes.scaled:
+        return f"{shapes.scaled}: wgmma would take queries and weights in 8 bits too"
     if head_dim not in (64, 128, 256):
         return f"head_dim {head_dim}: only 64, 128 and 256"
     if block_size % 8 > 0 or (block_size % PREFILL_C > 0 and PREFILL_C % block_size > 0):

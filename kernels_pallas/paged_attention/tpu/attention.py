@@ -73,6 +73,8 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         return f"{kind}: only TPU v5 and newer"
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype {dtype}: only bfloat16 and float32"
+    if shapes.scaled:
+        return f"{shapes.scaled}: only one array of 16 or 32 bits"
     if shapes.num_heads % shapes.num_kv_heads > 0:
         return f"{heads}: only whole numbers of them"
     if vmem > VMEM * 3 // 4:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from jpaged.integrations.batch import (
     encode_line,
     error_line,
 )
+from jpaged.integrations.batch.adapters import folders
 from jpaged.integrations.batch.answers import row_failed, row_id, row_number
 from jpaged.integrations.batch.lines import identify
+from jpaged.integrations.batch.source import BatchError
 from jpaged.openai.protocol import BodyError, Conversation
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.request.sampling_params import SamplingParams
@@ -584,3 +587,23 @@ def test_an_id_is_the_same_however_it_is_read(line, escaped):
     with contextlib.suppress(RequestError):
         request.parse(raw, SETTINGS)
     assert identify(raw, 2) == request.id
+
+
+def test_a_model_that_is_an_adapter() -> None:
+    """Of the names of the run alone; others are labels of answers, as ever."""
+    settings = dataclasses.replace(SETTINGS, adapters=frozenset({"sql"}))
+    for body, wanted in (
+        ({"prompt": "a"}, {"prompt": "a", "adapter": "sql"}),
+        ({"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1, 2], "adapter": "sql"}),
+        ({"prompt": "a", "cache_salt": "s"}, {"prompt": "a", "cache_salt": "s", "adapter": "sql"}),
+    ):
+        assert parse({**body, "model": "sql"}, settings=settings).prompt_for(None) == wanted
+    assert parse({"prompt": "a", "model": "other"}, settings=settings).prompt_for(None) == "a"
+    assert parse({"prompt": "a", "model": "sql"}).prompt_for(None) == "a"
+
+
+def test_the_flag_of_adapters(tmp_path: Path) -> None:
+    assert folders([f"a={tmp_path}"]) == {"a": str(tmp_path)} and folders(None) == {}
+    for flag in (["a"], [f"={tmp_path}"], ["a=none"], [f"a={tmp_path}"] * 2):
+        with pytest.raises(BatchError, match="--adapter"):
+            folders(flag)
