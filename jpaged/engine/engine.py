@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -135,9 +135,7 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._dispatch(plan, started)
-            if plan is not None and plan.verifies:
-                self._drain(started)  # where each row goes on is known then
-            elif self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
                 self._commit_oldest(started)
             return self.take_ended()
 
@@ -223,6 +221,8 @@ class Engine:
         self.stats.count(plan, batch, self.scheduler.blocks.num_used)
         self.move_blocks(plan)
         self._in_flight.append((plan, self.runner.dispatch(batch), started))
+        if plan.verifies:
+            self._drain(started)  # where each row goes on is known then
 
     def move_blocks(self, plan: Plan) -> None:
         """Between the pools and the host, before a plan is dispatched."""
@@ -266,8 +266,7 @@ class Engine:
         self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
     def _new_scheduler(self) -> Scheduler:
-        own = (self.stats.preemptions, self.drafter)
-        return scheduler_of(self.config, self.runner.kv_groups, *own)
+        return scheduler_of(self.config, self.runner.kv_groups, self.stats, self.drafter)
 
 
 def drafter_of(config: EngineConfig) -> Drafter | None:
@@ -282,10 +281,10 @@ def drafter_of(config: EngineConfig) -> Drafter | None:
 def scheduler_of(
     config: EngineConfig,
     groups: tuple[GroupSize, ...],
-    preemptions: Counter[str],
+    stats: Stats,
     drafter: Drafter | None,
 ) -> Scheduler:
-    """A scheduler with nothing in it. groups: of layers; preemptions: where it counts them."""
+    """A scheduler with nothing in it. groups: of layers. stats: where preemptions are counted."""
     caching = config.enable_prefix_caching
     return Scheduler(
         BlockManager(groups, config.block_size, enable_prefix_caching=caching),
@@ -295,7 +294,7 @@ def scheduler_of(
         mixed=config.mixed,
         host_bytes=int(config.swap_space_gib * 2**30),
         swap_min_tokens=config.swap_min_tokens,
-        preemptions=preemptions,
+        preemptions=stats.preemptions,
         max_loras=config.max_loras,
         drafter=drafter,
     )
