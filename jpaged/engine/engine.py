@@ -69,9 +69,8 @@ class EngineState:
 class Engine:
     """All requests in flight over one pool.
 
-    config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next step is
-    dispatched before the last one's tokens are read. replica: which it is of the device's. stats:
-    the totals that it adds to.
+    config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next goes out before
+    the last one's tokens are read. replica: which of the device's. stats: totals that it adds to.
     """
 
     def __init__(
