@@ -152,6 +152,7 @@ def test_a_reload_under_a_name(params: Params, llm: jpaged.LLM) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.middle
 def test_beams_and_samples_and_prompt_logprobs(params: Params) -> None:
     lora = make_lora(4)
     own, settings = jpaged.merged(params, lora), engine(max_logprobs=12)
@@ -268,7 +269,7 @@ def test_to_train_from(params: Params) -> None:
 
 
 MESHES = [
-    {"tensor_parallel_size": 2},
+    pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.middle),
     pytest.param({"data_parallel_size": 2}, marks=pytest.mark.middle),
     # Each KV head on two devices, and two replicas of that.
     pytest.param({"tensor_parallel_size": 4, "data_parallel_size": 2}, marks=pytest.mark.middle),
@@ -293,7 +294,8 @@ def test_on_meshes(mesh: dict[str, Any], params: Params, llm: jpaged.LLM) -> Non
     assert_idle(where)
 
 
-@pytest.mark.parametrize("form", ["int8", pytest.param("int4", marks=pytest.mark.middle)])
+@pytest.mark.middle
+@pytest.mark.parametrize("form", ["int8", "int4"])
 def test_on_a_quantised_base(form: Any) -> None:
     """The adapter is exact on top of what the quantised weights stand for."""
     model = config(num_layers=1, head_dim=32, intermediate_size=64)

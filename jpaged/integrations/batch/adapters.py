@@ -16,7 +16,7 @@ def folders(given: list[str] | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given or ():
         name, _, folder = text.partition("=")
-        if not name or not Path(folder).is_dir():
+        if not name or not folder or not Path(folder).is_dir():
             raise BatchError(f"--adapter {text}: must be NAME=FOLDER, a folder that exists")
         if name in found:
             raise BatchError(f"--adapter {text}: {name} is {found[name]} already")
