@@ -21,7 +21,7 @@ FADES = 0.9  # weight of the past against one more guess
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
-AGAIN = 64  # refusals after which a step is tried once more, whatever it took
+AGAIN, THROUGH = 64, 6  # of so many refusals some are let through: times change
 
 
 class _Row:
@@ -67,7 +67,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[bool, int], deque[float]] = {}
-        self._refused = 0
+        self._refused = THROUGH
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Take in a step, of those that decode alone."""
@@ -87,8 +87,8 @@ class Costs:
         # The least of them: some had a compile or another program in the way.
         if (rows + expected) * min(plain) > rows * min(checked):
             return True
-        self._refused += 1
-        return self._refused % AGAIN == 0
+        self._refused = (self._refused + 1) % AGAIN
+        return self._refused < THROUGH
 
 
 def _key(verifies: bool, size: int) -> tuple[bool, int]:
@@ -146,6 +146,10 @@ class Drafter:
         left = self.most - len(rows)
         if left <= 0 or any(seq.waits_for_host for seq in rows):
             return {}
+        # Where even guesses that all come true do not pay, nothing is looked up.
+        best = min(left, len(rows) * self.asked.num_tokens)
+        if not self._pays(len(rows), best, best):
+            return {}
         found: dict[Sequence, list[int]] = {}
         expected = 0.0
         for seq in rows:
@@ -155,9 +159,10 @@ class Drafter:
                 left -= len(tokens)
                 expected += math.fsum(rate**i for i in range(1, len(tokens) + 1))
         drafted = sum(map(len, found.values()))
-        if drafted and self.asked.adaptive and not self.costs.pays(len(rows), drafted, expected):
-            return {}
-        return found
+        return found if drafted and self._pays(len(rows), drafted, expected) else {}
+
+    def _pays(self, rows: int, drafted: int, expected: float) -> bool:
+        return not self.asked.adaptive or self.costs.pays(rows, drafted, expected)
 
     def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
         """A row's draft, and the share of its tokens that are right."""
