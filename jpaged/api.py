@@ -3,7 +3,8 @@
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +101,25 @@ def score(
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
+    structured: Mapping[str, Any] | None = None,
+    prompt_lens: List[int] | None = None,
+    tokenizer: Any = None,
     lora: Any = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
 
-    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. lora: as in
-    generate.
+    return_greedy: also bool [T-1] a sequence, whether token t+1 is the most likely one. structured,
+    prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
+    whose masks their tokens are then scored: the "processed" logprobs of a draw without filters,
+    penalties, biases and min_tokens. RequestError for a text that is not of it. tokenizer: what
+    the form's masks are made by; None takes that of the params' folder. lora: as in generate.
     """
-    with _serving(params, config, mesh, engine_config, any_tokenizer=True) as calls:
+    is_any = tokenizer is None
+    with _serving(params, config, mesh, engine_config, tokenizer, any_tokenizer=is_any) as calls:
+        form = {"structured": structured, "prompt_lens": prompt_lens}
         token_lists = adapted(calls.session, as_list(token_lists), lora)
-        return calls.score(token_lists, temperature, return_greedy)
+        return calls.score(token_lists, temperature, return_greedy, **form)
 
 
 def warmup(

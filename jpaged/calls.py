@@ -75,10 +75,10 @@ class Calls:
         return outputs
 
     def score(
-        self, token_lists: list[Any], temperature: float, return_greedy: bool
+        self, token_lists: list[Any], temperature: float, return_greedy: bool, **form: Any
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """See jpaged.score."""
-        requests = self.processor.scores(token_lists, temperature)
+        """See jpaged.score; form: as in Processor.scores."""
+        requests = self.processor.scores(token_lists, temperature, **form)
         self._reserve(requests)
         # One token alone predicts nothing.
         self.run([request for request in requests if request.sequences[0].prompt_len > 1])

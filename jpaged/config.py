@@ -125,6 +125,11 @@ class EngineConfig:
     strict: bool = _knob(
         False, "compile the whole bucket table at start; a shape outside it is then an error"
     )
+    structured_output: bool = _knob(
+        False,
+        "draws under a mask are in the table of shapes, which warm-ups and `strict` compile; else "
+        "they compile when first asked for, and `strict` refuses requests that need them",
+    )
     deterministic: bool | None = _knob(
         None,
         "bits depend on the request alone: nearly free where products and attention compute a row "
@@ -247,11 +252,6 @@ class EngineConfig:
     def pinned(self) -> bool:
         """Whether every step is of PINNED tokens and rows (resolved configs only)."""
         return bool(self.deterministic) and self.token_buckets == self.seq_buckets == (PINNED,)
-
-    @property
-    def ragged_decode(self) -> bool:
-        """Whether rows that decode can be in a prefill step."""
-        return self.mixed or self.pinned
 
     @property
     def all_rows(self) -> int:

@@ -114,10 +114,10 @@ class LLM:
         return self.calls.stream(makes)
 
     def score(
-        self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False
+        self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False, **how: Any
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """log p(token t+1 | tokens <= t) of given sequences: see jpaged.score."""
-        return self.calls.score(as_list(token_lists), temperature, return_greedy)
+        """log p(token t+1 | tokens <= t) of given sequences: see jpaged.score, `how` too."""
+        return self.calls.score(as_list(token_lists), temperature, return_greedy, **how)
 
     def add_request(
         self,

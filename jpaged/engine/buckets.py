@@ -37,6 +37,7 @@ TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 Phase = Literal["prefill", "sample", "decode"]
 Features = Literal["plain", "filtered", "full", "prompt"]
 DRAWS: tuple[Features, ...] = ("plain", "filtered", "full")  # of a draw, each with more
+MASKED = DRAWS[1:]  # of a draw under masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -51,7 +52,8 @@ class Bucket:
     block tables of a row, one a group of layers, and their width M. features "filtered"
     has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
     them itself would have a GPU wait for the host in its middle. loras: slots of adapters, 0 where
-    no row has one.
+    no row has one. masks: a draw that is told what each row may draw; a decode that leaves its draw
+    to one (as all do with `separate_draw`); a prefill that scores under masks.
     """
 
     phase: Phase
@@ -62,16 +64,25 @@ class Bucket:
     steps: int = 1
     features: Features = "plain"
     loras: int = 0
+    masks: bool = False
 
     @property
     def is_full(self) -> bool:
         return self.features == "full"
 
+    @property
+    def takes_masks(self) -> bool:
+        return self.masks and self.phase != "decode"
+
+    def draws_apart(self, config: EngineConfig) -> bool:
+        """Whether it is a decode that another step draws for."""
+        return self.phase == "decode" and (bool(config.separate_draw) or self.masks)
+
     def holds(self, other: "Bucket") -> bool:
         """Whether this step can do what another does, and does more."""
         return (
-            (self.phase, self.tables, self.blocks, self.steps, self.loras)
-            == (other.phase, other.tables, other.blocks, other.steps, other.loras)
+            (self.phase, self.tables, self.blocks, self.steps, self.loras, self.masks)
+            == (other.phase, other.tables, other.blocks, other.steps, other.loras, other.masks)
             and self.tokens >= other.tokens
             and self.rows >= other.rows
             and (self.features == other.features or self._draws_more(other))
@@ -105,22 +116,19 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     shapes: dict[str, tuple[int, ...]]
     if bucket.phase == "sample":
         shapes = {"context_lens": (most,), **_row_shapes(most, config, full=True)}
-        follows = config.ragged_decode or config.separate_draw
-        return _lay_out(shapes | ({"follows": (most,)} if follows else {}))
+        return _lay_out(shapes | {"follows": (most,)})
     shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
     if bucket.loras:
         shapes["adapters"] = (rows,)
     _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
-    if bucket.phase == "decode" and config.separate_draw:
+    if bucket.draws_apart(config):
         return _lay_out(shapes | {"device_rows": (rows,), "sample": (size,)})
     if bucket.phase == "decode":
         return _lay_out(
             shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
         )
-    shapes |= {"query_start_loc": (rows + 1,), "logits_indices": (most,)}
-    if config.ragged_decode:
-        shapes |= {"device_rows": (rows,)}
+    shapes |= {"query_start_loc": (rows + 1,), "logits_indices": (most,), "device_rows": (rows,)}
     if bucket.features == "prompt":
         shapes |= {"targets": (bucket.tokens,), "scoring": (rows, 2)}
     return _lay_out(shapes | {"sample": (size,)})
@@ -145,7 +153,7 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
     """
     rows, steps, top = bucket.rows, bucket.steps, config.max_logprobs
     shapes: dict[str, tuple[int, ...]] = {}
-    if bucket.phase == "sample" or (bucket.phase == "decode" and not config.separate_draw):
+    if bucket.phase == "sample" or (bucket.phase == "decode" and not bucket.draws_apart(config)):
         shapes |= {"num_drawn": (rows,), "tokens": (steps, rows), "logprobs": (steps, rows)}
     if bucket.is_full:
         shapes |= {
@@ -153,6 +161,8 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
             "top_ids": (steps, rows, top),
             "top_logprobs": (steps, rows, top),
         }
+    if bucket.phase == "sample" and bucket.masks:
+        shapes |= {"allowed_logprobs": (steps, rows)}
     if bucket.features == "prompt":
         tokens = bucket.tokens
         shapes |= {"prompt_logprobs": (tokens,), "prompt_ranks": (tokens,)}
@@ -166,19 +176,22 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     assert config.decode_steps is not None
-    drawing = [e.seq.sampling_params for e in plan.entries if e.draws]
-    kinds: list[Features] = ["plain", *(params.draw for params in drawing)]
-    features = max(kinds, key=DRAWS.index)
-    apart = plan.phase == "prefill"  # after each token that a row draws
-    draws = [e.draws if apart else 1 for e in plan.entries if e.draws]
-    rows = _ceil(config.seq_buckets, sum(draws))
+    drawing = [e.seq for e in plan.entries if e.draws]
+    masks = any(seq.structured is not None for seq in drawing)
+    draws: list[Features] = [MASKED[0] if masks else "plain"]
+    draws += [seq.sampling_params.draw for seq in drawing]
+    features = max(draws, key=DRAWS.index)
+    rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
     kind["loras"] = config.max_loras if has_adapters else 0
-    sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features) if drawing else None
+    sample = None
+    if drawing:
+        sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features, masks=masks)
     if plan.phase == "decode" and not config.pinned:
-        if config.separate_draw:
+        if config.separate_draw or masks:
+            kind["masks"] = not config.separate_draw
             return Bucket(phase="decode", tokens=rows, rows=rows, **kind), sample
         kind |= {"steps": config.decode_steps, "features": features}
         return Bucket(phase="decode", tokens=rows, rows=rows, **kind), None
@@ -186,6 +199,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
         e.seq.sampling_params.prompt_logprobs is not None and not e.decodes for e in plan.entries
     ):
         kind["features"] = "prompt"
+        kind["masks"] = any(e.seq.scores_form for e in plan.entries)
     tokens = _ceil(config.token_buckets, plan.num_tokens)
     computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
     rows = next(rows for rows in _prefill_rows(tokens, config) if rows >= computed)
@@ -194,6 +208,8 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
 
 def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     """The smallest buckets of the table that hold what each of these holds, all of one phase."""
+    if any(b.masks and b.phase == "decode" for b, _ in chosen):  # the others' draws go apart too
+        chosen = [_apart(bucket, sample) for bucket, sample in chosen]
     bucket = _widest([bucket for bucket, _ in chosen])
     if bucket.phase == "prefill":
         rows = next(rows for rows in _prefill_rows(bucket.tokens, config) if rows >= bucket.rows)
@@ -202,11 +218,23 @@ def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     return bucket, _widest(samples) if samples else None
 
 
+def _apart(bucket: Bucket, sample: Bucket | None) -> Buckets:
+    """A decode whose draw is apart, of one that draws itself."""
+    if bucket.masks:
+        return bucket, sample
+    size: dict[str, Any] = {"tokens": bucket.tokens, "rows": bucket.rows}
+    sample = Bucket(phase="sample", **size, features=bucket.features)
+    return dataclasses.replace(bucket, features="plain", masks=True), sample
+
+
 def _widest(buckets: Sequence[Bucket]) -> Bucket:
     """With the most tokens, rows and features of any of them."""
     features = max((b.features for b in buckets), key=(*DRAWS, "prompt").index)
     tokens, rows = max(b.tokens for b in buckets), max(b.rows for b in buckets)
-    how = {"features": features, "loras": max(b.loras for b in buckets)}
+    masks = any(b.masks for b in buckets)
+    if masks and buckets[0].phase == "sample":
+        features = max(features, MASKED[0], key=DRAWS.index)
+    how = {"features": features, "masks": masks, "loras": max(b.loras for b in buckets)}
     return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, **how)
 
 
@@ -224,7 +252,7 @@ def bucket_table(
     most_rows, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
-    shape = {"tables": tables, "blocks": config.max_blocks_per_seq}
+    shape: dict[str, Any] = {"tables": tables, "blocks": config.max_blocks_per_seq}
     shapes = [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
     for S in _up_to(config.seq_buckets, rows):
         size, steps = {"tokens": S, "rows": S}, {"steps": config.decode_steps}
@@ -233,6 +261,11 @@ def bucket_table(
             if not config.pinned and (features == "plain" or not config.separate_draw):
                 for each in shapes:
                     yield Bucket(phase="decode", **size, **each, **steps, features=features)
+        for features in MASKED if config.structured_output else ():
+            yield Bucket(phase="sample", **size, features=features, masks=True)
+        if config.structured_output and not config.pinned and not config.separate_draw:
+            for each in shapes:
+                yield Bucket(phase="decode", **size, **each, masks=True)
     kinds: tuple[Features, ...] = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):

@@ -16,8 +16,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     drawn = 0
     for row, entry in enumerate(plan.entries):
         seq = entry.seq
-        rows = entry.draws if plan.phase == "prefill" else entry.draws > 0
-        at, drawn = drawn, drawn + rows
+        at, drawn = drawn, drawn + entry.num_draws
         seq.in_flight -= 1
         if seq.status is Status.FINISHED:
             continue
@@ -36,7 +35,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             waiting[seq.request] = None
             # Preempted meanwhile: it waits for its request, not for blocks.
             queues.waiting.pop(seq, None)
-        elif entry.draft:
+        elif entry.guesses:
             _append_verified(queues, entry, at, result)
         else:
             _append_drawn(queues, entry, at, result)
@@ -54,29 +53,31 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
     surplus.
     """
     seq = entry.seq
-    for step in range(result.num_drawn[row]):
+    steps = range(result.num_drawn[row])
+    places = [(row + i, 0) for i in range(len(entry.run))] or [(row, step) for step in steps]
+    for i, (at, step) in enumerate(places):
         if entry.decodes:
-            _close_written(queues, entry, entry.start + step + 1)
-        _append(queues, seq, row, step, result)
+            _close_written(queues, entry, entry.start + i + 1)
+        _append(queues, seq, at, step, result)
         if seq.status is Status.FINISHED:
             return
-    assert result.num_drawn[row] == entry.draws, f"{seq!r}: stopped on the device alone"
+    assert len(places) == entry.draws, f"{seq!r}: stopped on the device alone"
 
 
 def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
-    """Append what was drawn after a row's token and after each of its draft, up to the first that
-    the draft has otherwise: draws depend on the tokens before them, so these are those of one step
-    at a time. KV of what was refused is written over; it is never hashed.
+    """Append what was drawn after each token of a run, up to the first that its guesses have
+    otherwise: draws depend on the tokens before them, so these are those of one step at a time. KV
+    of what was refused is written over; it is never hashed.
     """
     seq, right = entry.seq, 0
-    for i, guess in enumerate((*entry.draft, None)):
+    for i, guess in enumerate((*entry.run[1:], None)):
         _close_written(queues, entry, entry.start + i + 1)
         _append(queues, seq, row + i, 0, result)
         if seq.status is Status.FINISHED or seq.token_ids[-1] != guess:
             break
         right += 1
     if queues.drafter is not None:
-        queues.drafter.learn(seq, len(entry.draft), right)
+        queues.drafter.learn(seq, len(entry.run) - 1, right)
     if seq.status is Status.RUNNING and entry.epoch == seq.epoch:
         seq.num_dispatched = len(seq) - 1
 
@@ -88,10 +89,16 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
     seq.logprobs.append(result.logprobs[row][step])
     if params.logprobs is not None:
         seq.top_logprobs.append(result.top(row, params.logprobs, step))
-    may_stop = seq.num_generated > params.min_tokens
-    if may_stop and token in seq.eos_ids:
+    may_stop = may_end = seq.num_generated > params.min_tokens
+    eos_ids = seq.eos_ids
+    if seq.structured is not None:  # a mask lets no id end a text that is not to end there
+        may_end, eos_ids = True, seq.structured.grammars.eos_ids
+        seq.allowed_logprobs.append(result.allowed(row, step))
+        if token not in eos_ids:
+            seq.structured.push(token)
+    if may_end and token in eos_ids:
         queues.finish(seq, "stop")
-    elif may_stop and token in seq.stop_ids:
+    elif may_end and token in seq.stop_ids:
         queues.finish(seq, "stop", stop=token)
     elif seq.text is not None and (hit := seq.text.push(token, may_stop=may_stop)) is not None:
         queues.finish(seq, "stop", stop=hit)

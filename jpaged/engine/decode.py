@@ -4,13 +4,17 @@ from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.plan import PlanEntry, dispatch
 from jpaged.engine.sequence import Sequence
 
+# Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
+LEAST_RUN = 4
+
 
 def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> list[PlanEntry]:
     """As many tokens of each row as it has steps left, `most` of them; each has the block that the
     first is written to.
     """
-    # A row that waits for the host does so after every token.
-    most = 1 if any(seq.waits_for_host for seq in rows) else most
+    # A row that waits for the host, or for its mask, does so after every token.
+    if any(seq.waits_for_host or seq.structured is not None for seq in rows):
+        most = 1
     entries = []
     for seq in rows:
         steps = _steps_ahead(blocks, seq, most)
@@ -18,18 +22,35 @@ def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> lis
     return entries
 
 
-def verify_entries(
-    blocks: BlockManager, rows: list[Sequence], drafts: dict[Sequence, list[int]]
+def certain_runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+    """The tokens of rows that go on by several which are certain, as far as there is room for them
+    beside one of each row; none where too few are.
+    """
+    runs, left = dict[Sequence, list[int]](), room
+    for seq in rows:
+        if left > 0 and len(forced := seq.forced[: left + 1]) > 1:
+            runs[seq] = forced
+            left -= len(forced) - 1
+    return runs if (room - left) * LEAST_RUN >= len(rows) else {}
+
+
+def run_entries(
+    blocks: BlockManager,
+    rows: list[Sequence],
+    runs: dict[Sequence, list[int]],
+    *,
+    guesses: bool,
 ) -> list[PlanEntry]:
-    """Each row's last token with its draft behind it, a draw after each. Rows with drafts come
-    first; no row has tokens in flight.
+    """Each row's next token, or its run with a draw after each. guesses: all but the first token of
+    a run may be wrong.
     """
     entries = []
-    for seq in sorted(rows, key=lambda seq: seq not in drafts):
-        draft = drafts.get(seq, [])
-        steps = _steps_ahead(blocks, seq, 1 + len(draft))
-        start, guesses = seq.num_dispatched, tuple(draft[: steps - 1])
-        entries.append(dispatch(seq, start, steps, draws=steps, decodes=True, draft=guesses))
+    for seq in rows:
+        steps = _steps_ahead(blocks, seq, len(runs.get(seq, ())) or 1)
+        run = tuple(runs[seq][:steps]) if steps > 1 else ()
+        start, guessed = seq.num_dispatched, guesses and steps > 1
+        entry = dispatch(seq, start, steps, draws=steps, decodes=True, run=run, guesses=guessed)
+        entries.append(entry)
     return entries
 
 

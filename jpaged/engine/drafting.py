@@ -10,11 +10,14 @@ without take.
 import math
 import weakref
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jpaged.config import Speculative
+from jpaged.config import EngineConfig, Speculative
 from jpaged.engine.plan import Plan
 from jpaged.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from jpaged.engine.queues import Queues
 
 LENGTHS = (4, 3, 2)  # of the ending that is looked up, longest first
 FADES = 0.9  # weight of the past against one more guess
@@ -116,6 +119,10 @@ class Drafter:
         """
         return bool(self._chosen(rows))
 
+    def runs(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The last token of each row with a draft, and the draft."""
+        return {seq: [seq.token_ids[-1], *draft] for seq, draft in self.drafts(rows).items()}
+
     def drafts(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts that are worth a step with all these rows, of which none has tokens in
         flight.
@@ -144,7 +151,8 @@ class Drafter:
 
     def _chosen(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
         left = self.most - len(rows)
-        if left <= 0 or any(seq.waits_for_host for seq in rows):
+        waits = (seq.waits_for_host or seq.structured is not None for seq in rows)
+        if left <= 0 or any(waits):
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(left, len(rows) * self.asked.num_tokens)
@@ -185,3 +193,21 @@ class Drafter:
 def can_draft(seq: Sequence) -> bool:
     """Whether each token of a row can be drawn beside the next: penalties count the ones before."""
     return not seq.sampling_params.has_penalties and not seq.waits_for_host
+
+
+def drafter_of(config: EngineConfig) -> Drafter | None:
+    """What guesses ahead in an engine; None where nothing does."""
+    if config.speculative is None:
+        return None
+    assert config.seq_buckets is not None
+    most = min(config.seq_buckets[-1], config.max_num_batched_tokens)
+    return Drafter(Speculative.of(config.speculative), most)
+
+
+def wants_tokens(queues: "Queues") -> bool:
+    """Whether the next plan would rather know the tokens in flight: rows may guess then."""
+    if queues.drafter is None or (queues.waiting and queues.free_rows):
+        return False
+    if any(seq.is_prefilling for seq in queues.running):
+        return False
+    return queues.drafter.wants_tokens([seq for seq in queues.running if seq.can_decode])

@@ -6,15 +6,17 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from jpaged.config import EngineConfig, Speculative
+import numpy as np
+
+from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import Buckets, choose_buckets
-from jpaged.engine.drafting import Drafter
+from jpaged.engine.drafting import Drafter, drafter_of, wants_tokens
+from jpaged.engine.in_flight import InFlight
 from jpaged.engine.packing import Batch, pack
 from jpaged.engine.plan import Moves, Plan, StepResult
 from jpaged.engine.scheduler import Scheduler
@@ -36,7 +38,11 @@ class Device(Protocol):
         ...
 
     def dispatch(self, batch: Batch) -> Any:
-        """Start a step and return a handle at once."""
+        """Start a step, all but a draw under masks, and return a handle at once."""
+        ...
+
+    def draw(self, handle: Any, masks_SW: np.ndarray) -> Any:
+        """Start the draw under masks (see engine.masks) of a dispatched step; its handle then."""
         ...
 
     def fetch(self, handle: Any) -> StepResult:
@@ -88,9 +94,9 @@ class Engine:
         self.replica = replica
         self.identity = object()  # what its snapshots are known by
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
-        self._in_flight: deque[tuple[Plan, Any, float]] = deque()
         self._is_broken = False
         self.stats = Stats() if stats is None else stats
+        self._in_flight = InFlight(depth, self.stats)
         self.drafter = drafter_of(config)
         self.scheduler = self._new_scheduler()
 
@@ -129,13 +135,16 @@ class Engine:
         """
         with self._consistent():
             started = time.perf_counter()
-            if self._in_flight and self.scheduler.wants_tokens:
+            if self._in_flight and wants_tokens(self.scheduler.queues):
                 self._drain(started)
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._dispatch(plan, started)
-            if self._in_flight and (plan is None or len(self._in_flight) >= self.depth):
+            if plan is None and self._in_flight:
                 self._commit_oldest(started)
+            while self._in_flight.is_full:
+                self._commit_oldest(started)
+            self._in_flight.draw_oldest(self.runner, [self.scheduler.queues])
             return self.take_ended()
 
     def take_ended(self) -> list[Request]:
@@ -219,7 +228,7 @@ class Engine:
         batch = pack(plan, self.config, self.runner.fit(choose_buckets(plan, self.config)))
         self.stats.count(plan, batch, self.scheduler.blocks.num_used)
         self.move_blocks(plan)
-        self._in_flight.append((plan, self.runner.dispatch(batch), started))
+        self._in_flight.start(self.runner, [plan], batch, started)
         if plan.verifies:
             self._drain(started)  # where each row goes on is known then
 
@@ -228,28 +237,24 @@ class Engine:
         self._move_out(plan.swap_outs)
         for swapped, block_ids in plan.swap_ins:
             self.runner.write_blocks(swapped.data, block_ids, self.replica)
-            self.stats.swap_in_bytes += self._bytes_of(block_ids)
+            self.stats.swap_in_bytes += _bytes_of(block_ids, self.scheduler)
 
     def _move_out(self, swap_outs: Moves) -> None:
         for swapped, block_ids in swap_outs:
             swapped.data = self.runner.read_blocks(block_ids, self.replica)
-            self.stats.swap_out_bytes += self._bytes_of(block_ids)
-
-    def _bytes_of(self, block_ids: list[list[int]]) -> int:
-        groups = self.scheduler.blocks.groups
-        return sum(len(ids) * g.block_bytes for ids, g in zip(block_ids, groups, strict=True))
+            self.stats.swap_out_bytes += _bytes_of(block_ids, self.scheduler)
 
     def _drain(self, started: float) -> None:
         while self._in_flight:
             self._commit_oldest(started)
 
     def _commit_oldest(self, started: float) -> None:
-        plan, handle, dispatched = self._in_flight.popleft()
-        waiting = time.perf_counter()
-        result = self.runner.fetch(handle)
+        oldest = self._in_flight.take_oldest(self.runner, [self.scheduler.queues])
+        (plan,), waiting = oldest.plans, time.perf_counter()
+        result = self.runner.fetch(oldest.handle)
         fetched = time.perf_counter()
         self.commit(plan, result)
-        took = self.stats.time(plan, dispatched, started, waiting, fetched)
+        took = self.stats.time(plan, oldest.started, started, waiting, fetched)
         if self.drafter is not None:
             self.drafter.costs.observe(plan, took)
 
@@ -268,20 +273,8 @@ class Engine:
         return scheduler_of(self.config, self.runner.kv_groups, self.stats, self.drafter)
 
 
-def drafter_of(config: EngineConfig) -> Drafter | None:
-    """What guesses ahead; None where nothing does."""
-    if config.speculative is None:
-        return None
-    assert config.seq_buckets is not None
-    most = min(config.seq_buckets[-1], config.max_num_batched_tokens)
-    return Drafter(Speculative.of(config.speculative), most)
-
-
 def scheduler_of(
-    config: EngineConfig,
-    groups: tuple[GroupSize, ...],
-    stats: Stats,
-    drafter: Drafter | None,
+    config: EngineConfig, groups: tuple[GroupSize, ...], stats: Stats, drafter: Drafter | None
 ) -> Scheduler:
     """A scheduler with nothing in it. groups: of layers. stats: where preemptions are counted."""
     caching = config.enable_prefix_caching
@@ -297,6 +290,11 @@ def scheduler_of(
         max_loras=config.max_loras,
         drafter=drafter,
     )
+
+
+def _bytes_of(block_ids: list[list[int]], scheduler: Scheduler) -> int:
+    groups = scheduler.blocks.groups
+    return sum(len(ids) * g.block_bytes for ids, g in zip(block_ids, groups, strict=True))
 
 
 def _report_of(scheduler: Scheduler) -> dict[str, Any]:

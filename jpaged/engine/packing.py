@@ -21,6 +21,7 @@ from jpaged.engine.buckets import (
     input_sections,
     output_sections,
 )
+from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
@@ -41,7 +42,8 @@ class Batch:
     num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
     most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
     are the same ends a group's. loads: of adapters, before it. counts: (device row, token ids,
-    prompt length) of rows with penalties that were just admitted. parts: of a step of several
+    prompt length) of rows with penalties that were just admitted. masks_TW: of prompts that are
+    scored under masks, a bit a token for what comes after each. parts: of a step of several
     replicas (see `join`), the batch of each.
     """
 
@@ -54,6 +56,7 @@ class Batch:
     copies: np.ndarray | None = None
     loads: Loads = ()
     counts: tuple[tuple[int, list[int], int], ...] = ()
+    masks_TW: np.ndarray | None = None
     parts: tuple["Batch", ...] = ()
 
     @property
@@ -82,6 +85,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
     packed, view = _views(bucket, config)
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
+    num_draws = plan.num_draws
     _pack_tables(view, computed)
     if bucket.loras:
         slots = [e.seq.adapter_slot for e in computed]
@@ -93,28 +97,33 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         view["tokens"][:rows] = [_input_token(e) for e in drawing]
         if sample is None:
             view["steps"][:rows] = [e.draws for e in drawing]
-            _pack_rows(view, _draws(drawing, apart=False), config)
+            _pack_rows(view, [(e, e.start + 1) for e in drawing], config)
         else:
             _pack_device_rows(view, drawing, config)
     else:
         view["context_lens"][: len(computed)] = [e.end for e in computed]
         _pack_tokens(view, plan, config)
-    draws = _draws(drawing, apart=sample is not None)
     if sample is not None:
         _, rows_view = _views(sample, config, view["sample"])
-        rows_view["context_lens"][: len(draws)] = [length for _, length in draws]
-        _pack_rows(rows_view, draws, config)
+        # What follows each token of a run is drawn; the row of the device keeps the last of it.
+        after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
+        rows_view["context_lens"][:num_draws] = [length for _, length in after]
+        _pack_rows(rows_view, after, config)
+        for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
+            if length < entry.end:
+                rows_view["device_rows"][row] = config.max_num_seqs
     admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
     return Batch(
         bucket=bucket,
         sample=sample,
         packed=packed,
         num_tokens=plan.num_tokens,
-        num_rows=len(draws),
-        steps=max((e.draws for e in drawing), default=1) if sample is None else 1,
+        num_rows=num_draws,
+        steps=max((e.draws for e in drawing), default=1) if bucket.phase == "decode" else 1,
         copies=_pack_copies(plan, config),
         loads=plan.loads,
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
+        masks_TW=prompt_masks(plan, bucket.tokens),
     )
 
 
@@ -127,6 +136,10 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
         groups = next(len(part.copies) for part in parts if part.copies is not None)
         none = _no_copies(groups, config)
         copies = np.concatenate([none if p.copies is None else p.copies for p in parts])
+    masks_TW = None
+    if (some := next((p.masks_TW for p in parts if p.masks_TW is not None), None)) is not None:
+        every = np.full_like(some, ALL)
+        masks_TW = np.concatenate([every if p.masks_TW is None else p.masks_TW for p in parts])
     return Batch(
         bucket=parts[0].bucket,
         sample=parts[0].sample,
@@ -135,6 +148,7 @@ def join(parts: List[Batch], config: EngineConfig) -> Batch:
         num_rows=sum(part.num_rows for part in parts),
         steps=max(part.steps for part in parts),
         copies=copies,
+        masks_TW=masks_TW,
         parts=tuple(parts),
     )
 
@@ -156,7 +170,11 @@ def _pack_copies(plan: Plan, config: EngineConfig) -> np.ndarray | None:
 
 
 def _input_token(entry: PlanEntry) -> int:
-    """What a row decodes from: a token that is still in flight is known to the device alone."""
+    """What a row decodes from: a token that is still in flight is known to the device alone, unless
+    it is certain.
+    """
+    if entry.run:
+        return entry.run[0]
     tokens = entry.seq.token_ids
     return tokens[entry.start] if entry.start < len(tokens) else ON_DEVICE
 
@@ -220,9 +238,10 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
         seq = entry.seq
         if entry.num_tokens:
             end = start + entry.num_tokens
-            if entry.decodes:
+            if entry.run:
+                view["tokens"][start:end] = entry.run
+            elif entry.decodes:
                 view["tokens"][start] = _input_token(entry)
-                view["tokens"][start + 1 : end] = entry.draft
             else:
                 view["tokens"][start:end] = seq.token_ids[entry.start : entry.end]
             if "targets" in view:
@@ -235,12 +254,11 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
             starts.append(start)
             computed.append(entry)
             start = end
-        indices += range(start - entry.draws, start)
+        indices += range(start - entry.num_draws, start)
     view["query_start_loc"][: len(starts)] = starts
     view["query_start_loc"][len(starts) :] = start
     view["logits_indices"][: len(indices)] = indices
-    if "device_rows" in view:
-        _pack_device_rows(view, computed, config)
+    _pack_device_rows(view, computed, config)
 
 
 def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:
@@ -248,30 +266,22 @@ def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfi
     view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
 
 
-def _draws(drawing: list[PlanEntry], *, apart: bool) -> list[tuple[PlanEntry, int]]:
-    """The rows of a draw, with the length of the context that each follows. apart: a row for each
-    token that an entry draws, else for its first.
-    """
-    return [(e, e.end - e.draws + 1 + i) for e in drawing for i in range(e.draws if apart else 1)]
-
-
-def _pack_rows(view: Views, drawing: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:
-    """What drawing needs of each row."""
-    rows, entries = len(drawing), [entry for entry, _ in drawing]
-    _pack_device_rows(view, entries, config)
-    if "follows" in view:
-        view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in entries]
+def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:
+    """What drawing needs of each row, after a context of so many tokens."""
+    rows, drawing = len(draws), [entry for entry, _ in draws]
+    _pack_device_rows(view, drawing, config)
+    if "follows" in view:  # not where the decode draws itself
+        view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
     full = "bias" in view
     if full:
         view["bias_ids"][:] = PAD_TOKEN
-    for row, (entry, length) in enumerate(drawing):
+    for row, (entry, length) in enumerate(draws):
         seq = entry.seq
         if seq.controls is None:
             seq.controls = _pack_controls(seq, config)
         view["controls"][row] = seq.controls
-        if (
-            seq.sampling_params.min_tokens
-        ):  # so many tokens of output come before the first one drawn now
+        # So many tokens of output come before the first one drawn now. A mask says it by itself.
+        if seq.sampling_params.min_tokens and seq.structured is None:
             drawn = length - seq.prompt_len
             view["open_after"][row] = max(seq.sampling_params.min_tokens - drawn, 0)
         if full and (bias := seq.sampling_params.logit_bias):

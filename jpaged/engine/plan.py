@@ -21,8 +21,9 @@ class PlanEntry(NamedTuple):
     that the step draws: one after the last chunk of a prompt, and in decode one after each of its
     tokens. decodes: its tokens are drawn ones, the last of which may be known to the device alone.
     is_new: the row was just taken (its state on the device is another's). epoch: the sequence's
-    when planned; a later one means that it was preempted meanwhile. draft: tokens after the first
-    that are guessed; each is followed by a draw of its own.
+    when planned; a later one means that it was preempted meanwhile. run: the tokens of a decode, if
+    all of them are known before they are drawn: then they are computed side by side. guesses: those
+    after the first may be wrong.
     """
 
     seq: Sequence
@@ -32,7 +33,13 @@ class PlanEntry(NamedTuple):
     decodes: bool
     is_new: bool
     epoch: int
-    draft: tuple[int, ...] = ()
+    run: tuple[int, ...] = ()
+    guesses: bool = False
+
+    @property
+    def num_draws(self) -> int:
+        """The rows of the draw that it takes; a decode of several steps takes one."""
+        return len(self.run) or int(self.draws > 0)
 
     @property
     def end(self) -> int:
@@ -46,20 +53,21 @@ def dispatch(
     *,
     draws: int,
     decodes: bool = False,
-    draft: tuple[int, ...] = (),
+    run: tuple[int, ...] = (),
+    guesses: bool = False,
 ) -> PlanEntry:
     """An entry of a plan that goes out: the sequence counts it as dispatched."""
     is_new, seq.is_new = seq.is_new, False
     seq.num_dispatched = start + num_tokens
     seq.pending += draws
     seq.in_flight += 1
-    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch, draft)
+    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch, run, guesses)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """One dispatch. prefill: chunks of prompts, and with `mixed` a token each of rows that decode,
-    or rows that decode alone, some of which have drafts;
+    or nothing but rows that decode, some of which have runs;
     decode: as many tokens of each row as it has steps left.
 
     Before it, in this order: `swap_outs` are copied from the pools to the host, `swap_ins` come
@@ -79,9 +87,14 @@ class Plan:
         return sum(e.num_tokens for e in self.entries)
 
     @property
+    def num_draws(self) -> int:
+        """Rows of the draw."""
+        return sum(e.num_draws for e in self.entries)
+
+    @property
     def verifies(self) -> bool:
-        """Whether any row has a draft."""
-        return any(e.draft for e in self.entries)
+        """Whether any row guesses."""
+        return any(e.guesses for e in self.entries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +111,7 @@ class StepResult:
     ranks: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    allowed_logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
     prompt_ranks: np.ndarray | None = None
     prompt_top_ids: np.ndarray | None = None
@@ -108,6 +122,11 @@ class StepResult:
         assert self.ranks is not None and self.top_ids is not None and self.top_logprobs is not None
         own = (self.tokens[row][step], self.logprobs[row][step], int(self.ranks[step, row]))
         return [own, *_ranked(self.top_ids[step, row], self.top_logprobs[step, row], count)]
+
+    def allowed(self, row: int, step: int = 0) -> float:
+        """The logprob of all that a row's mask allowed."""
+        assert self.allowed_logprobs is not None
+        return float(self.allowed_logprobs[step, row])
 
     def prompt_rows(self, plan: Plan, row: int) -> list[list[tuple[int, float, int]]]:
         """For each token of a plan's row, (token, logprob, rank) of the next prompt token, then of

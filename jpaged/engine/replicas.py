@@ -7,15 +7,17 @@ is idle. Nothing passes between replicas, and how many there are changes nothing
 import contextlib
 import dataclasses
 import time
-from collections import ChainMap, deque
+from collections import ChainMap
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import choose_buckets, common_buckets
 from jpaged.engine.engine import Device, Engine, EngineState
+from jpaged.engine.in_flight import InFlight
 from jpaged.engine.packing import join, pack
 from jpaged.engine.plan import Phase, Plan, StepResult
+from jpaged.engine.queues import Queues
 from jpaged.engine.routing import Router
 from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
 from jpaged.engine.sequence import Request
@@ -79,7 +81,7 @@ class Replicas:
         )
         blocks = self.engines[0].scheduler.blocks
         self._router = Router(count, blocks.cache, remembered=count * blocks.num_blocks)
-        self._in_flight: deque[tuple[list[Plan], Any, float]] = deque()
+        self._in_flight = InFlight(depth, self.stats)
         self._ended: list[Request] = []  # that no step has returned yet
         self._is_broken = False
         self._turns = Turns(config)
@@ -126,8 +128,11 @@ class Replicas:
             plans = self._schedule()
             if plans is not None:
                 self._dispatch(plans, started)
-            if self._in_flight and (plans is None or len(self._in_flight) >= self.depth):
+            if plans is None and self._in_flight:
                 self._commit_oldest(started)
+            while self._in_flight.is_full:
+                self._commit_oldest(started)
+            self._in_flight.draw_oldest(self.runner, self._queues)
             for engine in self.engines:
                 self._ended += (ended := engine.take_ended())
                 for request in ended:
@@ -197,6 +202,10 @@ class Replicas:
         """The replica that has a request."""
         return next((e for e in self.engines if request_id in e.requests), None)
 
+    @property
+    def _queues(self) -> list[Queues]:
+        return [engine.scheduler.queues for engine in self.engines]
+
     def _count_again(self) -> None:
         pairs = enumerate(self.engines)
         self._router.restart((r, i) for i, e in pairs for r in e.requests.values())
@@ -219,8 +228,11 @@ class Replicas:
         schedulers = [engine.scheduler for engine in self.engines]
         if self.config.pinned:  # all steps are of one shape
             return [scheduler.schedule() for scheduler in schedulers]
+        running = (seq for queues in self._queues for seq in queues.running)
+        masked = any(seq.structured is not None for seq in running)
+        steps = 1 if masked else self.config.decode_steps or 1
         for phase in self._turns.next(schedulers):
-            plans = [scheduler.schedule_for(phase) for scheduler in schedulers]
+            plans = [scheduler.schedule_for(phase, steps) for scheduler in schedulers]
             if any(plan is not None for plan in plans):
                 return plans
         return ()
@@ -239,14 +251,14 @@ class Replicas:
         self.stats.count(whole, batch, used)
         for engine, plan in zip(self.engines, plans, strict=True):
             engine.move_blocks(plan)
-        self._in_flight.append((plans, self.runner.dispatch(batch), started))
+        self._in_flight.start(self.runner, plans, batch, started)
 
     def _commit_oldest(self, started: float) -> None:
-        plans, handle, dispatched = self._in_flight.popleft()
-        waiting = time.perf_counter()
-        results = self.runner.fetch_parts(handle)
+        oldest = self._in_flight.take_oldest(self.runner, self._queues)
+        plans, waiting = oldest.plans, time.perf_counter()
+        results = self.runner.fetch_parts(oldest.handle)
         fetched = time.perf_counter()
         for engine, plan, result in zip(self.engines, plans, results, strict=True):
             if plan.entries:
                 engine.commit(plan, result)
-        self.stats.time(plans[0], dispatched, started, waiting, fetched)
+        self.stats.time(plans[0], oldest.started, started, waiting, fetched)

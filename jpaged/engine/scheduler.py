@@ -9,7 +9,7 @@ from collections import Counter
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.decode import decode_entries, verify_entries
+from jpaged.engine.decode import certain_runs, decode_entries, run_entries
 from jpaged.engine.drafting import Drafter
 from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.prefill import PrefillPlanner
@@ -67,19 +67,20 @@ class Scheduler:
             self.queues.preempt_idle()
             phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
         if entries:
-            is_prefill = phase == "prefill" and not entries[0].draft
-            self._streak = self._streak + 1 if is_prefill else 0
+            prefills = any(not entry.decodes for entry in entries)
+            self._streak = self._streak + 1 if prefills else 0
         return self._made(phase, entries)
 
-    def schedule_for(self, phase: Phase) -> Plan | None:
+    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
         """The next step of this phase, which others have chosen; None where it has nothing in it.
 
         They see to it that no phase waits too long. With `mixed` rows decode in either.
+        decode_steps: at most, since one that draws under masks somewhere has one everywhere.
         """
         self._trim()
         budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
         if phase == "decode":
-            entries = decode_entries(self.blocks, self._decoding_rows(), self.decode_steps)
+            entries = decode_entries(self.blocks, self._decoding_rows(), decode_steps)
         elif self.mixed and self.can_decode and len(self.queues.running) < budget:
             rows = self._decoding_rows()
             chunks = self._plan_prefill(budget - len(rows))
@@ -129,14 +130,6 @@ class Scheduler:
             loads=self.queues.adapters.take_loads(),
         )
 
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether the next plan would rather know the tokens in flight."""
-        drafter = self.queues.drafter
-        if drafter is None or self.can_prefill:
-            return False
-        return drafter.wants_tokens([seq for seq in self.queues.running if seq.can_decode])
-
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:
         """Take in what a dispatch computed; returns the requests that are to steer their rows."""
         return commit.commit(self.queues, plan, result)
@@ -183,12 +176,16 @@ class Scheduler:
         return rows
 
     def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
-        """A step of rows that decode, with the drafts that are worth it."""
-        drafter = self.queues.drafter
-        drafts = {} if drafter is None else drafter.drafts(rows)
-        if drafts:
-            return "prefill", verify_entries(self.blocks, rows, drafts)
-        return "decode", decode_entries(self.blocks, rows, self.decode_steps)
+        """A step of each row, or where many tokens of them are certain, those side by side, or
+        those that it is worth to guess.
+        """
+        most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
+        runs, drafter = certain_runs(rows, most - len(rows)), self.queues.drafter
+        if guesses := drafter is not None and not runs:
+            runs = drafter.runs(rows)
+        if not runs:
+            return "decode", decode_entries(self.blocks, rows, self.decode_steps)
+        return "prefill", run_entries(self.blocks, rows, runs, guesses=guesses)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give a row the block that its next token is written to, preempting the youngest rows;

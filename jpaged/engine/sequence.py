@@ -13,6 +13,7 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jpaged.engine.masks import Constraint
     from jpaged.request.detokenizer import TextStream
 
 
@@ -46,10 +47,10 @@ class Sequence:
     len(token_ids) + pending - 1.
 
     Who fills what. The caller, once: request_id, token_ids[:prompt_len], sampling_params, key,
-    index, salt, adapter, stop_ids, text. Request: request. Commit: the rest of token_ids, logprobs,
-    top_logprobs, prompt_logprobs, candidates, num_committed, finish_reason, stop_reason, error.
-    BlockManager and PrefixCache: block_tables, first_held, contents, hashes, generation. Scheduler
-    and Queues: all else.
+    index, salt, adapter, stop_ids, text, structured. Request: request. Commit: the rest of
+    token_ids, logprobs, top_logprobs, allowed_logprobs, prompt_logprobs, candidates, num_committed,
+    finish_reason, stop_reason, error. BlockManager and PrefixCache: block_tables, first_held,
+    contents, hashes, generation. Scheduler and Queues: all else.
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
@@ -57,9 +58,11 @@ class Sequence:
         # what the caller asked for
         *("request", "request_id", "sampling_params", "key", "index", "salt", "adapter"),
         *("eos_ids", "stop_ids"),
-        *("prompt_len", "score_only", "end", "text", "waits_for_host", "controls"),
+        *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
+        *("ahead",),
         # what came of it
-        *("token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "candidates"),
+        *("token_ids", "logprobs", "top_logprobs", "allowed_logprobs", "prompt_logprobs"),
+        *("candidates",),
         *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
         # where it stands
         *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
@@ -83,6 +86,7 @@ class Sequence:
         adapter: AdapterVersion | None = None,
         eos_ids: frozenset[int] = frozenset(),
         text: "TextStream | None" = None,
+        structured: "Constraint | None" = None,
         score_only: bool = False,
     ):
         self.request_id = request_id
@@ -98,6 +102,10 @@ class Sequence:
         self.eos_ids = frozenset() if sampling_params.ignore_eos else eos_ids
         self.stop_ids = frozenset(sampling_params.stop_token_ids or ())
         self.text = text
+        # Where it stands in the form that was asked for; Any: who has it knows that it has.
+        self.structured: Any = structured
+        # (position, tokens): those that the form leaves no choice about, from a position on.
+        self.ahead: tuple[int, list[int]] = (0, [])
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
         asked = sampling_params.max_tokens
         limit = max_model_len if asked is None else self.prompt_len + asked
@@ -109,6 +117,8 @@ class Sequence:
         self.logprobs: list[float] = []  # of each generated token
         # (token, logprob, rank) of the drawn and the likeliest tokens, asked by `logprobs`.
         self.top_logprobs: list[list[tuple[int, float, int]]] = []
+        # Of each generated token, what the model gives to all that its form allowed there.
+        self.allowed_logprobs: list[float] = []
         # Of each prompt token but the first.
         self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]
         # What the last draw offers a row that waits for the host, as in top_logprobs.
@@ -124,6 +134,10 @@ class Sequence:
         del self.token_ids[self.num_committed :]
         del self.logprobs[self.num_generated :]
         del self.top_logprobs[self.num_generated :]
+        del self.allowed_logprobs[self.num_generated :]
+        self.ahead = (0, [])
+        if self.structured is not None:
+            self.structured.rewind(self.token_ids[self.prompt_len :])
         if self.text is not None:
             self.text.rewind(self.token_ids[self.prompt_len :], self.sampling_params.min_tokens)
         self.finish_reason: str | None = None
@@ -164,6 +178,20 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def scores_form(self) -> bool:
+        """Whether it is scored under the masks of its form."""
+        return self.score_only and self.structured is not None
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that a decode goes on with, one after the other, as far as they are certain
+        before they are drawn.
+        """
+        begins, tokens = self.ahead
+        at = self.num_dispatched - begins
+        return tokens[at:] if at >= 0 else []
+
+    @property
     def is_prefilling(self) -> bool:
         """Running with tokens of its prompt (or of its recomputation) still to be dispatched."""
         return self.num_dispatched < self.fill
@@ -192,9 +220,11 @@ class Sequence:
     def copy(self) -> "Sequence":
         """A waiting sequence of the same tokens."""
         twin = copy.copy(self)
-        for name in ("token_ids", "logprobs", "top_logprobs", "prompt_logprobs"):
+        lists = ("token_ids", "logprobs", "top_logprobs", "allowed_logprobs", "prompt_logprobs")
+        for name in lists:
             setattr(twin, name, list(getattr(self, name)))
         twin.text = copy.deepcopy(self.text)
+        twin.structured = None if self.structured is None else self.structured.copy()
         twin.restart()
         return twin
 

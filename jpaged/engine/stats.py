@@ -1,6 +1,8 @@
 """Stats: what an engine has done so far."""
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +16,8 @@ class Stats:
     prompt_tokens, cached_tokens, generated_tokens: of the requests that have ended. dispatches: a
     prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
-    results. padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
+    results. mask_time_s: making masks of rows whose answers have a form, while the device works.
+    padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
     "swapped" or "recomputed". idle_replica_steps: dispatches in which a replica had nothing to do,
     of as many as there are dispatches and replicas. adapter_loads: adapters written into slots.
     """
@@ -24,6 +27,7 @@ class Stats:
         self.prefill_steps = self.decode_steps = self.dispatches = 0
         self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
+        self.mask_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
         self.idle_replica_steps = self.adapter_loads = 0
         self._last_done = 0.0
@@ -51,6 +55,13 @@ class Stats:
         else:
             self.decode_steps += batch.steps
             self.decode_sizes[batch.num_rows] += batch.steps
+
+    @contextlib.contextmanager
+    def masking(self) -> Iterator[None]:
+        """Take in the making of masks."""
+        started = perf_counter()
+        yield
+        self.mask_time_s += perf_counter() - started
 
     def time(
         self, plan: Plan, dispatched: float, started: float, waiting: float, fetched: float

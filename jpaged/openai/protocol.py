@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jpaged.errors import RequestError
+from jpaged.openai.forms import FormFields
 from jpaged.request.sampling_params import SamplingParams
 
 HARMLESS = {
@@ -47,7 +48,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
     "bad_words": ([],),
@@ -65,13 +65,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
     "allowed_token_ids": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "structured_outputs": (),
     "chat_template": (),
     "documents": (),
     "logits_processors": (),
@@ -259,6 +254,7 @@ class SamplingFields(Body):
     logit_bias: dict[Annotated[int, BeforeValidator(_token_id)], Number] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured: dict[str, Any] | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are given."""
@@ -268,7 +264,7 @@ class SamplingFields(Body):
 SAMPLING = tuple(SamplingFields.model_fields)
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, FormFields):
     """What prompts and conversations have in common."""
 
     is_chat: ClassVar[bool] = False
@@ -303,6 +299,16 @@ class GenerationRequest(SamplingFields):
             only = " or ".join(json.dumps(v) for v in allowed) or "null"
             _refuse(f"{name}={short(value)} is not supported (only {only})", name)
         return {k: v for k, v in data.items() if k not in HARMLESS and k not in NOT_BUILT}
+
+    def sampling(self) -> dict[str, Any]:
+        return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        names = [*self.forms, *(["structured"] if self.structured else [])]
+        if len(names) > 1:
+            _refuse(f"{' and '.join(names)} exclude each other", names[0], "invalid_value")
+        return self
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:

@@ -123,6 +123,8 @@ def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         text = _text(tokenizer, tokens, seq.finish_reason, asked.skip_special_tokens)
     tops = None if asked.logprobs is None else _logprobs(seq.top_logprobs, tokenizer)
     more = {"text": text, "stop_reason": seq.stop_reason, "logprobs": tops}
+    if seq.structured is not None and asked.logprobs_mode == "tempered":
+        more["allowed_logprobs"] = np.array(seq.allowed_logprobs, np.float32)
     return completion(seq.index, tokens, seq.logprobs, seq.finish_reason, **more)
 
 

@@ -25,8 +25,10 @@ class CompletionOutput:
 
     token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode.
     logprobs: for each token {token id: Logprob} of the sampled and the top ones, if asked for.
-    stop_reason: the stop id or string, None for EOS. score: of a beam search, cumulative_logprob /
-    len(token_ids) ** length_penalty.
+    stop_reason: the stop id or string, None for EOS. allowed_logprobs: float32 [len(token_ids)], of
+    an answer of a given form with tempered logprobs: what the model gave to all that the form
+    allowed, so that token_logprobs - allowed_logprobs is exact under the mask. score: of a beam
+    search, cumulative_logprob / len(token_ids) ** length_penalty.
     """
 
     index: int
@@ -37,6 +39,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: int | str | None = None
+    allowed_logprobs: np.ndarray | None = None
     score: float | None = None
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from jpaged.request.detokenizer import TextStream
 from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
+from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
 
 
 class Processor:
@@ -55,6 +58,17 @@ class Processor:
         ids = {*self.model.eos_token_ids, getattr(self.tokenizer, "eos_token_id", None)}
         ids.update(named if isinstance(named, list) else [named])
         return frozenset(i for i in ids if i is not None and 0 <= i < self.model.vocab_size)
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """What compiles the forms that requests ask for; made when the first one does."""
+        needed = self._need_tokenizer("structured output")
+        return Grammars(needed, self.model.vocab_size, self.eos_ids)
+
+    def matcher(self, structured: Mapping[str, Any]) -> Matcher:
+        """At the beginning of a form; RequestError where there is none."""
+        check_served(self.config)
+        return self.grammars.matcher(structured)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the checkpoint's generation_config.json."""
@@ -93,9 +107,8 @@ class Processor:
         """Check one request in full and make its Sequences, one a sample."""
         asked = sampling_params
         if not isinstance(asked, SamplingParams):
-            raise RequestError(
-                f"sampling_params of type {type(asked).__name__}: pass SamplingParams"
-            )
+            kind = type(asked).__name__
+            raise RequestError(f"sampling_params of type {kind}: pass SamplingParams")
         asked.validate(self.config, self.model.vocab_size)
         count = len(self.eos_ids | set(asked.stop_token_ids or ()))
         if asked.min_tokens and count > (most := self.config.max_stop_ids):
@@ -106,6 +119,8 @@ class Processor:
         text, ids = self._prompt(prompt)
         if asked.stop_strings:
             self._need_tokenizer("stop strings")
+        watched = bool(asked.stop_strings) or streaming
+        matcher = None if asked.structured is None else self.matcher(asked.structured)
         if not asked.ignore_eos:
             self._warn_of_eos()
         # One sample scores the prompt for all.
@@ -120,7 +135,8 @@ class Processor:
                 ids,
                 asked if index == 0 else others,
                 index=index,
-                text=self._text_stream(asked, streaming),
+                text=_text_stream(self.tokenizer, asked) if watched else None,
+                structured=None if matcher is None else matcher.copy(),
                 **how,
             )
             for index in range(asked.n)
@@ -136,19 +152,8 @@ class Processor:
         early_stopping: EarlyStopping,
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
-        check_whole("beam_width", beam_width, 1)
+        wanted = _candidates(beam_width, len(self.eos_ids), self.config)
         check_real("length_penalty", length_penalty, -20.0, 20.0)
-        if beam_width > self.config.max_num_seqs:
-            raise RequestError(
-                f"beam_width={beam_width} is above max_num_seqs={self.config.max_num_seqs}"
-            )
-        wanted = num_candidates(int(beam_width), len(self.eos_ids))
-        if wanted > self.config.max_logprobs:
-            raise RequestError(
-                f"beam_width={beam_width} with {len(self.eos_ids)} EOS ids looks at {wanted} "
-                f"candidates a beam: raise max_logprobs={self.config.max_logprobs} of "
-                "EngineConfig (at most the vocabulary)"
-            )
         if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
         asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=wanted)
@@ -160,7 +165,13 @@ class Processor:
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
 
-    def scores(self, token_lists: list[Any], temperature: float) -> list[Request]:
+    def scores(
+        self,
+        token_lists: list[Any],
+        temperature: float,
+        structured: Mapping[str, Any] | None = None,
+        prompt_lens: List[int] | None = None,
+    ) -> list[Request]:
         """Check sequences whose tokens' logprobs are wanted, and make a request of each."""
         if temperature == 0:
             raise RequestError(
@@ -168,6 +179,7 @@ class Processor:
             )
         asked = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
         asked.validate(self.config, self.model.vocab_size)
+        begins = form_begins(structured, prompt_lens, len(token_lists), self.config)
         requests, most = [], self.max_model_len
         for i, token_list in enumerate(token_lists):
             _, ids = self.tokens(token_list)
@@ -176,6 +188,8 @@ class Processor:
                     f"sequence {i} of {len(ids)} tokens is longer than max_model_len={most}"
                 )
             fields = cached_under(token_list, self.adapters) | {"score_only": True}
+            if structured is not None:
+                fields["structured"] = self.matcher(structured).scoring(i, ids, begins[i])
             sequence = self._sequence(ids, asked, request_id=self.new_id(), **fields)
             requests.append(Request([sequence]))
         return requests
@@ -201,17 +215,6 @@ class Processor:
         limits = {"max_model_len": self.max_model_len, "eos_ids": self.eos_ids}
         return Sequence(request_id, ids, sampling_params, **limits, **fields)
 
-    def _text_stream(self, asked: SamplingParams, streaming: bool) -> TextStream | None:
-        """What watches the text of one sample, if anybody needs it before the end."""
-        if not asked.stop_strings and not (streaming and self.tokenizer is not None):
-            return None
-        return TextStream(
-            self.tokenizer,
-            stop=asked.stop_strings,
-            include_stop=asked.include_stop_str_in_output,
-            skip_special_tokens=asked.skip_special_tokens,
-        )
-
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
             remedy = "pass tokenizer=, or load the params from a folder that has one"
@@ -222,3 +225,29 @@ class Processor:
         if not self.eos_ids and not self._warned_of_eos:
             self._warned_of_eos = True
             warnings.warn("no EOS token is known: generation ends at max_tokens only", stacklevel=5)
+
+
+def _candidates(beam_width: int, num_eos: int, config: EngineConfig) -> int:
+    """Continuations that a search looks at a beam; RequestError where there may not be as many."""
+    check_whole("beam_width", beam_width, 1)
+    if beam_width > config.max_num_seqs:
+        raise RequestError(f"beam_width={beam_width} is above max_num_seqs={config.max_num_seqs}")
+    wanted = num_candidates(int(beam_width), num_eos)
+    if wanted > config.max_logprobs:
+        raise RequestError(
+            f"beam_width={beam_width} with {num_eos} EOS ids looks at {wanted} candidates a beam: "
+            f"raise max_logprobs={config.max_logprobs} of EngineConfig (at most the vocabulary)"
+        )
+    return wanted
+
+
+def _text_stream(tokenizer: Any, asked: SamplingParams) -> TextStream | None:
+    """What watches the text of one sample; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return TextStream(
+        tokenizer,
+        stop=asked.stop_strings,
+        include_stop=asked.include_stop_str_in_output,
+        skip_special_tokens=asked.skip_special_tokens,
+    )

@@ -4,11 +4,12 @@ are vLLM's.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jpaged.checks import FLOAT32_MAX, check_real, check_whole
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
+from jpaged.structured.spec import check as check_structured
 
 LOGPROBS_MODES = ("raw", "tempered", "processed")
 
@@ -27,7 +28,9 @@ class SamplingParams:
     before any control, "tempered" log_softmax(logits / temperature) and nothing else, "processed"
     after all controls. presence_penalty, frequency_penalty: subtracted for tokens of the output.
     repetition_penalty: divides positive logits of tokens seen in prompt or output
-    (arXiv:1909.05858). logit_bias: added to the logits of these ids.
+    (arXiv:1909.05858). logit_bias: added to the logits of these ids. structured: the form of the
+    answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
+    {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see docs/structured.md.
     """
 
     n: int = 1
@@ -50,6 +53,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured: Mapping[str, Any] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -125,6 +129,8 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids={ids!r}: must be a list of token ids")
         for token in ids:
             check_whole("stop_token_ids", token, 0, vocab_size - 1)
+        if self.structured is not None:
+            check_structured(self.structured)
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, Mapping):
             raise RequestError(f"logit_bias={biases!r}: must map token ids to numbers")

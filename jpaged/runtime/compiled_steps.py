@@ -117,17 +117,16 @@ class CompiledSteps:
         packed = self._struct((input_sections(bucket, config)[1],), jnp.int32)
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
         hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
+        mask = self._struct((bucket.tokens, self.setting.mask_words), jnp.int32)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
         # Of each kind: arguments after the params, which is donated, their and the results' specs.
-        is_apart = bucket.phase == "decode" and config.separate_draw
         args, donated, in_specs, out_specs = {
-            "prefill": (
-                *((state.kv, state.rows, packed), 1),
-                *((kv, rows, each), (kv, each, each, each)),
-            ),
+            "prefill": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, *[each] * 3)),
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
-        }["prefill" if is_apart else bucket.phase]
+        }["prefill" if bucket.draws_apart(config) else bucket.phase]
+        if bucket.takes_masks:
+            args, in_specs = (*args, mask), (*in_specs, each)
         params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
         form, params = with_tables(self.form, params, model, config, self.where, bucket)
         step = make_step(bucket, self.setting)

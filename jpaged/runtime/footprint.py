@@ -196,8 +196,11 @@ def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:
 
 
 def measured(probe: Runner, block_bytes: int) -> Needs:
-    """What the compiled steps say; compiles the largest of each phase."""
-    table = step_table(probe.steps.setting)
+    """What the compiled steps say; compiles the largest of each phase, draws under masks too: any
+    engine may come to need them.
+    """
+    config = dataclasses.replace(probe.config, structured_output=True)
+    table = step_table(dataclasses.replace(probe.steps.setting, config=config))
     share = share_of(probe.model, probe.placement.axis_size)
     lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
     with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU

@@ -37,6 +37,7 @@ def token_logprobs(
     targets_T: Array,
     temperature_T: Array,
     mode_T: Array,
+    mask_TW: Array | None = None,
     *,
     max_logprobs: int = 0,
     tile: int = 64,
@@ -46,14 +47,16 @@ def token_logprobs(
     never whole.
 
     logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by
-    it (0 counts as 1). targets_T outside the vocabulary are clipped into it. vocabulary: how V
-    lies.
+    it (0 counts as 1). mask_TW: what may come, see Vocabulary.allowed; None is all. targets_T
+    outside the vocabulary are clipped into it. vocabulary: how V lies.
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
-    def one_tile(args: tuple[Array, Array, Array]) -> TokenLogprobs:
-        x_tE, targets_t, tau_t = args
+    def one_tile(args: tuple[Array, ...]) -> TokenLogprobs:
+        x_tE, targets_t, tau_t, *masks = args
         logits_tV = logits_fn(x_tE)
+        for mask_tW in masks:
+            logits_tV = jnp.where(vocabulary.allowed(mask_tW, logits_tV), logits_tV, NEG_INF)
         targets_t = jnp.clip(targets_t, 0, vocabulary.tokens(logits_tV) - 1)
         max_t = finite_max(tile_max(logits_tV, SUM_TILE, vocabulary))
         p_tV = weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))
@@ -77,7 +80,8 @@ def token_logprobs(
         return padded.reshape(tiles, tile, *a.shape[1:])
 
     tau_T = jnp.maximum(tiled(tau_T), jnp.float32(1e-30))  # as `sample` does; the padding too
-    out = lax.map(one_tile, (tiled(x_TE), tiled(targets_T), tau_T))
+    masks = () if mask_TW is None else (tiled(mask_TW),)
+    out = lax.map(one_tile, (tiled(x_TE), tiled(targets_T), tau_T, *masks))
     return jax.tree.map(lambda a: a.reshape(tiles * tile, *a.shape[2:])[:tokens], out)
 
 

@@ -32,11 +32,14 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
-    """A step in flight. outs: what comes back of it; done: ready when the step is."""
+    """A step in flight. outs: what comes back of it; done: ready when the step is. undrawn: the
+    hidden states and inputs of a draw that has not started.
+    """
 
     batch: Batch
     outs: tuple[Array, ...]
     done: Array
+    undrawn: tuple[Array, Array] | None = None
     compared: Array | None = None  # over processes: whether all run this step
 
 
@@ -90,8 +93,8 @@ class Runner:
         return fit(bucket), None if sample is None else fit(sample)
 
     def dispatch(self, batch: Batch) -> Handle:
-        """Start a step; the state is rebound to its result before this returns. CapacityError where
-        memory runs out.
+        """Start a step, all but a draw under masks; the state is rebound to its result before this
+        returns. CapacityError where memory runs out.
         """
         with explained(self.config):
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
@@ -99,10 +102,15 @@ class Runner:
             self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
             return self._dispatch(batch)
 
+    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
+        """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas."""
+        with explained(self.config):
+            return self._draw(handle, *_put_masks(self, masks_SW))
+
     def _dispatch(self, batch: Batch) -> Handle:
         for replica, part in enumerate(batch.each):
             for row, token_ids, prompt_len in part.counts:
-                self._enter_counts(replica, row, token_ids, prompt_len)
+                self._counts_RV = _with_counts(self, replica, row, token_ids, prompt_len)
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
         packed, params = self.transfers.put(batch.packed), self.adapters.ready(batch, self.params)
@@ -111,18 +119,26 @@ class Runner:
             state, out = step(params, self._lent(batch.bucket), packed)
             self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
-        state, outs = self._lent(batch.bucket), []
+        state = self._lent(batch.bucket)
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        kv, hidden, packed, scored = step(params, state.kv, state.rows, packed)
+        masks = _put_masks(self, batch.masks_TW)
+        kv, hidden, packed, scored = step(params, state.kv, state.rows, packed, *masks)
         self._state = DeviceState(kv=kv, rows=state.rows)
-        if batch.sample is not None:
-            padded = batch.sample.rows * len(batch.each)
-            step = self._ran(batch.sample, batch.num_rows, padded)
-            rows, out = step(self.params, hidden, self._lent(batch.sample).rows, packed)
-            self._take_back(DeviceState(kv=kv, rows=rows))
-            outs.append(out)
-        outs += [] if scored is None else [scored]
-        return Handle(batch=batch, outs=tuple(outs), done=hidden)
+        outs = () if scored is None else (scored,)
+        handle = Handle(batch=batch, outs=outs, done=hidden)
+        if batch.sample is None:
+            return handle
+        handle = dataclasses.replace(handle, undrawn=(hidden, packed))
+        return handle if batch.sample.masks else self._draw(handle)
+
+    def _draw(self, handle: Handle, *masks: Array) -> Handle:
+        batch, state = handle.batch, self._state
+        assert batch.sample is not None and handle.undrawn is not None and state is not None
+        hidden, packed = handle.undrawn
+        step = self._ran(batch.sample, batch.num_rows, batch.sample.rows * len(batch.each))
+        rows, out = step(self.params, hidden, self._lent(batch.sample).rows, packed, *masks)
+        self._take_back(DeviceState(kv=state.kv, rows=rows))
+        return dataclasses.replace(handle, outs=(out, *handle.outs), undrawn=None)
 
     def _lent(self, bucket: Bucket) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
@@ -179,19 +195,6 @@ class Runner:
     def _fetch(self, handle: Handle) -> list[np.ndarray]:
         handle.done.block_until_ready()
         return [self.transfers.get(out) for out in handle.outs]
-
-    def _enter_counts(self, replica: int, row: int, token_ids: list[int], prompt_len: int) -> None:
-        """Set a row's token counts from scratch: its last owner's are of no use to a sequence just
-        admitted.
-        """
-        step, put = self.steps.set_counts(), self.transfers.put_for
-        for start in range(0, len(token_ids), COUNTS_CHUNK):
-            tokens = token_ids[start : start + COUNTS_CHUNK]
-            chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
-            none = self.config.max_num_seqs  # no row of the others
-            args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
-            placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
-            self._counts_RV = step(self._counts_RV, *placed)
 
     def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
         """Copy blocks of each group to the host, a transfer each, padded to a power of two: into
@@ -251,6 +254,31 @@ class Runner:
     def release(self) -> None:
         """Free the state; executables stay, and the next dispatch allocates again."""
         self._state = self._counts_RV = self.adapters.arrays = None
+
+
+def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Array, ...]:
+    """Up, as wide as the padded vocabulary, if there are any."""
+    if masks_SW is None:
+        return ()
+    padding = runner.steps.setting.mask_words - masks_SW.shape[1]
+    return (runner.transfers.put(np.pad(masks_SW, ((0, 0), (0, padding)))),)
+
+
+def _with_counts(
+    runner: Runner, replica: int, row: int, token_ids: list[int], prompt_len: int
+) -> Array | None:
+    """The counts with a row's set from scratch: its last owner's are of no use to a sequence just
+    admitted.
+    """
+    step, put, counts_RV = runner.steps.set_counts(), runner.transfers.put_for, runner._counts_RV
+    for start in range(0, len(token_ids), COUNTS_CHUNK):
+        tokens = token_ids[start : start + COUNTS_CHUNK]
+        chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
+        none = runner.config.max_num_seqs  # no row of the others
+        args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
+        placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
+        counts_RV = step(counts_RV, *placed)
+    return counts_RV
 
 
 def seal(runner: Runner) -> None:

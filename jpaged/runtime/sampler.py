@@ -20,6 +20,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     NEG_INF,
     PROCESSED,
     RAW,
+    TEMPERED,
     SUM_TILE,
     finite_max,
     first_true,
@@ -89,12 +90,15 @@ class Sampled:
     rank_S: Array | None = None  # i32, 1 is the most probable
     top_ids_SK: Array | None = None  # i32
     top_logprobs_SK: Array | None = None  # f32
+    # f32, of rows that ask for tempered logprobs: of all that the mask allows.
+    allowed_logprob_S: Array | None = None
 
 
 def sample(
     logits_SV: Array,
     controls: Controls,
     full: FullControls | None = None,
+    mask_SW: Array | None = None,
     *,
     max_logprobs: int = 0,
     vocabulary: Vocabulary = WHOLE,
@@ -104,7 +108,8 @@ def sample(
 
     logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob
     NaN). `full` None is the plain step: no penalties, biases, bans or top lists; a row that uses
-    none of them gets the same bits from both. max_logprobs (K) is at most V. vocabulary: how V
+    none of them gets the same bits from both. mask_SW int32: a bit a token of the whole
+    vocabulary, 0 forbids it; comes after all else. max_logprobs (K) is at most V. vocabulary: how V
     lies; of a share the results are those of the whole, on every device. filters: whether any row
     may have a top_k or a top_p.
     """
@@ -115,6 +120,8 @@ def sample(
         greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30))
     )
     z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
+    if mask_SW is not None:
+        z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
     tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
     max_S = finite_max(tile_max_SN)
     floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
@@ -129,7 +136,7 @@ def sample(
     mode_S = controls.logprobs_mode_S
     processed_S = mode_S == PROCESSED
     tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
-    if full is None:
+    if full is None and mask_SW is None:
         source_max_S, same_S = max_S, processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
     else:
         raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
@@ -141,9 +148,21 @@ def sample(
         return jnp.where(same_S, total_S, total(tile_sums(p_SV, vocabulary)))
 
     sum_S = lax.cond(jnp.all(same_S), lambda: total_S, summed)
+    mass_S = None
+    if mask_SW is not None:
+        is_tempered_S = mode_S == TEMPERED
+
+        def mass() -> Array:
+            p_SV = weights(logits_SV, source_max_S, temp_S, none_S)
+            p_SV = jnp.where(vocabulary.allowed(mask_SW, p_SV), p_SV, jnp.float32(0))
+            ratio_S = total(tile_sums(p_SV, vocabulary)) / sum_S
+            return jnp.where(is_tempered_S, jnp.log(ratio_S), jnp.float32(0))
+
+        mass_S = lax.cond(jnp.any(is_tempered_S), mass, lambda: jnp.zeros_like(max_S))
     if full is None:
         value_S = vocabulary.pick(logits_SV, token_S)
-        return Sampled(token_S=token_S, logprob_S=logprob(value_S, max_S, tau_S, sum_S))
+        logprob_S = logprob(value_S, source_max_S, tau_S, sum_S)
+        return Sampled(token_S=token_S, logprob_S=logprob_S, allowed_logprob_S=mass_S)
 
     def lists(source_SV: Array) -> tuple[Array, Array, Array, Array]:
         value_S = vocabulary.pick(source_SV, token_S)
@@ -165,6 +184,7 @@ def sample(
         rank_S=rank_S,
         top_ids_SK=top_ids_SK,
         top_logprobs_SK=tops_SK,
+        allowed_logprob_S=mass_S,
     )
 
 

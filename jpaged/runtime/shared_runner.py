@@ -43,6 +43,11 @@ class SharedRunner(Runner):
         started = super()._dispatch
         return self.peers.call(dispatch, "dispatching a step")
 
+    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
+        """Each process makes the same masks of the same tokens; those are compared."""
+        started = super().draw
+        return self.peers.call(lambda: started(handle, masks_SW), "dispatching a draw")
+
     def _fetch(self, handle: Handle) -> list[np.ndarray]:
         def fetch() -> list[np.ndarray]:
             assert handle.compared is not None

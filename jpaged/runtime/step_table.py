@@ -33,6 +33,7 @@ class BucketReport:
     steps: int
     features: str
     loras: int
+    masks: bool
     hits: int
     padding_waste: float
     compile_seconds: float | None

@@ -49,20 +49,26 @@ class StepSetting:
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
 
+    @property
+    def mask_words(self) -> int:
+        """int32 of a row's mask: a bit a token, padding of the vocabulary included."""
+        return -(-self.model.vocab_size // 32)
+
 
 def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     """The step of one bucket; packed and out are int32, laid out by engine/buckets.py.
 
-    prefill(params, kv, rows, packed) -> (kv, hidden_RE, packed of the sample step, out or None)
-    sample(params, hidden_RE, rows, packed) -> (rows, out)
+    prefill(params, kv, rows, packed, mask_TW of prompts scored under masks)
+        -> (kv, hidden_RE, packed of the sample step, out or None)
+    sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
-    decode with a separate draw(params, kv, rows, packed) -> as of a prefill
+    decode that draws apart(params, kv, rows, packed) -> as of a prefill
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
     rows without counts for plain buckets. What a step returns of them was donated to it. params:
     with adapters, those of the model and the tables of adapters.
     """
-    decode = _make_forward if setting.config.separate_draw else _make_decode
+    decode = _make_forward if bucket.draws_apart(setting.config) else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
     return makers[bucket.phase](_Step(bucket, setting))
 
@@ -139,16 +145,22 @@ class _Step:
 
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
-    def prefill(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+    def prefill(
+        params: Any,
+        kv: tuple[Array, ...],
+        rows: RowState,
+        packed: Array,
+        mask_TW: Array | None = None,
+    ):
         fields = step.unpack(packed)
         start_loc_S1, context_lens_S = fields["query_start_loc"], fields["context_lens"]
         tables_GSM = fields["block_tables"]
         view, row_T, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
         tokens_T = fields["tokens"]
-        if "device_rows" in fields:  # a token that is still in flight is known to the device alone
-            device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
-            last_T = jnp.maximum(jnp.take(rows.last_token_R, device_row_T, mode="clip"), 0)
-            tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
+        # A token that is still in flight is known to the device alone.
+        device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
+        last_T = jnp.maximum(jnp.take(rows.last_token_R, device_row_T, mode="clip"), 0)
+        tokens_T = jnp.where(tokens_T < 0, last_T, tokens_T)
         slot_T = None
         if "adapters" in fields:
             slot_T = jnp.take(fields["adapters"], row_T, mode="clip")
@@ -159,7 +171,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if step.bucket.features == "prompt":
-            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T))
+            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
         return written.pools, hidden_RE, fields["sample"], out
 
@@ -169,16 +181,18 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
 def _make_sample(step: _Step) -> Callable[..., Any]:
     num_rows = step.bucket.rows
 
-    def sample(params: Any, hidden_RE: Array, rows: RowState, packed: Array):
+    def sample(
+        params: Any, hidden_RE: Array, rows: RowState, packed: Array, mask_SW: Array | None = None
+    ):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
         decoder = step.bind(params, _last_row(context_lens_S))
         logits_SV = step.logits(decoder, hidden_RE[:num_rows])
-        drawn = _draw(step, logits_SV, fields, context_lens_S, rows, fields["open_after"])
-        draws_S = jnp.ones(num_rows, bool)
-        if "follows" in fields:  # a row that stopped meanwhile draws no more
-            last_S = jnp.take(rows.last_token_R, at_S, mode="clip")
-            draws_S = (fields["follows"] == 0) | (last_S != STOPPED)
+        open_after_S = fields["open_after"]
+        drawn = _draw(step, logits_SV, fields, context_lens_S, rows, open_after_S, mask_SW)
+        # A row that stopped meanwhile draws no more.
+        last_S = jnp.take(rows.last_token_R, at_S, mode="clip")
+        draws_S = (fields["follows"] == 0) | (last_S != STOPPED)
         rows = _keep(step, rows, jnp.where(draws_S, at_S, _none(step)), drawn, context_lens_S)
         outputs = {name: field[None] for name, field in drawn.outputs.items()}
         return rows, step.pack(outputs | {"num_drawn": draws_S.astype(jnp.int32)})
@@ -271,9 +285,10 @@ def _draw(
     context_lens_S: Array,
     rows: RowState,
     open_after_S: Array,
+    mask_SW: Array | None = None,
 ) -> _Drawn:
     """Draw the token that comes right after each row's context. open_after_S > 0: stop ids neither
-    stop nor occur.
+    stop nor occur. mask_SW: see sampler.sample.
     """
     columns = {
         name: _cast(fields["controls"][:, i], dtype) for i, (name, dtype) in enumerate(CONTROLS)
@@ -304,7 +319,7 @@ def _draw(
     with jax.named_scope("sample"):
         how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
         how["filters"] = step.bucket.features != "plain"
-        sampled = sample(logits_SV, controls, full, **how)
+        sampled = sample(logits_SV, controls, full, mask_SW, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
 
@@ -357,6 +372,8 @@ def _locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tupl
 
 def _outputs(sampled: Sampled) -> dict[str, Array]:
     outputs = {"tokens": sampled.token_S, "logprobs": sampled.logprob_S}
+    if sampled.allowed_logprob_S is not None:
+        outputs["allowed_logprobs"] = sampled.allowed_logprob_S
     if sampled.rank_S is None:
         return outputs
     assert sampled.top_ids_SK is not None and sampled.top_logprobs_SK is not None
@@ -365,7 +382,12 @@ def _outputs(sampled: Sampled) -> dict[str, Array]:
 
 
 def _score_prompt(
-    step: _Step, params: Any, x_TE: Array, fields: dict[str, Array], row_T: Array
+    step: _Step,
+    params: Any,
+    x_TE: Array,
+    fields: dict[str, Array],
+    row_T: Array,
+    mask_TW: Array | None,
 ) -> dict[str, Array]:
     temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
     scored = token_logprobs(
@@ -374,6 +396,7 @@ def _score_prompt(
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),
         jnp.take(mode_S, row_T, mode="clip"),
+        mask_TW,
         max_logprobs=step.to.config.max_logprobs,
         vocabulary=step.to.vocabulary,
     )

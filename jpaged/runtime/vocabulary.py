@@ -49,6 +49,16 @@ class Vocabulary:
             return logits_SV
         return jnp.where(self.ids(logits_SV) < self.tokens(logits_SV), logits_SV, -jnp.inf)
 
+    def allowed(self, mask_SW: Array, a_SV: Array) -> Array:
+        """bool [S, V]: the bits of a mask, int32, a bit a token of the whole vocabulary."""
+        words = -(-a_SV.shape[1] // 32)
+        if self.axis is not None:  # shares are of whole words
+            first = lax.axis_index(self.axis) * words
+            mask_SW = lax.dynamic_slice_in_dim(mask_SW, first, words, axis=1)
+        bit_C = jnp.arange(32, dtype=jnp.int32)[None, None, :]
+        bits_SWC = (mask_SW[:, :, None] >> bit_C) & 1
+        return bits_SWC.reshape(mask_SW.shape[0], -1)[:, : a_SV.shape[1]] != 0
+
     def gather(self, x_SX: Array) -> Array:
         """What each device has of axis 1, one after the other."""
         return x_SX if self.axis is None else lax.all_gather(x_SX, self.axis, axis=1, tiled=True)

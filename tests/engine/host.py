@@ -128,8 +128,8 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> Plan | None:
         return self._checked(super().schedule())
 
-    def schedule_for(self, phase: Phase) -> Plan | None:
-        return self._checked(super().schedule_for(phase))
+    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
+        return self._checked(super().schedule_for(phase, decode_steps))
 
     def _checked(self, plan: Plan | None) -> Plan | None:
         self.check_integrity(plan)
@@ -160,6 +160,9 @@ class CheckedEngine(Engine):
         scheduler.queues.__class__ = CountedQueues
         scheduler.blocks.__class__ = CountedBlocks
         return scheduler
+
+
+OWN = ("eos_ids", "text", "structured", "score_only", "request_id", "index", "salt", "adapter")
 
 
 class Host:
@@ -198,11 +201,7 @@ class Host:
     def sequence(
         self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any
     ) -> Sequence:
-        own = {
-            k: options.pop(k)
-            for k in ("eos_ids", "text", "score_only", "request_id", "index", "salt", "adapter")
-            if k in options
-        }
+        own = {k: options.pop(k) for k in OWN if k in options}
         request_id = own.pop("request_id", None) or str(next(self._ids))
         params = SamplingParams(max_tokens=max_tokens, **options)
         assert self.config.max_model_len is not None

@@ -12,7 +12,7 @@ import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
 VOCAB = 101
 POISON, STOPPED = -1, -2
 Views = dict[str, np.ndarray]
+Context = tuple[int, list[int], int | None]  # length, visible KV, the last token if on the device
 ROOTS = [
     random.Random(i).choices(range(1, 90), k=24) for i in range(2)
 ]  # what prompts have in common
@@ -81,6 +82,64 @@ def top(kv: list[int], count: int) -> list[tuple[int, float]]:
     ]
 
 
+class Form:
+    """A form that follows from the tokens so far: a third of the vocabulary may not come next, or
+    all but one token.
+
+    It stands for jpaged.structured's Matcher. fails_after: so many tokens it cannot go on.
+    """
+
+    words = -(-VOCAB // 32)
+
+    def __init__(self, eos_ids: frozenset[int] = frozenset(), fails_after: int = 1000):
+        self.grammars = self
+        self.eos_ids, self.fails_after = eos_ids, fails_after
+        self.tokens: list[int] = []
+
+    def push(self, token: int) -> None:
+        assert token not in forbidden(self.tokens), "a token that the form does not have"
+        self.tokens.append(token)
+
+    def rewind(self, token_ids: Iterable[int]) -> None:
+        self.tokens = []
+        for token in token_ids:
+            self.push(token)
+
+    def copy(self) -> "Form":
+        twin = Form(self.eos_ids, self.fails_after)
+        twin.tokens = list(self.tokens)
+        return twin
+
+    def forced(self) -> list[int]:
+        ahead: list[int] = []
+        while len(free := sorted(set(range(VOCAB)) - forbidden(self.tokens + ahead))) == 1:
+            ahead += free
+        return ahead
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            self.push(token)
+
+    def go_back(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
+    @property
+    def error(self) -> str | None:
+        return "out of words" if len(self.tokens) >= self.fails_after else None
+
+    def fill(self, forms: Iterable[tuple["Form", int]], masks_SW: np.ndarray) -> None:
+        for form, row in forms:
+            masks_SW[row] = 0
+            for token in set(range(VOCAB)) - forbidden(form.tokens):
+                masks_SW.view(np.uint32)[row, token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def forbidden(tokens: list[int]) -> set[int]:
+    if len(tokens) % 6 in (1, 2, 3):
+        return set(range(VOCAB)) - {(7 * sum(tokens) + 11) % VOCAB}
+    return {token for token in range(VOCAB) if (token + sum(tokens) + len(tokens)) % 3 == 0}
+
+
 def prompt_score(kv: int, target: int) -> float:
     return -float((kv + target) % 997) / 8
 
@@ -110,7 +169,7 @@ class MockRunner:
         )
         self.fail: set[tuple[str, int]] = set()
         self.calls: dict[str, int] = dict.fromkeys(
-            ("dispatch", "fetch", "read_blocks", "write_blocks"), 0
+            ("dispatch", "draw", "fetch", "read_blocks", "write_blocks"), 0
         )
         self.dispatched: list[
             tuple[str, list[tuple[int, int]]]
@@ -123,6 +182,7 @@ class MockRunner:
         self.pools = [[POISON] * size for size in sizes]
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
+        self.undrawn: Callable[[np.ndarray | None], None] | None = None
         self.tables = [POISON] * self.config.max_loras  # the version in each slot
 
     def fit(self, buckets: Buckets) -> Buckets:
@@ -131,6 +191,7 @@ class MockRunner:
     def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
+        assert self.undrawn is None, "the model needs the tokens of the step before"
         for slot, adapter in batch.loads:
             self.tables[slot] = adapter.version
         view = self._inputs(batch.bucket, batch.packed)
@@ -140,32 +201,74 @@ class MockRunner:
         outs = [
             np.full(output_sections(bucket, self.config)[1], POISON, np.int32) for bucket in buckets
         ]
-        if batch.bucket.phase == "decode":
+        if batch.bucket.draws_apart(self.config):
+            contexts, spans = self._forward(batch, view)
+            self._draw_rows(batch, view, contexts, outs[1])
+        elif batch.bucket.phase == "decode":
             spans = self._decode(
                 batch, view, _views(outs[0], output_sections(batch.bucket, self.config)[0])
             )
         else:
             scores = _views(outs[0], output_sections(batch.bucket, self.config)[0])
-            contexts, chunks = self._prefill(view, scores)
+            places = view["logits_indices"][: batch.num_rows].tolist()
+            contexts, chunks = self._prefill(view, scores, set(places))
             forks: Counter[int] = Counter()
             if batch.sample is not None:
-                rows = self._inputs(batch.sample, view["sample"])
-                drawn = _views(outs[1], output_sections(batch.sample, self.config)[0])
-                assert not rows["context_lens"][batch.num_rows :].any()
-                for row, at in enumerate(view["logits_indices"][: batch.num_rows]):
-                    length, kv, last = contexts[at]
-                    assert length == rows["context_lens"][row], "drawn after another's context"
-                    follows = "follows" in rows and bool(rows["follows"][row])
-                    assert follows == (last is not None), "whose token is on the device follows it"
-                    if last != STOPPED:
-                        self._draw(rows, drawn, row, 0, kv)
-                    drawn["num_drawn"][row] = last != STOPPED
-                    forks[at] += 1
+                self._draw_rows(batch, view, [contexts[at] for at in places], outs[1])
+                forks.update(places)
             spans = []
             for at, (start, end) in chunks.items():
                 spans += [(start, end)] + [(end, end)] * (forks[at] - 1)
         self.dispatched.append((batch.bucket.phase, spans))
         return batch, [out for out in reversed(outs) if out.size]
+
+    def draw(
+        self, handle: tuple[Batch, list[np.ndarray]], masks_SW: np.ndarray
+    ) -> tuple[Batch, list[np.ndarray]]:
+        self._may_fail("draw")
+        assert self.undrawn is not None
+        self.undrawn(masks_SW)
+        self.undrawn = None
+        return handle
+
+    def _draw_rows(self, batch: Batch, view: Views, contexts: list[Context], out: np.ndarray):
+        """Draw after each context, now or once there are masks."""
+        assert batch.sample is not None
+        sample = batch.sample
+        rows = self._inputs(sample, view["sample"])
+        drawn = _views(out, output_sections(sample, self.config)[0])
+        assert not rows["context_lens"][batch.num_rows :].any()
+
+        def draw(masks_SW: np.ndarray | None) -> None:
+            for row, (length, kv, last) in enumerate(contexts):
+                assert length == rows["context_lens"][row], "drawn after another's context"
+                follows = bool(rows["follows"][row])
+                assert follows == (last is not None), "whose token is on the device follows it"
+                if last != STOPPED:
+                    self._draw(rows, drawn, row, 0, kv, None if masks_SW is None else masks_SW[row])
+                drawn["num_drawn"][row] = last != STOPPED
+
+        if sample.masks:
+            self.undrawn = draw
+        else:
+            draw(None)
+
+    def _forward(self, batch: Batch, view: Views) -> tuple[list[Context], list[tuple[int, int]]]:
+        """The context of each row of a decode that draws apart, and what it has written."""
+        contexts, spans = list[Context](), list[tuple[int, int]]()
+        known = view["tokens"][: batch.num_rows].tolist()
+        for row, device_row in enumerate(view["device_rows"][: batch.num_rows]):
+            end, last, seen = int(view["context_lens"][row]), None, list[int]()
+            if known[row] == ON_DEVICE:
+                last = self.last[device_row]
+                assert last != POISON, f"row {row} decodes from a row of the device without a token"
+            if last != STOPPED:
+                token = known[row] if last is None else last
+                tokens = adapted([token], self._version(view, row))
+                _, seen = self._attend(view["block_tables"][:, row], end, tokens)
+            contexts.append((end, seen, last))
+            spans.append((end - 1, end))
+        return contexts, spans
 
     def _inputs(self, bucket: Bucket, packed: np.ndarray) -> dict[str, np.ndarray]:
         sections, size = input_sections(bucket, self.config)
@@ -173,10 +276,11 @@ class MockRunner:
         return _views(packed, sections)
 
     def _prefill(
-        self, view: Views, out: Views
-    ) -> tuple[dict[int, tuple[int, list[int], int | None]], dict[int, tuple[int, int]]]:
+        self, view: Views, out: Views, places: set[int]
+    ) -> tuple[dict[int, Context], dict[int, tuple[int, int]]]:
         """The length and visible KV of each row's context with its last token if the device alone
-        knows it, and (start, end) of each row's chunk, by the place of its last token.
+        knows it, and (start, end) of each row's chunk, by the place of its last token. places: of
+        tokens after which some are drawn.
         """
         contexts, chunks = {}, {}
         for row, end in enumerate(view["context_lens"]):
@@ -190,12 +294,16 @@ class MockRunner:
                 last = self.last[view["device_rows"][row]]
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
                 tokens = [max(last, 0)]
-            tokens, own = adapted(tokens, self._version(view, row)), []
-            for i, token in enumerate(tokens):  # a row with a draft draws after each of them
-                length = int(end) - len(tokens) + i + 1
-                kv, seen = self._attend(view["block_tables"][:, row], length, [token])
-                own += kv
-                contexts[first + i] = length, seen, last
+            tokens = adapted(tokens, self._version(view, row))
+            tables, start = view["block_tables"][:, row], int(end) - len(tokens)
+            if places & set(range(first, past - 1)):  # a run, after each token of which it draws
+                for i, token in enumerate(tokens):
+                    _, seen = self._attend(tables, start + i + 1, [token])
+                    contexts[first + i] = start + i + 1, seen, None
+                chunks[past - 1] = start, int(end)
+                continue
+            own, seen = self._attend(tables, int(end), tokens)
+            contexts[past - 1] = int(end), seen, last
             if "prompt_logprobs" in out:
                 scores = map(prompt_score, own, view["targets"][first:past].tolist())
                 out["prompt_logprobs"].view(np.float32)[first:past] = list(scores)
@@ -237,11 +345,24 @@ class MockRunner:
         assert version != POISON, f"row {row} has a slot that nothing was loaded into"
         return version
 
-    def _draw(self, view: Views, out: Views, row: int, step: int, kv: list[int]) -> int:
+    def _draw(
+        self,
+        view: Views,
+        out: Views,
+        row: int,
+        step: int,
+        kv: list[int],
+        mask_W: np.ndarray | None = None,
+    ) -> int:
         """Draw after a context; returns what the device's row keeps."""
         columns, is_open = view["controls"][row], step >= view["open_after"][row]
         stop_ids = [token for token in columns[len(CONTROLS) :].tolist() if token != PAD_TOKEN]
-        token = next_token(kv, () if is_open else stop_ids, int(columns[SAMPLE_INDEX]))
+        banned = set() if is_open else set(stop_ids)
+        if mask_W is not None:
+            bits = np.unpackbits(mask_W.view(np.uint8), bitorder="little")
+            banned |= set(np.flatnonzero(bits == 0).tolist())
+            out["allowed_logprobs"].view(np.float32)[step, row] = 0.0
+        token = next_token(kv, banned, int(columns[SAMPLE_INDEX]))
         out["tokens"][step, row] = token
         out["logprobs"].view(np.float32)[step, row] = -token / 8
         if "ranks" in out:
@@ -252,7 +373,8 @@ class MockRunner:
                 logprobs,
             )
         kept = STOPPED if is_open and token in stop_ids else token
-        self.last[view["device_rows"][row]] = kept
+        if (at := view["device_rows"][row]) < len(self.last):  # else another row keeps what follows
+            self.last[at] = kept
         return kept
 
     def _attend(
@@ -356,9 +478,23 @@ class MockReplicas:
                 assert (view["device_rows"] == self.config.max_num_seqs).all()
             outs.append(None)
         self.phases.append((batch.bucket.phase, [own is not None for own in outs]))
+        self._drawing = outs  # of a draw that waits for its masks
         some = next(own for own in outs if own is not None)
         whole = [[out * 0 + POISON for out in some] if own is None else own for own in outs]
         return batch, [np.concatenate(buffers) for buffers in zip(*whole, strict=True)]
+
+    def draw(
+        self, handle: tuple[Batch, list[np.ndarray]], masks_SW: np.ndarray
+    ) -> tuple[Batch, list[np.ndarray]]:
+        """Into the parts of the joined buffer of draws, the first of outs."""
+        batch, outs = handle
+        masks = np.split(masks_SW, len(self.runners))
+        shares, drawn = np.split(outs[0], len(self.runners)), self._drawing
+        for runner, part, own, share in zip(self.runners, masks, drawn, shares, strict=True):
+            if own is not None:
+                runner.draw((batch, own), part)
+                share[:] = own[0]
+        return handle
 
     def fetch(self, handle: Any) -> StepResult:
         raise AssertionError("no replica waits for its own step")
@@ -396,11 +532,16 @@ def _stream(
     index: int,
     windows: tuple[int | None, ...],
     version: int,
+    formed: bool,
 ) -> list[int]:
     kv = list(itertools.accumulate(adapted(prompt, version), next_kv, initial=0))[1:]
     tokens: list[int] = []
     while len(tokens) < count:
-        banned = eos if len(tokens) < min_tokens else ()
+        banned = set(eos) if len(tokens) < min_tokens else set()
+        if formed and len(banned | forbidden(tokens)) < VOCAB:
+            banned |= forbidden(tokens)
+        elif formed:  # a form that can only end does
+            banned = forbidden(tokens)
         tokens.append(next_token(visible(kv, windows), banned, index))
         if tokens[-1] in eos:
             break
@@ -419,7 +560,7 @@ def expected(seq: Sequence, windows: tuple[int | None, ...] = (None,)) -> list[i
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
     stops = seq.eos_ids | seq.stop_ids
     how = (seq.sampling_params.min_tokens, seq.index, windows, version_of(seq))
-    return _stream(prompt, count, stops, *how)
+    return _stream(prompt, count, stops, *how, seq.structured is not None)
 
 
 def version_of(seq: Sequence) -> int:

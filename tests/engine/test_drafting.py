@@ -21,7 +21,19 @@ def step(rows: int, drafted: int = 0, steps: int = 1) -> Plan:
     for i in range(rows):
         count, draft = (1 + drafted, (1,) * drafted) if i == 0 else (1, ())
         count *= steps
-        entries.append(PlanEntry(sequence([1, 2]), 1, count, count, True, False, 0, draft))
+        entries.append(
+            PlanEntry(
+                sequence([1, 2]),
+                1,
+                count,
+                count,
+                True,
+                False,
+                0,
+                (1, *draft) if draft else (),
+                bool(draft),
+            )
+        )
     return Plan(phase="prefill" if drafted else "decode", entries=tuple(entries))
 
 

@@ -145,6 +145,7 @@ def test_prefill():
         "query_start_loc",
         "context_lens",
         "block_tables",
+        "device_rows",
         "logits_indices",
         "sample",
     }

@@ -117,3 +117,11 @@ def test_quickstart_notebook() -> None:
     assert (
         names["arrays"]["completion_ids"].shape == (3, 16) and names["stats"]["decode_tokens"] > 0
     )
+
+
+def test_structured(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    example("structured").main()
+    kinds = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [kind for kind, _ in kinds] == ["json_schema", "choice", "regex", "grammar"]
+    assert all(reason == "stop" for kind, reason in kinds if kind in ("choice", "regex"))

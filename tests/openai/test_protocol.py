@@ -47,8 +47,8 @@ def test_a_refusal_names_the_field_and_its_value() -> None:
         "unknown_field",
         "unknown field 'lable'",
     )
-    assert refused(CompletionRequest, prompt="a", guided_json={})[:2] == (
-        "guided_json",
+    assert refused(CompletionRequest, prompt="a", documents=[{}])[:2] == (
+        "documents",
         "unsupported_field",
     )
 

@@ -182,6 +182,7 @@ class TestForms:
             "logit_bias": {"3": 1},
             "skip_special_tokens": False,
             "include_stop_str_in_output": True,
+            "structured": {"regex": "a"},
         }
         fields = {f.name for f in dataclasses.fields(SamplingParams)} - {"n"}
         assert set(values) == fields
@@ -237,14 +238,15 @@ class TestRefusals:
             ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
             ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
             ({"cache_salt": 3}, "cache_salt", "invalid_value"),
-            ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+            ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
             ({"stream": True}, "stream", "unsupported_field"),
             ({"echo": True}, "echo", "unsupported_field"),
             ({"best_of": 3}, "best_of", "unsupported_field"),
             ({"suffix": "x"}, "suffix", "unsupported_field"),
             ({"n": True}, "n", "invalid_value"),
             ({"functions": [{}]}, "functions", "unsupported_field"),
-            ({"guided_json": {}}, "guided_json", "unsupported_field"),
+            ({"guided_json": 3}, "guided_json", "invalid_value"),
+            ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "unsupported_field"),
             ({"chat_template": "{{x}}"}, "chat_template", "unsupported_field"),
             ({"temprature": 1}, "temprature", "unknown_field"),
             ({"temperature": True}, "temperature", "invalid_value"),
@@ -570,7 +572,7 @@ class TestVllmFields:
         request = parse(openai(lable=1) | {"note": 2}, settings=settings)
         assert sorted(request.ignored) == ["lable", "note"]
         with pytest.raises(BodyError):  # known, and would change the answer
-            parse(openai(guided_json={}), settings=settings)
+            parse(openai(documents=[{}]), settings=settings)
 
 
 @given(

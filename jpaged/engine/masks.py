@@ -1,0 +1,130 @@
+"""Masks: what each row of a step may draw, made on the host while the model runs.
+
+A step with rows of a given form is dispatched in two parts: the model, and once all that came
+before it is committed, the draw under the masks that follow from it.
+"""
+
+import itertools
+from collections.abc import Sequence as List
+from typing import Any, Protocol
+
+import numpy as np
+
+from jpaged.engine.plan import Plan, PlanEntry
+from jpaged.engine.queues import Queues
+from jpaged.engine.sequence import Sequence, Status
+from jpaged.errors import RequestError
+
+ALL = np.int32(-1)  # the bits of 32 tokens that may be drawn
+
+
+class Constraint(Protocol):
+    """Where a completion stands in its form: jpaged.structured.grammars.Matcher."""
+
+    grammars: Any
+
+    def push(self, token: int) -> None: ...
+
+    def rewind(self, token_ids: List[int]) -> None: ...
+
+    def copy(self) -> Any: ...
+
+    def forced(self) -> List[int]: ...
+
+    def advance(self, token_ids: List[int]) -> None: ...
+
+    def go_back(self, count: int) -> None: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
+    """int32 [plans * rows, words]: a bit a token for each row that draws, `rows` of each plan. A
+    sequence that cannot go on ends here, and its row is masked by nothing.
+
+    All that was dispatched before the plans is committed.
+    """
+    drawing: list[tuple[int, PlanEntry, Queues]] = []  # with the last row of each
+    for at, (plan, queues) in enumerate(work):
+        row = at * rows - 1
+        for entry in plan.entries:
+            row += entry.num_draws
+            if entry.num_draws and entry.seq.structured is not None:
+                drawing.append((row, entry, queues))
+    grammars = drawing[0][1].seq.structured.grammars
+    masks_SW = np.full((len(work) * rows, grammars.words), ALL, np.int32)
+    live = [each for each in drawing if each[1].seq.status is not Status.FINISHED]
+    for row, entry, _ in live:
+        for before, token in enumerate(reversed(entry.run[1:]), 1):
+            masks_SW[row - before] = 0
+            masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
+        entry.seq.structured.advance(entry.run[1:])
+    grammars.fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
+    for row, entry, queues in live:
+        seq, mask_W, extra = entry.seq, masks_SW[row], max(len(entry.run) - 1, 0)
+        if (error := _error(seq, mask_W)) is not None:
+            mask_W[:] = ALL
+            queues.finish(seq, "error", error=error)
+        else:
+            _keep_open(seq, mask_W, seq.num_generated + extra)
+            seq.ahead = len(seq) + extra, _certain(seq, mask_W)
+            seq.structured.go_back(extra)
+    return masks_SW
+
+
+def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:
+    """The tokens that must come from here on, none where there is a choice, or one that may end the
+    text.
+    """
+    if seq.sampling_params.has_penalties:  # its counts have each token once it is drawn
+        return []
+    tokens = seq.structured.forced()
+    ends = seq.structured.grammars.eos_ids | seq.stop_ids
+    tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
+    return tokens if len(tokens) > 1 and np.bitwise_count(mask_W).sum() == 1 else []
+
+
+def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
+    """int32 [tokens, words]: for each packed token of a plan what may come after it, a bit a token;
+    None where none of it is scored under a form.
+    """
+    masks_TW, first = None, 0
+    for entry in plan.entries:
+        seq = entry.seq
+        if seq.scores_form:
+            grammars = seq.structured.grammars
+            if masks_TW is None:
+                masks_TW = np.full((tokens, grammars.words), ALL, np.int32)
+            # The token at position p is scored after the one at p - 1.
+            begin, end = max(seq.structured.begins, entry.start + 1), min(entry.end + 1, len(seq))
+            if begin < end:
+                before = seq.token_ids[seq.structured.begins : begin]
+                rows_TW = masks_TW[first + begin - 1 - entry.start :][: end - begin]
+                seq.structured.fill_run(before, seq.token_ids[begin:end], rows_TW)
+        first += entry.num_tokens
+    return masks_TW
+
+
+def _error(seq: Sequence, mask_W: np.ndarray) -> RequestError | None:
+    said = seq.structured.error
+    if said is None and not mask_W.any():
+        said = "no token of the vocabulary goes on from here"
+    if said is None:
+        return None
+    return RequestError(f"structured: after {seq.num_generated} tokens: {said}")
+
+
+def _keep_open(seq: Sequence, mask_W: np.ndarray, num_generated: int) -> None:
+    """Forbid what would end the text where it is not to end yet, as far as that leaves anything:
+    a text that is complete and can only end does so, whatever min_tokens and ignore_eos say.
+    """
+    asked = seq.sampling_params
+    closed = num_generated < asked.min_tokens
+    if not closed and not asked.ignore_eos:
+        return
+    kept_W, bits_W = mask_W.copy(), mask_W.view(np.uint32)
+    for token in seq.structured.grammars.eos_ids | (seq.stop_ids if closed else frozenset()):
+        bits_W[token >> 5] &= ~np.uint32(1 << (token & 31))
+    if not mask_W.any():
+        mask_W[:] = kept_W

@@ -1,0 +1,173 @@
+"""Grammars: forms compiled for one tokenizer; Matcher: where one completion stands in its form.
+
+The parsing is llguidance's, which the extra `structured` brings.
+"""
+
+import dataclasses
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from jpaged.checks import check_whole
+from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError, RequestError
+from jpaged.structured import spec
+
+# Of one request; what is above them is its error, before it is its neighbours' time and memory.
+LIMITS = {
+    "max_items_in_row": 2000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+KEPT = 32  # compiled forms
+
+
+class Grammars:
+    """The forms that requests of one model ask for, compiled; the latest ones are kept.
+
+    tokenizer: of transformers, fast. vocab_size: V, as wide as the logits. eos_ids: end a text
+    where it is complete. Raises ConfigError where llguidance is missing, RequestError where the
+    tokenizer is none that it can read.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]):
+        try:
+            import llguidance.hf  # pyright: ignore[reportMissingImports]
+        except ImportError as e:
+            raise ConfigError("structured output needs `pip install 'jpaged[structured]'`") from e
+        if not eos_ids:
+            raise RequestError("structured output needs a tokenizer or a config that names an EOS")
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(
+                tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)
+            )
+        except (ValueError, TypeError) as e:
+            kind = type(tokenizer).__name__
+            raise RequestError(f"structured output with a tokenizer of type {kind}: {e}") from e
+        self._lib = llguidance
+        self._limits = llguidance.LLParserLimits(**LIMITS)  # pyright: ignore[reportArgumentType]
+        self._threads = llguidance.LLExecutor(os.cpu_count() or 1)
+        self._kept: OrderedDict[str, Any] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+        self.words = -(-vocab_size // 32)
+        self.eos_ids = eos_ids
+
+    def matcher(self, structured: Mapping[str, Any]) -> "Matcher":
+        """At the beginning of a form. RequestError, with llguidance's words, where it is none."""
+        text = spec.grammar_of(structured)
+        with self._lock:
+            fresh = self._kept.pop(text, None)
+        if fresh is None:
+            fresh = self._lib.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            if fresh.is_error():
+                raise spec.error(spec.kind_of(structured), fresh.get_error())
+        with self._lock:  # requests are made in several threads
+            self._kept[text] = fresh
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return Matcher(self, fresh, fresh.deep_copy())
+
+    def fill(self, matchers: Sequence[tuple["Matcher", int]], masks_SW: np.ndarray) -> None:
+        """Set the rows of these matchers to what may come next: a bit a token, in threads."""
+        pairs = [(matcher.state, row) for matcher, row in matchers]
+        at, size = masks_SW.ctypes.data, masks_SW.shape[1] * masks_SW.itemsize
+        if pairs:
+            self._threads.unsafe_compute_mask_ptr(pairs, at, size, masks_SW.shape[0])
+
+
+def check_served(config: EngineConfig) -> None:
+    """RequestError where an engine has no step that draws under masks. config: resolved."""
+    if config.strict and not config.structured_output:
+        said = "strict=True compiled no draws under masks: pass structured_output=True as well"
+        raise RequestError(f"structured: {said}")
+
+
+def form_begins(structured: Any, prompt_lens: Any, count: int, config: EngineConfig) -> list[int]:
+    """Where the form of each of so many texts begins that are scored; checked."""
+    if (structured is None) != (prompt_lens is None):
+        raise RequestError("structured and prompt_lens: pass both, or neither")
+    if structured is None:
+        return [0] * count
+    spec.check(structured)
+    if config.strict:
+        raise RequestError("structured: strict=True has no steps that score under masks")
+    if not isinstance(prompt_lens, Sequence) or len(prompt_lens) != count:
+        raise RequestError(
+            f"prompt_lens={prompt_lens!r}: must be a list of {count}, one a sequence"
+        )
+    for length in prompt_lens:
+        check_whole("prompt_lens", length, 1)
+    return [int(length) for length in prompt_lens]
+
+
+@dataclasses.dataclass(eq=False)
+class Matcher:
+    """A completion in its form. It is state: whoever restarts, forks or snapshots a sequence
+    rewinds or copies it.
+
+    fresh: llguidance's, before the first token; never changed. begins: of a text that is scored,
+    the position at which its form begins.
+    """
+
+    grammars: Grammars
+    fresh: Any
+    state: Any
+    begins: int = 0
+
+    def copy(self) -> Self:
+        return dataclasses.replace(self, state=self.state.deep_copy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def push(self, token: int) -> None:
+        """Go on by a token; one that may not come is an `error`."""
+        self.state.consume_token(token)
+
+    def rewind(self, token_ids: Sequence[int]) -> None:
+        """To where these tokens lead from the beginning."""
+        self.state = self.fresh.deep_copy()
+        self.state.consume_tokens(list(token_ids))
+
+    def forced(self) -> list[int]:
+        """The tokens that must come from here on, none where there is a choice."""
+        return self.state.compute_ff_tokens()
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens that are certain, and not yet drawn."""
+        if token_ids:
+            self.state.consume_tokens(list(token_ids))
+
+    def go_back(self, count: int) -> None:
+        """By so many tokens."""
+        if count:
+            self.state.rollback(count)
+
+    def scoring(self, index: int, token_ids: Sequence[int], begins: int) -> Self:
+        """Of a text whose form begins at a position; RequestError where it is not of that form.
+        index: of the text, for the message.
+        """
+        valid = begins + self.state.validate_tokens(list(token_ids[begins:]))
+        if valid < len(token_ids):
+            said = f"sequence {index}: token {token_ids[valid]} at position {valid} is not of it"
+            raise RequestError(f"structured: {said}")
+        return dataclasses.replace(self, begins=begins)
+
+    def fill_run(self, before: Sequence[int], run: Sequence[int], masks_TW: np.ndarray) -> None:
+        """What might have come in the place of each token of a run, after those before it."""
+        state = self.fresh.deep_copy()
+        state.consume_tokens(list(before))
+        size = masks_TW.shape[1] * masks_TW.itemsize
+        for token, mask_W in zip(run, masks_TW, strict=True):
+            state.unsafe_compute_mask_ptr(mask_W.ctypes.data, size)
+            state.consume_token(token)
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on: a limit that was met, most of all."""
+        return self.state.get_error() if self.state.is_error() else None

@@ -1,0 +1,226 @@
+"""Answers of a given form: whether they are, and what the masks cost.
+
+    python scripts/bench_structured.py --documents 1000        # the embedded model, each validated
+    python scripts/bench_structured.py --cost --random 60m     # rows in turn free and under masks
+    python scripts/bench_structured.py --cost --random 60m --vocabulary 151936
+
+The first draws documents of several schemas at temperature 1 and has jsonschema judge each that
+ended by itself. The second times decode steps of rows without a form, and of rows in a long string
+of one, in turn; its last columns are the masks' own time, while the device works.
+"""
+
+import collections
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import _common as common
+import numpy as np
+
+import jpaged
+from jpaged.demo import MODEL_PATH
+from jpaged.models.params import random_params
+
+TEXT = {"type": "string", "maxLength": 12}
+SCHEMAS: dict[str, Any] = {
+    "record": {
+        "type": "object",
+        "properties": {
+            "name": TEXT,
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+            "score": {"type": "number", "minimum": 0, "maximum": 1},
+            "tags": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3},
+        },
+        "required": ["name", "age", "score", "tags"],
+        "additionalProperties": False,
+    },
+    "call": {
+        "type": "object",
+        "properties": {
+            "function": {"enum": ["get_weather", "search_documents", "send_message"]},
+            "arguments": {
+                "type": "object",
+                "properties": {
+                    "location": TEXT,
+                    "unit": {"enum": ["celsius", "fahrenheit"]},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                },
+                "required": ["location", "unit", "days"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["function", "arguments"],
+        "additionalProperties": False,
+    },
+    "tree": {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": ["integer", "null", "boolean"]},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                },
+                "required": ["value", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
+    "options": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
+            "date": {"type": "string", "format": "date"},
+            "size": {"enum": ["s", "m", "l", 4, None]},
+            "pair": {
+                "type": "array",
+                "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
+                "items": False,
+                "minItems": 2,
+            },
+        },
+        "required": ["id"],
+        "additionalProperties": False,
+    },
+}
+LONG = {"regex": "[a-z ]{1000}"}  # of which nothing is certain
+
+
+def documents(count: int, rows: int, max_tokens: int, dtype: str | None) -> int:
+    """Print how many documents ended and are valid; the number of those that are not."""
+    import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+
+    settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": rows, "max_model_len": 512}
+    llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * rows, **settings)
+    names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(count)]
+    compact = [{"disable_any_whitespace": i % 3 != 0} for i in range(count)]
+    asked = [
+        jpaged.SamplingParams(
+            max_tokens=max_tokens, seed=i, structured={"json_schema": SCHEMAS[name]} | how
+        )
+        for i, (name, how) in enumerate(zip(names, compact, strict=True))
+    ]
+    began = time.perf_counter()
+    outs = llm.generate([f"{name} {i} = " for i, name in enumerate(names)], asked, use_tqdm=False)
+    seconds, found = time.perf_counter() - began, collections.Counter[tuple[str, str]]()
+    for name, out in zip(names, outs, strict=True):
+        answer = out.outputs[0]
+        kind = "cut off"
+        if answer.finish_reason == "stop":
+            try:
+                jsonschema.validate(json.loads(answer.text or ""), SCHEMAS[name])
+                kind = "valid"
+            except (ValueError, jsonschema.ValidationError) as e:
+                kind = "INVALID"
+                print(f"{name}: {answer.text!r}: {e}")
+        found[name, kind] += 1
+    for name in SCHEMAS:
+        kinds = {kind: found[name, kind] for kind in ("valid", "cut off", "INVALID")}
+        print(f"{name:8} " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
+    stats, tokens = llm.stats(), sum(len(out.outputs[0].token_ids) for out in outs)
+    print(
+        f"{count} documents, {tokens} tokens in {stats['dispatches']} dispatches and "
+        f"{seconds:.1f} s, compiles included"
+    )
+    return sum(n for (_, kind), n in found.items() if kind == "INVALID")
+
+
+def prefix_tokenizer(size: int) -> Any:
+    """A byte-level tokenizer of so many tokens: beginnings of the words in Python's own library."""
+    import os
+    import re
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from jpaged.models.hf_defaults import import_transformers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens, merges = dict.fromkeys(alphabet), []
+    for file in sorted(Path(os.__file__).parent.rglob("*.py")):
+        for word in re.findall(r"[ _.(]?[A-Za-z0-9]{2,14}", file.read_text(errors="ignore")):
+            word = word.replace(" ", "\u0120")
+            for end in range(2, len(word) + 1):
+                if len(tokens) < size - 1 and word[:end] not in tokens:
+                    tokens[word[:end]] = None
+                    merges.append((word[: end - 1], word[end - 1]))
+        if len(tokens) >= size - 1:
+            break
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    fast: Any = import_transformers().PreTrainedTokenizerFast
+    return fast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def cost(args: Any) -> None:
+    """Print the milliseconds of a step, free and under masks, and their ratio."""
+    model = common.model_config(args)
+    if args.vocabulary is not None:
+        model = dataclasses.replace(model, vocab_size=args.vocabulary)
+    tokenizer = prefix_tokenizer(model.vocab_size)
+    params = random_params(model, dtype=args.dtype or "bfloat16")
+    llm = jpaged.LLM(
+        params,
+        tokenizer=tokenizer,
+        max_model_len=256,
+        max_num_seqs=args.rows,
+        num_blocks=args.rows * 8,
+        enable_prefix_caching=False,
+    )
+    how: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
+    nested = {"json_schema": SCHEMAS["record"]}
+    kinds: dict[str, Any] = {"free": None, "long string": LONG, "records": nested}
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(300, 900, 16).tolist() for _ in range(args.rows)]
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    for turn in range(args.rounds + 1):
+        for kind, form in kinds.items():
+            asked = [
+                jpaged.SamplingParams(seed=i, structured=form, **how) for i in range(args.rows)
+            ]
+            before, began = llm.stats(), time.perf_counter()
+            outs = llm.generate(prompts, asked, use_tqdm=False)
+            seconds, after = time.perf_counter() - began, llm.stats()
+            drawn = sum(len(out.outputs[0].token_ids) for out in outs)
+            masks = after["mask_time_s"] - before["mask_time_s"]
+            if turn:
+                times[kind].append((1e3 * seconds / drawn, 1e3 * masks / drawn))
+    free = statistics.median(t for t, _ in times["free"])
+    print(f"{common.model_name(args)}, vocabulary {model.vocab_size}, {args.rows} rows")
+    for kind, found in times.items():
+        each, masks = (statistics.median(values) for values in zip(*found, strict=True))
+        print(
+            f"{kind:12} {each * args.rows:8.2f} ms for a token of each row, {each / free:5.2f} of "
+            f"free rows' time; masks {masks * args.rows:6.2f} ms"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.make_parser("bench_structured", __doc__)
+    common.add_model_flags(parser)
+    add = parser.add_argument
+    add("--documents", type=int, help="so many documents of the embedded model, validated")
+    add("--cost", action="store_true", help="time rows under masks beside free ones")
+    add("--vocabulary", type=int, help="tokens of the random model, in place of its own number")
+    add("--rows", type=int, default=32)
+    add("--tokens", type=int, default=48, help="of each row and round of --cost")
+    add("--max-tokens", type=int, default=160, help="of a document")
+    add("--rounds", type=int, default=5)
+    add("--dtype", help="float32 or bfloat16")
+    args = parser.parse_args(argv)
+    if (args.documents is None) != args.cost:
+        parser.error("give --documents or --cost, one of the two")
+    common.check_positive(parser, args, "documents", "rows", "tokens", "rounds", "vocabulary")
+    if args.documents is not None:
+        return int(documents(args.documents, args.rows, args.max_tokens, args.dtype) > 0)
+    common.check_model_flags(parser, args)
+    cost(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
