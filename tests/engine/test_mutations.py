@@ -315,8 +315,8 @@ def swapped_windows_misaligned(patch: pytest.MonkeyPatch) -> None:
 def follows_ignored(patch: pytest.MonkeyPatch) -> None:
     """A row that has stopped on the device draws in a mixed step."""
 
-    def mutated(view: packing.Views, drawing: list[PlanEntry], config: EngineConfig) -> None:
-        pack_rows(view, drawing, config)
+    def mutated(view: packing.Views, draws: list[Any], config: EngineConfig) -> None:
+        pack_rows(view, draws, config)
         if "follows" in view:
             view["follows"][:] = 0
 
