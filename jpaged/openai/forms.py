@@ -5,6 +5,7 @@ structured_outputs and its older guided_* fields. All come to SamplingParams.str
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], FailFast(), Field(min_length=1)]
@@ -92,12 +93,21 @@ class StructuredOutputs(Strict):
 class FormFields(BaseModel):
     """Of these a body has one at most."""
 
+    structured: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        names = [*self.forms, *(["structured"] if self.structured else [])]
+        if len(names) > 1:
+            told = {"param": names[0], "message": f"{' and '.join(names)} exclude each other"}
+            raise PydanticCustomError("invalid_value", "{message}", told)
+        return self
 
     @property
     def forms(self) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ A bool is not an integer, NaN is not a number, null is "not given". A field is k
 refused: none is ignored that could change an answer.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, LiteralString, NoReturn, Self
@@ -107,7 +108,7 @@ class BodyError(RequestError):
         self.param, self.code = param, code
 
 
-def _refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
+def refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
     """Raise a validator's error of a body as a whole, blamed on a field."""
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
 
@@ -233,7 +234,12 @@ def unknown_fields(names: list[str], where: str = "") -> BodyError:
 
 
 class SamplingFields(Body):
-    """Fields of SamplingParams that every form of request has; their ranges are its to judge."""
+    """Fields of SamplingParams that every form of request has; their ranges are its to judge.
+
+    longest: max_tokens where nobody says.
+    """
+
+    longest: ClassVar[int | None] = None
 
     n: Integer | None = None
     temperature: Number | None = None
@@ -259,6 +265,11 @@ class SamplingFields(Body):
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are given."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
+
+    def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """What the request asks for. Its own fields win over `more`, which win over defaults."""
+        given = {"max_tokens": self.longest, **more, **self.sampling()}
+        return dataclasses.replace(defaults, **given)
 
 
 SAMPLING = tuple(SamplingFields.model_fields)
@@ -292,23 +303,18 @@ class GenerationRequest(SamplingFields, FormFields):
     def _refuse_what_is_not_built(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in NOT_BUILT.keys() & data.keys():
+        own = cls.model_fields.keys()
+        for name in NOT_BUILT.keys() & data.keys() - own:
             value, allowed = data[name], NOT_BUILT[name]
             if value is None or any(type(value) is type(v) and value == v for v in allowed):
                 continue
             only = " or ".join(json.dumps(v) for v in allowed) or "null"
-            _refuse(f"{name}={short(value)} is not supported (only {only})", name)
-        return {k: v for k, v in data.items() if k not in HARMLESS and k not in NOT_BUILT}
+            refuse(f"{name}={short(value)} is not supported (only {only})", name)
+        left_out = (HARMLESS | NOT_BUILT.keys()) - own
+        return {k: v for k, v in data.items() if k not in left_out}
 
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
-
-    @model_validator(mode="after")
-    def _has_one_form(self) -> Self:
-        names = [*self.forms, *(["structured"] if self.structured else [])]
-        if len(names) > 1:
-            _refuse(f"{' and '.join(names)} exclude each other", names[0], "invalid_value")
-        return self
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:
@@ -316,10 +322,10 @@ class GenerationRequest(SamplingFields, FormFields):
         if choice not in (None, "none", "auto") or (tools and choice != "none"):
             name = "tools" if tools and choice in (None, "auto") else "tool_choice"
             said = f"{name}={short(getattr(self, name))} is not supported"
-            _refuse(f'{said} (tools only with tool_choice "none")', name)
+            refuse(f'{said} (tools only with tool_choice "none")', name)
         for name in ("reasoning_effort", "tools"):
             if getattr(self, name) and not self.is_chat:
-                _refuse(f"{name} needs messages", name)
+                refuse(f"{name} needs messages", name)
         return self
 
     def given_prompt(self, llm: Any) -> str | list[int]:
@@ -330,7 +336,10 @@ class GenerationRequest(SamplingFields, FormFields):
         """The prompt that LLM.add_request takes: rendered, cut and salted as the body asks. Raises
         RequestError.
         """
-        prompt: Any = self.given_prompt(llm)
+        return self.fitted(self.given_prompt(llm), llm, params)
+
+    def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
+        """A prompt, cut and salted as the body asks."""
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)
@@ -344,6 +353,8 @@ class GenerationRequest(SamplingFields, FormFields):
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
+
+    longest: ClassVar[int | None] = 16  # OpenAI's own
 
     prompt: Prompt
     logprobs: Integer | None = None
@@ -401,7 +412,7 @@ class ChosenLogprobs(GenerationRequest):
     def _alternatives_need_logprobs(self) -> Self:
         if self.top_logprobs and self.logprobs is not True:
             said = f"top_logprobs={self.top_logprobs} needs logprobs=true"
-            _refuse(said, "top_logprobs", "invalid_value")
+            refuse(said, "top_logprobs", "invalid_value")
         return self
 
     def sampling(self) -> dict[str, Any]:
@@ -426,7 +437,7 @@ class Conversation(ChosenLogprobs):
     def _continues_or_opens(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             said = "continue_final_message and add_generation_prompt exclude each other"
-            _refuse(said, None, "invalid_value")
+            refuse(said, None, "invalid_value")
         return self
 
     @property
