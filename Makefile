@@ -1,5 +1,5 @@
 # make demo: generate with the embedded model. make test: lint, types and the quick tests. Both make .venv first.
-# make test-clients: tests/clients in .venv-clients, which has google-tunix and lm-eval.
+# make test-clients: tests/clients in .venv-clients, which has google-tunix, lm-eval and openai.
 # Another Python: make demo PYTHON=/path/to/python3.12
 
 VENV := .venv
@@ -52,7 +52,7 @@ $(CLIENTS)/stamp: pyproject.toml constraints-clients.txt
 	    echo "making $(CLIENTS) with $$python (a few minutes, 2.5 GB)"; \
 	    "$$python" -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --no-input -c constraints-clients.txt \
-	    -e '.[clients,ray,metrics]' pytest hypothesis psutil
+	    -e '.[clients,ray,metrics,server]' pytest hypothesis psutil
 	@touch $@
 
 test-clients: $(CLIENTS)/stamp

@@ -1,4 +1,4 @@
-"""Every field of EngineConfig as a flag of a command line."""
+"""Every field of EngineConfig, or of other settings, as a flag of a command line."""
 
 import argparse
 import dataclasses
@@ -9,15 +9,20 @@ from jpaged.config import EngineConfig, Speculative
 
 
 def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
-    """A flag for each field, or for those of the names, to a parser or a group of one. A field
-    whose flag is left out is no attribute of the result.
+    """A flag for each field, or for those of the names, to a parser or a group of one."""
+    add_flags(parser, EngineConfig, *names, **defaults)
+
+
+def add_flags(parser: Any, settings: type, *names: str, **defaults: Any) -> None:
+    """A flag for each field of a dataclass of settings that has a help, or for those of the names.
+    A field whose flag is left out is no attribute of the result.
 
     `enable_x` is --x and --no-x; "none" is None where a field may be None. defaults: by field,
     values of a program's own.
     """
-    hints = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
-        if names and field.name not in names:
+    hints = typing.get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        if (names and field.name not in names) or "help" not in field.metadata:
             continue
         default = defaults.get(field.name, field.default)
         told = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
@@ -32,7 +37,12 @@ def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of EngineConfig that flags have set."""
-    names = (field.name for field in dataclasses.fields(EngineConfig))
+    return given_settings(args, EngineConfig)
+
+
+def given_settings(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """The fields of a dataclass of settings that flags have set."""
+    names = (field.name for field in dataclasses.fields(settings))
     return {name: getattr(args, name) for name in names if name in args}
 
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jpaged.errors import ConfigError, RequestError
-from jpaged.integrations.batch.lines import MAX_TOKENS
+from jpaged.integrations.batch.lines import BarePrompt
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
-from jpaged.openai.protocol import SAMPLING, SamplingFields
+from jpaged.openai.protocol import SAMPLING, Conversation, SamplingFields
 from jpaged.request.chat import Chat
 from jpaged.request.outputs import Logprob, RequestOutput
 from jpaged.request.sampling_params import SamplingParams
@@ -107,7 +107,7 @@ class JPagedPredictor:
                 )
             self._params = dataclasses.replace(self._llm.default_sampling_params(), **given)
             if "max_tokens" not in given:
-                self._longest = {True: MAX_TOKENS["chat"], False: MAX_TOKENS["bare"]}
+                self._longest = {True: Conversation.longest, False: BarePrompt.longest}
         self._params.validate(self._llm.engine_config, self._llm.model_config.vocab_size)
         # finished, not yet taken by the batch they belong to.
         self._done: dict[str, RequestOutput] = {}

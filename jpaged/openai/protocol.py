@@ -4,6 +4,7 @@ A bool is not an integer, NaN is not a number, null is "not given". A field is k
 refused: none is ignored that could change an answer.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, LiteralString, NoReturn, Self
@@ -112,7 +113,7 @@ class BodyError(RequestError):
         self.param, self.code = param, code
 
 
-def _refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
+def refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
     """Raise a validator's error of a body as a whole, blamed on a field."""
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
 
@@ -238,7 +239,12 @@ def unknown_fields(names: list[str], where: str = "") -> BodyError:
 
 
 class SamplingFields(Body):
-    """Fields of SamplingParams that every form of request has; their ranges are its to judge."""
+    """Fields of SamplingParams that every form of request has; their ranges are its to judge.
+
+    longest: max_tokens where nobody says.
+    """
+
+    longest: ClassVar[int | None] = None
 
     n: Integer | None = None
     temperature: Number | None = None
@@ -263,6 +269,11 @@ class SamplingFields(Body):
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are given."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
+
+    def params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
+        """What the request asks for. Its own fields win over `more`, which win over defaults."""
+        given = {"max_tokens": self.longest, **more, **self.sampling()}
+        return dataclasses.replace(defaults, **given)
 
 
 SAMPLING = tuple(SamplingFields.model_fields)
@@ -296,13 +307,15 @@ class GenerationRequest(SamplingFields):
     def _refuse_what_is_not_built(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in NOT_BUILT.keys() & data.keys():
+        own = cls.model_fields.keys()
+        for name in NOT_BUILT.keys() & data.keys() - own:
             value, allowed = data[name], NOT_BUILT[name]
             if value is None or any(type(value) is type(v) and value == v for v in allowed):
                 continue
             only = " or ".join(json.dumps(v) for v in allowed) or "null"
-            _refuse(f"{name}={short(value)} is not supported (only {only})", name)
-        return {k: v for k, v in data.items() if k not in HARMLESS and k not in NOT_BUILT}
+            refuse(f"{name}={short(value)} is not supported (only {only})", name)
+        left_out = (HARMLESS | NOT_BUILT.keys()) - own
+        return {k: v for k, v in data.items() if k not in left_out}
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:
@@ -310,10 +323,10 @@ class GenerationRequest(SamplingFields):
         if choice not in (None, "none", "auto") or (tools and choice != "none"):
             name = "tools" if tools and choice in (None, "auto") else "tool_choice"
             said = f"{name}={short(getattr(self, name))} is not supported"
-            _refuse(f'{said} (tools only with tool_choice "none")', name)
+            refuse(f'{said} (tools only with tool_choice "none")', name)
         for name in ("reasoning_effort", "tools"):
             if getattr(self, name) and not self.is_chat:
-                _refuse(f"{name} needs messages", name)
+                refuse(f"{name} needs messages", name)
         return self
 
     def given_prompt(self, llm: Any) -> str | list[int]:
@@ -324,7 +337,10 @@ class GenerationRequest(SamplingFields):
         """The prompt that LLM.add_request takes: rendered, cut and salted as the body asks. Raises
         RequestError.
         """
-        prompt: Any = self.given_prompt(llm)
+        return self.fitted(self.given_prompt(llm), llm, params)
+
+    def fitted(self, prompt: Any, llm: Any, params: SamplingParams) -> Any:
+        """A prompt, cut and salted as the body asks."""
         if self.truncate_prompt_tokens is not None:
             ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             room = llm.engine_config.max_model_len - (params.max_tokens or 1)
@@ -338,6 +354,8 @@ class GenerationRequest(SamplingFields):
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
+
+    longest: ClassVar[int | None] = 16  # OpenAI's own
 
     prompt: Prompt
     logprobs: Integer | None = None
@@ -395,7 +413,7 @@ class ChosenLogprobs(GenerationRequest):
     def _alternatives_need_logprobs(self) -> Self:
         if self.top_logprobs and self.logprobs is not True:
             said = f"top_logprobs={self.top_logprobs} needs logprobs=true"
-            _refuse(said, "top_logprobs", "invalid_value")
+            refuse(said, "top_logprobs", "invalid_value")
         return self
 
     def sampling(self) -> dict[str, Any]:
@@ -420,7 +438,7 @@ class Conversation(ChosenLogprobs):
     def _continues_or_opens(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             said = "continue_final_message and add_generation_prompt exclude each other"
-            _refuse(said, None, "invalid_value")
+            refuse(said, None, "invalid_value")
         return self
 
     @property

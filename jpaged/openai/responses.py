@@ -37,8 +37,8 @@ class CompletionLogprobs(TypedDict):
     """Parallel lists; offsets are in the characters of the tokens before."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None for the first token of a prompt that is echoed
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -46,6 +46,8 @@ class ChatMessage(TypedDict):
     role: str
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
 
 
 class Ending(TypedDict):
@@ -190,7 +192,7 @@ def chat_completion(
 def completion(output: RequestOutput, form: AnswerForm, *, name: str, model: str) -> Completion:
     choices: list[CompletionChoice] = []
     for index, done in enumerate(output.outputs):
-        logprobs = None if form.top is None else _parallel_logprobs(done, form)
+        logprobs = None if form.top is None else parallel_logprobs(done, form)
         choices.append(
             {"index": index, **ending(done, form), "text": done.text, "logprobs": logprobs}
         )
@@ -278,10 +280,13 @@ def _ranked(entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(entries.items(), key=lambda item: -item[1].logprob)
 
 
-def _parallel_logprobs(done: CompletionOutput, form: AnswerForm) -> CompletionLogprobs:
+def parallel_logprobs(
+    done: CompletionOutput, form: AnswerForm, start: int = 0
+) -> CompletionLogprobs:
+    """The form of /v1/completions. start: offset of the first token."""
     entries_of = done.logprobs or []
     tokens = [form.token(t, e.get(t)) for t, e in zip(done.token_ids, entries_of, strict=True)]
-    offsets = [0]
+    offsets = [start]
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
     return {

@@ -16,6 +16,8 @@ import pytest
 MODULES = {
     "test_tunix.py": ("tunix.rl.grpo.grpo_learner", "tunix.models.qwen3.model", "qwix"),
     "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
+    "test_openai.py": ("openai", "starlette", "uvicorn"),
+    "test_local_completions.py": ("lm_eval.models.api_models", "aiohttp", "starlette", "uvicorn"),
 }
 collect_ignore = [
     file for file, (name, *_) in MODULES.items() if find_spec(name.partition(".")[0]) is None

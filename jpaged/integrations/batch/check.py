@@ -87,7 +87,7 @@ class Checker:
         return self._processor.default_sampling_params()
 
     def render_chat(
-        self, messages: Any, *, chat_template_kwargs: Any = None, **how: bool
+        self, messages: Any, *, chat_template_kwargs: Any = None, **how: Any
     ) -> list[int]:
         return self._processor.render(
             Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)

@@ -7,15 +7,16 @@ line is read the same way whoever feeds the engine.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jpaged.integrations.batch.source import LineError
 from jpaged.integrations.seeds import stable_seed
+from jpaged.openai.json_text import json_object
 from jpaged.openai.protocol import (
     URLS,
     BatchLine,
+    BodyError,
     ChosenLogprobs,
     Conversation,
     GenerationRequest,
@@ -27,14 +28,13 @@ from jpaged.openai.protocol import (
 from jpaged.openai.responses import AnswerForm
 from jpaged.request.sampling_params import SamplingParams
 
-# Tokens a line may generate when neither it nor the run says: OpenAI's own defaults, and enough for
-# a bare prompt.
-MAX_TOKENS: dict[str, int | None] = {"chat": None, "completion": 16, "bare": 256}
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
 
 
 class BarePrompt(ChosenLogprobs):
     """A bare object with a prompt; one with messages is a Conversation."""
+
+    longest: ClassVar[int | None] = 256
 
     prompt: Prompt | None = None
     prompt_token_ids: Tokens | None = None
@@ -77,7 +77,7 @@ class BatchRequest:
     adapter: str | None = None
 
     def parse(self, raw: bytes, settings: Settings) -> None:
-        """Read one line. Raises RequestError (LineError where it is no JSON object); what was
+        """Read one line. Raises RequestError (BodyError where it is no JSON object); what was
         understood until then stays in the record.
         """
         self.model = settings.model
@@ -90,10 +90,8 @@ class BatchRequest:
         if body.model is not None:
             self.model = body.model
             self.adapter = body.model if body.model in settings.adapters else None
-        longest = {"max_tokens": MAX_TOKENS["chat" if body.is_chat else self.form]}
-        sampling = {**longest, **settings.overrides, **body.sampling()}
-        sampling.setdefault("seed", self._seed(settings.seed))
-        self.params = dataclasses.replace(settings.defaults, **sampling)
+        more = {"seed": self._seed(settings.seed), **settings.overrides}
+        self.params = body.params(settings.defaults, **more)
 
     def prompt_for(self, llm: Any) -> Any:
         """The prompt that LLM.add_request takes. Raises RequestError."""
@@ -173,7 +171,7 @@ def identify(raw: bytes, number: int) -> str | int | None:
         return None
     try:
         return id_of(json_object(decode(raw, number)))
-    except LineError:
+    except BodyError:
         return None
 
 
@@ -184,23 +182,3 @@ def decode(raw: bytes, number: int) -> str:
     except UnicodeDecodeError as e:
         message = f"not UTF-8: {e.reason} at byte {e.start}"
         raise LineError(message, code="invalid_encoding") from None
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The object of a line. Raises LineError."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        line = json.loads(text, parse_constant=refuse)
-        if "\\u" in text:  # half of a surrogate pair: no tokenizer takes it
-            json.dumps(line, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        message = "a string holds a lone surrogate, which is no text"
-        raise LineError(message, code="invalid_encoding") from None
-    except (ValueError, RecursionError) as e:
-        raise LineError(f"not JSON: {e}", code="invalid_json") from None
-    if not isinstance(line, dict):
-        raise LineError(f"{short(line)} is not a JSON object", code="invalid_json")
-    return line

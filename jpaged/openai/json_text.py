@@ -1,0 +1,40 @@
+"""JSON as a request has it: one object, of finite numbers and of strings that are text."""
+
+import json
+from typing import Any
+
+from jpaged.openai.protocol import BodyError, short
+
+
+def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:
+    """The object that a text is. max_depth: of lists and objects within each other. Raises
+    BodyError.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        found = json.loads(text, parse_constant=refuse)
+        if "\\u" in text:  # half of a surrogate pair: no tokenizer takes it
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = "a string holds a lone surrogate, which is no text"
+        raise BodyError(message, code="invalid_encoding") from None
+    except (ValueError, RecursionError) as e:
+        raise BodyError(f"not JSON: {e}", code="invalid_json") from None
+    # Only what has so many brackets can be so deep.
+    if max_depth is not None and text.count("[") + text.count("{") > max_depth:
+        _check_depth([found], max_depth)
+    if not isinstance(found, dict):
+        raise BodyError(f"{short(found)} is not a JSON object", code="invalid_json")
+    return found
+
+
+def _check_depth(level: list[Any], most: int) -> None:
+    for _ in range(most + 1):
+        nested = [x.values() if isinstance(x, dict) else x for x in level]
+        level = [y for x in nested for y in x if isinstance(y, dict | list)]
+        if not level:
+            return
+    raise BodyError(f"nested more than {most} deep", code="invalid_json")

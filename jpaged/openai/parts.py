@@ -1,0 +1,472 @@
+"""Parts of a chat's answer: reasoning, content and calls of tools, read from its text as it comes.
+
+Each family of models writes them in its own way. What is no well-formed call stays content: nothing
+of a text is lost. Every character is looked at a bounded number of times.
+"""
+
+import dataclasses
+import json
+import re
+import secrets
+from typing import Any, Literal, NotRequired, TypedDict
+
+Style = Literal["hermes", "llama", "harmony", "none"]
+STYLES: tuple[Style, ...] = ("hermes", "llama", "harmony", "none")
+
+LONGEST_HEAD = 1024  # characters before the arguments of a call
+HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class Delta(TypedDict):
+    """A piece of a message, as a stream has it."""
+
+    reasoning_content: NotRequired[str]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+def style_of(chat_template: str) -> Style:
+    """How a model calls tools, by what its template says of it."""
+    if "<|channel|>" in chat_template:
+        return "harmony"
+    if "<tool_call>" in chat_template:
+        return "hermes"
+    if "python_tag" in chat_template or (
+        '"parameters"' in chat_template and "tools" in chat_template
+    ):
+        return "llama"
+    return "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a model writes the parts of an answer. style: of its calls. thinks: whether reasoning is
+    told apart.
+    """
+
+    style: Style
+    thinks: bool
+
+    @classmethod
+    def of(cls, tokenizer: Any, style: Style | None = None, *, thinks: bool = True) -> "Format":
+        """By the model's chat template, unless a style is given."""
+        template = getattr(tokenizer, "chat_template", None) or ""
+        text = template if isinstance(template, str) else json.dumps(template)
+        return cls(style=style or style_of(text), thinks=thinks and "</think>" in text)
+
+    def reader(self, prompt_end: str, *, tools: bool) -> "Reader":
+        """A reader of an answer. prompt_end: the text that the prompt ends with, which may have
+        opened the reasoning. tools: whether calls are looked for.
+        """
+        is_thinking = self.thinks and prompt_end.rstrip().endswith("<think>")
+        if self.style == "harmony":
+            return Harmony()
+        if self.style == "llama" and tools and not self.thinks:
+            return JsonCalls()
+        tools = tools and self.style == "hermes"
+        if not tools and not self.thinks:
+            return Plain()
+        return Tagged(thinks=self.thinks, is_thinking=is_thinking, tools=tools)
+
+
+class Scanner:
+    """Finds the end of a JSON object, a character at a time."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Where the object ends in what comes next; None where it goes on."""
+        for at, c in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = c == "\\"
+                self._in_string = c != '"'
+            elif c == '"':
+                self._in_string = True
+            elif c in "{[":
+                self._depth += 1
+            elif c in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+class Call:
+    """One call, written as {"name": ..., "arguments": {...}}; its arguments are passed on as they
+    come where the name is before them, and at the end of the call where it is not.
+    """
+
+    def __init__(self, index: int):
+        self.index = index
+        self.is_known = False  # whether anything of it was passed on
+        self.raw = ""  # what was not
+        self._arguments: Scanner | None = None
+        self._whole = Scanner()
+        self._scanned = 0  # characters of raw
+        self.rest: str | None = None  # what came after it, once it has ended; the call may be none
+
+    def push(self, text: str) -> list[Delta]:
+        self.raw += text
+        if self._arguments is None:
+            head = HEAD.match(self.raw) if len(self.raw) <= 2 * LONGEST_HEAD else None
+            if head is None:
+                return self._to_the_end()
+            self._arguments = Scanner()
+            # What the head leaves open is closed after the arguments.
+            self.raw = self.raw[head.end() :]
+            self.is_known = True
+            return [self._begun(json.loads(head[1], strict=False)), *self.push("")]
+        return self._pass_on()
+
+    def _pass_on(self) -> list[Delta]:
+        assert self._arguments is not None
+        if self._is_closing:
+            return self._close()
+        end = self._arguments.end(self.raw)
+        piece, self.raw = self.raw[:end], "" if end is None else self.raw[end:]
+        found: list[Delta] = [self._more(piece)] if piece else []
+        if end is not None:
+            self._is_closing = True
+            found += self._close()
+        return found
+
+    _is_closing = False
+
+    def _close(self) -> list[Delta]:
+        """Drop the brace after the arguments."""
+        left = self.raw.lstrip()
+        if left:
+            self.rest = left.removeprefix("}")
+            self.raw = ""
+        return []
+
+    def _to_the_end(self) -> list[Delta]:
+        end = self._whole.end(self.raw[self._scanned :])
+        if end is None:
+            self._scanned = len(self.raw)
+            return []
+        end += self._scanned
+        found = _object(self.raw[:end])
+        if found is None:
+            self.rest = ""
+            return []
+        self.rest, self.raw, self.is_known = self.raw[end:], "", True
+        name, arguments = found
+        return [self._begun(name), self._more(arguments)]
+
+    def _begun(self, name: str) -> Delta:
+        function = {"name": name, "arguments": ""}
+        call_id = f"call_{secrets.token_hex(12)}"
+        head = {"index": self.index, "id": call_id, "type": "function", "function": function}
+        return {"tool_calls": [head]}
+
+    def _more(self, arguments: str) -> Delta:
+        return {"tool_calls": [{"index": self.index, "function": {"arguments": arguments}}]}
+
+
+def _object(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call, None where a text is none."""
+    try:
+        found = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    found = found.get("function", found) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):
+        return found["name"], arguments
+    if not isinstance(arguments, dict):
+        return None
+    return found["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+class Reader:
+    """The parts of one answer. calls: of tools, so far. Subclasses know how a family writes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._text = ""  # not passed on yet
+        self._space = ""  # at the end of what was: passed on when more comes
+        self._is_new = False  # nothing of this part was passed on: space is dropped
+
+    def push(self, text: str) -> list[Delta]:
+        """What is certain once this text has come."""
+        self._text += text
+        return self._read(is_last=False)
+
+    def finish(self) -> list[Delta]:
+        """The rest."""
+        return self._read(is_last=True)
+
+    def _read(self, *, is_last: bool) -> list[Delta]:
+        raise NotImplementedError
+
+    def _part(self, kind: Literal["content", "reasoning_content"], text: str) -> list[Delta]:
+        """A piece of text; space at its end waits for more."""
+        whole = self._space + text
+        if self._is_new:
+            whole = whole.lstrip()
+        kept = whole.rstrip()
+        self._space = whole[len(kept) :]
+        if not kept:
+            return []
+        self._is_new = False
+        return [{"content": kept} if kind == "content" else {"reasoning_content": kept}]
+
+    def _next_part(self) -> None:
+        self._space, self._is_new = "", True
+
+    def _until(self, *markers: str, is_last: bool) -> tuple[str, str | None]:
+        """(text before the first of the markers, the marker), both taken away; what may be the
+        beginning of one waits for more.
+        """
+        found = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
+        if found:
+            at, marker = min(found)
+            before, self._text = self._text[:at], self._text[at + len(marker) :]
+            return before, marker
+        keep = 0 if is_last else max(_begun(self._text, m) for m in markers)
+        end = len(self._text) - keep
+        before, self._text = self._text[:end], self._text[end:]
+        return before, None
+
+
+def _begun(text: str, marker: str) -> int:
+    """How many characters at a text's end are the beginning of a marker."""
+    longest = min(len(marker) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+class Plain(Reader):
+    """Content alone."""
+
+    def _read(self, *, is_last: bool) -> list[Delta]:
+        text, self._text = self._text, ""
+        return [{"content": text}] if text else []
+
+
+class Tagged(Reader):
+    """<think>reasoning</think>content<tool_call>{...}</tool_call>, as Qwen, Hermes and others have
+    it.
+
+    thinks: whether reasoning is looked for; is_thinking: whether the prompt has opened it. tools:
+    whether calls are.
+    """
+
+    def __init__(self, *, thinks: bool, is_thinking: bool, tools: bool):
+        super().__init__()
+        self._thinks, self._tools = thinks, tools
+        self._state: Literal["start", "think", "text", "call", "after"] = "start"
+        if is_thinking:
+            self._state = "think"
+            self._next_part()
+        self._call: Call | None = None
+
+    def _read(self, *, is_last: bool) -> list[Delta]:
+        found: list[Delta] = []
+        read = {
+            "start": self._read_start,
+            "think": self._read_think,
+            "text": self._read_text,
+            "call": self._read_call,
+            "after": self._read_after,
+        }
+        while True:
+            state, length = self._state, len(self._text)
+            found += read[state](is_last)
+            if self._state == state and (len(self._text) == length or not self._text):
+                return found + self._left(is_last)
+
+    def _left(self, is_last: bool) -> list[Delta]:
+        """Space at the very end is the content's; a call that was cut off is none."""
+        if not is_last:
+            return []
+        call, self._call = self._call, None
+        if call is not None and call.is_known:  # cut off within its arguments
+            self.calls += 1
+            return []
+        if call is not None:
+            self._state = "text"
+            return self._part("content", f"<tool_call>{call.raw}")
+        space, self._space = self._space, ""
+        return [{"content": space}] if space and self._state == "text" else []
+
+    def _read_start(self, is_last: bool) -> list[Delta]:
+        if not self._thinks:
+            self._state = "text"
+            return []
+        left = self._text.lstrip()
+        if left.startswith("<think>"):
+            self._text, self._state = left[len("<think>") :], "think"
+            self._next_part()
+        elif is_last or not "<think>".startswith(left):
+            self._state = "text"
+        return []
+
+    def _read_think(self, is_last: bool) -> list[Delta]:
+        text, marker = self._until("</think>", is_last=is_last)
+        found = self._part("reasoning_content", text)
+        if marker is not None:
+            self._state = "text"
+            self._next_part()
+        return found
+
+    def _read_text(self, is_last: bool) -> list[Delta]:
+        if not self._tools:
+            text, self._text = self._text, ""
+            return self._part("content", text)
+        text, marker = self._until("<tool_call>", is_last=is_last)
+        found = self._part("content", text)
+        if marker is not None:
+            self._state, self._call = "call", Call(self.calls)
+            self._space = ""
+        return found
+
+    def _read_call(self, is_last: bool) -> list[Delta]:
+        assert self._call is not None
+        text, self._text = self._text, ""
+        found = self._call.push(text)
+        if self._call.rest is None:
+            return found
+        call, self._call = self._call, None
+        if not call.is_known:  # no call: what it is stays content
+            self._state = "text"
+            return found + self._part("content", f"<tool_call>{call.raw}{call.rest}")
+        self.calls += 1
+        self._text, self._state = (call.rest or "") + self._text, "after"
+        return found
+
+    def _read_after(self, is_last: bool) -> list[Delta]:
+        _, marker = self._until("</tool_call>", is_last=is_last)
+        if marker is not None:
+            self._state = "text"
+            self._next_part()
+        return []
+
+
+class JsonCalls(Reader):
+    """A message that is {"name": ..., "parameters": {...}} from its beginning, or several with a
+    semicolon between them, as Llama 3 has it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._call: Call | None = None
+        self._is_text = False
+
+    def _read(self, *, is_last: bool) -> list[Delta]:
+        found: list[Delta] = []
+        while self._text or is_last:
+            if self._is_text:
+                text, self._text = self._text, ""
+                if text:
+                    found.append({"content": text})
+                return found
+            if self._call is None:
+                left = self._text.lstrip(" \n\t;").removeprefix("<|python_tag|>")
+                if left.startswith("{"):
+                    self._text, self._call = left, Call(self.calls)
+                elif is_last or not "<|python_tag|>".startswith(left):
+                    self._is_text = True
+                    self._text = self._text if not self.calls else left
+                    if is_last and not self._text:
+                        return found
+                else:
+                    return found
+                continue
+            text, self._text = self._text, ""
+            found += self._call.push(text)
+            call = self._call
+            if call.rest is not None and call.is_known:
+                self.calls += 1
+                self._text, self._call = call.rest, None
+            elif call.rest is not None or (is_last and not call.is_known):
+                self._text, self._call, self._is_text = call.raw + (call.rest or ""), None, True
+            if is_last and not self._text:
+                self.calls += self._call is not None
+                return found
+        return found
+
+
+class Harmony(Reader):
+    """<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>..., as
+    GPT-OSS has it: analysis is reasoning, what goes to=functions.NAME a call.
+    """
+
+    ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+    RECIPIENT = re.compile(r"to=functions\.([\w.-]{1,128})")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kind: Literal["head", "content", "reasoning_content", "call"] = "head"
+        self._head = ""
+
+    def _read(self, *, is_last: bool) -> list[Delta]:
+        found: list[Delta] = []
+        while True:
+            if self._kind == "head":
+                text, marker = self._until("<|message|>", is_last=is_last)
+                self._head = (self._head + text)[-LONGEST_HEAD:]
+                if marker is None:
+                    return found
+                found += self._open()
+                continue
+            text, marker = self._until(*self.ENDS, is_last=is_last)
+            if self._kind == "call":
+                found += [self._arguments(text)] if text else []
+            else:
+                found += self._part(self._kind, text)
+            if marker is None:
+                return found
+            if self._kind == "call":
+                self.calls += 1
+            self._kind, self._head = "head", marker if marker == "<|channel|>" else ""
+            self._next_part()
+
+    def _open(self) -> list[Delta]:
+        """A head is whole: what comes next."""
+        name = self.RECIPIENT.search(self._head)
+        channel = self._head.rpartition("<|channel|>")[2].strip()
+        if name is not None:
+            self._kind = "call"
+            function = {"name": name[1], "arguments": ""}
+            call_id = f"call_{secrets.token_hex(12)}"
+            head = {"index": self.calls, "id": call_id, "type": "function", "function": function}
+            return [{"tool_calls": [head]}]
+        self._kind = "reasoning_content" if channel.startswith("analysis") else "content"
+        return []
+
+    def _arguments(self, text: str) -> Delta:
+        return {"tool_calls": [{"index": self.calls, "function": {"arguments": text}}]}
+
+    def finish(self) -> list[Delta]:
+        found = super().finish()
+        if self._kind == "call":
+            self.calls += 1
+        return found
+
+
+def folded(deltas: list[Delta]) -> dict[str, Any]:
+    """The message that pieces add up to."""
+    message: dict[str, Any] = {"content": None}
+    calls: list[Any] = []
+    for delta in deltas:
+        for kind in ("content", "reasoning_content"):
+            if piece := delta.get(kind):
+                message[kind] = (message.get(kind) or "") + piece
+        for piece in delta.get("tool_calls", []):
+            if "id" in piece:
+                calls.append({k: v for k, v in piece.items() if k != "index"})
+                calls[-1]["function"] = dict(piece["function"])
+            else:
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    if calls:
+        message["tool_calls"] = calls
+    return message

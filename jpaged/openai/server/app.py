@@ -1,0 +1,197 @@
+"""The routes of a server."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from jpaged.async_llm import AsyncLLM
+from jpaged.errors import RequestError
+from jpaged.openai.json_text import json_object
+from jpaged.openai.protocol import Conversation
+from jpaged.openai.server.bodies import Detokenize, ServedChat, ServedCompletion, Tokenize
+from jpaged.openai.server.generation import Generation
+from jpaged.openai.server.metrics import Metrics
+from jpaged.openai.server.page import Page
+from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
+
+log = logging.getLogger("jpaged")
+
+HTML = b"text/html; charset=utf-8"
+PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
+LEFT = 499  # in metrics: the client left before there was an answer
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Server:
+    """What a server answers with; `app` is the ASGI application, which closes the model at its end.
+
+    llm: the model, from then on this server's. `handle` of each route may raise what
+    ApiError.of tells a client of.
+    """
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings):
+        self.llm, self.settings, self.metrics = llm, settings, Metrics()
+        self._generation = Generation(llm, settings, self.metrics)
+        posts: dict[str, Handler] = {
+            "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
+            "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        gets: dict[str, Handler] = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._one_model,
+            "/metrics": self._metrics,
+        }
+        routes = [
+            Route(path, self._endpoint(h, path), methods=["POST"]) for path, h in posts.items()
+        ]
+        routes += [
+            Route(path, self._endpoint(h, path), methods=["GET"]) for path, h in gets.items()
+        ]
+        self._page = Page()
+        for path, handle in (("/health", self._health), ("/", self._show)):
+            routes.append(Route(path, self._endpoint(handle, path, is_open=True), methods=["GET"]))
+        missing: Any = {
+            404: self._told(404, "there is no such path"),
+            405: self._told(405, "this path does not take this method"),
+        }
+        self.app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=missing)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Any) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await self.llm.close()
+
+    def _endpoint(self, handle: Handler, path: str, *, is_open: bool = False) -> Any:
+        """An ASGI application of one path. is_open: without a key."""
+        return Endpoint(self, handle, path, is_open)
+
+    def _told(self, status: int, message: str) -> Any:
+        async def handler(request: Any, error: Any) -> Any:
+            return _Answer(ApiError(status, message), self)
+
+        return handler
+
+    async def _health(self, exchange: Exchange) -> None:
+        if self.llm.error is not None:
+            raise ApiError(503, "the engine has died", kind="server_error", code="engine_died")
+        await exchange.answer(b'{"status":"ok"}')
+
+    async def _show(self, exchange: Exchange) -> None:
+        policy = [(b"content-security-policy", self._page.policy)]
+        await exchange.answer(self._page.body, kind=HTML, headers=policy)
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.answer(self.metrics.text(self.llm.stats()).encode(), kind=PLAIN)
+
+    async def _models(self, exchange: Exchange) -> None:
+        data = [self._model(name) for name in self.settings.models]
+        await exchange.answer(encode({"object": "list", "data": data}))
+
+    async def _one_model(self, exchange: Exchange) -> None:
+        name = exchange.scope["path_params"]["name"]
+        await exchange.answer(encode(self._model(self._generation.check_model(name))))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self.metrics.started_at),
+            "owned_by": "jpaged",
+            "root": self.settings.models[0],
+            "max_model_len": self.llm.engine_config.max_model_len,
+        }
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        answer = await self._prepared(exchange, _tokenized)
+        await exchange.answer(encode(answer))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        answer = await self._prepared(exchange, _detokenized)
+        await exchange.answer(encode(answer))
+
+    async def _prepared(self, exchange: Exchange, function: Any) -> Any:
+        """What a function makes of a body, in a thread."""
+        with contextlib.closing(self._generation.room.hold()) as held:
+            await exchange.read(held)
+            body = json_object(exchange.text, max_depth=self.settings.max_json_depth)
+            name = body.get("model")
+            self._generation.check_model(name if isinstance(name, str) else None)
+            return await exchange.while_connected(self.llm.prepare(function, body))
+
+
+class Endpoint:
+    """One path as an ASGI application: a handler, and what becomes of its errors."""
+
+    def __init__(self, server: Server, handle: Handler, path: str, is_open: bool):
+        self._server, self._handle, self._path, self._is_open = server, handle, path, is_open
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send, self._server.settings)
+        try:
+            if not self._is_open:
+                exchange.check_key()
+            await self._handle(exchange)
+        except Gone:
+            pass
+        except asyncio.CancelledError:  # by the server, which ends
+            said = "this server is stopping"
+            await _fail(exchange, ApiError(503, said, kind="server_error", code="stopping"))
+        except Exception as e:  # whatever a request provokes is its own error
+            error = ApiError.of(e)
+            if error.status == 500:
+                log.exception("a request to %s failed", self._path)
+            await _fail(exchange, error)
+        finally:
+            metrics = self._server.metrics
+            metrics.requests[self._path, exchange.status or LEFT] += 1
+            if exchange.error_code is not None:
+                metrics.errors[exchange.error_code] += 1
+
+
+async def _fail(exchange: Exchange, error: ApiError) -> None:
+    with contextlib.suppress(Gone):
+        await exchange.fail(error)
+
+
+class _Answer:
+    """An error as the response that Starlette wants of a handler."""
+
+    def __init__(self, error: ApiError, server: Server):
+        self._error, self._server = error, server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send, self._server.settings)
+        await _fail(exchange, self._error)
+        self._server.metrics.requests["other", self._error.status] += 1
+
+
+def _tokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("messages") is not None:
+        body = Conversation.read({k: v for k, v in raw.items() if k != "return_token_strs"})
+        ids, named = body.given_prompt(llm), raw.get("return_token_strs") is True
+    else:
+        text = Tokenize.read(raw)
+        ids, named = llm.calls.processor.tokens(text.prompt)[1], text.return_token_strs
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.engine_config.max_model_len}
+    if named:
+        answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
+    return answer
+
+
+def _detokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    ids, size = Detokenize.read(raw).tokens, llm.model_config.vocab_size
+    if llm.tokenizer is None:
+        raise RequestError("tokens: this model has no tokenizer")
+    if ids and max(ids) >= size:
+        raise RequestError(f"tokens: {max(ids)} is outside the vocabulary of {size}")
+    return {"prompt": llm.tokenizer.decode(ids)}

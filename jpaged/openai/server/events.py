@@ -1,0 +1,134 @@
+"""An answer in pieces: what a stream of server-sent events says of the chunks of completions."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jpaged.openai import responses
+from jpaged.openai.parts import Delta, Plain, Reader
+from jpaged.openai.responses import AnswerForm, Usage
+from jpaged.openai.server.wire import encode
+from jpaged.request.collect import completion
+from jpaged.request.outputs import CompletionChunk, CompletionOutput, RequestOutput
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Events:
+    """Chunks as events, of one answer.
+
+    echo: the text before each completion of a prompt, by the prompt's place. with_usage: an event
+    with the tokens of all prompts ends the stream. reader: makes what reads a chat's answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        model: str,
+        is_chat: bool,
+        form: AnswerForm,
+        n: int,
+        with_usage: bool,
+        echo: list[str] | None = None,
+        reader: Callable[[], Reader] = Plain,
+    ):
+        self._is_chat, self._form, self._n = is_chat, form, n
+        self._with_usage, self._echo = with_usage, echo
+        head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+            "object": "chat.completion.chunk" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        # All events begin alike: written once.
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._make_reader = reader
+        self._readers: dict[int, Reader] = {}  # of the choices that have had an event
+        self._echoed: set[int] = set()
+        self._offsets: dict[int, int] = {}  # in the characters of their tokens
+
+    def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
+        """The events of a chunk: none where it has nothing to say yet."""
+        choice, begun = prompt * self._n + chunk.index, b""
+        if choice not in self._readers:
+            self._readers[choice] = self._make_reader()
+            if self._is_chat:
+                begun = self._event(choice, delta={"role": "assistant", "content": ""})
+        piece, deltas = self._piece(choice, chunk), self._deltas(choice, chunk)
+        if self._is_chat:
+            if piece["finish_reason"] == "stop" and self._readers[choice].calls:
+                piece["finish_reason"] = "tool_calls"
+            *first, last = deltas or [{}]
+            begun += b"".join(self._event(choice, delta=delta) for delta in first)
+            told = bool(last)
+            piece["delta"] = last
+        else:
+            text = "".join(delta.get("content", "") for delta in deltas)
+            if self._echo is not None and choice not in self._echoed:
+                self._echoed.add(choice)
+                text = self._echo[prompt] + text
+            told = bool(text)
+            piece["text"] = text
+        if told or chunk.finish_reason or self._form.top is not None or "token_ids" in piece:
+            return begun + self._event(choice, **piece)
+        return begun
+
+    def _deltas(self, choice: int, chunk: CompletionChunk) -> list[Delta]:
+        reader = self._readers[choice]
+        found = reader.push(chunk.text_delta) if chunk.text_delta else []
+        return found + reader.finish() if chunk.finish_reason else found
+
+    def _piece(self, choice: int, chunk: CompletionChunk) -> dict[str, Any]:
+        """What an event says beside the text."""
+        piece: dict[str, Any] = {"logprobs": self._logprobs(choice, chunk)}
+        piece["finish_reason"] = chunk.finish_reason
+        if chunk.finish_reason is not None:
+            piece["stop_reason"] = chunk.stop_reason
+        if self._form.token_ids or chunk.text_delta is None:
+            piece["token_ids"] = chunk.token_ids_delta
+        return piece
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        """What comes after the last chunk."""
+        if not self._with_usage:
+            return DONE
+        usage = encode(total_usage(outputs))
+        return self._head + b'],"usage":' + usage + b"}\n\n" + DONE
+
+    def _event(self, choice: int, **said: Any) -> bytes:
+        whole = {"index": choice, "finish_reason": None} | said
+        return self._head + encode(whole) + self._tail
+
+    def _logprobs(self, choice: int, chunk: CompletionChunk) -> Any:
+        if self._form.top is None:
+            return None
+        done = as_output(chunk)
+        if self._is_chat:
+            return {"content": responses.token_logprobs(done, self._form), "refusal": None}
+        start = self._offsets.get(choice, 0)
+        found = responses.parallel_logprobs(done, self._form, start)
+        self._offsets[choice] = start + sum(map(len, found["tokens"]))
+        return found
+
+
+def as_output(chunk: CompletionChunk) -> CompletionOutput:
+    """A chunk as the completion that it would be alone."""
+    tokens, logprobs = chunk.token_ids_delta, chunk.token_logprobs_delta
+    how: dict[str, Any] = {"text": chunk.text_delta, "logprobs": chunk.logprobs_delta}
+    return completion(chunk.index, tokens, logprobs, chunk.finish_reason, **how)
+
+
+def total_usage(outputs: list[RequestOutput], *, generated: bool = True) -> Usage:
+    """Tokens of several prompts. generated: whether those drawn are part of the answer."""
+    each = [responses.usage(output) for output in outputs]
+    prompt = sum(u["prompt_tokens"] for u in each)
+    answer = sum(u["completion_tokens"] for u in each) if generated else 0
+    cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in each)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

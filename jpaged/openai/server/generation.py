@@ -1,0 +1,251 @@
+"""A request for completions, from its body to its answer."""
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any
+
+from jpaged.async_llm import AsyncLLM
+from jpaged.engine_thread import Inbox, News
+from jpaged.errors import RequestError
+from jpaged.openai import responses
+from jpaged.openai.json_text import json_object
+from jpaged.openai.parts import Format, Plain, Reader, folded
+from jpaged.openai.protocol import BodyError
+from jpaged.openai.responses import AnswerForm
+from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
+from jpaged.openai.server.echo import put_prompt, text_of
+from jpaged.openai.server.events import Events, total_usage
+from jpaged.openai.server.metrics import Metrics, Watch
+from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.wire import (
+    EVENTS,
+    ApiError,
+    Exchange,
+    Held,
+    Room,
+    encode,
+    overloaded,
+)
+from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request that was understood. echo: the texts of the prompts, where they are repeated.
+    reader: makes what reads a chat's answer.
+    """
+
+    body: Served
+    params: SamplingParams
+    prompts: list[Any]
+    form: AnswerForm
+    model: str
+    name: str
+    echo: list[str] | None
+    reader: Callable[[], Reader]
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"name": self.name, "model": self.model}
+
+
+class Generation:
+    """Answers requests for completions, as many at once as the settings let in."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings, metrics: Metrics):
+        self._llm, self._settings, self._metrics = llm, settings, metrics
+        self._defaults = llm.default_sampling_params()
+        self.room = Room(settings.max_bodies_bytes)
+        self._format = Format.of(
+            llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
+        )
+        self._choices = 0  # admitted, and not ended
+
+    async def serve(self, exchange: Exchange, kind: type[Served]) -> None:
+        """Read, run and answer one request. Raises its error, and Gone."""
+        with closing(self.room.hold()) as held:
+            await exchange.read(held)
+            await exchange.while_connected(self._serve(exchange, kind, held))
+
+    async def _serve(self, exchange: Exchange, kind: type[Served], held: Held) -> None:
+        arrived = time.monotonic()
+        async with asyncio.timeout(self._settings.request_timeout_s):
+            body = await self._llm.prepare(self._read, kind, exchange.text)
+            model = self.check_model(body.model)
+            params = self._params(body)
+            with self._admitted(_num_prompts(body) * params.n):
+                asked = await self._llm.prepare(_understood, body, params, model, self._format)
+                exchange.text = ""
+                held.close()
+                watch = Watch(self._metrics, arrived)
+                run = self._llm.run(asked.prompts, asked.params, streaming=body.stream)
+                async with run as inbox:
+                    news = await inbox.take()
+                    if body.stream:
+                        await self._stream(exchange, asked, inbox, news, watch)
+                    else:
+                        await self._answer(exchange, asked, inbox, news, watch)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under; ApiError for one that is not served."""
+        names = self._settings.models
+        if name is not None and name not in names:
+            said = f"model {name[:80]!r} is not served here; there is {', '.join(names)}"
+            raise ApiError(404, said, code="model_not_found", param="model")
+        return name or names[0]
+
+    def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
+        return kind.read(json_object(text, max_depth=self._settings.max_json_depth))
+
+    def _params(self, body: Served) -> SamplingParams:
+        params, most = body.params(self._defaults), self._settings.max_output_tokens
+        if most is not None:
+            if params.max_tokens is None:
+                params = dataclasses.replace(params, max_tokens=most)
+            elif params.max_tokens > most:
+                said = f"max_tokens={params.max_tokens}: this server gives {most} at most"
+                raise RequestError(said)
+        config = self._llm.engine_config
+        if params.n > config.max_n or params.n < 1:  # before anything is made n times
+            raise RequestError(f"n={params.n}: must be from 1 to {config.max_n}")
+        return params
+
+    @contextmanager
+    def _admitted(self, count: int) -> Iterator[None]:
+        """Hold places for so many completions; ApiError where there are not as many."""
+        if count > self._settings.max_choices:
+            most = self._settings.max_choices
+            raise RequestError(f"n: {count} completions (prompts times n) are more than {most}")
+        most = self._llm.engine_config.all_rows + self._settings.max_waiting
+        if self._choices + count > most:
+            self._metrics.rejected += 1
+            raise overloaded(
+                f"{self._choices} completions run and wait here, {most} at most",
+                self._metrics.seconds_to_wait(self._choices + count - most),
+            )
+        self._choices += count
+        try:
+            yield
+        finally:
+            self._choices -= count
+
+    async def _answer(
+        self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
+    ) -> None:
+        outputs: dict[int, RequestOutput] = {}
+        while True:
+            for prompt, item in news:
+                outputs[prompt] = watch.ended(_output(item))
+            if len(outputs) == len(asked.prompts):
+                break
+            news = await inbox.take()
+        found = [outputs[i] for i in range(len(asked.prompts))]
+        body = await self._llm.prepare(_whole, asked, found)
+        await exchange.answer(body)
+
+    async def _stream(
+        self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
+    ) -> None:
+        events = Events(
+            **asked.how,
+            is_chat=asked.body.is_chat,
+            form=asked.form,
+            n=asked.params.n,
+            with_usage=asked.body.wants_usage,
+            echo=asked.echo,
+            reader=asked.reader,
+        )
+        outputs: list[RequestOutput] = []
+        while True:
+            written: list[bytes] = []
+            for prompt, item in news:
+                if isinstance(item, CompletionChunk):
+                    watch.chunk(prompt, item)
+                    written.append(events.pieces(prompt, item))
+                else:
+                    outputs.append(watch.ended(_output(item)))
+            # Not before the first news: they may be an error, which is a status of its own then.
+            if exchange.status is None:
+                await exchange.begin(200, [(b"content-type", EVENTS)])
+            if len(outputs) == len(asked.prompts):
+                break
+            if any(written):
+                await exchange.write(b"".join(written))
+            news = await inbox.take()
+        await exchange.write(b"".join(written) + events.end(outputs), more=False)
+
+
+def _num_prompts(body: Served) -> int:
+    return len(body.prompt) if isinstance(body, ServedCompletion) else 1
+
+
+def _understood(
+    llm: Any, body: Served, params: SamplingParams, model: str, format: Format
+) -> Asked:
+    """The rest of what is to be known before a request runs: takes as long as its prompts do."""
+    form = AnswerForm(
+        top=params.logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
+    prompts, echo = body.prompts_for(llm, params), None
+    reader: Callable[[], Reader] = Plain
+    if isinstance(body, ServedCompletion) and body.echo:
+        echo = [text_of(llm, prompt) for prompt in prompts]
+    if isinstance(body, ServedChat):
+        if body.may_call and format.style == "none":
+            refused = "tools: the chat template of this model has none that could be called"
+            raise BodyError(refused, param="tools", code="unsupported_field")
+        end = text_of(llm, prompts[0], last=8)
+        reader = partial(format.reader, end, tools=body.may_call)
+        if format.style == "harmony":  # its parts are told apart by special tokens
+            params = dataclasses.replace(params, skip_special_tokens=False)
+    how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
+    return Asked(body=body, params=params, prompts=prompts, reader=reader, **how)
+
+
+def _output(item: Any) -> RequestOutput:
+    """What a request has come to; its error is raised."""
+    if isinstance(item, BaseException):
+        raise item
+    if item.error is not None:
+        raise item.error
+    if any(done.finish_reason == "abort" for done in item.outputs):
+        said = "the request was ended by this server's operator"
+        raise ApiError(503, said, kind="server_error", code="aborted")
+    return item
+
+
+def _whole(llm: Any, asked: Asked, outputs: list[RequestOutput]) -> bytes:
+    """The body of an answer, the choices of all prompts one after the other."""
+    make: Any = responses.chat_completion if asked.body.is_chat else responses.completion
+    only_prompt = isinstance(asked.body, ServedCompletion) and asked.body.only_prompt
+    bodies = [make(output, asked.form, **asked.how) for output in outputs]
+    whole = bodies[0] | {"choices": [], "usage": total_usage(outputs, generated=not only_prompt)}
+    for i, (body, output) in enumerate(zip(bodies, outputs, strict=True)):
+        for choice in body["choices"]:
+            choice["index"] = len(whole["choices"])
+            if asked.body.is_chat:
+                _read_parts(choice, asked.reader())
+            if asked.echo is not None:
+                put_prompt(llm, choice, output, asked.form, asked.echo[i], only_prompt=only_prompt)
+            whole["choices"].append(choice)
+    return encode(whole)
+
+
+def _read_parts(choice: dict[str, Any], reader: Reader) -> None:
+    """Tell the parts of a message apart."""
+    message = choice["message"]
+    if message["content"] is None:
+        return
+    message |= folded(reader.push(message["content"]) + reader.finish())
+    if message["content"] is None and not reader.calls:
+        message["content"] = ""
+    if reader.calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"

@@ -1,0 +1,140 @@
+"""The command line of a server: jpaged serve MODEL.
+
+    jpaged serve Qwen/Qwen3-0.6B --port 8000        # also: python -m jpaged.openai MODEL
+    JPAGED_API_KEY=... jpaged serve path/to/folder --host 0.0.0.0 --max-num-seqs 64
+
+SIGTERM and SIGINT stop it once the requests that run have ended, at most --drain-s seconds later; a
+second one stops it at once. Routes, limits and metrics: docs/server.md.
+"""
+
+import argparse
+import ipaddress
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from jpaged.async_llm import AsyncLLM
+from jpaged.errors import CheckpointError, ConfigError
+from jpaged.flags import add_engine_flags, add_flags, engine_settings, given_settings
+from jpaged.llm import LLM
+from jpaged.openai.server.app import Server
+from jpaged.openai.server.settings import ServerSettings
+from jpaged.openai.server.wire import Connection
+
+KEY_VARIABLE = "JPAGED_API_KEY"
+MOST_OF_A_HEAD = 65536
+
+
+class Listener(uvicorn.Server):
+    """uvicorn's, which says where it listens, and which a second signal stops at once."""
+
+    def __init__(self, server: Server, host: str, port: int, *, quiet: bool = False):
+        settings = server.settings
+        own = type("OwnConnection", (Connection,), {"settings": settings})
+        config = uvicorn.Config(
+            server.app,
+            host=host,
+            port=port,
+            http=own,
+            ws="none",
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+            h11_max_incomplete_event_size=MOST_OF_A_HEAD,
+        )
+        super().__init__(config)
+        self._said = None if quiet else settings.models[0]
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it has started."""
+        return self.servers[0].sockets[0].getsockname()[1]
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._said is not None:
+            host = self.config.host
+            where = f"[{host}]" if ":" in host else host
+            print(f"jpaged serves {self._said} at http://{where}:{self.port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.force_exit, self.should_exit = self.should_exit, True
+
+
+def make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="jpaged serve", description=__doc__, formatter_class=raw, allow_abbrev=False
+    )
+    what = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
+    parser.add_argument("model", help=what, nargs="?")
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    where = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
+    add("--host", help=where, default="127.0.0.1")
+    add("--port", help="0 is a free one (default: 8000)", type=int, default=8000)
+    keys = f"that a request must carry; may be given again (default: {KEY_VARIABLE}, else none)"
+    add("--api-key", help=keys, action="append", metavar="KEY")
+    names = "that requests may ask for, the first in answers (default: the model's own)"
+    add("--served-model-name", help=names, nargs="+", metavar="NAME")
+    seed = "of requests without one, which are counted into it (default: 0)"
+    add("--seed", help=seed, type=int, default=0)
+    early = "compile every shape of a step before it listens (default: off)"
+    add("--warmup", help=early, action=argparse.BooleanOptionalAction, default=False)
+    add_flags(group, ServerSettings)
+    add_engine_flags(parser.add_argument_group("engine"))
+    return parser
+
+
+def name_of(model: str | None) -> str:
+    if model is None:
+        return "jpaged-demo"
+    return Path(model).resolve().name if os.path.isdir(model) else model
+
+
+def make_server(args: argparse.Namespace) -> Server:
+    """Load the model. Raises ConfigError and CheckpointError."""
+    given = os.environ.get(KEY_VARIABLE)
+    keys = args.api_key or ([given] if given else [])
+    settings = ServerSettings(
+        models=tuple(args.served_model_name or [name_of(args.model)]),
+        api_keys=tuple(keys),
+        **given_settings(args, ServerSettings),
+    )
+    if not keys and not _is_local(args.host):
+        said = f"no --api-key: whoever reaches {args.host}:{args.port} is served"
+        print(f"jpaged serve: {said}", file=sys.stderr, flush=True)
+    model = args.model
+    if model is None:
+        from jpaged.demo import MODEL_PATH
+
+        model = str(MODEL_PATH)
+    llm = LLM(model, seed=args.seed, **engine_settings(args))
+    if args.warmup:
+        llm.warmup()
+    return Server(AsyncLLM(llm), settings)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal; the exit status: 0, or 1 with one sentence on stderr."""
+    args = make_parser().parse_args(argv)
+    try:
+        server = make_server(args)
+    except (ConfigError, CheckpointError) as e:
+        print(f"jpaged serve: {e}", file=sys.stderr)
+        return 1
+    Listener(server, args.host, args.port).run()
+    return 0

@@ -1,0 +1,288 @@
+"""Connections, bodies and errors: what passes between a server and clients that may mean it ill."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jpaged.openai.protocol import BodyError
+from jpaged.openai.responses import Failure
+from jpaged.openai.server.settings import ServerSettings
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
+DISCARD_S = 1.0
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+HIDDEN = "the server failed at this request; its log says why"
+
+
+class ApiError(Exception):
+    """An answer that is an error: its HTTP status, and OpenAI's fields of it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.details = {"message": message, "type": kind, "param": param, "code": code}
+
+    @classmethod
+    def of(cls, error: BaseException) -> "ApiError":
+        """What a client is told of any error; not what is wrong within."""
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, TimeoutError):
+            said = "the request took longer than this server lets it"
+            return cls(504, said, kind="timeout_error", code="timeout")
+        failure = Failure.of(error)
+        message = failure.message if failure.status < 500 else HIDDEN
+        how = {"kind": failure.kind, "code": failure.code, "param": failure.param}
+        return cls(failure.status, message, **how)
+
+    @property
+    def body(self) -> bytes:
+        return encode({"error": self.details})
+
+
+def overloaded(message: str, retry_after_s: int = 1) -> ApiError:
+    how = {"kind": "rate_limit_error", "code": "overloaded"}
+    return ApiError(429, message, **how, headers={"Retry-After": str(retry_after_s)})
+
+
+class Gone(Exception):
+    """The client has left, or takes nothing: nobody is to be answered."""
+
+
+def encode(value: Any) -> bytes:
+    """JSON in UTF-8; escaped where a text cannot be written as it is."""
+    try:
+        return COMPACT.encode(value).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+class Exchange:
+    """One request as it came, and the answer as it goes out. `status` is None until it begins.
+    text: of the body, from `read` until whoever has understood it lets go of it.
+    """
+
+    def __init__(self, scope: Any, receive: Receive, send: Send, settings: ServerSettings):
+        self.scope, self.settings = scope, settings
+        self._receive, self._send = receive, send
+        self.status: int | None = None
+        self._unread = scope["method"] == "POST"  # whether there is more of the body
+        self.text = ""
+        self.error_code: str | None = None
+
+    def header(self, name: bytes) -> bytes:
+        return next((value for key, value in self.scope["headers"] if key == name), b"")
+
+    def check_key(self) -> None:
+        """ApiError unless the request carries one of the keys. Takes as long for any wrong one."""
+        keys = self.settings.api_keys
+        kind, _, given = self.header(b"authorization").partition(b" ")
+        sent = given.strip() if kind.lower() == b"bearer" else b""
+        # All of them, whichever it is.
+        if keys and not sum(hmac.compare_digest(sent, key.encode()) for key in keys):
+            raise ApiError(
+                401,
+                "a request needs the header Authorization: Bearer KEY, with a key of this server",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def read(self, held: "Held") -> None:
+        """Have the body in `text`. Raises ApiError where it is too large, too slow or no JSON, and
+        Gone.
+        """
+        kind = self.header(b"content-type").partition(b";")[0].strip().lower()
+        if kind != JSON:  # a page elsewhere may send other types without asking
+            raise ApiError(415, "a body must have Content-Type: application/json")
+        length = self.header(b"content-length")
+        most = self.settings.max_body_bytes
+        large = ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
+        if length.isdigit() and int(length[:20]) > most:
+            raise large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                while self._unread:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    # Counted as it comes: the header may be missing.
+                    chunk = message.get("body", b"")
+                    self._unread = bool(message.get("more_body"))
+                    if len(body) + len(chunk) > most:
+                        raise large
+                    held.take(len(chunk))
+                    body += chunk
+        except TimeoutError:
+            raise ApiError(408, "the body did not come in time", code="timeout") from None
+        try:
+            self.text = body.decode()
+        except UnicodeDecodeError as e:
+            said = f"not UTF-8: {e.reason} at byte {e.start}"
+            raise BodyError(said, code="invalid_encoding") from None
+
+    async def while_connected[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """What some work comes to. It is cancelled, and Gone raised, when the client leaves."""
+
+        async def leave() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Gone
+            return working.result()
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        self.status = status
+        fixed = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+        start = {"type": "http.response.start", "status": status, "headers": [*headers, *fixed]}
+        await self._out(start)
+
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        await self._out({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def answer(
+        self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Headers = ()
+    ) -> None:
+        """A whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.begin(status, [(b"content-type", kind), length, *headers])
+        await self.write(body, more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answer with an error; at the end of what has begun, if that is a stream of events."""
+        self.error_code = error.details["code"] or str(error.status)
+        if self.status is None:
+            own = [(k.lower().encode(), v.encode()) for k, v in error.headers.items()]
+            await self._discard()
+            await self.answer(error.body, error.status, JSON, [*own, (b"connection", b"close")])
+        else:
+            await self.write(b"data: " + error.body + b"\n\n", more=False)
+
+    async def _discard(self) -> None:
+        """Read what is left of a body for a moment: a client that cannot send it to its end does
+        not see the answer.
+        """
+        left = 4 * self.settings.max_body_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while self._unread and left > 0:
+                    message = await self._receive()
+                    left -= len(message.get("body", b""))
+                    self._unread = bool(message.get("more_body"))
+
+    async def _out(self, message: Any) -> None:
+        state = self.scope["state"]
+        if not state["flow"].write_paused:  # it does not wait: no clock is needed
+            return await self._send(message)
+        try:
+            async with asyncio.timeout(self.settings.stall_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            # Closing would wait until the client has read the rest.
+            state["transport"].abort()
+            await asyncio.sleep(0)
+            raise Gone from None
+
+
+class Room:
+    """Bytes of bodies that have come and are not understood yet, of all connections together."""
+
+    def __init__(self, most: int):
+        self.most, self.used = most, 0
+
+    def hold(self) -> "Held":
+        return Held(self)
+
+
+class Held:
+    """What one body takes of a room until it is closed."""
+
+    def __init__(self, room: Room):
+        self._room, self._count = room, 0
+
+    def take(self, count: int) -> None:
+        """So many bytes more. ApiError where there is no room for them."""
+        room = self._room
+        if room.used + count > room.most:
+            raise overloaded("this server is reading too many bodies")
+        room.used += count
+        self._count += count
+
+    def close(self) -> None:
+        """Give all back."""
+        self._room.used -= self._count
+        self._count = 0
+
+
+class Connection(H11Protocol):
+    """uvicorn's, with a limit to how many there are and to how long a head may take.
+
+    h11 bounds the size of a head. What has sent no whole head in time is closed, at the first
+    request of a connection and at every later one.
+    """
+
+    settings: ServerSettings  # set on the class of a server's own
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head_timer: asyncio.TimerHandle | None = None
+        # Requests find it in their scope.
+        self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}
+        if len(self.connections) > self.settings.max_connections:
+            transport.abort()
+        else:
+            self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        """Start the clock of a head that is to come, stop it when it is there."""
+        waits = self.cycle is None or self.cycle.response_complete
+        if not waits and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        elif waits and self._head_timer is None:
+            seconds = self.settings.head_timeout_s
+            self._head_timer = self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()

@@ -1,0 +1,135 @@
+"""The `openai` package against a server: both of its clients, streams, tools, errors."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai  # pyright: ignore[reportMissingImports]
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.demo import MODEL_PATH
+from tests.openai.live import Live, serving
+
+pytestmark = pytest.mark.clients
+SIZES: dict[str, Any] = {
+    "token_buckets": (64,),
+    "seq_buckets": (8,),
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 64,
+    "max_model_len": 512,
+}
+ASK: dict[str, Any] = {"model": "demo", "max_tokens": 12, "seed": 4}
+TALK: Any = [{"role": "user", "content": "Write a class."}]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    llm = LLM(str(MODEL_PATH), **SIZES)
+    with serving(llm, models=("demo",), api_keys=("secret",), max_waiting=24) as live:
+        yield live
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[Any]:
+    with openai.OpenAI(base_url=url(live), api_key="secret", max_retries=0) as client:
+        yield client
+    live.assert_nothing_left()
+
+
+def url(live: Live) -> str:
+    return f"http://127.0.0.1:{live.port}/v1"
+
+
+def test_completions_and_their_streams(client: Any):
+    whole = client.completions.create(prompt="import os\n", logprobs=2, n=2, **ASK)
+    assert whole.usage.completion_tokens == 24 and len(whole.choices) == 2
+    events = client.completions.create(prompt="import os\n", n=2, stream=True, **ASK)
+    texts = ["", ""]
+    for event in events:
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    logprobs = whole.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == 12
+    ids = client.completions.create(prompt=[[5, 6, 7], [8, 9]], **ASK)
+    assert [choice.index for choice in ids.choices] == [0, 1]
+
+
+def test_the_librarys_tokens(live: Live, client: Any):
+    llm = LLM(str(MODEL_PATH), **SIZES)
+    asked = SamplingParams(max_tokens=12, seed=4, temperature=0.9, n=2)
+    [output] = llm.generate(["class A:"], asked, use_tqdm=False)
+    llm.close()
+    more: Any = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    found = client.completions.create(
+        prompt="class A:", n=2, temperature=0.9, extra_body=more, **ASK
+    )
+    assert [c.text for c in found.choices] == [done.text for done in output.outputs]
+
+
+def test_chat(client: Any):
+    whole = client.chat.completions.create(messages=TALK, logprobs=True, top_logprobs=2, **ASK)
+    [choice] = whole.choices
+    assert choice.message.role == "assistant"
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens
+    events = list(
+        client.chat.completions.create(
+            messages=TALK, stream=True, stream_options={"include_usage": True}, **ASK
+        )
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    assert events[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": events[-1].usage.prompt_tokens_details}
+    )
+    pieces = [c.delta.content or "" for event in events for c in event.choices]
+    assert "".join(pieces) == choice.message.content
+    # The package's own way to take a stream to its end.
+    whole_ask = ASK | {"max_tokens": 400, "stop": ["\n"]}
+    with client.chat.completions.stream(messages=TALK, **whole_ask) as stream:
+        final = stream.get_final_completion()
+    again = client.chat.completions.create(messages=TALK, **whole_ask)
+    assert final.choices[0].message.content == again.choices[0].message.content
+
+
+def test_async_clients_at_once_and_one_that_leaves(live: Live, client: Any):
+    expected = client.completions.create(prompt="def f", **ASK).choices[0].text
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url(live), api_key="secret") as many:
+
+            async def one(i: int) -> str:
+                if i % 2:
+                    found = await many.completions.create(prompt="def f", **ASK)
+                    return found.choices[0].text
+                events = await many.completions.create(prompt="def f", stream=True, **ASK)
+                return "".join([c.text async for event in events for c in event.choices])
+
+            left = await many.completions.create(
+                prompt="leave", model="demo", max_tokens=400, stream=True
+            )
+            await anext(left)
+            await left.close()
+            return await asyncio.gather(*map(one, range(16)))
+
+    assert set(asyncio.run(main())) == {expected}
+
+
+def test_errors_are_the_packages_own(live: Live, client: Any):
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(prompt="a", temperature=-1, **ASK)
+    assert bad.value.param == "temperature" and bad.value.code == "invalid_value"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(prompt="a", model="other")
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.completions.create(prompt="a " * 600, **ASK)
+    with (
+        pytest.raises(openai.AuthenticationError),
+        openai.OpenAI(base_url=url(live), api_key="wrong") as wrong,
+    ):
+        wrong.models.list()
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(prompt=["a"] * 33, **ASK)
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").id == "demo"

@@ -1,0 +1,124 @@
+"""The command: it starts, says where it listens, finishes what runs when it is told to stop."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
+pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
+
+from jpaged.__main__ import main
+from jpaged.openai.server.run import main as serve
+from jpaged.openai.server.run import make_parser, name_of
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["--max-num-seqs", "4", "--num-blocks", "32", "--max-num-batched-tokens", "64"]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [sys.executable, "-m", "jpaged", "serve", "--port", "0", *SIZES, "--drain-s", "60"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    found = re.fullmatch(r"jpaged serves jpaged-demo at http://127\.0\.0\.1:(\d+)\n", said)
+    assert found, said + str(process.stderr and process.stderr.read())
+    yield process, int(found[1])
+    process.kill()
+    process.communicate()
+
+
+def begin(port: int, **body: Any) -> Any:
+    """The answer to a stream, which has begun."""
+    sent = json.dumps({"prompt": "def main():\n", "stream": True, "ignore_eos": True} | body)
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        sent.encode(),
+        {"Content-Type": "application/json"},
+    )
+    return urllib.request.urlopen(asked, timeout=120)
+
+
+def test_it_drains(server: tuple[subprocess.Popen[str], int]):
+    """After SIGTERM a stream that runs ends as it should, a new client is refused, the status is
+    0.
+    """
+    process, port = server
+    with begin(port, max_tokens=300) as stream:
+        assert stream.status == 200 and stream.readline().startswith(b"data: {")
+        process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + 20
+        refused = False
+        while not refused and time.monotonic() < until:
+            try:
+                with begin(port, max_tokens=1) as other:
+                    other.read()
+                time.sleep(0.02)
+            except OSError:
+                refused = True
+        assert refused
+        rest = stream.read().decode()
+    assert rest.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in rest
+    assert process.wait(60) == 0
+    assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_second_signal_stops_it(server: tuple[subprocess.Popen[str], int]):
+    process, port = server
+    with begin(port, max_tokens=900) as stream:
+        assert stream.readline().startswith(b"data: {")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_flags():
+    args = make_parser().parse_args(["some/folder", "--max-waiting", "7", "--no-reasoning"])
+    assert (args.max_waiting, args.enable_reasoning, args.model) == (7, False, "some/folder")
+    assert (name_of(None), name_of("Owner/Name"), name_of(str(ROOT / "docs"))) == (
+        "jpaged-demo",
+        "Owner/Name",
+        "docs",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["/no/such/folder"], "no such"),
+        (["--max-choices", "0"], "max_choices=0"),
+        (["--head-timeout-s", "0"], "head_timeout_s=0.0"),
+        (["--api-key", "two words"], "api_keys"),
+        (["--max-num-seqs", "0"], "max_num_seqs=0"),
+    ],
+)
+def test_what_cannot_start_is_one_sentence(argv: list[str], said: str, capsys: Any):
+    assert serve(argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jpaged serve: ") and said in error and error.count("\n") == 1
+
+
+def test_the_command_without_a_command(capsys: Any):
+    assert main([]) == 2 and "jpaged serve MODEL" in capsys.readouterr().err
+
+
+def test_without_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    for name in [name for name in sys.modules if name.startswith("jpaged.openai.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert main(["serve"]) == 1
+    assert "pip install 'jpaged[server]'" in capsys.readouterr().err
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
