@@ -80,7 +80,7 @@ def test_lossless() -> None:
     for how in (None, GUESSING):
         llm = LLM(params, **(SETTINGS | {"max_loras": 0, "speculative": how}))
         outs.append(bits(llm.generate(PROMPTS, asked, use_tqdm=False)))
-    assert outs[0] == outs[1] and 0 < llm.stats()["accepted_tokens"]
+    assert outs[0] == outs[1] and llm.stats()["accepted_tokens"] > 0
 
 
 @pytest.mark.middle
