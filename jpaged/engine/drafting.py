@@ -139,6 +139,11 @@ class Drafter:
         self.drafted += drafted
         self.accepted += right
 
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Take in a step that was committed."""
+        self.verify_steps += plan.verifies
+        self.costs.observe(plan, seconds)
+
     def report(self) -> dict[str, Any]:
         """Totals since the start."""
         return {
