@@ -73,8 +73,8 @@ class Costs:
         self._refused = THROUGH
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Take in a step, of those that decode alone."""
-        if not all(entry.decodes for entry in plan.entries):
+        """Take in a step, of those that decode alone, without tokens that are certain."""
+        if not all(e.decodes and e.guesses >= bool(e.run) for e in plan.entries):
             return
         steps = 1 if plan.verifies else max(entry.draws for entry in plan.entries)
         size = plan.num_tokens // steps
