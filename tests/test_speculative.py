@@ -33,6 +33,14 @@ CONTROLS: list[dict[str, Any]] = [
 ]
 
 
+def sampled(count: int, **how: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": count, **how})
+
+
+def served(params: Any, **settings: Any) -> LLM:
+    return LLM(params, **{**SETTINGS, **settings})
+
+
 def bits(outs: list[RequestOutput]) -> list[Any]:
     def of(values: Any) -> Any:
         return [{t: x.logprob for t, x in top.items()} if top else None for top in values or ()]
@@ -49,7 +57,7 @@ def bits(outs: list[RequestOutput]) -> list[Any]:
 
 def run(llm: LLM) -> dict[str, Any]:
     """What comes out, by what was asked; every control with every other in one batch."""
-    asked = [SamplingParams(**({"max_tokens": 24} | how)) for how in CONTROLS]
+    asked = [sampled(24, **how) for how in CONTROLS]
     prompts: list[Any] = [PROMPTS[i % len(PROMPTS)] for i in range(len(asked))]
     prompts[2] = {"prompt_token_ids": prompts[2], "adapter": "a"}
     found = {"together": bits(llm.generate(prompts, asked, use_tqdm=False))}
@@ -75,10 +83,10 @@ def run(llm: LLM) -> dict[str, Any]:
 def test_lossless() -> None:
     """Greedy and seeded rows, which repeat themselves or not."""
     params = make_params(0, MODEL, "bfloat16")
-    asked = [SamplingParams(**({"max_tokens": 30} | CONTROLS[i])) for i in (0, 3, 0, 0)]
+    asked = [sampled(30, **CONTROLS[i]) for i in (0, 3, 0, 0)]
     outs = []
     for how in (None, GUESSING):
-        llm = LLM(params, **(SETTINGS | {"max_loras": 0, "speculative": how}))
+        llm = served(params, max_loras=0, speculative=how)
         outs.append(bits(llm.generate(PROMPTS, asked, use_tqdm=False)))
     assert outs[0] == outs[1] and llm.stats()["accepted_tokens"] > 0
 
@@ -96,8 +104,8 @@ def test_lossless() -> None:
 )
 def test_every_control_to_the_bit(dtype: str, changes: dict[str, Any]) -> None:
     params = make_params(0, MODEL, dtype)
-    plain = LLM(params, **(SETTINGS | changes))
-    guessing = LLM(params, **(SETTINGS | changes | {"speculative": GUESSING}))
+    plain = served(params, **changes)
+    guessing = served(params, **changes, speculative=GUESSING)
     assert guessing.engine_config.deterministic
     for llm in (plain, guessing):
         llm.add_adapter("a", make_lora(1, model=MODEL))
@@ -115,9 +123,7 @@ def test_windows() -> None:
     params = make_params(0, WINDOWED)
     asked = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     outs = [
-        LLM(params, **(vars(ENGINE) | {"speculative": how})).generate(
-            PROMPTS, asked, use_tqdm=False
-        )
+        LLM(params, **{**SMALL, "speculative": how}).generate(PROMPTS, asked, use_tqdm=False)
         for how in (None, GUESSING)
     ]
     assert [o.outputs[0].token_ids for o in outs[0]] == [o.outputs[0].token_ids for o in outs[1]]
@@ -126,7 +132,7 @@ def test_windows() -> None:
 @pytest.mark.middle
 @pytest.mark.own_steps
 def test_it_compiles_nothing_of_its_own() -> None:
-    llm = LLM(make_params(0, MODEL), **(SMALL | {"strict": True}))
+    llm = LLM(make_params(0, MODEL), **{**SMALL, "strict": True})
     with compiles() as names:
         asked = SamplingParams(temperature=0, max_tokens=24)
         llm.generate(PROMPTS, asked, use_tqdm=False)
@@ -152,7 +158,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_tokens=0"):
         LLM(params, speculative={"num_tokens": 0})
     with pytest.raises(ConfigError, match="only with one replica in one process"):
-        LLM(params, **(SMALL | {"data_parallel_size": 2}))
+        LLM(params, **{**SMALL, "data_parallel_size": 2})
     assert EngineConfig(speculative=Speculative()) == EngineConfig(speculative={})  # pyright: ignore[reportArgumentType]
 
 

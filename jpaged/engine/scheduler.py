@@ -181,7 +181,8 @@ class Scheduler:
         """
         most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
         runs, drafter = certain_runs(rows, most - len(rows)), self.queues.drafter
-        if guesses := drafter is not None and not runs:
+        guesses = not runs
+        if drafter is not None and guesses:
             runs = drafter.runs(rows)
         if not runs:
             return "decode", decode_entries(self.blocks, rows, self.decode_steps)
