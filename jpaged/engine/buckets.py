@@ -36,7 +36,7 @@ TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 Phase = Literal["prefill", "sample", "decode"]
 Features = Literal["plain", "filtered", "full", "prompt"]
 DRAWS: tuple[Features, ...] = ("plain", "filtered", "full")  # of a draw, each with more
-MASKED = DRAWS[1:]  # of a draw under masks
+MASKED: tuple[Features, ...] = DRAWS[1:]  # of a draw under masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -256,7 +256,7 @@ def bucket_table(
     shapes += [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
     for S in _up_to(config.seq_buckets, rows):
         size: dict[str, Any] = {"tokens": S, "rows": S}
-        steps = {"steps": config.decode_steps}
+        steps: dict[str, Any] = {"steps": config.decode_steps}
         for features in DRAWS:
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):
