@@ -121,6 +121,11 @@ class AsyncLLM:
         return self._thread.error
 
     @property
+    def adapters(self) -> frozenset[str]:
+        """The adapters that prompts can name."""
+        return frozenset(self._llm.session.adapters.named)
+
+    @property
     def engine_config(self) -> EngineConfig:
         return self._llm.engine_config
 

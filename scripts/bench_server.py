@@ -8,7 +8,8 @@ open until all requests are answered. In turn with that, the child's LLM.generat
 prompts of the same lengths at once. Prints tokens a second of both, best and median of the rounds,
 what the server loses, and of all streams the time to the first token and between tokens, p50 and
 p99; then one JSON line. Prompts are random token ids, no two alike. Client and server share the
-machine: on a CPU the client's work is part of the loss.
+machine, so on a CPU the client's work is part of the loss; what the server's own process takes more
+of the processors is told apart: on a CPU that is also what the model runs on.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_engine_flags(
         parser.add_argument_group("engine"),
         *("max_num_batched_tokens", "max_model_len", "num_blocks", "block_size", "decode_steps"),
-        *("deterministic", "quantization"),
+        *("deterministic", "quantization", "token_buckets", "seq_buckets"),
     )
     args = parser.parse_args(argv)
     common.check_model_flags(parser, args)
@@ -79,7 +80,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Print the port, then answer each line of stdin, a round's number, by generate's seconds."""
+    """Print the port, then answer each line of stdin: a round's number by generate's seconds, cpu
+    by the seconds that this process has taken of the processors.
+    """
     from jpaged import LLM, AsyncLLM, SamplingParams
     from jpaged.openai.server.app import Server
     from jpaged.openai.server.run import Listener
@@ -109,7 +112,9 @@ def serve(args: argparse.Namespace) -> int:
         return time.perf_counter() - began
 
     for line in sys.stdin:
-        print(asyncio.run(engine.call(generate, int(line))), flush=True)
+        is_cpu = line.strip() == "cpu"
+        found = time.process_time() if is_cpu else asyncio.run(engine.call(generate, int(line)))
+        print(found, flush=True)
     return 0
 
 
@@ -137,13 +142,25 @@ def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float,
     """
     found, compiles = [], -1
     for number in range(2 * args.rounds + 6):
-        pair = (bulk(args, child, number), asyncio.run(streams(args, port, number)))
+        used = [float(ask(child, "cpu"))]
+        rate = args.requests * args.output / float(ask(child, f"{number}"))
+        used.append(float(ask(child, "cpu")))
+        seen = asyncio.run(streams(args, port, number))
+        used.append(float(ask(child, "cpu")))
+        seen["cpu"] = (used[1] - used[0], used[2] - used[1])
         before, compiles = compiles, compiled(port)
         if before == compiles:
-            found.append(pair)
+            found.append((rate, seen))
         if len(found) == args.rounds:
             return found
     raise RuntimeError("steps are compiled in every round: give more rounds, or fewer buckets")
+
+
+def ask(child: Any, line: str) -> str:
+    """What the child answers to a line."""
+    child.stdin.write(f"{line}\n")
+    child.stdin.flush()
+    return child.stdout.readline()
 
 
 def compiled(port: int) -> int:
@@ -151,12 +168,6 @@ def compiled(port: int) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     return int(re.findall(r"^jpaged_compiled_steps_total (\d+)$", text, re.M)[0])
-
-
-def bulk(args: argparse.Namespace, child: Any, number: int) -> float:
-    child.stdin.write(f"{number}\n")
-    child.stdin.flush()
-    return args.requests * args.output / float(child.stdout.readline())
 
 
 async def streams(args: argparse.Namespace, port: int, number: int) -> dict[str, Any]:
@@ -208,7 +219,10 @@ def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, An
         best, median = max(values), statistics.median(values)
         print(f"  {name:16} {median:9.1f} tok/s (best {best:.1f})")
     print(f"  the server loses {loss:.1%} (best rounds: {1 - max(rates) / max(bulk):.1%})")
+    more = statistics.median(served / alone for alone, served in (one["cpu"] for one in found)) - 1
+    print(f"  processor time of its process: {more:+.1%}")
     record: dict[str, Any] = {"generate_tok_s": bulk, "server_tok_s": rates, "loss": loss}
+    record |= {"cpu_s": [one["cpu"] for one in found], "cpu_more": more}
     for name, what in (("first", "time to first token"), ("gap", "time between tokens")):
         values = sorted(x * 1e3 for one in found for x in one[name])
         p50, p99 = (values[min(int(q * len(values)), len(values) - 1)] for q in (0.5, 0.99))

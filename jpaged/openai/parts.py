@@ -56,11 +56,15 @@ class Format:
         text = template if isinstance(template, str) else json.dumps(template)
         return cls(style=style or style_of(text), thinks=thinks and "</think>" in text)
 
+    def is_thinking(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so has opened the reasoning."""
+        return self.thinks and prompt_end.rstrip().endswith("<think>")
+
     def reader(self, prompt_end: str, *, tools: bool) -> "Reader":
         """A reader of an answer. prompt_end: the text that the prompt ends with, which may have
         opened the reasoning. tools: whether calls are looked for.
         """
-        is_thinking = self.thinks and prompt_end.rstrip().endswith("<think>")
+        is_thinking = self.is_thinking(prompt_end)
         if self.style == "harmony":
             return Harmony()
         if self.style == "llama" and tools and not self.thinks:

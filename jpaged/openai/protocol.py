@@ -7,7 +7,7 @@ refused: none is ignored that could change an answer.
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, LiteralString, NoReturn, Self
+from typing import Annotated, Any, ClassVar, LiteralString, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
@@ -477,22 +477,6 @@ URLS: dict[str, type[GenerationRequest]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
 }
-
-
-def _served(url: Any) -> Any:
-    if not isinstance(url, str) or url not in URLS:
-        said = {"urls": ", ".join(URLS)}
-        raise PydanticCustomError("unsupported_url", "must be one of {urls}", said)
-    return url
-
-
-class BatchLine(Body):
-    """A line of a batch file."""
-
-    custom_id: str
-    method: Literal["POST"]
-    url: Annotated[str, BeforeValidator(_served)]
-    body: dict[str, Any]
 
 
 def _unless_none(**values: Any) -> dict[str, Any]:

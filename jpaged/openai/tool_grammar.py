@@ -8,6 +8,8 @@ from typing import Any
 
 from jpaged.openai.parts import Style
 
+# As templates write JSON: with any white space a small model may write nothing else to the end.
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "/(.|\\n)*/"
 
 
@@ -73,5 +75,5 @@ def _call(function: dict[str, Any], style: Style) -> str:
     key = "parameters" if style == "llama" else "arguments"
     space = "/\\n?/" if style == "hermes" else ""
     opening = json.dumps(f'{{"name": {name}, "{key}": ')
-    schema = {"type": "object", **(function.get("parameters") or {})}
+    schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": WRITTEN}
     return f'{space} {opening} %json {json.dumps(schema)} "}}" {space}'

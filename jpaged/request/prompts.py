@@ -119,6 +119,13 @@ def cached_under(prompt: Any, named: Mapping[str, AdapterVersion]) -> dict[str, 
     return {"salt": cache_salt(prompt), "adapter": adapter}
 
 
+def answered_by(adapter: str, prompt: Any) -> dict[str, Any]:
+    """A prompt (text, ids, or a dict of either) that names its adapter."""
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    return {**prompt, "adapter": adapter}
+
+
 def match_adapters(lora: Any, count: int) -> list[Any]:
     """One adapter a prompt, from one for all or a list (with None for the model itself) as long as
     the prompts.

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai  # pyright: ignore[reportMissingImports]
+import pydantic
 import pytest
 
 from jpaged import LLM, SamplingParams
+from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
 from tests.openai.live import Live, serving
 
@@ -21,6 +23,10 @@ SIZES: dict[str, Any] = {
     "max_model_len": 512,
 }
 ASK: dict[str, Any] = {"model": "demo", "max_tokens": 12, "seed": 4}
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
+)
 TALK: Any = [{"role": "user", "content": "Write a class."}]
 
 
@@ -114,6 +120,45 @@ def test_async_clients_at_once_and_one_that_leaves(live: Live, client: Any):
             return await asyncio.gather(*map(one, range(16)))
 
     assert set(asyncio.run(main())) == {expected}
+
+
+class Trip(pydantic.BaseModel):
+    """What is asked of the model, by a schema."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    city: Literal["Rome", "Oslo"]
+    days: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+def test_tools_and_schemas():
+    """The package's own schemas of pydantic models, and what it parses of the answers."""
+    pytest.importorskip("llguidance", reason="pip install 'jpaged[structured]'")
+    tokenizer = load_tokenizer(MODEL_PATH)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    llm = LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES)
+    with (
+        serving(llm, models=("demo",)) as live,
+        openai.OpenAI(base_url=url(live), api_key="none") as client,
+    ):
+        ask: Any = ASK | {"max_tokens": 200, "messages": TALK}
+        how: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+        how["tools"] = [openai.pydantic_function_tool(Trip, name="travel")]
+        found = client.chat.completions.parse(**how, **ask)
+        [choice] = found.choices
+        calls = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and calls
+        assert all(isinstance(call.function.parsed_arguments, Trip) for call in calls)
+        with client.chat.completions.stream(**how, **ask) as stream:
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        assert [call.function.arguments for call in streamed] == [
+            call.function.arguments for call in calls
+        ]
+        compact = {"structured_outputs": {"json": Trip.model_json_schema()}}
+        compact["structured_outputs"]["disable_any_whitespace"] = True
+        said = client.chat.completions.create(extra_body=compact, **ask).choices[0].message
+        assert Trip.model_validate_json(said.content)
+        live.assert_nothing_left()
 
 
 def test_errors_are_the_packages_own(live: Live, client: Any):

@@ -125,6 +125,18 @@ def test_numbers_that_are_too_large(live: Live):
     assert live.request(COMPLETIONS, digits)[0] == 400
 
 
+def test_lists_that_every_token_would_pay_for(live: Live):
+    for field in (
+        {"stop": [chr(33 + i % 90) * (1 + i // 90) for i in range(65)]},
+        {"stop": ["a" * 5000]},
+        {"stop_token_ids": [5] * 2000},
+        {"cache_salt": "a" * 300},
+    ):
+        status, answer, _ = live.request(COMPLETIONS, HELLO | field)
+        assert (status, answer["error"]["param"]) == (400, *field), answer
+    assert live.request(COMPLETIONS, HELLO | {"stop": ["~~~"] * 64})[0] == 200
+
+
 def test_heads_that_are_too_large_or_broken(live: Live):
     for head in (
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",

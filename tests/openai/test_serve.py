@@ -28,16 +28,16 @@ SIZES = ["--max-num-seqs", "4", "--num-blocks", "32", "--max-num-batched-tokens"
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     command = [sys.executable, "-m", "jpaged", "serve", "--port", "0", *SIZES, "--drain-s", "60"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    found = re.fullmatch(r"jpaged serves jpaged-demo at http://127\.0\.0\.1:(\d+)\n", said)
-    assert found, said + str(process.stderr and process.stderr.read())
-    yield process, int(found[1])
-    process.kill()
-    process.communicate()
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        try:
+            said = process.stdout.readline()
+            where = r"jpaged serves jpaged-demo at http://127\.0\.0\.1:(\d+)\n"
+            found = re.fullmatch(where, said)
+            assert found, said + process.stderr.read()
+            yield process, int(found[1])
+        finally:
+            process.kill()
 
 
 def begin(port: int, **body: Any) -> Any:
@@ -73,6 +73,21 @@ def test_it_drains(server: tuple[subprocess.Popen[str], int]):
     assert rest.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in rest
     assert process.wait(60) == 0
     assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_what_does_not_end_in_time_is_told():
+    command = [sys.executable, "-m", "jpaged", "serve", "--port", "0", *SIZES, "--drain-s", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with begin(port, max_tokens=1000, n=4) as stream:
+            assert stream.readline().startswith(b"data: {")
+            process.send_signal(signal.SIGTERM)
+            rest = stream.read().decode()
+        assert '"code":"stopping"' in rest or rest.endswith("data: [DONE]\n\n")
+        assert process.wait(60) == 0
 
 
 def test_a_second_signal_stops_it(server: tuple[subprocess.Popen[str], int]):

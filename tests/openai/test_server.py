@@ -11,6 +11,7 @@ import jpaged
 from jpaged import LLM, SamplingParams
 from jpaged.integrations.batch.answers import answer_line
 from jpaged.integrations.batch.lines import BatchRequest, Settings
+from tests.test_lora import make_lora
 from tests.text_model import write_folder
 from tests.tiny import ENGINE
 
@@ -319,6 +320,25 @@ def samples(text: str) -> dict[str, float]:
             assert {family, family.rpartition("_")[0]} & told
             found[name] = float(value)
     return found
+
+
+def test_adapters_are_models(folder: Path):
+    """A name of an adapter is a model: it answers as LLM does with it, alone and in streams."""
+    llm = LLM(folder, **SETTINGS, max_loras=2, max_lora_rank=4)
+    llm.add_adapter("tuned", make_lora(4, model=llm.model_config))
+    asked = SamplingParams(max_tokens=12, temperature=0)
+    prompts = [{"prompt": "hello there", "adapter": "tuned"}, "hello there"]
+    texts = [out.outputs[0].text for out in llm.generate(prompts, asked, use_tqdm=False)]
+    assert texts[0] != texts[1]
+    with serving(llm) as live:
+        names = [model["id"] for model in live.request("/v1/models")[1]["data"]]
+        assert names == ["tiny", "tuned"]
+        for name, text in zip(("tuned", "tiny"), texts, strict=True):
+            body = HELLO | {"model": name, "temperature": 0}
+            answer = live.post(COMPLETIONS, body)
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, text)
+            assert added_up(live.events(COMPLETIONS, body))[0]["text"] == text
+        live.assert_nothing_left()
 
 
 def test_too_many_are_told_to_come_again(folder: Path):

@@ -8,14 +8,17 @@ line is read the same way whoever feeds the engine.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from jpaged.integrations.batch.source import LineError
 from jpaged.integrations.seeds import stable_seed
 from jpaged.openai.json_text import json_object
 from jpaged.openai.protocol import (
     URLS,
-    BatchLine,
+    Body,
     BodyError,
     ChosenLogprobs,
     Conversation,
@@ -26,9 +29,26 @@ from jpaged.openai.protocol import (
     unknown_fields,
 )
 from jpaged.openai.responses import AnswerForm
+from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
+
+
+def _served(url: Any) -> Any:
+    if not isinstance(url, str) or url not in URLS:
+        said = {"urls": ", ".join(URLS)}
+        raise PydanticCustomError("unsupported_url", "must be one of {urls}", said)
+    return url
+
+
+class BatchLine(Body):
+    """A line of a batch file."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: Annotated[str, BeforeValidator(_served)]
+    body: dict[str, Any]
 
 
 class BarePrompt(ChosenLogprobs):
@@ -97,12 +117,7 @@ class BatchRequest:
         """The prompt that LLM.add_request takes. Raises RequestError."""
         assert self.body is not None
         prompt = self.body.prompt_for(llm, self.params)
-        if self.adapter is None:
-            return prompt
-        if not isinstance(prompt, Mapping):
-            name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-            prompt = {name: prompt}
-        return {**prompt, "adapter": self.adapter}
+        return prompt if self.adapter is None else answered_by(self.adapter, prompt)
 
     @property
     def answer_form(self) -> AnswerForm:

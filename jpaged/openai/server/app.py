@@ -94,7 +94,7 @@ class Server:
         await exchange.answer(self.metrics.text(self.llm.stats()).encode(), kind=PLAIN)
 
     async def _models(self, exchange: Exchange) -> None:
-        data = [self._model(name) for name in self.settings.models]
+        data = [self._model(name) for name in self._generation.models]
         await exchange.answer(encode({"object": "list", "data": data}))
 
     async def _one_model(self, exchange: Exchange) -> None:

@@ -49,7 +49,12 @@ class Served(GenerationRequest):
 
 
 class ServedChat(Served, ChatCompletionRequest):
-    """The body of POST /v1/chat/completions: tools may be called here."""
+    """The body of POST /v1/chat/completions: tools may be called here.
+
+    tool_choice: "auto", "none", "required", or the function that is to be called.
+    """
+
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:
@@ -59,14 +64,38 @@ class ServedChat(Served, ChatCompletionRequest):
                 refuse(f"tools: {short(name)} is no name of a function", "tools", "invalid_value")
             if not isinstance(schema, dict):
                 refuse(f"tools: parameters of {name} must be a schema", "tools", "invalid_value")
-        choice = self.tool_choice
-        if choice not in (None, "none", "auto"):
+        choice, names = self.tool_choice, [tool["function"]["name"] for tool in self.tools or ()]
+        if self._chosen is not None:
+            if self._chosen not in names:
+                said = f"tool_choice={short(choice)}: there is no such tool"
+                refuse(said, "tool_choice", "invalid_value")
+        elif choice not in (None, "none", "auto", "required"):
             refuse(f"tool_choice={short(choice)} is not supported", "tool_choice")
+        elif choice == "required" and not names:
+            refuse('tool_choice="required" needs tools', "tool_choice", "invalid_value")
+        if self.must_call and (self.forms or self.structured):
+            refuse("a call of a tool cannot have another form as well", "tool_choice")
         return self
 
     @property
-    def may_call(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+    def _chosen(self) -> str | None:
+        """The function that tool_choice names."""
+        choice = self.tool_choice
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Those that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        chosen = self._chosen
+        return [t for t in self.tools or () if chosen in (None, t["function"]["name"])]
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or self._chosen is not None
 
 
 def _many_prompts(value: Any) -> Any:

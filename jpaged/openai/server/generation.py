@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from jpaged.async_llm import AsyncLLM
@@ -31,8 +32,12 @@ from jpaged.openai.server.wire import (
     encode,
     overloaded,
 )
+from jpaged.openai.tool_grammar import tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
+
+MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,9 @@ class Generation:
             model = self.check_model(body.model)
             params = self._params(body)
             with self._admitted(_num_prompts(body) * params.n):
-                asked = await self._llm.prepare(_understood, body, params, model, self._format)
+                adapter = model if model in self._llm.adapters else None
+                told = (body, params, model, adapter, self._format)
+                asked = await self._llm.prepare(_understood, *told)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
@@ -92,9 +99,16 @@ class Generation:
                     else:
                         await self._answer(exchange, asked, inbox, news, watch)
 
+    @property
+    def models(self) -> list[str]:
+        """The names that are served, the model's own first, then its adapters'."""
+        return [*self._settings.models, *sorted(self._llm.adapters)]
+
     def check_model(self, name: str | None) -> str:
-        """The name to answer under; ApiError for one that is not served."""
-        names = self._settings.models
+        """The name to answer under, which may be an adapter's; ApiError for one that is not
+        served.
+        """
+        names = self.models
         if name is not None and name not in names:
             said = f"model {name[:80]!r} is not served here; there is {', '.join(names)}"
             raise ApiError(404, said, code="model_not_found", param="model")
@@ -111,6 +125,7 @@ class Generation:
             elif params.max_tokens > most:
                 said = f"max_tokens={params.max_tokens}: this server gives {most} at most"
                 raise RequestError(said)
+        _check_sizes(body, params)
         config = self._llm.engine_config
         if params.n > config.max_n or params.n < 1:  # before anything is made n times
             raise RequestError(f"n={params.n}: must be from 1 to {config.max_n}")
@@ -181,12 +196,29 @@ class Generation:
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
 
+def _check_sizes(body: Served, params: SamplingParams) -> None:
+    """RequestError for what would take everybody's time at each token, or memory a completion."""
+    stops = params.stop_strings
+    if len(stops) > MOST_STOPS or sum(map(len, stops)) > MOST_STOP_CHARACTERS:
+        most = f"{MOST_STOPS} of {MOST_STOP_CHARACTERS} characters in all"
+        raise RequestError(f"stop: {len(stops)} strings are more than this server takes, {most}")
+    if (count := len(params.stop_token_ids or ())) > MOST_STOP_IDS:
+        raise RequestError(f"stop_token_ids: {count} are more than {MOST_STOP_IDS}")
+    if len(body.cache_salt or "") > MOST_OF_A_SALT:
+        raise BodyError(f"cache_salt: longer than {MOST_OF_A_SALT}", param="cache_salt")
+
+
 def _num_prompts(body: Served) -> int:
     return len(body.prompt) if isinstance(body, ServedCompletion) else 1
 
 
 def _understood(
-    llm: Any, body: Served, params: SamplingParams, model: str, format: Format
+    llm: Any,
+    body: Served,
+    params: SamplingParams,
+    model: str,
+    adapter: str | None,
+    format: Format,
 ) -> Asked:
     """The rest of what is to be known before a request runs: takes as long as its prompts do."""
     form = AnswerForm(
@@ -199,15 +231,44 @@ def _understood(
     if isinstance(body, ServedCompletion) and body.echo:
         echo = [text_of(llm, prompt) for prompt in prompts]
     if isinstance(body, ServedChat):
-        if body.may_call and format.style == "none":
-            refused = "tools: the chat template of this model has none that could be called"
-            raise BodyError(refused, param="tools", code="unsupported_field")
         end = text_of(llm, prompts[0], last=8)
-        reader = partial(format.reader, end, tools=body.may_call)
+        reader = partial(format.reader, end, tools=bool(body.callable_tools))
+        params = _held_to_calls(body, params, format, end)
         if format.style == "harmony":  # its parts are told apart by special tokens
             params = dataclasses.replace(params, skip_special_tokens=False)
+    if adapter is not None:
+        prompts = [answered_by(adapter, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
     return Asked(body=body, params=params, prompts=prompts, reader=reader, **how)
+
+
+def _held_to_calls(
+    body: ServedChat, params: SamplingParams, format: Format, end: str
+) -> SamplingParams:
+    """With the grammar of the calls that an answer may have: as a rule where llguidance is there,
+    and where one is demanded. end: of the prompt. Raises BodyError.
+    """
+    tools, must = body.callable_tools, body.must_call
+    if not tools:
+        return params
+    demanded = must or not body.parallel_tool_calls
+    grammar = tool_grammar(
+        tools,
+        style=format.style,
+        needed=must,
+        many=body.parallel_tool_calls,
+        thinks=format.thinks,
+        is_thinking=format.is_thinking(end),
+    )
+    if format.style == "none" or (demanded and grammar is None):
+        said = "tools: the chat template of this model has none that could be called"
+        if format.style != "none":
+            said = "tool_choice: calls of this model cannot be demanded, nor be held to one"
+        raise BodyError(said, param=said.partition(":")[0], code="unsupported_field")
+    is_free = params.structured is None and grammar is not None
+    if is_free and (demanded or find_spec("llguidance") is not None):
+        return dataclasses.replace(params, structured={"grammar": grammar})
+    return params
 
 
 def _output(item: Any) -> RequestOutput:

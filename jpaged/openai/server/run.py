@@ -19,6 +19,8 @@ import uvicorn
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.flags import add_engine_flags, add_flags, engine_settings, given_settings
+from jpaged.integrations.batch.adapters import loaded
+from jpaged.integrations.batch.source import BatchError
 from jpaged.llm import LLM
 from jpaged.openai.server.app import Server
 from jpaged.openai.server.settings import ServerSettings
@@ -83,6 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--api-key", help=keys, action="append", metavar="KEY")
     names = "that requests may ask for, the first in answers (default: the model's own)"
     add("--served-model-name", help=names, nargs="+", metavar="NAME")
+    lora = "adapters as PEFT writes them, for requests whose model is NAME (default: none)"
+    add("--adapter", help=lora, nargs="+", metavar="NAME=FOLDER")
     seed = "of requests without one, which are counted into it (default: 0)"
     add("--seed", help=seed, type=int, default=0)
     early = "compile every shape of a step before it listens (default: off)"
@@ -115,7 +119,7 @@ def make_server(args: argparse.Namespace) -> Server:
         from jpaged.demo import MODEL_PATH
 
         model = str(MODEL_PATH)
-    llm = LLM(model, seed=args.seed, **engine_settings(args))
+    llm = loaded(LLM(model, seed=args.seed, **engine_settings(args)), args.adapter)
     if args.warmup:
         llm.warmup()
     return Server(AsyncLLM(llm), settings)
@@ -133,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         server = make_server(args)
-    except (ConfigError, CheckpointError) as e:
+    except (ConfigError, CheckpointError, BatchError) as e:
         print(f"jpaged serve: {e}", file=sys.stderr)
         return 1
     Listener(server, args.host, args.port).run()

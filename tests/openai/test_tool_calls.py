@@ -1,0 +1,157 @@
+"""Tools whose schemas hold the model to them, and answers of a form, over HTTP."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.checkpoint.tokenizer import load_tokenizer
+from jpaged.demo import MODEL_PATH
+
+pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
+pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
+pytest.importorskip("llguidance", reason="pip install 'jpaged[structured]'")
+
+from tests.openai.live import Live, serving
+
+CHAT = "/v1/chat/completions"
+SIZES: dict[str, Any] = {
+    "token_buckets": (64,),
+    "seq_buckets": (8,),
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 64,
+    "max_model_len": 512,
+    "dtype": "float32",
+}
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}"
+)
+LLAMA = TEMPLATE.replace("<tool_call>", "python_tag")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"properties": {}}}},
+]
+ASK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Will it rain?"}],
+    "tools": TOOLS,
+    "max_tokens": 150,
+    "temperature": 1.0,
+}
+
+
+def make_live(template: str) -> Any:
+    tokenizer = load_tokenizer(MODEL_PATH)
+    tokenizer.chat_template = template
+    return serving(LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES))
+
+
+@pytest.fixture(scope="module", params=[TEMPLATE, LLAMA], ids=["hermes", "llama"])
+def live(request: pytest.FixtureRequest) -> Iterator[Live]:
+    with make_live(request.param) as live:
+        yield live
+        live.assert_nothing_left()
+
+
+def check_call(call: dict[str, Any]) -> None:
+    """Of a tool that was offered, with arguments of its schema."""
+    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+    if name == "weather":
+        assert set(arguments) == {"city", "days"} and arguments["city"] in ("Rome", "Oslo")
+        assert type(arguments["days"]) is int and 1 <= arguments["days"] <= 9
+    else:
+        assert name == "stop" and isinstance(arguments, dict)
+
+
+def test_a_call_that_is_demanded(live: Live):
+    """Of any tool or of one; the same from a stream; one alone where no more may come."""
+    one = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(4):
+        body = ASK | {"seed": seed, "parallel_tool_calls": False, "tool_choice": one}
+        [choice] = live.post(CHAT, body)["choices"]
+        assert choice["finish_reason"] == "tool_calls", choice
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather" and choice["message"]["content"] is None
+        check_call(call)
+        deltas = [event["choices"][0] for event in live.events(CHAT, body)]
+        pieces = [c for d in deltas for c in d["delta"].get("tool_calls", [])]
+        streamed = "".join(piece["function"]["arguments"] for piece in pieces)
+        assert streamed == call["function"]["arguments"]
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+    [choice] = live.post(CHAT, ASK | {"seed": 5, "tool_choice": "required"})["choices"]
+    calls = choice["message"]["tool_calls"]
+    for call in calls if choice["finish_reason"] == "tool_calls" else calls[:-1]:
+        check_call(call)
+
+
+def test_a_call_that_may_come_is_one(live: Live):
+    """Whatever the model writes at a high temperature, what reads as a call is one."""
+    body = ASK | {"n": 8, "seed": 3, "temperature": 1.5, "max_tokens": 60}
+    for choice in live.post(CHAT, body)["choices"]:
+        calls = choice["message"].get("tool_calls", [])
+        for call in calls if choice["finish_reason"] != "length" else calls[:-1]:
+            check_call(call)
+        assert calls or isinstance(choice["message"]["content"], str)
+
+
+def test_what_cannot_be_demanded(live: Live):
+    for body, param in (
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": {"function": 3}}, "tool_choice"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+        ),
+    ):
+        status, answer, _ = live.request(CHAT, ASK | body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+def test_a_schema_that_cannot_be_is_its_requests_error(live: Live):
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}
+    status, answer, _ = live.request(CHAT, ASK | {"tools": [bad]})
+    assert status == 400 and "structured" in answer["error"]["message"]
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(12):
+        deep = {"anyOf": [{"type": "object", "properties": {"a": deep, "b": deep}}]}
+    status, answer, _ = live.request(
+        CHAT, ASK | {"tools": [TOOLS[0] | {"function": {"name": "f", "parameters": deep}}]}
+    )
+    assert status in (200, 400)  # in bounded time either way
+
+
+def test_a_form_is_that_of_the_library():
+    """response_format over HTTP draws the tokens that SamplingParams.structured does."""
+    with make_live(TEMPLATE) as live:
+        body = {k: v for k, v in ASK.items() if k != "tools"}
+        body |= {"seed": 7, "top_k": 0, "top_p": 1.0}
+        ids = live.post("/tokenize", {"messages": ASK["messages"]})["tokens"]
+        named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        compact = {"json_schema": SCHEMA, "disable_any_whitespace": True}
+        for field, form in (
+            ({"response_format": named}, {"json_schema": SCHEMA}),
+            ({"structured": compact}, compact),
+        ):
+            [choice] = live.post(CHAT, body | field)["choices"]
+            text = choice["message"]["content"]
+            events = live.events(CHAT, body | field)
+            assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == text
+            asked = SamplingParams(seed=7, max_tokens=150, temperature=1.0, structured=form)
+            [output] = live.call(partial(LLM.generate, prompts=[ids], sampling_params=asked))
+            assert output.outputs[0].text == text
+        check_call({"function": {"name": "weather", "arguments": text}})
+        live.assert_nothing_left()
