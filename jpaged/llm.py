@@ -21,6 +21,7 @@ from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import CallKeys, as_list
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.mesh import serving_mesh
+from jpaged.runtime.quantize import one_by_one
 from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
@@ -238,7 +239,8 @@ def _weights(
     if not isinstance(model, str | Path):
         return as_params(model), mesh
     mesh = serving_mesh(config, mesh)
-    return load_params(model, dtype=config.dtype, mesh=mesh), mesh
+    each = None if mesh or not config.quantization else one_by_one(config.quantization)
+    return load_params(model, dtype=config.dtype, mesh=mesh, each=each), mesh
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:

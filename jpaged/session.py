@@ -15,6 +15,7 @@ from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.params import DONATED, Params
+from jpaged.models.quantized import experts_are_plain
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import Adapted, match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
@@ -60,8 +61,8 @@ class Session:
         self.model_config = params.config
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
-        dtype = config.dtype or params["embed"]["weight"].dtype
-        self.engine_config = resolve_for(params.config, config, self.placement, dtype)
+        dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
+        self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
         self.adapters.grows = grows and not config.max_loras

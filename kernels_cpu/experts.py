@@ -20,6 +20,8 @@ MOST_PAIRS = 8192
 def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Why these shapes cannot run here, or None; asking may compile C++."""
     del device
+    if not shapes.is_plain:
+        return "weights in 8 or 4 bits: only arrays"
     if jnp.dtype(shapes.dtype) != jnp.bfloat16:
         return f"dtype {jnp.dtype(shapes.dtype).name}: only bfloat16"
     for name in ("hidden_size", "expert_size"):

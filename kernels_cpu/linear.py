@@ -5,6 +5,7 @@ give zeros; E features in, N out.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,12 @@ class NativeProducts:
         return linear(x_TE, weight_NE, count, dtype)
 
     def quantized(
-        self, x_TE: Array, values: Array, scales: Array, form: str, count: Array | int
+        self, x_TE: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any
     ) -> Array:
         """See kernels_cpu.quantized.linear: for any number of rows, since XLA would widen the
         whole weight first.
         """
-        return quantized.linear(x_TE, values, scales, form, count)
+        return quantized.linear(x_TE, values, scales, form, count, zeros)
 
 
 def is_width_supported(E: int) -> bool:

@@ -8,16 +8,19 @@ namespace jpaged {
 
 enum class Form : int64_t { kInt8, kInt4, kFp8 };
 
-constexpr int64_t kGroup = 32;  // inputs that share a scale in int4
+constexpr int64_t kPacked = 32;  // inputs that lie together in int4
 
 struct Quantized {
   Form form;
   const void* values;
-  const float* scales;  // one a row; int4: one a group
-  int64_t E;
+  const float *scales, *zeros;  // [N, S], each of E / S inputs; zeros may be null
+  int64_t E, S;
 
-  // Rows [first, first + count) as bf16. Those of int8 and fp8 are the values alone, which bf16 holds exactly: their scale
-  // comes after the sum. Those of int4 are values times scales.
+  // Whether a row has one scale, which comes after the sum.
+  bool IsByRow() const { return form != Form::kInt4 && S == 1; }
+
+  // Rows [first, first + count) as bf16: the values alone, which it holds exactly, where they are scaled by row; else
+  // values times scales.
   void Rows(int64_t first, int64_t count, bf16* out) const;
 };
 

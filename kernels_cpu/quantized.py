@@ -12,11 +12,20 @@ from jax import Array
 FORMS = {"int8": 0, "int4": 1, "fp8": 2}  # as quantized.h numbers them
 
 
-def linear(x_TE: Array, values: Array, scales: Array, form: str, count: Array | int) -> Array:
-    """x times the weight that values [N, E] (int4: [N, E/2]) and scales [N, 1] (int4: [N, E/32])
-    stand for, transposed: f32 [T, N]. A row's bits depend on that row alone.
+def linear(
+    x_TE: Array,
+    values: Array,
+    scales: Array,
+    form: str,
+    count: Array | int,
+    zeros: Array | None = None,
+) -> Array:
+    """x times the weight that values [N, E] (int4: [N, E/2]), scales [N, S], each of E / S inputs
+    (int4: of whole 32s), and zeros [N, S] stand for, transposed: f32 [T, N]. A row's bits depend
+    on that row alone.
     """
     result = jax.ShapeDtypeStruct((x_TE.shape[0], scales.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call("jpaged_quantized", result)
     count = jnp.asarray(count, jnp.int32)
-    return call(x_TE, values, scales, count, form=np.int64(FORMS[form]))
+    zeros = jnp.zeros((0, 0), jnp.float32) if zeros is None else zeros
+    return call(x_TE, values, scales, zeros, count, form=np.int64(FORMS[form]))

@@ -35,6 +35,7 @@ import _common as common
 
 import jpaged
 from jpaged import SamplingParams
+from jpaged.checkpoint.tensors import flat
 from jpaged.errors import JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.lines import Settings
@@ -42,7 +43,8 @@ from jpaged.integrations.batch.manifest import make_manifest
 from jpaged.integrations.batch.run import OK, Job, run_batch
 from jpaged.integrations.batch.source import open_source
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import random_params
+from jpaged.models.params import param_table, random_params
+from jpaged.models.quantized import is_quantized
 
 # Totals of the engine that the record holds as they are.
 COUNTS = ("preemptions", "copied_blocks", "swap_out_bytes", "swap_in_bytes")
@@ -210,11 +212,26 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     if args.mode == "batch":
         return record | in_batch(llm, prompts, work, outputs, args.repeat)
     runs = [timed(llm, prompts, work, outputs) for _ in range(args.repeat)]
-    weights = common.num_weights(config) * common.ITEMSIZE[args.dtype]
+    weights = read_bytes(llm, config)
     bandwidth = common.read_bandwidth()
     record |= figures(runs, sum(map(len, prompts)), weights, bandwidth)
     names = ("peak_blocks_in_use", "buckets", "step_sizes")
     return record | {name: value for name, value in llm.stats().items() if name in names}
+
+
+def read_bytes(llm: Any, config: ModelConfig) -> int:
+    """Of the weights that a decode step of one row reads, in the form that they are served in."""
+    plain = param_table(config)
+    leaves = flat(llm.session.runner.params, is_quantized).items()
+    total = sum(leaf.nbytes for name, leaf in leaves if plain[name].sides[1])
+    unread = sum(
+        leaf.nbytes
+        for name, leaf in leaves
+        if name == "embed.weight" and not config.tie_word_embeddings
+    )
+    experts = sum(leaf.nbytes for name, leaf in leaves if ".experts." in name)
+    idle = experts - experts * config.experts_per_token // max(config.num_experts, 1)
+    return total - unread - idle
 
 
 def in_batch(

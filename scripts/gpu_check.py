@@ -1,9 +1,10 @@
-"""Check, then time, what there is for the GPU at hand: three calls, each of use alone.
+"""Check, then time, what there is for the GPU at hand: four calls, each of use alone.
 
     python scripts/gpu_check.py marks FOLDER      # 4 minutes: copy bandwidth and matmul rate, then
                                                   # every kernel against a float64 reference
     python scripts/gpu_check.py kernels FOLDER    # 8 minutes: kernels timed, and what else there is
     python scripts/gpu_check.py engine FOLDER     # 9 minutes: nano-vllm's workload end to end
+    python scripts/gpu_check.py quantised FOLDER  # 9 minutes: the same in 8 and 4 bits
     python scripts/gpu_check.py report FOLDER     # the table of what FOLDER has
 
 Each ends in the table of all that FOLDER has so far, also where it is cut off by SIGTERM; records
@@ -30,7 +31,7 @@ from gpu_jobs import Job, read, run_job
 from kernels_pallas.paged_attention.cases import Case
 from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
-SECONDS = {"marks": 235, "kernels": 470, "engine": 560}
+SECONDS = {"marks": 235, "kernels": 470, "engine": 560, "quantised": 560}
 # Of what: the least share, and of which ceiling.
 GOALS = {
     "decode 128x2048 G2 D128 P64": (0.90, "copy bandwidth"),
@@ -69,7 +70,7 @@ def jobs(part: str, out: Path, dry: bool) -> list[Job]:
         return [timed("marks", 60), *checks]
     if part == "kernels":
         return [timed("kernels", 260), timed("peers_jax", 100), timed("peers_torch", 110)]
-    return [timed("engine", 560)]
+    return [timed(part, 560)]
 
 
 # ---- table ----
@@ -102,7 +103,9 @@ def report(out: Path) -> str:
     rows = kernel_rows(found, limits)
     heads = ["case", "by", "call us", "kernel us", "GB/s", "TFLOP/s", "share", "of best"]
     lines += common.aligned(heads, rows, left=2) if rows else []
-    return "\n".join([*lines, *engine_lines(found.get("engine", {}), limits["copy"])])
+    for job in ("engine", "quantised"):
+        lines += engine_lines(job, found.get(job, {}), limits["copy"])
+    return "\n".join(lines)
 
 
 def check_lines(name: str, records: dict[str, dict[str, Any]]) -> list[str]:
@@ -145,12 +148,12 @@ def case_cells(case: Case, record: dict[str, Any], limits: dict[str, float]) -> 
     return [f"{seconds * 1e6:.1f}", inside_us, f"{gb_s:.0f}", f"{tflop_s:.1f}", told]
 
 
-def engine_lines(records: dict[str, dict[str, Any]], copy_gb_s: float) -> list[str]:
+def engine_lines(job: str, records: dict[str, dict[str, Any]], copy_gb_s: float) -> list[str]:
     lines = []
     for name, record in records.items():
-        told = [f"engine {name}: took {record.get('took_s', math.nan):.1f} s"]
+        told = [f"{job} {name}: took {record.get('took_s', math.nan):.1f} s"]
         told += [f"{k} {common.number(v)}" for k, v in record.items() if isinstance(v, float | int)]
-        if "read_bytes" in record:
+        if "read_bytes" in record and job == "engine":  # of bf16
             share = record["read_bytes"] / (copy_gb_s * 1e9) / record["best_s"]
             told.append(
                 f"{share:.1%} of copy bandwidth over weights and KV, goal {ENGINE_GOAL:.0%}"

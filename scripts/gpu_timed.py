@@ -54,7 +54,14 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"thread_blocks": 1 << 20},  # one for each item
 )
 # Seconds that one case may take: of kernels a compile may come first.
-LIMITS = {"marks": 40, "kernels": 90, "peers_jax": 60, "peers_torch": 60, "engine": 400}
+LIMITS = {
+    "marks": 40,
+    "kernels": 90,
+    "peers_jax": 60,
+    "peers_torch": 60,
+    "engine": 400,
+    "quantised": 180,
+}
 
 
 def bench_cases(dry: bool) -> tuple[Case, ...]:
@@ -391,7 +398,12 @@ ENGINE_DRY = (
 
 def engine(dry: bool) -> Cases:
     """nano-vllm's workload on Qwen3-0.6B of random weights: start, warm-up, then timed runs."""
-    args = bench.parse_args([*(ENGINE_DRY if dry else ENGINE).split()])
+    return served(dry)[0]
+
+
+def served(dry: bool, *flags: str) -> tuple[Cases, Callable[[], Any]]:
+    """The cases of an LLM, and what gives it."""
+    args = bench.parse_args([*(ENGINE_DRY if dry else ENGINE).split(), *flags])
     config = common.model_config(args)
     work = bench.full_workload(args, config.vocab_size)
     prompts, outputs = work.requests_of()
@@ -413,7 +425,31 @@ def engine(dry: bool) -> Cases:
             "read_bytes": weights + read * token_bytes,
         }
 
-    return {"start": lambda: {"ready": llm() is not None}, "warm": warm, "run 1": run, "run 2": run}
+    start = {"start": lambda: {"ready": llm() is not None}}
+    return {**start, "warm": warm, "run 1": run, "run 2": run}, llm
+
+
+FORMS = {
+    "int8": ("--quantization", "int8"),
+    "fp8": ("--quantization", "fp8"),
+    "int4": ("--quantization", "int4"),
+    "KV int8": ("--kv-cache-dtype", "int8"),
+}
+
+
+def quantised(dry: bool) -> Cases:
+    """The same with weights in 8 and 4 bits, and keys and values in 8: a run of each after its
+    warm-up.
+    """
+
+    def case(*flags: str) -> Found:
+        cases, llm = served(dry, *flags)
+        found = cases["warm"]() | cases["run 1"]()
+        llm().close()
+        return found
+
+    names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
+    return {name: functools.partial(case, *FORMS[name]) for name in names}
 
 
 JOBS: dict[str, Callable[[bool], Cases]] = {
@@ -422,6 +458,7 @@ JOBS: dict[str, Callable[[bool], Cases]] = {
     "peers_jax": peers_jax,
     "peers_torch": peers_torch,
     "engine": engine,
+    "quantised": quantised,
 }
 
 

@@ -261,8 +261,8 @@ def test_coerce(tmp_path: Path) -> None:
         (hf("qwen3", architectures=5), "architecture 5"),
         (BASE | {"model_type": ["qwen3"]}, "not supported"),
         (
-            hf("qwen3", quantization_config={"quant_method": "fp8"}),
-            r"quantization_config \('fp8'\)",
+            hf("qwen3", quantization_config={"quant_method": "bitsandbytes"}),
+            r"quantization_config \('bitsandbytes'\)",
         ),
         (hf("qwen3", hidden_act="gelu"), "hidden_act='gelu'"),
         (hf("gemma2", hidden_activation="relu"), "hidden_activation='relu'"),

@@ -19,8 +19,16 @@ from kernels_cpu import library
 from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
 
 MODEL = config(head_dim=32, intermediate_size=64)
+MIXTURE = config(
+    family="qwen3_moe",
+    head_dim=32,
+    num_experts=5,
+    experts_per_token=2,
+    expert_size=64,
+)
 PROMPTS = make_prompts(5, 23, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+FOUR = {"tensor_parallel_size": 4}
 FORMS: tuple[Any, ...] = ("int8", "int4", "fp8")
 
 
@@ -65,6 +73,26 @@ def test_it_serves_what_the_weights_stand_for(form: Any, tensor_parallel_size: i
         np.abs(a[1] - b[1]).max() > 1e-4
         for a, b in zip(answers(plain), answers(unquantised), strict=True)
     ), "a control: rounding shows"
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_over_four_devices(form: Any) -> None:
+    """Which hold each of two KV heads twice: repeated first, quantised then."""
+    params = params_of()
+    plain, llm = served(rounded(params, form)), served(params, quantization=form, **FOUR)
+    for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):
+        assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
+    params = make_params(0, MIXTURE)
+    llm = served(params, quantization=form, tensor_parallel_size=tensor_parallel_size)
+    plain = served(rounded(params, form))
+    for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):
+        assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
 
 
 @pytest.mark.own_steps
@@ -133,3 +161,28 @@ def test_bits_depend_on_the_request_alone(form: Any) -> None:
         assert alone.outputs[0].token_ids == ids
         assert np.array_equal(alone.outputs[0].token_logprobs, logprobs)
         assert np.array_equal(row[len(prompt) - 1 :], logprobs)
+
+
+def test_a_rollout_is_corrected_by_importance_ratios() -> None:
+    """Means over what the quantised model draws, weighed by p / q, are those of the trainer's
+    model; unweighed they are not (docs/research.md).
+    """
+    params, prompt = params_of(), PROMPTS[0]
+    llm, trainer = served(params, quantization="int4", max_n=512), served(params)
+    every = [[*prompt, token] for token in range(MODEL.vocab_size)]
+    p, q = (np.array([scores[-1] for scores in each.score(every)]) for each in (trainer, llm))
+    assert abs(np.exp(p).sum() - 1) < 1e-4 and abs(np.exp(q).sum() - 1) < 1e-4
+    sampling = SamplingParams(temperature=1.0, max_tokens=1, n=512, seed=1, ignore_eos=True)
+    (out,) = llm.generate([prompt], sampling, use_tqdm=False)
+    drawn = np.array([completion.token_ids[0] for completion in out.outputs])
+    rollout = np.array([completion.token_logprobs[0] for completion in out.outputs])
+    assert np.abs(rollout - q[drawn]).max() < 2e-5, "logprobs are the quantised model's"
+    ratio, value = np.exp(p[drawn] - rollout), (p - q)[drawn]
+    exact = (np.exp(p) * (p - q)).sum()  # KL(p | q), above 0; of q's own draws it is below
+
+    def error(found: np.ndarray) -> float:
+        return abs(found.mean() - exact) / (found.std() / len(found) ** 0.5)
+
+    print(f"exact {exact:.4f}, weighed {(ratio * value).mean():.4f}, not {value.mean():.4f}")
+    assert error(ratio * value) < 4 and abs(ratio.mean() - 1) < 4 * ratio.std() / len(ratio) ** 0.5
+    assert error(value) > 4, "a control"

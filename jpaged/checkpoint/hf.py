@@ -18,19 +18,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jpaged.checkpoint.packed import RAW, packed_part, parts_of, tensors_of
 from jpaged.checkpoint.stacked import stacked_parts
 from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, first_line, store
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
+from jpaged.models.hf_config import format_of
 from jpaged.models.params import ParamSpec, axes_shape, param_table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Not wanted but no misfit: old checkpoints carry the first, which is computed, and tied ones the
-# second at times.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
+# second at times; the third is of activations, which stay as they are.
+IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$")
 # Of a model of text and images: its parts, under the names of two times.
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
@@ -65,14 +67,32 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     for stored in (stored for parts in table.values() for stored in parts):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
         wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
+    kind = format_of(read_json(folder / "config.json", CheckpointError))
+    allowed: dict[str, tuple[str, ...]] = {
+        name: ("U8",) for name in wanted if name.endswith(PACKED)
+    }
+    sizes: dict[str, tuple[int, ...]] = {}  # of weights in 8 or 4 bits
+    for name, shape in list(wanted.items()):
+        if kind is None or not name.endswith(".weight") or len(shape) != 2:
+            continue
+        N, E = shape
+        if beside := tensors_of(kind, name.removesuffix(".weight"), N, E, entries):
+            sizes[name] = wanted.pop(name)
+            wanted |= {key: size for key, (size, _) in beside.items()}
+            allowed |= {key: codes for key, (_, codes) in beside.items()}
     found = {
-        name: (e.shape, "bfloat16" if name.endswith(PACKED) and e.dtype == "U8" else e.dtype)
+        name: (e.shape, "bfloat16" if e.dtype in allowed.get(name, ()) else e.dtype)
         for name, e in entries.items()
         if name in wanted or not IGNORED.search(name)
     }
     check_fit(folder, found, wanted)
+    packed = parts_of(kind, entries, read_raw) if kind else None
 
     def part(stored: Stored) -> Part:
+        if packed is not None and stored.name in sizes:
+            rows = slice(stored.first, stored.first + stored.shape[0])
+            N, E = sizes[stored.name]
+            return packed_part(stored.name, packed(stored.name, N, E), rows, stored.index)
         entry = entries[stored.name]
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
@@ -198,6 +218,19 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
                     store(name, slab, block)
     except (OSError, EOFError) as e:
         raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+
+
+def read_raw(name: str, entry: Entry) -> np.ndarray:
+    """A tensor in the file's own type, whole."""
+    out = np.empty(entry.shape, RAW[entry.dtype])
+    try:
+        with entry.file.open("rb") as f:
+            f.seek(entry.start)
+            if f.readinto(out.reshape(-1).view(np.uint8)) < out.nbytes:
+                raise EOFError("the file ends early")
+    except (OSError, EOFError) as e:
+        raise CheckpointError(f"{entry.file}: {name}: {e}") from e
+    return out
 
 
 def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:

@@ -22,6 +22,7 @@ from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params, param_shapes
+from jpaged.models.quantized import is_quantized
 
 MARK = "_METADATA"  # the file that every finished Orbax tree has
 TRAIN_STATE = ("params.params.", "params.", "model.")  # linen's, a plain state's, nnx's
@@ -41,6 +42,11 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             f"save_params takes what load_params returns, not a {type(params).__name__}"
         )
     folder = check_new(path)
+    if held := [name for name, leaf in flat(params, is_quantized).items() if is_quantized(leaf)]:
+        raise CheckpointError(
+            f"{held[0]} is in 8 or 4 bits, which Orbax folders do not hold: load_params(..., "
+            "dequantize=True) makes plain weights"
+        )
     leaves = flat(params)
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.checkpoint.packed import Packed, packed_part
 from jpaged.checkpoint.tensors import DTYPES, Part, store
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 
 BLOCK = 32  # values of mxfp4 that share a scale: 16 bytes, the lower half of each first
-_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = np.array([*_HALF, *(-value for value in _HALF)], np.float32)
 
 
 def stacked_parts(
@@ -34,15 +33,22 @@ def stacked_parts(
             if f"{theirs}_blocks" in entries:
                 groups = (num, outputs, inputs // BLOCK)
                 own = {f"{theirs}_blocks": (*groups, BLOCK // 2), f"{theirs}_scales": groups}
-                read, dtype = _read_packed, DTYPES["bfloat16"]
+                beside = [(key, entries.get(key)) for key in own]
+                reads = [
+                    functools.partial(_packed, beside, own, x, name == "gate_up")
+                    for x in range(num)
+                ]
+                parts[ours] = [
+                    packed_part(theirs, read, slice(None), (slice(x, x + 1),))
+                    for x, read in enumerate(reads)
+                ]
             else:
                 own = {theirs: (num, inputs, outputs)}
-                read, dtype = _read_transposed, _dtype(entries, theirs)
-            own_entries = [(key, entries.get(key)) for key in own]
-            parts[ours] = [
-                _part(dtype, functools.partial(_fill, read, own_entries, own, x), slice(x, x + 1))
-                for x in range(num)
-            ]
+                dtype, beside = _dtype(entries, theirs), (theirs, entries.get(theirs))
+                fill = functools.partial(_fill, *beside, own[theirs][1:])
+                parts[ours] = [
+                    _part(dtype, functools.partial(fill, x), slice(x, x + 1)) for x in range(num)
+                ]
             bias = f"{theirs}_bias"
             given = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs))
             parts[f"{ours}_bias"] = [_part(_dtype(entries, bias), given, slice(None))]
@@ -61,21 +67,26 @@ def _part(dtype: np.dtype, fill: Callable[[np.ndarray], None], experts: slice) -
     return Part(dtype, fill, view, (experts,))
 
 
-def dequantised(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """f32 [..., groups * 32] of mxfp4: blocks uint8 [..., groups, 16], two values a byte, the lower
-    bits first; scales uint8 [..., groups], the exponent of two plus 127.
+def _packed(entries: Any, shapes: Mapping[str, Any], x: int, pairs: bool) -> Packed:
+    """One expert's weight as it lies, its rows in our order; see `_put`.
 
-    Source: OCP Microscaling Formats 1.0.
+    Of the file: blocks uint8 [..., groups, 16], two values a byte, the lower bits first; scales
+    uint8 [..., groups], the exponent of two plus 127. Source: OCP Microscaling Formats 1.0.
     """
-    pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
-    values = VALUES[pairs].reshape(*blocks.shape[:-1], -1)
-    scaled = np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
-    return scaled.reshape(*blocks.shape[:-2], -1)
+    blocks, exponents = (
+        _read(name, entry, shapes[name][1:], np.dtype(np.uint8), x) for name, entry in entries
+    )
+    values = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    if pairs:
+        rows = np.arange(len(blocks)).reshape(-1, 2).T.reshape(-1)
+        values, scales = values[rows], scales[rows]
+    return Packed("mxfp4", values, scales, None, BLOCK)
 
 
-def _fill(read: Any, entries: Any, shapes: Mapping[str, Any], x: int, out: np.ndarray) -> None:
-    """One expert's weights, gate_up [1, 2, I, E] or down [1, E, I]."""
-    _put(entries[0][0], read(entries, shapes, x), out[0])
+def _fill(name: str, entry: Any, shape: tuple[int, ...], x: int, out: np.ndarray) -> None:
+    """One expert's weights, gate_up [1, 2, I, E] or down [1, E, I], transposed in the file."""
+    _put(name, _read(name, entry, shape, DTYPES[entry.dtype], x).T, out[0])
 
 
 def _fill_bias(name: str, entry: Any, shape: tuple[int, ...], out: np.ndarray) -> None:
@@ -90,18 +101,6 @@ def _put(name: str, rows: np.ndarray, out: np.ndarray) -> None:
     if out.ndim > rows.ndim:
         rows = rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1)
     store(name, rows, out)
-
-
-def _read_packed(entries: Any, shapes: Mapping[str, Any], x: int) -> np.ndarray:
-    blocks, scales = (
-        _read(name, entry, shapes[name][1:], np.dtype(np.uint8), x) for name, entry in entries
-    )
-    return dequantised(blocks, scales)
-
-
-def _read_transposed(entries: Any, shapes: Mapping[str, Any], x: int) -> np.ndarray:
-    ((name, entry),) = entries
-    return _read(name, entry, shapes[name][1:], DTYPES[entry.dtype], x).T
 
 
 def _read(

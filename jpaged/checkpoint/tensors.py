@@ -19,12 +19,14 @@ SLAB_BYTES = 16 * 2**20  # what is read, cast or stored as one piece
 class Part(NamedTuple):
     """A stored tensor and its place: canonical[index] takes it in C order. `read` fills that view,
     and casts. `view` gives it as an array of the view's shape, of which an index reads a piece.
+    packed: gives what the file holds where that is in 8 or 4 bits (checkpoint.packed).
     """
 
     dtype: np.dtype
     read: Callable[[np.ndarray], None]
     view: Callable[[tuple[int, ...]], Any]
     index: Any = ()
+    packed: Callable[[], Any] | None = None
 
 
 def flat(

@@ -8,6 +8,7 @@ from typing import Any
 from jpaged.errors import ConfigError
 from jpaged.models.families import FAMILIES, ExpertKeys, Family
 from jpaged.models.hf_defaults import filled
+from jpaged.models.hf_quantization import Format, read_format
 from jpaged.models.rope_scaling import ROPE_OPTIONS, RopeScaling
 
 HF_NAMES = {  # of ModelConfig's sizes in a config.json
@@ -40,13 +41,7 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         built = ", ".join(name for names in named for name in names)
         asked = f"architecture {architecture!r} (model_type {model_type!r})"
         raise ConfigError(f"{asked} is not supported; supported are {built}")
-    quantization = raw.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    is_read = method == "mxfp4" and family.experts is not None and family.experts.are_stacked
-    if quantization and not is_read:
-        raise ConfigError(
-            f"quantization_config ({method!r}): quantized checkpoints are not supported"
-        )
+    format_of(raw)
     try:  # of a copy: the config classes write into nested dicts
         known = copy.deepcopy({k: v for k, v in raw.items() if k != "transformers_version"})
         hf = filled(model_type, known)
@@ -83,6 +78,14 @@ def read_hf(raw: Mapping[str, Any]) -> dict[str, Any]:
         sliding_windows=windows,
         eos_token_ids=eos,
     )
+
+
+def format_of(raw: Mapping[str, Any]) -> Format | None:
+    """The format of weights that are not plain; ConfigError for one that is not read."""
+    raw = _text_part(raw)
+    family = FAMILIES.get(str(raw.get("model_type")))
+    are_stacked = family is not None and family.experts is not None and family.experts.are_stacked
+    return read_format(raw.get("quantization_config"), are_stacked=are_stacked)
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ with it is accumulated in f32. Scales are of the whole model's rows, so that a m
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, Self
 
 import jax
@@ -17,9 +18,11 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import Params, ParamSpec, axes_shape, nest, param_table
 
-type Form = Literal["int8", "int4", "fp8"]
+type Form = Literal["int8", "int4", "fp8"]  # that plain weights are made into
+type StoredForm = Form | Literal["mxfp4"]  # files have it
 GROUP = 32  # inputs that share a scale in int4
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+IN_4_BITS = ("int4", "mxfp4")
 VALUES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn}
 
 
@@ -28,23 +31,26 @@ VALUES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn}
 class QuantizedWeight:
     """A weight [*outputs, *inputs] in a form. Where a plain array stands, this can.
 
-    values: of the weight's shape; int4 has two to a byte along the last axis, of each group of 32
-    the first 16 in the low halves, as value + 8. scales: f32, of as many axes: one an output (int8
-    and fp8), or one a group of the last axis (int4). num_outputs: how many axes come first.
-    dtype: of the weight that it stands for, which products and embeddings take.
+    values: of the weight's shape; int4 and mxfp4 have two to a byte along the last axis, of each
+    group of 32 the first 16 in the low halves, int4 as value + 8. scales: f32, of as many axes: one
+    an output (of size 1 in all inputs, for int8 and fp8), or one a group of the last axis.
+    num_outputs: how many axes come first. dtype: of the weight that it stands for, which products
+    and embeddings take. zeros: f32 as the scales of int4, what is taken off values before they are
+    scaled; or None.
     """
 
     values: Array
     scales: Array
-    form: Form = dataclasses.field(metadata={"static": True})
+    form: StoredForm = dataclasses.field(metadata={"static": True})
     num_outputs: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
+    zeros: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight that it stands for."""
         *others, last = self.values.shape
-        return (*others, 2 * last if self.form == "int4" else last)
+        return (*others, 2 * last if self.form in IN_4_BITS else last)
 
     @property
     def ndim(self) -> int:
@@ -54,27 +60,49 @@ class QuantizedWeight:
     def matrix(self) -> Self:
         """The same as [outputs, inputs]."""
         outputs = int(np.prod(self.shape[: self.num_outputs]))
-        return dataclasses.replace(
-            self,
-            values=self.values.reshape(outputs, -1),
-            scales=self.scales.reshape(outputs, -1),
-            num_outputs=1,
-        )
+        flat: Self = jax.tree.map(lambda part: part.reshape(outputs, -1), self)
+        return dataclasses.replace(flat, num_outputs=1)
+
+    def __getitem__(self, at: Any) -> Self:
+        """One of the first axis, that of experts."""
+        return jax.tree.map(lambda part: part[at], self).of_one()
+
+    def of_one(self) -> Self:
+        """What a scan over the first axis gives, as a weight of the other axes."""
+        return dataclasses.replace(self, num_outputs=self.num_outputs - 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its parts."""
+        return sum(part.nbytes for part in jax.tree.leaves(self))
+
+    @property
+    def sharding(self) -> Any:
+        """Of the values."""
+        return self.values.sharding
+
+    @property
+    def by_output(self) -> bool:
+        """Whether scales are of outputs, and may come after a product."""
+        grouped = math.prod(self.scales.shape[self.num_outputs :]) > 1
+        return self.form not in IN_4_BITS and not grouped
+
+    def whole(self) -> Array:
+        """The weight that it stands for, in f32."""
+        return dequantized(self.values, self.scales, self.form, self.zeros)
 
     def take(self, rows: Array) -> Array:
         """Rows of the first axis, in `dtype`: what an embedding gives."""
-        values, scales = (
-            jnp.take(x, rows, axis=0, mode="clip") for x in (self.values, self.scales)
-        )
-        return dequantized(values, scales, self.form).astype(self.dtype)
+        taken: Self = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), self)
+        return taken.whole().astype(self.dtype)
 
     def linear(self, x: Array) -> Array:
         """x [..., E] times this matrix transposed, [..., outputs] in f32, by XLA: scales of outputs
         after the product, those of groups before it, rounded to x's dtype.
         """
         assert self.num_outputs == 1 and self.ndim == 2
-        if self.form == "int4":
-            return _dot(x, dequantized(self.values, self.scales, self.form).astype(x.dtype))
+        if not self.by_output:
+            return _dot(x, self.whole().astype(x.dtype))
         scales = self.scales.reshape((1,) * (x.ndim - 1) + (-1,))
         return _dot(x, self.values.astype(x.dtype)) * scales
 
@@ -84,14 +112,40 @@ def _dot(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 
 
-def dequantized(values: Array, scales: Array, form: Form) -> Array:
-    """Values times scales, f32."""
-    if form != "int4":
-        return values.astype(jnp.float32) * scales
-    packed = values.reshape(*values.shape[:-1], -1, GROUP // 2)
-    halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
-    whole = (halves.astype(jnp.float32) - 8) * scales[..., None]
-    return whole.reshape(*values.shape[:-1], -1)
+def dequantized(
+    values: Array, scales: Array, form: StoredForm, zeros: Array | None = None
+) -> Array:
+    """Values, less zeros, times scales, f32."""
+    if form in IN_4_BITS:
+        packed = values.reshape(*values.shape[:-1], -1, GROUP // 2)
+        halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
+        numbers = halves.reshape(*values.shape[:-1], -1)
+        if form == "int4":
+            whole = numbers.astype(jnp.float32) - 8
+        else:
+            whole = _e2m1(numbers.astype(jnp.int32))
+    else:
+        whole = values.astype(jnp.float32)
+    groups = whole.reshape(*whole.shape[:-1], scales.shape[-1], -1)
+    if zeros is not None:
+        groups = groups - zeros[..., None]
+    return (groups * scales[..., None]).reshape(whole.shape)
+
+
+def _e2m1(numbers: Array) -> Array:
+    """What the numbers of mxfp4 stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero.
+
+    Source: OCP Microscaling Formats 1.0.
+    """
+    exponent, mantissa = numbers >> 1 & 3, numbers & 1
+    twice = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+    return jnp.where(numbers & 8 != 0, -0.5, 0.5) * twice.astype(jnp.float32)
+
+
+def experts_are_plain(tree: Any) -> bool:
+    """Whether the experts of a model's parameters are arrays, as those of one without are."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_quantized)
+    return not any(is_quantized(leaf) and "['experts']" in str(path) for path, leaf in leaves)
 
 
 def quantized(weight: Array, form: Form, num_outputs: int) -> QuantizedWeight:
@@ -128,6 +182,7 @@ def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
         axis if size > 1 else None for axis, size in zip(axes, weight.scales.shape, strict=True)
     ]
     parts: dict[str, Any] = {"values": spec, "scales": PartitionSpec(*kept)}
+    parts["zeros"] = None if weight.zeros is None else parts["scales"]
     return dataclasses.replace(weight, **parts)
 
 
@@ -169,8 +224,6 @@ def served_form(
     if quantization is None or not inputs or spec.sharding is None:
         return None
     asked = f"quantization={quantization!r}"
-    if spec.sharding == "expert":
-        raise ConfigError(f"{asked}: the experts of a mixture cannot be quantised yet")
     if spec.sharding == "vocab":
         if spec.name == "embed.weight" and not model.tie_word_embeddings:
             return None

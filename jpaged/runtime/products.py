@@ -7,12 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import are_many
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
@@ -38,16 +40,18 @@ def choose_products(device: Any, dtype: Any, *, deterministic: bool) -> NativePr
 
 
 def choose_experts(
-    model: ModelConfig, device: Any, dtype: Any, shards: int
+    model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool = True
 ) -> ExpertProducts | None:
     """Who multiplies by the experts of a mixture on a device; None for a model without.
 
-    dtype: of the weights. shards: devices that each expert is split over.
+    dtype: of the weights. shards: devices that each expert is split over. is_plain: experts are
+    arrays, not in 8 or 4 bits.
     """
     if not model.num_experts:
         return None
     width = model.expert_size // shards if model.expert_size % shards == 0 else model.expert_size
-    shapes = Shapes(dtype=dtype, hidden_size=model.hidden_size, expert_size=width)
+    sizes = {"hidden_size": model.hidden_size, "expert_size": width}
+    shapes = Shapes(dtype=dtype, is_plain=is_plain, **sizes)
     for name, implementation in IMPLEMENTATIONS.items():
         if implementation.platforms is None or device.platform in implementation.platforms:
             reason = implementation.module().unsupported(shapes, device)
@@ -58,16 +62,19 @@ def choose_experts(
 
 
 def resolve_for(
-    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, is_plain: bool = True
 ) -> EngineConfig:
     """The config resolved for a model at a place, where who multiplies and who attends decides what
-    deterministic serving takes. dtype: of the weights.
+    deterministic serving takes. dtype: of the weights. is_plain: the params' experts are arrays.
     """
+    if config.speculative is not None and (where.replicas > 1 or are_many(where.mesh)):
+        # Replicas would wait for each other's guesses, and processes go by clocks that differ.
+        raise ConfigError("speculative: only with one replica in one process")
     on_cpu = where.device.platform == "cpu"
     free = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     if not free.deterministic:
         return free
-    if not is_batch_invariant(model, free, where, dtype):
+    if not is_batch_invariant(model, free, where, dtype, is_plain and not config.quantization):
         return config.resolve(model, on_cpu=on_cpu)
     if config.deterministic is None and rates().worst > FREE:
         return dataclasses.replace(free, deterministic=False)
@@ -75,18 +82,18 @@ def resolve_for(
 
 
 def is_batch_invariant(
-    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, is_plain: bool = True
 ) -> bool:
     """Whether the bits of a row can depend on that row alone in every product and in attention, so
     that deterministic serving needs no steps of one size.
 
-    config: resolved. dtype: of the weights. Asking may compile C++: it happens when an engine
-    starts.
+    config: resolved. dtype: of the weights. is_plain: experts are served as arrays. Asking may
+    compile C++: it happens when an engine starts.
     """
     if choose_products(where.device, dtype, deterministic=True) is None:
         return False
     shards = where.axis_size
-    experts = choose_experts(model, where.device, dtype, shards)
+    experts = choose_experts(model, where.device, dtype, shards, is_plain)
     model, own = served_config(model, shards), share_of(model, shards)
     widths = [own.hidden_size, own.num_heads * own.head_dim, own.shared_expert_size]
     if any(map(model.has_mlp, range(model.num_layers))):

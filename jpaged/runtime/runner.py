@@ -15,6 +15,7 @@ from jpaged.engine.buckets import Bucket, Buckets, padded_blocks
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack_parts, unpack_result
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
+from jpaged.models.quantized import experts_are_plain
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
@@ -320,7 +321,9 @@ def _setting(
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
         products=choose_products(placement.device, dtype, deterministic=bool(config.deterministic)),
-        experts=choose_experts(model, placement.device, dtype, placement.axis_size),
+        experts=choose_experts(
+            model, placement.device, dtype, placement.axis_size, experts_are_plain(params)
+        ),
         tensor_axis=axis,
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),

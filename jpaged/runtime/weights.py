@@ -29,10 +29,10 @@ from jpaged.models.params import (
     param_specs,
     param_table,
 )
-from jpaged.models.quantized import Form, QuantizedWeight, served_form
+from jpaged.models.quantized import Form, QuantizedWeight, is_quantized, served_form
 from jpaged.models.served import Change, served_config
 from jpaged.runtime.mesh import Placement, serving_mesh
-from jpaged.runtime.quantize import Quantize
+from jpaged.runtime.quantize import Quantize, check_kept
 from jpaged.runtime.reshard import Reshard, is_served
 
 log = logging.getLogger("jpaged")
@@ -157,15 +157,17 @@ class ServingWeights:
         self._reshard, self._quantize = Reshard(), Quantize(where)
         # Of every leaf as served: the steps are compiled for them.
         self._dtypes: list[Any] | None = None
+        self._forms: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
         # Leaves that are copies of ours; None where the caller's own serves.
         self._derived: list[jax.Array | QuantizedWeight | None] = []
 
     def update(self, params: Params) -> bool:
         """Take these params; True when they are a new version. Read `tree` next."""
-        leaves = jax.tree.leaves(params)
-        same = len(leaves) == len(self._refs) and all(
-            r and r() is x for r, x in zip(self._refs, leaves, strict=True)
+        leaves = _weights(params)
+        held = [x.values if is_quantized(x) else x for x in leaves]
+        same = len(held) == len(self._refs) and all(
+            r and r() is x for r, x in zip(self._refs, held, strict=True)
         )
         if same and self._derived:
             return False
@@ -175,19 +177,20 @@ class ServingWeights:
         if same:  # they had been released
             return False
         self.version += 1
-        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in leaves]
+        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in held]
         return True
 
     def tree(self, params: Params) -> Any:
         """The serving tree for params that were last passed to `update`: plain dicts of jax
         arrays.
         """
-        leaves = jax.tree.leaves(params)
+        leaves = _weights(params)
         served = [
             ours if ours is not None else theirs
             for ours, theirs in zip(self._derived, leaves, strict=True)
         ]
-        return dict(jax.tree.unflatten(jax.tree.structure(params), served))
+        structure = jax.tree.structure(params, is_leaf=is_quantized)
+        return dict(jax.tree.unflatten(structure, served))
 
     def report(self) -> dict[str, Any]:
         """The version, and what its copies and those before it cost."""
@@ -205,7 +208,7 @@ class ServingWeights:
         """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take
         neither.
         """
-        leaves = jax.tree.leaves_with_path(params)
+        leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantized)
         dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
         is_linear = [
             leaf.ndim > 1 and not str(path[-1]).endswith(UNMULTIPLIED) for path, leaf in leaves
@@ -217,7 +220,13 @@ class ServingWeights:
         if self._dtypes not in (None, dtypes):
             built = f"this engine was built for {_names(self._dtypes or [])}"
             raise ConfigError(f"params in {_names(dtypes)}; {built}: pass dtype= to it")
-        self._dtypes = dtypes
+        forms = [_lies(leaf) if self.quantization is None else None for _, leaf in leaves]
+        if self._forms not in (None, forms):
+            raise ConfigError(
+                "params whose weights lie in other forms than those that this engine was built "
+                "for: pass quantization= to it, or load them with dequantize=True"
+            )
+        self._dtypes, self._forms = dtypes, forms
 
     def _prepare(
         self, params: Params, leaves: list[Any]
@@ -228,30 +237,48 @@ class ServingWeights:
         specs = jax.tree.leaves(nest(param_table(model)))
         splits = jax.tree.leaves(param_specs(served, self.where.axis, devices))
         jobs: list[tuple[Any, Change, Any] | None] = []
+        forms: list[Form | None] = []
         for leaf, spec, split in zip(leaves, specs, splits, strict=True):
             change = Change.of(spec, model, served, self.dtype or leaf.dtype)
             job = (leaf, change, self.where.sharding(split))
-            jobs.append(None if is_served(*job) else job)
-        forms: list[Form | None] = [
-            served_form(spec, served, self.quantization, devices) for spec in specs
-        ]
+            form = served_form(spec, served, self.quantization, devices)
+            if is_quantized(leaf):
+                check_kept(spec, leaf, change, form if self.quantization else leaf.form)
+                form = None
+            jobs.append(None if is_quantized(leaf) or is_served(*job) else job)
+            forms.append(form)
         moving = [x for x, job, form in zip(leaves, jobs, forms, strict=True) if job or form]
         jax.block_until_ready(moving)  # what a trainer still computes is not time of ours
         began = time.perf_counter()
         derived: list[jax.Array | QuantizedWeight | None] = []
         for leaf, job, form, spec, split in zip(leaves, jobs, forms, specs, splits, strict=True):
-            ready = None if job is None else self._reshard(*job)
+            ready: Any = None if job is None else self._reshard(*job)
+            if is_quantized(leaf):
+                ready = self._quantize.kept(leaf, self.dtype or leaf.dtype, split)
             if form is not None:
                 ready = self._quantize(leaf if ready is None else ready, form, spec, split)
             derived.append(ready)
+        made = [x if ours is None else ours for ours, x in zip(derived, leaves, strict=True)]
+        self._quantize.check(specs, made)
         if moving:
             jax.block_until_ready(derived)
-            self._quantize.check(specs, derived)
             seconds, moved = time.perf_counter() - began, sum(leaf.nbytes for leaf in moving)
             self.moved_seconds += seconds
             self.moved_bytes += moved
             log.info("made %.1f MB of weights ready to serve in %.2f s", moved / 1e6, seconds)
         return derived
+
+
+def _weights(params: Any) -> list[Any]:
+    """The leaves, a weight in 8 or 4 bits being one."""
+    return jax.tree.leaves(params, is_leaf=is_quantized)
+
+
+def _lies(leaf: Any) -> Any:
+    """What steps are compiled for of a weight in 8 or 4 bits; None of a plain one."""
+    if not is_quantized(leaf):
+        return None
+    return leaf.form, leaf.scales.shape, leaf.zeros is not None
 
 
 def _names(dtypes: Iterable[Any]) -> str:
@@ -286,6 +313,6 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
         if isinstance(shape, dict):
             _check(leaf, shape, where)
             continue
-        check_leaf(f"params{where}", leaf, "generate")
+        check_leaf(f"params{where}", leaf.scales if is_quantized(leaf) else leaf, "generate")
         if leaf.shape != shape:
             raise ConfigError(f"params{where} is of shape {leaf.shape}, the config says {shape}")

@@ -14,20 +14,27 @@ Glu = Callable[[Array, Array], Array]  # gate and up, f32 [..., I] each, to what
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """As they lie in memory: gate_up [X, 2, I, E], its bias [X, 2, I] or None, down [X, E, I]."""
+    """As they lie in memory: gate_up [X, 2, I, E], its bias [X, 2, I] or None, down [X, E, I].
+    Weights are arrays, or of what stands for one: with a shape, an expert by its index, and of that
+    matrix().linear(x), its product in f32 with all its outputs as one axis.
+    """
 
-    gate_up: Array
+    gate_up: Any
     gate_up_bias: Array | None
-    down: Array
+    down: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What one device multiplies, as far as it decides whether an implementation can run."""
+    """What one device multiplies, as far as it decides whether an implementation can run.
+
+    is_plain: weights are arrays.
+    """
 
     dtype: Any
     hidden_size: int
     expert_size: int
+    is_plain: bool = True
 
 
 class Sorted(NamedTuple):

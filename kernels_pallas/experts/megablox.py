@@ -16,6 +16,8 @@ ROWS, MOST_IN, MOST_OUT = 128, 2048, 512  # of a tile
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    if not shapes.is_plain:
+        return "weights in 8 or 4 bits: only arrays"
     for name in ("hidden_size", "expert_size"):
         if getattr(shapes, name) % LANES:
             return f"{name} {getattr(shapes, name)} is not a multiple of {LANES}"

@@ -14,6 +14,8 @@ FEW, MANY = 64, 128  # its rows
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
     """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    if not shapes.is_plain:
+        return "weights in 8 or 4 bits: only arrays"
     for name in ("hidden_size", "expert_size"):
         if getattr(shapes, name) % OUT:
             return f"{name} {getattr(shapes, name)} is not a multiple of {OUT}"

@@ -37,7 +37,7 @@ def experts(
         mine = place < by_expert.sizes_X[at]
         pair = by_expert.pair_P[jnp.minimum(start_X[at] + place, num_pairs - 1)]
         token = pair // num_choices
-        h = _product(x_TE[token], weights.gate_up[at].reshape(2 * width, -1))
+        h = _product(x_TE[token], weights.gate_up[at])
         if weights.gate_up_bias is not None:
             h = h + weights.gate_up_bias[at].reshape(1, -1).astype(jnp.float32)
         h = glu(h[:, :width], h[:, width:]).astype(x_TE.dtype)
@@ -54,6 +54,8 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     return min(max(1 << (average.bit_length() - 1), FEW), MANY)
 
 
-def _product(x: Array, weight: Array) -> Array:
-    contract = (((1,), (1,)), ((), ()))
+def _product(x: Array, weight: Any) -> Array:
+    if not isinstance(weight, Array):
+        return weight.matrix().linear(x)
+    contract, weight = (((1,), (1,)), ((), ())), weight.reshape(-1, x.shape[1])
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)

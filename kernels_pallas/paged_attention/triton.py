@@ -172,7 +172,8 @@ def _attend(
         soft_cap=options.soft_cap,
         scaled=isinstance(pool, ScaledPool),
     )
-    values, scales = pool, ()
+    values: Any = pool
+    scales: tuple[Array, ...] = ()
     if isinstance(pool, ScaledPool):
         values, scales = pool.values, (jnp.reshape(pool.scales, (blocks * P, K2)),)
     outputs = (
@@ -223,7 +224,7 @@ def _kernel(
     scaled: bool,
 ):
     *more, out_ref, lse_ref = refs
-    scales, sinks = (more[:1], more[1:]) if scaled else ((), more)
+    scales, sinks = (more[:1], more[1:]) if scaled else ([], more)
     tile, head, split, splits = (
         pl.program_id(0),
         pl.program_id(1),

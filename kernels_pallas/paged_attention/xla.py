@@ -348,14 +348,14 @@ def _einsum(form: str, x: Array, y: Array) -> Array:
     return jnp.einsum(form, x, y, preferred_element_type=jnp.float32, precision="highest")
 
 
-def _tiles(pool: Array | ScaledPool, layer: Array | int, num_layers: int) -> _Tiles:
+def _tiles(pool: Any, layer: Array | int, num_layers: int) -> _Tiles:
     rows, P = pool.shape[:2]
     units, parts, size = _kv_tile(P)
     first_block = layer * (rows // num_layers)
-    values, scales = pool, None
+    scales = None
     if isinstance(pool, ScaledPool):
-        values, scales = pool.values, jnp.reshape(pool.scales, (rows * parts, -1))
-    return _Tiles(jnp.reshape(values, (rows * parts, -1)), scales, size, units, parts, first_block)
+        pool, scales = pool.values, jnp.reshape(pool.scales, (rows * parts, -1))
+    return _Tiles(jnp.reshape(pool, (rows * parts, -1)), scales, size, units, parts, first_block)
 
 
 def _scales(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,11 +13,21 @@ from safetensors.numpy import save_file
 import jpaged
 from jpaged import CheckpointError, ConfigError
 from jpaged.checkpoint.load import find_parts
-from jpaged.checkpoint.stacked import dequantised
+from jpaged.checkpoint.packed import Packed
 from jpaged.checkpoint.tensors import flat, read_share
 from tests.golden.reference import load
 
 GOLDEN = load("gpt_oss_g2_d32_yarn")
+GREEDY = jpaged.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SIZES: dict[str, Any] = {
+    "max_model_len": 64,
+    "block_size": 8,
+    "num_blocks": 32,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "seq_buckets": (8,),
+}
 QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
 
@@ -70,7 +81,8 @@ def write(folder: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
 
 def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
     tensors = packed()
-    found = jpaged.load_params(write(tmp_path / "a", tensors, quantization_config=QUANTIZED))
+    folder = write(tmp_path / "a", tensors, quantization_config=QUANTIZED)
+    kept, found = jpaged.load_params(folder), jpaged.load_params(folder, dequantize=True)
     wanted = jpaged.load_params(write(tmp_path / "b", unpacked(tensors)))
     for i in range(3):
         experts = [p["layers"][str(i)]["mlp"]["experts"] for p in (found, wanted)]
@@ -78,18 +90,39 @@ def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
         for name, x in experts[0].items():
             assert x.dtype == ml_dtypes.bfloat16
             np.testing.assert_array_equal(x, experts[1][name], err_msg=name)
+        for name in ("gate_up", "down"):
+            as_it_lies = kept["layers"][str(i)]["mlp"]["experts"][name]
+            assert (
+                as_it_lies.form == "mxfp4"
+                and as_it_lies.values.nbytes == experts[1][name].size // 2
+            )
+            np.testing.assert_array_equal(as_it_lies.whole(), experts[1][name].astype(jnp.float32))
     gate_up = np.asarray(wanted["layers"]["0"]["mlp"]["experts"]["gate_up"], np.float32)
     stored = unpacked(tensors)["model.layers.0.mlp.experts.gate_up_proj"].astype(np.float32)
     np.testing.assert_array_equal(gate_up[3, 0], stored[3, :, 0::2].T)  # gates
     np.testing.assert_array_equal(gate_up[3, 1], stored[3, :, 1::2].T)  # ups
 
 
-def test_dequantised_shapes() -> None:
-    blocks = np.arange(2 * 3 * 16, dtype=np.uint8).reshape(2, 3, 16)
-    found = dequantised(blocks, np.full((2, 3), 127, np.uint8))
-    assert found.shape == (2, 96) and found.dtype == np.float32
-    assert [value(b, 127) for b in (1, 2, 3)] == [0.5, 1.0, 1.5]
-    np.testing.assert_array_equal(found[0, 2:8], [0.5, 0.0, 1.0, 0.0, 1.5, 0.0])
+def test_every_number_of_mxfp4() -> None:
+    numbers = np.tile(np.arange(16, dtype=np.uint8), 2)[None]
+    found = Packed("mxfp4", numbers, np.full((1, 1), 2.0, np.float32), None, 32).dequantised()
+    assert found.tolist() == [[2 * value(n, 127) for n in range(16)] * 2]
+
+
+def test_experts_are_served_as_they_lie(tmp_path: Path) -> None:
+    """As the plain ones that they stand for, to rounding of f32."""
+    tensors, answers = packed(), []
+    folders = (
+        write(tmp_path / "a", tensors, quantization_config=QUANTIZED),
+        write(tmp_path / "b", unpacked(tensors)),
+    )
+    for folder in folders:
+        llm = jpaged.LLM(folder, dtype="float32", **SIZES)
+        outs = llm.generate([[5, 9, 23], [70, 3]], GREEDY, use_tqdm=False)
+        answers.append([(o.outputs[0].token_ids, o.outputs[0].token_logprobs) for o in outs])
+        llm.close()
+    for (ours, logprobs), (theirs, expected) in zip(*answers, strict=True):
+        assert ours == theirs and np.abs(logprobs - expected).max() < 5e-5
 
 
 @pytest.mark.parametrize(
@@ -124,7 +157,7 @@ def test_other_quantizations_and_families(tmp_path: Path) -> None:
 def test_shares_are_of_the_whole(tmp_path: Path) -> None:
     """What one of several processes reads: some experts, and a share of their width."""
     folder = write(tmp_path / "a", packed(), quantization_config=QUANTIZED)
-    whole = flat(jpaged.load_params(folder))
+    whole = flat(jpaged.load_params(folder, dequantize=True))
     config = jpaged.ModelConfig.coerce(folder)
     parts = find_parts(folder, config)
     wide = (slice(2, 6), slice(None), slice(32, 64), slice(None))

@@ -150,13 +150,13 @@ def test_tools_and_schemas():
         assert choice.finish_reason == "tool_calls" and calls
         assert all(isinstance(call.function.parsed_arguments, Trip) for call in calls)
         with client.chat.completions.stream(**how, **ask) as stream:
-            streamed = stream.get_final_completion().choices[0].message.tool_calls
+            streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
         assert [call.function.arguments for call in streamed] == [
             call.function.arguments for call in calls
         ]
-        compact = {"structured_outputs": {"json": Trip.model_json_schema()}}
-        compact["structured_outputs"]["disable_any_whitespace"] = True
-        said = client.chat.completions.create(extra_body=compact, **ask).choices[0].message
+        form = {"json": Trip.model_json_schema(), "disable_any_whitespace": True}
+        more: Any = {"structured_outputs": form}
+        said = client.chat.completions.create(extra_body=more, **ask).choices[0].message
         assert Trip.model_validate_json(said.content)
         live.assert_nothing_left()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, Case
+from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from kernels_pallas.paged_attention.device_cases import DEVICE
 from scripts.gpu_jobs import run_cases
 from tests.kernels.suite import check
@@ -41,7 +41,8 @@ def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[s
     """
     implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     found = {}
-    for case in DRY if dry else (*DEVICE, *GPU):
+    scaled = SCALED[:: 6 if dry else 1] if name == "triton" else ()
+    for case in (*(DRY if dry else (*DEVICE, *GPU)), *scaled):
         if (case.queries is None) != (phase == "decode"):
             continue
         splits = (None, 1, 2) if phase == "decode" and case in DEVICE else (None,)

@@ -41,6 +41,21 @@ def test_equals_the_definition(T: int, N: int, E: int, form: str) -> None:
     assert (np.abs(product(x, w, T) - exact) <= 1e-5 * size + 1e-6).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_groups_and_zeros(form: str) -> None:
+    """As files have them: of 64 inputs each, and in int4 zeros."""
+    x, w = arrays(5, 13, 192, form)
+    rng = np.random.default_rng(0)
+    scales = jnp.asarray(rng.uniform(0.01, 0.1, (13, 3)), jnp.float32)
+    zeros = jnp.asarray(rng.integers(-7, 8, (13, 3)), jnp.float32) if form == "int4" else None
+    meant = dequantized(w.values, scales, w.form, zeros).astype(jnp.bfloat16)
+    exact = x.astype(np.float64) @ np.asarray(meant, np.float64).T
+    found = np.asarray(native.linear(x, w.values, scales, w.form, 5, zeros))
+    assert (np.abs(found - exact) <= 1e-5 * np.abs(exact).max(0) + 1e-6).all()
+    plain = np.asarray(native.linear(x, w.values, scales, w.form, 5))
+    assert (zeros is None) == np.array_equal(plain, found)
+
+
 def test_every_value_of_fp8() -> None:
     numbers = np.arange(256, dtype=np.uint8)
     numbers[[0x7F, 0xFF]] = 0  # the two that are no numbers

@@ -12,6 +12,7 @@ import pytest
 from kernels_pallas.paged_attention import xla
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
 from tests.hlo import pool_copies
 
 L, N, P, K, G, D, S, M = 3, 37, 8, 2, 2, 16, 8, 4
@@ -54,6 +55,31 @@ def test_writes_its_slots_and_nothing_else(dtype: Any) -> None:
         assert set(written) == {layer * N * P + s for s in slots if 0 <= s < N * P}
         arrays = jnp.asarray(pool), layer, jnp.asarray(kv), jnp.asarray(slots)
         assert np.array_equal(write_kv(*arrays, num_layers=L), new)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_in_8_bits(dtype: str) -> None:
+    """Values and scales in the same slots; each key and value to the nearest of its own scale,
+    whatever the others are.
+    """
+    rng = np.random.default_rng(0)
+    kv = rng.standard_normal((11, 2 * K, D)).astype(np.float32)
+    kv[0, 0], kv[0, 1], kv[1, 0], kv[2, 0], kv[3, 0, 5] = 0.0, -0.0, 1e30, 1e-30, np.nan
+    made = scaled(jnp.asarray(kv), dtype)
+    meant = np.asarray(made.values.astype(jnp.float32) * made.scales[..., None])
+    most = np.abs(kv).max(-1, keepdims=True) * {"int8": 0.5 / 127}.get(dtype, 16 / 448)
+    assert np.isnan(meant[3, 0, 5]) and np.isnan(np.asarray(made.scales)[3, 0]), "broken shows"
+    keep = np.isfinite(most[..., 0])
+    assert (np.abs(meant - kv)[keep] <= 1.001 * most[keep]).all() and not meant[0, :2].any()
+    pool = ScaledPool(
+        jnp.ones((L * N, P, 2 * K, D), dtype), jnp.full((L * N, P, 2 * K), 3.0, jnp.float32)
+    )
+    slots = rng.permutation(N * P)[:11].astype(np.int32)
+    slots[[3, 6]] = L * N * P
+    new = write_kv(pool, 1, jnp.asarray(kv), jnp.asarray(slots), num_layers=L)
+    for old, found, own in zip(*map(jax.tree.leaves, (pool, new, made)), strict=True):
+        expected = written_one_by_one(np.asarray(old), 1, np.asarray(own), slots)
+        assert np.asarray(found).tobytes() == expected.tobytes()
 
 
 def _layers(pool, x_THD, slots_T, table_SM, contexts_S, starts_S1, *, decode: bool):

@@ -31,10 +31,10 @@ class Recorder:
         return jnp.where(jnp.arange(x.shape[0])[:, None] < count, y, 0).astype(dtype)
 
     def quantized(
-        self, x: jax.Array, values: jax.Array, scales: jax.Array, form: str, count: Any
+        self, x: jax.Array, values: jax.Array, scales: jax.Array, zeros: Any, form: str, count: Any
     ) -> jax.Array:
         self.counts.append(count)
-        assert form == "int8"
+        assert form == "int8" and zeros is None
         return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
 
 

@@ -126,5 +126,10 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"mlp.down has 16 inputs on a device"):
         forms("int4", devices=4)
     assert forms("int8", intermediate_size=48, head_dim=16)
-    with pytest.raises(ConfigError, match="'int8': the experts of a mixture cannot"):
-        forms("int8", num_experts=4, experts_per_token=2, expert_size=32)
+    mixture = {"num_experts": 4, "experts_per_token": 2, "expert_size": 32}
+    found = forms("int8", **mixture)
+    assert {name for name in found if "mlp" in name} == {
+        f"layers.0.mlp.experts.{name}" for name in ("gate_up", "down")
+    }, "but for the router"
+    with pytest.raises(ConfigError, match=r"experts.down has 16 inputs on a device"):
+        forms("int4", 2, **mixture)

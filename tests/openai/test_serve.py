@@ -31,6 +31,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], int]]:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         try:
+            assert process.stdout is not None and process.stderr is not None
             said = process.stdout.readline()
             where = r"jpaged serves jpaged-demo at http://127\.0\.0\.1:(\d+)\n"
             found = re.fullmatch(where, said)

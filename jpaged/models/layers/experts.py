@@ -10,6 +10,7 @@ from jax import Array
 from jpaged.models.layers.linear import Linear
 from jpaged.models.layers.mlp import MLP, Activation, gated
 from jpaged.models.params import MeshAxis
+from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
@@ -81,20 +82,23 @@ def every_expert(
     """The definition: every expert for every token, unwanted results times 0; see
     kernels_pallas.experts. It can be differentiated.
     """
-    contract = (((1,), (1,)), ((), ()))
-    dot = functools.partial(
-        jax.lax.dot_general, dimension_numbers=contract, preferred_element_type=jnp.float32
-    )
+    _, _, width, embed = weights.gate_up.shape
+
+    def dot(x: Array, weight: Array | QuantizedWeight, outputs: int) -> Array:
+        if isinstance(weight, QuantizedWeight):
+            return weight.of_one().matrix().linear(x)
+        weight, contract = weight.reshape(outputs, -1), (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 
     @jax.checkpoint
     def add(y_TE: Array, expert: tuple[Array, ExpertWeights]) -> tuple[Array, None]:
         at, own = expert
-        h = dot(x_TE, own.gate_up.reshape(-1, x_TE.shape[1]))
+        h = dot(x_TE, own.gate_up, 2 * width)
         if own.gate_up_bias is not None:
             h = h + own.gate_up_bias.reshape(1, -1).astype(jnp.float32)
         gate, up = jnp.split(h, 2, axis=-1)
         share_T = jnp.sum(jnp.where(chosen_TA == at, weight_TA, 0.0), axis=1)
-        y = dot(glu(gate, up).astype(x_TE.dtype), own.down)
+        y = dot(glu(gate, up).astype(x_TE.dtype), own.down, embed)
         return y_TE + share_T[:, None] * y, None
 
     every = (jnp.arange(weights.down.shape[0]), weights)

@@ -29,9 +29,11 @@ class Products(Protocol):
         """
         ...
 
-    def quantized(self, x: Array, values: Array, scales: Array, form: str, count: Any, /) -> Array:
-        """x [T, E] in bf16 times the weight that values and scales [N, ...] stand for, transposed,
-        [T, N] in f32; see models/quantized.py.
+    def quantized(
+        self, x: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any, /
+    ) -> Array:
+        """x [T, E] in bf16 times the weight that values, scales and zeros [N, ...] stand for,
+        transposed, [T, N] in f32; see models/quantized.py.
         """
         ...
 
@@ -110,7 +112,8 @@ class Linear:
         if products is None or x.dtype != jnp.bfloat16 or x.ndim != 2:
             return weight.linear(x).astype(dtype)
         count = x.shape[0] if count is None else count
-        return products.quantized(x, weight.values, weight.scales, weight.form, count).astype(dtype)
+        parts = (weight.values, weight.scales, weight.zeros, weight.form)
+        return products.quantized(x, *parts, count).astype(dtype)
 
     def _product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         products, count = self.serving.products, self.serving.num_rows

@@ -1,0 +1,41 @@
+"""Whether XLA writes the widened weight to memory for a product with one in 8 or 4 bits, on chips
+that are not there.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from scripts._common import cannot_compile
+from tests.kernels import aot_quantized
+
+CHIPS = [("cuda", "sm_90a"), ("tpu", "v5e:2x2")]
+
+
+def facts(platform: str, chip: str) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.kernels.aot_quantized", platform, chip]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {(fact := json.loads(line))["form"]: fact for line in out.splitlines()}
+
+
+def test_what_is_read_of_hlo() -> None:
+    wide = f"  %w = bf16[{aot_quantized.N},{aot_quantized.E}]{{1,0}} fusion(%a), kind=kLoop"
+    entry = "ENTRY %main (a: s8[6144,1024]) -> bf16[16,6144] {"
+    assert aot_quantized.written(f"{entry}\n{wide}\n}}") == [wide.strip()]
+    fused = "%fused_computation (a: s8[6144,1024]) -> bf16[6144,1024] {"
+    assert aot_quantized.written(f"{fused}\n{wide}\n}}\n{entry}\n  %a = bf16[16,6144] dot()") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "chip"), CHIPS)
+def test_no_weight_is_widened_in_memory(platform: str, chip: str) -> None:
+    if reason := cannot_compile(platform):
+        pytest.skip(reason)
+    found = facts(platform, chip)
+    print(found)
+    assert found["control"]["written"] > 0, "what would be seen"
+    for form in ("int8", "fp8"):
+        assert found[form]["written"] == 0 and found[form]["temporaries"] < 2**20
