@@ -231,15 +231,6 @@ class EngineConfig:
             tokens = rows = (PINNED,)
             batched, seqs = min(batched, PINNED), min(seqs, PINNED)
         steps = self.decode_steps or 1
-        if self.separate_draw and steps > 1:
-            raise ConfigError(
-                f"separate_draw=True: a dispatch of decode_steps={steps} draws within its loop"
-            )
-        separate_draw = self.separate_draw
-        if separate_draw is None and not (on_cpu and deterministic and batch_invariant):
-            separate_draw = on_cpu
-        if steps > 1 or (separate_draw is None and self.strict):
-            separate_draw = steps == 1
         return dataclasses.replace(
             self,
             max_model_len=max_model_len,
@@ -248,7 +239,9 @@ class EngineConfig:
             token_buckets=tokens,
             seq_buckets=rows,
             decode_steps=steps,
-            separate_draw=separate_draw,
+            separate_draw=_separate_draw(
+                self, steps, on_cpu=on_cpu, alike=deterministic and batch_invariant
+            ),
             deterministic=deterministic,
             max_logprobs=min(self.max_logprobs, model.vocab_size),
         )
@@ -285,6 +278,19 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
 # single row is a slow path of XLA on CPU.
 TOKEN_BUCKETS = (16, 32, *_powers(64, 16384))
 SEQ_BUCKETS = (8, *_powers(16, 4096))
+
+
+def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: bool) -> bool | None:
+    """alike: whether a draw of its own gives the same bits. None: until a step of both is there."""
+    if steps > 1:
+        if config.separate_draw:
+            raise ConfigError(
+                f"separate_draw=True: a dispatch of decode_steps={steps} draws within its loop"
+            )
+        return False
+    if config.separate_draw is not None or (on_cpu and alike and not config.strict):
+        return config.separate_draw
+    return on_cpu
 
 
 def _up_to(largest: int, table: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import openai  # pyright: ignore[reportMissingImports]
 import pydantic
 import pytest
 
@@ -14,6 +13,7 @@ from jpaged.demo import MODEL_PATH
 from tests.openai.live import Live, serving
 
 pytestmark = pytest.mark.clients
+openai: Any = pytest.importorskip("openai", reason="the extra 'clients' is not installed")
 SIZES: dict[str, Any] = {
     "token_buckets": (64,),
     "seq_buckets": (8,),

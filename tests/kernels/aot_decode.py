@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Bucket, Features
@@ -40,7 +41,8 @@ def launched(thunks: str) -> dict[str, int]:
 
 def compiled(model: ModelConfig, features: Features, folder: Path) -> dict[str, int]:
     config = EngineConfig(max_model_len=4096, max_num_seqs=ROWS, num_blocks=300).resolve(model)
-    size = {"tokens": ROWS, "rows": ROWS, "tables": 1, "blocks": config.max_blocks_per_seq}
+    size: dict[str, Any] = {"tokens": ROWS, "rows": ROWS, "tables": 1}
+    size["blocks"] = config.max_blocks_per_seq
     bucket = Bucket(phase="decode", **size, features=features)
     with absent_device("cuda", "sm_90a") as device:
         placement = Placement(mesh=None, axis=None, device=device)
