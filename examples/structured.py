@@ -3,6 +3,8 @@
 python examples/structured.py
 """
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
 import jpaged
@@ -14,7 +16,7 @@ class Person(BaseModel):
 
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=120)
-    languages: list[str] = Field(max_length=2)
+    languages: list[Annotated[str, Field(max_length=12)]] = Field(max_length=2)
 
 
 def main() -> None:

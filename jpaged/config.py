@@ -1,20 +1,66 @@
 """EngineConfig: how to serve a model; frozen, resolved once, never mutated."""
 
 import dataclasses
+import json
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from jpaged.checks import at_least
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 
 ATTENTION = ("auto", *IMPLEMENTATIONS)
+SPECULATIVE = (
+    'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
+    '"num_tokens": 4}'
+)
 
 
 def _knob[T](default: T, help: str) -> T:
     """A field of EngineConfig: its default and what it is, which command lines show as well."""
     return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculative:
+    """How rows guess tokens ahead, which one step then checks: outputs are those without.
+
+    method: "ngram" looks a row's last tokens up in its own text. num_tokens: guessed at most.
+    adaptive: only where it saves time, by what was measured.
+    """
+
+    method: Literal["ngram"] = "ngram"
+    num_tokens: int = 4
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "num_tokens")
+        if self.method in ("draft", "eagle", "mtp"):
+            raise UnsupportedError(f"speculative: method={self.method!r} is not built: use 'ngram'")
+        if self.method != "ngram":
+            raise ConfigError(f"speculative: method={self.method!r}: must be 'ngram'")
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"speculative: adaptive={self.adaptive!r}: must be True or False")
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Of a flag: a dict of its fields as JSON, or "none"."""
+        try:
+            return None if text == "none" else cls.of(json.loads(text))
+        except ValueError as e:
+            raise ConfigError(f"speculative={text!r}: {e}") from e
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Of a dict of its fields."""
+        if isinstance(value, cls):
+            return value
+        names = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(value, Mapping) or set(value) - set(names):
+            raise ConfigError(f"speculative={value!r}: must be a dict of {', '.join(names)}")
+        return cls(**value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +135,9 @@ class EngineConfig:
         "bits depend on the request alone: nearly free where products and attention compute a row "
         "alike in any batch, and on there; elsewhere, if asked for, every step is of one size",
     )
+    speculative: Speculative | None = dataclasses.field(
+        default=None, metadata={"help": SPECULATIVE}
+    )
     mixed: bool = _knob(
         False, "rows that decode join the prefill steps, in place of waiting for them to end"
     )
@@ -118,6 +167,8 @@ class EngineConfig:
         at_least(1, self, "max_num_seqs", "max_num_batched_tokens", "block_size")
         at_least(1, self, "max_logit_bias", "max_stop_ids", "max_n", "max_lora_rank")
         at_least(0, self, "max_logprobs", "swap_min_tokens", "max_loras")
+        if self.speculative is not None:
+            object.__setattr__(self, "speculative", Speculative.of(self.speculative))
         chosen = ("max_model_len", "num_blocks", "decode_steps")
         chosen += ("tensor_parallel_size", "data_parallel_size")
         # Unless they are None.

@@ -5,7 +5,7 @@ import dataclasses
 import typing
 from typing import Any, Literal
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, Speculative
 
 
 def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
@@ -56,6 +56,8 @@ def _values_of(hint: Any) -> dict[str, Any]:
     kind = kinds[0]
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if kind is Speculative:
+        return {"type": Speculative.parse, "metavar": "JSON"}
     if typing.get_origin(kind) is tuple:
         return {"type": int, "nargs": "+", "metavar": "N"}
     if type(None) not in typing.get_args(hint):

@@ -4,9 +4,9 @@
     python scripts/bench_structured.py --cost --random 60m     # rows in turn free and under masks
     python scripts/bench_structured.py --cost --random 60m --vocabulary 151936
 
-The first draws documents of several schemas at temperature 1 and has jsonschema judge each that
-ended by itself. The second times decode steps of rows without a form, and of rows in a long string
-of one, in turn; its last columns are the masks' own time, while the device works.
+The first draws documents of several schemas at temperature 1, until so many have ended by
+themselves, and has jsonschema judge each of these. The second times rows without a form, rows in a
+long string of one, and records, in turn; its last column is the masks' own time.
 """
 
 import collections
@@ -91,25 +91,44 @@ LONG = {"regex": "[a-z ]{1000}"}  # of which nothing is certain
 
 
 def documents(count: int, rows: int, max_tokens: int, dtype: str | None) -> int:
-    """Print how many documents ended and are valid; the number of those that are not."""
-    import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-
+    """Draw until so many documents have ended, print how many are valid; the number of those that
+    are not.
+    """
     settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": rows, "max_model_len": 512}
     llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * rows, **settings)
-    names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in range(count)]
-    compact = [{"disable_any_whitespace": i % 3 != 0} for i in range(count)]
-    asked = [
-        jpaged.SamplingParams(
-            max_tokens=max_tokens, seed=i, structured={"json_schema": SCHEMAS[name]} | how
-        )
-        for i, (name, how) in enumerate(zip(names, compact, strict=True))
-    ]
-    began = time.perf_counter()
-    outs = llm.generate([f"{name} {i} = " for i, name in enumerate(names)], asked, use_tqdm=False)
-    seconds, found = time.perf_counter() - began, collections.Counter[tuple[str, str]]()
+    found, drawn = collections.Counter[tuple[str, str]](), 0
+    began, tokens = time.perf_counter(), 0
+    while (left := count - sum(n for (_, kind), n in found.items() if kind != "cut off")) > 0:
+        places = range(drawn, drawn := drawn + left)
+        names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in places]
+        asked = [
+            jpaged.SamplingParams(
+                max_tokens=max_tokens,
+                seed=i,
+                structured={"json_schema": SCHEMAS[name], "disable_any_whitespace": i % 3 != 0},
+            )
+            for i, name in zip(places, names, strict=True)
+        ]
+        outs = llm.generate([f"{name} = " for name in names], asked, use_tqdm=False)
+        tokens += sum(len(out.outputs[0].token_ids) for out in outs)
+        found += judged(names, outs)
+    for name in SCHEMAS:
+        kinds = {kind: found[name, kind] for kind in ("valid", "cut off", "INVALID")}
+        print(f"{name:8} " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
+    print(
+        f"{drawn} documents, {tokens} tokens in {llm.stats()['dispatches']} dispatches and "
+        f"{time.perf_counter() - began:.1f} s, compiles included"
+    )
+    return sum(n for (_, kind), n in found.items() if kind == "INVALID")
+
+
+def judged(names: list[str], outs: list[Any]) -> collections.Counter[tuple[str, str]]:
+    """How many documents of each schema are valid, and how many were cut off."""
+    import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+
+    found = collections.Counter[tuple[str, str]]()
     for name, out in zip(names, outs, strict=True):
-        answer = out.outputs[0]
-        kind = "cut off"
+        answer, kind = out.outputs[0], "cut off"
         if answer.finish_reason == "stop":
             try:
                 jsonschema.validate(json.loads(answer.text or ""), SCHEMAS[name])
@@ -118,15 +137,7 @@ def documents(count: int, rows: int, max_tokens: int, dtype: str | None) -> int:
                 kind = "INVALID"
                 print(f"{name}: {answer.text!r}: {e}")
         found[name, kind] += 1
-    for name in SCHEMAS:
-        kinds = {kind: found[name, kind] for kind in ("valid", "cut off", "INVALID")}
-        print(f"{name:8} " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
-    stats, tokens = llm.stats(), sum(len(out.outputs[0].token_ids) for out in outs)
-    print(
-        f"{count} documents, {tokens} tokens in {stats['dispatches']} dispatches and "
-        f"{seconds:.1f} s, compiles included"
-    )
-    return sum(n for (_, kind), n in found.items() if kind == "INVALID")
+    return found
 
 
 def prefix_tokenizer(size: int) -> Any:
@@ -167,7 +178,7 @@ def cost(args: Any) -> None:
         params,
         tokenizer=tokenizer,
         max_model_len=256,
-        max_num_seqs=args.rows,
+        max_num_seqs=2 * args.rows,  # room to take what is certain side by side
         num_blocks=args.rows * 8,
         enable_prefix_caching=False,
     )
@@ -208,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--vocabulary", type=int, help="tokens of the random model, in place of its own number")
     add("--rows", type=int, default=32)
     add("--tokens", type=int, default=48, help="of each row and round of --cost")
-    add("--max-tokens", type=int, default=160, help="of a document")
+    add("--max-tokens", type=int, default=240, help="of a document")
     add("--rounds", type=int, default=5)
     add("--dtype", help="float32 or bfloat16")
     args = parser.parse_args(argv)

@@ -61,6 +61,8 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(orders["folder"], **vars(settings))
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         return {"found": [out.outputs[0].token_ids for out in outs]}
+    if orders["what"] == "structured":
+        return {"found": structured(settings)}
     llm = LLM(PARAMS, **vars(settings))
     how = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llm.generate(prompts, how, use_tqdm=False)  # compiles
@@ -81,6 +83,18 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         if orders["what"] == "kill":
             time.sleep(0.05)
     return {"steps": steps, "process": jax.process_index()}
+
+
+def structured(settings: Any) -> list[list[int]]:
+    """Tokens of answers of a given form, and of one without."""
+    from jpaged import LLM, SamplingParams
+    from tests.byte_tokenizer import make_tokenizer, params
+
+    llm = LLM(params(), tokenizer=make_tokenizer(), **vars(settings))
+    forms: list[Any] = [{"regex": "(the same beginning|another) [a-d]{3}[0-9]*"}, None]
+    asked = [SamplingParams(max_tokens=30, seed=i, structured=forms[i % 2]) for i in range(4)]
+    outs = llm.generate(["one", "two", "three", "four"], asked, use_tqdm=False)
+    return [out.outputs[0].token_ids for out in outs]
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:

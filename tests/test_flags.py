@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from jpaged import EngineConfig
+from jpaged.config import Speculative
 from jpaged.flags import add_engine_flags, engine_settings
 
 
@@ -30,6 +31,9 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
         elif field.name.endswith("_buckets"):
             wanted[field.name] = [64, 512, 9000]
             flags += [flag, "64", "512", "9000"]
+        elif field.name == "speculative":
+            wanted[field.name] = Speculative(num_tokens=3)
+            flags += [flag, '{"method": "ngram", "num_tokens": 3}']
         else:
             wanted[field.name] = values.get(field.name, 7)
             flags += [flag, str(wanted[field.name])]

@@ -54,7 +54,11 @@ def params() -> Iterator[Params]:
 
 @pytest.fixture(scope="module")
 def llm(params: Params) -> jpaged.LLM:
-    return jpaged.LLM(params, **(SIZES | {"max_loras": 3, "max_lora_rank": 4}))
+    return served(params, max_loras=3)
+
+
+def served(params: Any, **settings: Any) -> jpaged.LLM:
+    return jpaged.LLM(params, **{**SIZES, "max_lora_rank": 4, **settings})
 
 
 def generate(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> Any:
@@ -279,7 +283,7 @@ MESHES = [
 @pytest.mark.parametrize("mesh", MESHES)
 def test_on_meshes(mesh: dict[str, Any], params: Params, llm: jpaged.LLM) -> None:
     """More adapters than slots, each replica with tables of its own: as on one device."""
-    where = jpaged.LLM(params, **(SIZES | {"max_loras": 2, "max_lora_rank": 4} | mesh))
+    where = served(params, max_loras=2, **mesh)
     for i, name in enumerate("fgh"):
         for each in (llm, where):
             each.add_adapter(name, make_lora(30 + i))
@@ -318,8 +322,7 @@ def test_bits_depend_on_the_row_alone(dtype: str) -> None:
     """
     model = config(num_layers=1, head_dim=32, intermediate_size=64)
     params = make_params(0, model, dtype)
-    settings = SIZES | {"max_loras": 3, "max_lora_rank": 4, "deterministic": True}
-    llm = jpaged.LLM(params, **settings)
+    llm = served(params, max_loras=3, deterministic=True)
     for i, name in enumerate("abc"):
         llm.add_adapter(name, make_lora(i, model=model))
 

@@ -20,7 +20,7 @@ import jpaged
 from jpaged import LLM, PeerError, SamplingParams
 from jpaged.runtime.processes import Peers
 from tests.features import PARAMS, SETTINGS, everything
-from tests.peers import DEVICES, summary
+from tests.peers import DEVICES, structured, summary
 from tests.tiny import config, engine, make_params, make_prompts, tokens_of
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ class Process:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         command = [sys.executable, "-m", "tests.peers", str(index), str(port)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -138,6 +138,18 @@ def test_a_folder_is_read_in_shares(tmp_path: Path) -> None:
     try:
         assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
         assert all(one.found["found"] == tokens_of(outs) for one in started)
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
+def test_answers_of_a_given_form() -> None:
+    pytest.importorskip("llguidance")
+    started = start("structured")
+    try:
+        assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
+        expected = structured(SETTINGS)
+        assert all(one.found["found"] == expected for one in started)
     finally:
         finish(started)
 

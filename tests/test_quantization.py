@@ -28,6 +28,7 @@ MIXTURE = config(
 )
 PROMPTS = make_prompts(5, 23, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+FOUR = {"tensor_parallel_size": 4}
 FORMS: tuple[Any, ...] = ("int8", "int4", "fp8")
 
 
@@ -72,6 +73,16 @@ def test_it_serves_what_the_weights_stand_for(form: Any, tensor_parallel_size: i
         np.abs(a[1] - b[1]).max() > 1e-4
         for a, b in zip(answers(plain), answers(unquantised), strict=True)
     ), "a control: rounding shows"
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_over_four_devices(form: Any) -> None:
+    """Which hold each of two KV heads twice: repeated first, quantised then."""
+    params = params_of()
+    plain, llm = served(rounded(params, form)), served(params, quantization=form, **FOUR)
+    for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):
+        assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
 
 
 @pytest.mark.parametrize("form", FORMS)

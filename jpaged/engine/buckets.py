@@ -7,7 +7,6 @@ fills by it on the host, the steps slice by it on the device.
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -37,7 +36,7 @@ TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 Phase = Literal["prefill", "sample", "decode"]
 Features = Literal["plain", "filtered", "full", "prompt"]
 DRAWS: tuple[Features, ...] = ("plain", "filtered", "full")  # of a draw, each with more
-MASKED = DRAWS[1:]  # of a draw under masks
+MASKED: tuple[Features, ...] = DRAWS[1:]  # of a draw under masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -178,7 +177,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
     masks = any(seq.structured is not None for seq in drawing)
-    draws: list[Features] = [MASKED[0] if masks else "plain"]
+    draws: list[Features] = [*(MASKED[:1] if masks else DRAWS[:1])]
     draws += [seq.sampling_params.draw for seq in drawing]
     features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
@@ -253,9 +252,11 @@ def bucket_table(
     rows = most_rows if rows is None else min(rows, most_rows)
     tokens = most_tokens if tokens is None else min(tokens, most_tokens)
     shape: dict[str, Any] = {"tables": tables, "blocks": config.max_blocks_per_seq}
-    shapes = [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
+    shapes: list[dict[str, Any]] = []
+    shapes += [shape | {"loras": loras} for loras in dict.fromkeys((0, config.max_loras))]
     for S in _up_to(config.seq_buckets, rows):
-        size, steps = {"tokens": S, "rows": S}, {"steps": config.decode_steps}
+        size: dict[str, Any] = {"tokens": S, "rows": S}
+        steps: dict[str, Any] = {"steps": config.decode_steps}
         for features in DRAWS:
             yield Bucket(phase="sample", **size, features=features)
             if not config.pinned and (features == "plain" or not config.separate_draw):
@@ -269,8 +270,9 @@ def bucket_table(
     kinds: tuple[Features, ...] = ("plain", "prompt")
     for T in _up_to(config.token_buckets, tokens):
         for S in _up_to(_prefill_rows(T, config), min(rows, T)):
-            for features, each in itertools.product(kinds, shapes):
-                yield Bucket(phase="prefill", tokens=T, rows=S, **each, features=features)
+            for features in kinds:
+                for each in shapes:
+                    yield Bucket(phase="prefill", tokens=T, rows=S, **each, features=features)
 
 
 def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:

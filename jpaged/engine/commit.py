@@ -16,7 +16,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     drawn = 0
     for row, entry in enumerate(plan.entries):
         seq = entry.seq
-        at, drawn = drawn, drawn + entry.num_draws
+        at, drawn = drawn, drawn + (len(entry.run) or (entry.draws > 0))
         seq.in_flight -= 1
         if seq.status is Status.FINISHED:
             continue
@@ -35,6 +35,8 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             waiting[seq.request] = None
             # Preempted meanwhile: it waits for its request, not for blocks.
             queues.waiting.pop(seq, None)
+        elif entry.guesses:
+            _append_verified(queues, entry, at, result)
         else:
             _append_drawn(queues, entry, at, result)
     return list(waiting)
@@ -51,15 +53,33 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
     surplus.
     """
     seq = entry.seq
-    steps = range(result.num_drawn[row])
-    places = [(row + i, 0) for i in range(len(entry.run))] or [(row, step) for step in steps]
-    for i, (at, step) in enumerate(places):
+    count = len(entry.run) or result.num_drawn[row]
+    for i in range(count):
         if entry.decodes:
             _close_written(queues, entry, entry.start + i + 1)
+        at, step = (row + i, 0) if entry.run else (row, i)
         _append(queues, seq, at, step, result)
         if seq.status is Status.FINISHED:
             return
-    assert len(places) == entry.draws, f"{seq!r}: stopped on the device alone"
+    assert count == entry.draws, f"{seq!r}: stopped on the device alone"
+
+
+def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
+    """Append what was drawn after each token of a run, up to the first that its guesses have
+    otherwise: draws depend on the tokens before them, so these are those of one step at a time. KV
+    of what was refused is written over; it is never hashed.
+    """
+    seq, right = entry.seq, 0
+    for i, guess in enumerate((*entry.run[1:], None)):
+        _close_written(queues, entry, entry.start + i + 1)
+        _append(queues, seq, row + i, 0, result)
+        if seq.status is Status.FINISHED or seq.token_ids[-1] != guess:
+            break
+        right += 1
+    if queues.drafter is not None:
+        queues.drafter.learn(seq, len(entry.run) - 1, right)
+    if seq.status is Status.RUNNING and entry.epoch == seq.epoch:
+        seq.num_dispatched = len(seq) - 1
 
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:

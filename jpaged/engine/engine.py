@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import Buckets, choose_buckets
+from jpaged.engine.drafting import Drafter, drafter_of, wants_tokens
 from jpaged.engine.in_flight import InFlight
 from jpaged.engine.packing import Batch, pack
 from jpaged.engine.plan import Moves, Plan, StepResult
@@ -75,9 +75,8 @@ class EngineState:
 class Engine:
     """All requests in flight over one pool.
 
-    config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next step is
-    dispatched before the last one's tokens are read. replica: which it is of the device's. stats:
-    the totals that it adds to.
+    config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next goes out before
+    the last one's tokens are read. replica: which of the device's. stats: totals that it adds to.
     """
 
     def __init__(
@@ -98,6 +97,7 @@ class Engine:
         self._is_broken = False
         self.stats = Stats() if stats is None else stats
         self._in_flight = InFlight(depth, self.stats)
+        self.drafter = drafter_of(config)
         self.scheduler = self._new_scheduler()
 
     def add(self, request: Request) -> None:
@@ -135,6 +135,8 @@ class Engine:
         """
         with self._consistent():
             started = time.perf_counter()
+            if self._in_flight and wants_tokens(self.scheduler.queues):
+                self._drain(started)
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._dispatch(plan, started)
@@ -187,8 +189,7 @@ class Engine:
     def snapshot(self) -> EngineState:
         """What is queued and running, as a value; steps in flight are waited for first."""
         with self._consistent():
-            while self._in_flight:
-                self._commit_oldest(time.perf_counter())
+            self._drain(time.perf_counter())
             self._move_out(self.scheduler.swapping.take_outs())
             block_ids = self.scheduler.blocks.in_use()
             blocks = self.runner.read_blocks(block_ids, self.replica)
@@ -221,13 +222,15 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The totals of Stats, what follows from them, and the blocks in use now."""
-        return self.stats.report() | _blocks_of(self.scheduler)
+        return self.stats.report() | _report_of(self.scheduler)
 
     def _dispatch(self, plan: Plan, started: float) -> None:
         batch = pack(plan, self.config, self.runner.fit(choose_buckets(plan, self.config)))
         self.stats.count(plan, batch, self.scheduler.blocks.num_used)
         self.move_blocks(plan)
         self._in_flight.start(self.runner, [plan], batch, started)
+        if plan.verifies:
+            self._drain(started)  # where each row goes on is known then
 
     def move_blocks(self, plan: Plan) -> None:
         """Between the pools and the host, before a plan is dispatched."""
@@ -241,13 +244,19 @@ class Engine:
             swapped.data = self.runner.read_blocks(block_ids, self.replica)
             self.stats.swap_out_bytes += _bytes_of(block_ids, self.scheduler)
 
+    def _drain(self, started: float) -> None:
+        while self._in_flight:
+            self._commit_oldest(started)
+
     def _commit_oldest(self, started: float) -> None:
         oldest = self._in_flight.take_oldest(self.runner, [self.scheduler.queues])
         (plan,), waiting = oldest.plans, time.perf_counter()
         result = self.runner.fetch(oldest.handle)
         fetched = time.perf_counter()
         self.commit(plan, result)
-        self.stats.time(plan.phase, oldest.started, started, waiting, fetched)
+        took = self.stats.time(plan, oldest.started, started, waiting, fetched)
+        if self.drafter is not None:
+            self.drafter.observe(plan, took)
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a plan computed."""
@@ -261,13 +270,13 @@ class Engine:
         self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
     def _new_scheduler(self) -> Scheduler:
-        return scheduler_of(self.config, self.runner.kv_groups, self.stats.preemptions)
+        return scheduler_of(self.config, self.runner.kv_groups, self.stats, self.drafter)
 
 
 def scheduler_of(
-    config: EngineConfig, groups: tuple[GroupSize, ...], preemptions: Counter[str]
+    config: EngineConfig, groups: tuple[GroupSize, ...], stats: Stats, drafter: Drafter | None
 ) -> Scheduler:
-    """A scheduler with nothing in it. groups: of layers; preemptions: where it counts them."""
+    """A scheduler with nothing in it. groups: of layers. stats: where preemptions are counted."""
     caching = config.enable_prefix_caching
     return Scheduler(
         BlockManager(groups, config.block_size, enable_prefix_caching=caching),
@@ -277,8 +286,9 @@ def scheduler_of(
         mixed=config.mixed,
         host_bytes=int(config.swap_space_gib * 2**30),
         swap_min_tokens=config.swap_min_tokens,
-        preemptions=preemptions,
+        preemptions=stats.preemptions,
         max_loras=config.max_loras,
+        drafter=drafter,
     )
 
 
@@ -287,15 +297,19 @@ def _bytes_of(block_ids: list[list[int]], scheduler: Scheduler) -> int:
     return sum(len(ids) * g.block_bytes for ids, g in zip(block_ids, groups, strict=True))
 
 
-def _blocks_of(scheduler: Scheduler) -> dict[str, Any]:
-    """The blocks that there are and those in use, on device and host, and who uses them."""
+def _report_of(scheduler: Scheduler) -> dict[str, Any]:
+    """The blocks that there are and those in use, on device and host, and who uses them; and what
+    became of drafts.
+    """
     blocks, swapping = scheduler.blocks, scheduler.swapping
     block_bytes = sum(group.block_bytes for group in blocks.groups)
     groups = [
         {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
         for g in blocks.groups
     ]
-    return {
+    drafter = scheduler.queues.drafter
+    drafts = {} if drafter is None else drafter.report()
+    return drafts | {
         "sequences_running": len(scheduler.queues.running),
         "sequences_waiting": len(scheduler.queues.waiting),
         "blocks_in_use": blocks.num_used,

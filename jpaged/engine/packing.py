@@ -97,7 +97,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         view["tokens"][:rows] = [_input_token(e) for e in drawing]
         if sample is None:
             view["steps"][:rows] = [e.draws for e in drawing]
-            _pack_rows(view, drawing, config)
+            _pack_rows(view, [(e, e.start + 1) for e in drawing], config)
         else:
             _pack_device_rows(view, drawing, config)
     else:
@@ -106,9 +106,11 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
     if sample is not None:
         _, rows_view = _views(sample, config, view["sample"])
         # What follows each token of a run is drawn; the row of the device keeps the last of it.
-        after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
+        after = [(e, e.end) for e in drawing]
+        if num_draws > len(drawing):
+            after = [(e, e.end - i) for e in drawing for i in reversed(range(e.num_draws))]
         rows_view["context_lens"][:num_draws] = [length for _, length in after]
-        _pack_rows(rows_view, [e for e, _ in after], config)
+        _pack_rows(rows_view, after, config)
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
             if length < entry.end:
                 rows_view["device_rows"][row] = config.max_num_seqs
@@ -123,7 +125,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         copies=_pack_copies(plan, config),
         loads=plan.loads,
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
-        masks_TW=prompt_masks(plan, bucket.tokens),
+        masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
     )
 
 
@@ -266,23 +268,23 @@ def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfi
     view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
 
 
-def _pack_rows(view: Views, drawing: list[PlanEntry], config: EngineConfig) -> None:
-    """What drawing needs of each row."""
-    rows = len(drawing)
+def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineConfig) -> None:
+    """What drawing needs of each row, after a context of so many tokens."""
+    rows, drawing = len(draws), [entry for entry, _ in draws]
     _pack_device_rows(view, drawing, config)
     if "follows" in view:  # not where the decode draws itself
         view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
     full = "bias" in view
     if full:
         view["bias_ids"][:] = PAD_TOKEN
-    for row, entry in enumerate(drawing):
+    for row, (entry, length) in enumerate(draws):
         seq = entry.seq
         if seq.controls is None:
             seq.controls = _pack_controls(seq, config)
         view["controls"][row] = seq.controls
         # So many tokens of output come before the first one drawn now. A mask says it by itself.
         if seq.sampling_params.min_tokens and seq.structured is None:
-            drawn = entry.end - entry.draws + 1 - seq.prompt_len
+            drawn = length - seq.prompt_len
             view["open_after"][row] = max(seq.sampling_params.min_tokens - drawn, 0)
         if full and (bias := seq.sampling_params.logit_bias):
             view["bias_ids"][row, : len(bias)] = list(bias)

@@ -1,6 +1,7 @@
 """Plan: which sequences run in the next step and over which tokens; StepResult: what came of it."""
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ class PlanEntry(NamedTuple):
     tokens. decodes: its tokens are drawn ones, the last of which may be known to the device alone.
     is_new: the row was just taken (its state on the device is another's). epoch: the sequence's
     when planned; a later one means that it was preempted meanwhile. run: the tokens of a decode, if
-    all of them are certain before they are drawn: then they are computed side by side.
+    all of them are known before they are drawn: then they are computed side by side. guesses: those
+    after the first may be wrong.
     """
 
     seq: Sequence
@@ -33,6 +35,7 @@ class PlanEntry(NamedTuple):
     is_new: bool
     epoch: int
     run: tuple[int, ...] = ()
+    guesses: bool = False
 
     @property
     def num_draws(self) -> int:
@@ -52,13 +55,14 @@ def dispatch(
     draws: int,
     decodes: bool = False,
     run: tuple[int, ...] = (),
+    guesses: bool = False,
 ) -> PlanEntry:
     """An entry of a plan that goes out: the sequence counts it as dispatched."""
     is_new, seq.is_new = seq.is_new, False
     seq.num_dispatched = start + num_tokens
     seq.pending += draws
     seq.in_flight += 1
-    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch, run)
+    return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch, run, guesses)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +87,15 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(e.num_tokens for e in self.entries)
 
-    @property
+    @functools.cached_property
     def num_draws(self) -> int:
         """Rows of the draw."""
         return sum(e.num_draws for e in self.entries)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether any row guesses."""
+        return any(e.guesses for e in self.entries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict
 
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.drafting import Drafter
 from jpaged.engine.prefix_cache import Match
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.engine.swapping import Swapping
@@ -15,6 +16,7 @@ class Queues:
 
     max_num_seqs: rows of the device's state, so sequences that run at once. preemptions: counts
     them as "swapped" and "recomputed". max_loras: adapters that the running ones have at most.
+    drafter: None where nothing is guessed.
     """
 
     def __init__(
@@ -25,9 +27,11 @@ class Queues:
         max_num_seqs: int,
         preemptions: Counter[str] | None = None,
         max_loras: int = 0,
+        drafter: Drafter | None = None,
     ):
         self.blocks = blocks
         self.adapters = AdapterSlots(max_loras)
+        self.drafter = drafter
         self.swapping = swapping
         self.max_num_seqs = max_num_seqs
         self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions

@@ -261,4 +261,4 @@ class Replicas:
         for engine, plan, result in zip(self.engines, plans, results, strict=True):
             if plan.entries:
                 engine.commit(plan, result)
-        self.stats.time(plans[0].phase, oldest.started, started, waiting, fetched)
+        self.stats.time(plans[0], oldest.started, started, waiting, fetched)

@@ -9,7 +9,9 @@ from collections import Counter
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult, dispatch
+from jpaged.engine.decode import certain_runs, decode_entries, run_entries
+from jpaged.engine.drafting import Drafter
+from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence, Status
@@ -17,8 +19,6 @@ from jpaged.engine.swapping import Swapping
 
 # Prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens.
 MAX_PREFILL_STREAK = 4
-# Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
-LEAST_RUN = 4
 
 
 class Scheduler:
@@ -43,11 +43,14 @@ class Scheduler:
         swap_min_tokens: int = 0,
         preemptions: Counter[str] | None = None,
         max_loras: int = 0,
+        drafter: Drafter | None = None,
     ):
         self.blocks = blocks
         self.swapping = Swapping(blocks, host_bytes=host_bytes, min_tokens=swap_min_tokens)
         limits = {"max_num_seqs": max_num_seqs, "max_loras": max_loras}
-        self.queues = Queues(blocks, self.swapping, **limits, preemptions=preemptions)
+        self.queues = Queues(
+            blocks, self.swapping, **limits, preemptions=preemptions, drafter=drafter
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = decode_steps
         self.mixed = mixed
@@ -77,11 +80,11 @@ class Scheduler:
         self._trim()
         budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
         if phase == "decode":
-            entries = self._decode_entries(self._decoding_rows(), decode_steps)
+            entries = decode_entries(self.blocks, self._decoding_rows(), decode_steps)
         elif self.mixed and self.can_decode and len(self.queues.running) < budget:
             rows = self._decoding_rows()
             chunks = self._plan_prefill(budget - len(rows))
-            entries = [*self._decode_entries(rows, 1), *chunks]
+            entries = [*decode_entries(self.blocks, rows, 1), *chunks]
         else:
             entries = self._plan_prefill(budget)
             while not entries and self._is_stuck() and not self.can_decode:
@@ -157,7 +160,7 @@ class Scheduler:
         chunks = self._plan_prefill(self.max_num_batched_tokens - len(rows))
         if not chunks:
             return self._plan_decode(rows)
-        return "prefill", [*self._decode_entries(rows, 1), *chunks]
+        return "prefill", [*decode_entries(self.blocks, rows, 1), *chunks]
 
     def _plan_prefill(self, budget: int) -> list[PlanEntry]:
         return PrefillPlanner(self.queues, budget).plan()
@@ -173,38 +176,17 @@ class Scheduler:
         return rows
 
     def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
-        """A step of each row, or where many tokens of them are certain, those side by side."""
-        most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
-        if not (runs := _runs(rows, most - len(rows))):
-            return "decode", self._decode_entries(rows, self.decode_steps)
-        entries = []
-        for seq in rows:
-            steps = self._steps_ahead(seq, len(runs.get(seq, ())) or 1)
-            run = tuple(runs[seq][:steps]) if steps > 1 else ()
-            at = seq.num_dispatched
-            entries.append(dispatch(seq, at, steps, draws=steps, decodes=True, run=run))
-        return "prefill", entries
-
-    def _decode_entries(self, rows: list[Sequence], most: int) -> list[PlanEntry]:
-        # A row that waits for the host, or for its mask, does so after every token.
-        if any(seq.waits_for_host or seq.structured is not None for seq in rows):
-            most = 1
-        entries = []
-        for seq in rows:
-            steps = self._steps_ahead(seq, most)
-            entries.append(dispatch(seq, seq.num_dispatched, steps, draws=steps, decodes=True))
-        return entries
-
-    def _steps_ahead(self, seq: Sequence, most: int) -> int:
-        """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is
-        preempted for it.
+        """A step of each row, or where many tokens of them are certain, those side by side, or
+        those that it is worth to guess.
         """
-        start = seq.num_dispatched
-        steps = min(most, seq.end - len(seq) - seq.pending)
-        if steps > 1:
-            steps = min(steps, self.blocks.reach(seq) - start)
-            self.blocks.extend(seq, start + steps)
-        return steps
+        most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
+        runs, drafter = certain_runs(rows, most - len(rows)), self.queues.drafter
+        guesses = not runs
+        if drafter is not None and guesses:
+            runs = drafter.runs(rows)
+        if not runs:
+            return "decode", decode_entries(self.blocks, rows, self.decode_steps)
+        return "prefill", run_entries(self.blocks, rows, runs, guesses=guesses)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give a row the block that its next token is written to, preempting the youngest rows;
@@ -221,15 +203,3 @@ class Scheduler:
                     self.queues.fail(seq)
                 return False
         return True
-
-
-def _runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
-    """The tokens of rows that go on by several which are certain, as far as there is room for them
-    beside one of each row; none where too few are.
-    """
-    runs, left = dict[Sequence, list[int]](), room
-    for seq in rows:
-        if left > 0 and len(forced := seq.forced[: left + 1]) > 1:
-            runs[seq] = forced
-            left -= len(forced) - 1
-    return runs if (room - left) * LEAST_RUN >= len(rows) else {}

@@ -69,6 +69,7 @@ class Sequence:
         *("epoch", "swapped", "adapter_slot"),
         # its blocks
         *("block_tables", "first_held", "contents", "hashes", "generation"),
+        "__weakref__",  # for what others know of it
     )
     request: "Request"
 

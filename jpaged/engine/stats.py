@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from jpaged.engine.packing import Batch
-from jpaged.engine.plan import Phase, Plan
+from jpaged.engine.plan import Plan
 
 
 class Stats:
@@ -46,7 +46,10 @@ class Stats:
         decoded = sum(entry.num_tokens for entry in plan.entries if entry.decodes)
         self.decode_tokens += decoded
         self.prefill_tokens += batch.num_tokens - decoded
-        if batch.bucket.phase == "prefill":
+        if plan.verifies:
+            self.decode_steps += 1
+            self.decode_sizes[batch.num_tokens] += 1
+        elif batch.bucket.phase == "prefill":
             self.prefill_steps += 1
             self.prefill_sizes[batch.num_tokens] += 1
         else:
@@ -61,20 +64,21 @@ class Stats:
         self.mask_time_s += perf_counter() - started
 
     def time(
-        self, phase: Phase, dispatched: float, started: float, waiting: float, fetched: float
-    ) -> None:
+        self, plan: Plan, dispatched: float, started: float, waiting: float, fetched: float
+    ) -> float:
         """Take in a step that was dispatched then, in a call that started, waited and has its
-        result since then, and is committed now.
+        result since then, and is committed now; the seconds that it took of the engine's.
         """
         done = perf_counter()
         self.device_time_s += fetched - waiting
         self.host_time_s += (waiting - started) + (done - fetched)
         # What overlaps counts once.
         took, self._last_done = done - max(dispatched, self._last_done), done
-        if phase == "prefill":
+        if plan.phase == "prefill" and not plan.verifies:
             self.prefill_time_s += took
         else:
             self.decode_time_s += took
+        return took
 
     def report(self) -> dict[str, Any]:
         """The totals and what follows from them."""

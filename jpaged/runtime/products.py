@@ -7,12 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import are_many
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
@@ -65,6 +67,9 @@ def resolve_for(
     """The config resolved for a model at a place, where who multiplies and who attends decides what
     deterministic serving takes. dtype: of the weights. is_plain: the params' experts are arrays.
     """
+    if config.speculative is not None and (where.replicas > 1 or are_many(where.mesh)):
+        # Replicas would wait for each other's guesses, and processes go by clocks that differ.
+        raise ConfigError("speculative: only with one replica in one process")
     on_cpu = where.device.platform == "cpu"
     free = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     if not free.deterministic:

@@ -34,7 +34,8 @@ class SharedRunner(Runner):
     def _dispatch(self, batch: Batch) -> Handle:
         def dispatch() -> Handle:
             counts = [part.counts for part in batch.each]
-            said = repr((batch.bucket, batch.sample, counts)).encode()
+            loads = [(at, x.name, x.version) for part in batch.each for at, x in part.loads]
+            said = repr((batch.bucket, batch.sample, counts, loads)).encode()
             copies = b"" if batch.copies is None else batch.copies.tobytes()
             compared = self.peers.compare(batch.packed.tobytes(), copies, said)
             return dataclasses.replace(started(batch), compared=compared)

@@ -6,6 +6,7 @@ The parsing is llguidance's, which the extra `structured` brings.
 import dataclasses
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -25,6 +26,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 KEPT = 32  # compiled forms
+PATIENCE_S = 1e-3  # for masks made one after the other
 
 
 class Grammars:
@@ -73,11 +75,18 @@ class Grammars:
             return Matcher(self, fresh, fresh.deep_copy())
 
     def fill(self, matchers: Sequence[tuple["Matcher", int]], masks_SW: np.ndarray) -> None:
-        """Set the rows of these matchers to what may come next: a bit a token, in threads."""
+        """Set the rows of these matchers to what may come next: a bit a token. The quick ones are
+        made here and now, the rest in threads: waking those takes longer than many a mask.
+        """
         pairs = [(matcher.state, row) for matcher, row in matchers]
         at, size = masks_SW.ctypes.data, masks_SW.shape[1] * masks_SW.itemsize
-        if pairs:
-            self._threads.unsafe_compute_mask_ptr(pairs, at, size, masks_SW.shape[0])
+        began = time.perf_counter()
+        for done, (state, row) in enumerate(pairs):
+            if done and time.perf_counter() - began > PATIENCE_S:
+                rest = pairs[done:]
+                self._threads.unsafe_compute_mask_ptr(rest, at, size, masks_SW.shape[0])
+                return
+            state.unsafe_compute_mask_ptr(at + row * size, size)
 
 
 def check_served(config: EngineConfig) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
 from jpaged.engine.plan import Phase, Plan
 from jpaged.engine.queues import Queues
@@ -137,9 +138,24 @@ class CheckedScheduler(Scheduler):
         return plan
 
 
+class Oracle(Drafter):
+    """Guesses what a row will draw, some tokens of it wrong. windows: of the mock."""
+
+    windows: tuple[int | None, ...] = (None,)
+
+    def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
+        if not can_draft(seq):
+            return [], 0.0
+        most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
+        want = expected(seq, self.windows)[seq.num_generated :][: max(most, 0)]
+        return [(t + (len(seq) * 7 + t) % 5 // 4) % 100 for t in want], 1.0
+
+
 class CheckedEngine(Engine):
     def _new_scheduler(self) -> Scheduler:
         scheduler = super()._new_scheduler()
+        if self.drafter is not None:
+            self.drafter.__class__ = Oracle
         scheduler.__class__ = CheckedScheduler
         scheduler.queues.__class__ = CountedQueues
         scheduler.blocks.__class__ = CountedBlocks
@@ -172,6 +188,8 @@ class Host:
         self.config = config.resolve(MODEL)
         self.runner = MockRunner(self.config, windows, windowed_blocks)
         self.engine = CheckedEngine(self.config, self.runner, depth=depth)
+        if isinstance(self.engine.drafter, Oracle):
+            self.engine.drafter.windows = windows
         self.era = 0  # of the last reset: what was written before it must not be found
         self._ids = itertools.count()
         self._steps_left = 5000

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from jpaged.engine import commit, scheduler
+from jpaged.engine import commit, decode
+from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.plan import PlanEntry, StepResult
 from jpaged.engine.prefix_cache import PrefixCache
 from jpaged.engine.queues import Queues
-from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from tests.engine.host import Host, Letters
@@ -129,13 +129,13 @@ def all_drawn_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Scheduler, seq: Sequence, most: int) -> int:
+    def mutated(blocks: BlockManager, seq: Sequence, most: int) -> int:
         with patch.context() as within:
-            within.setattr(self.blocks, "extend", lambda *args: None)
-            return steps_ahead(self, seq, most)
+            within.setattr(blocks, "extend", lambda *args: None)
+            return steps_ahead(blocks, seq, most)
 
-    steps_ahead = Scheduler._steps_ahead
-    patch.setattr(Scheduler, "_steps_ahead", mutated)
+    steps_ahead = decode._steps_ahead
+    patch.setattr(decode, "_steps_ahead", mutated)
 
 
 def drawn_once(patch: pytest.MonkeyPatch) -> None:
@@ -146,8 +146,8 @@ def drawn_once(patch: pytest.MonkeyPatch) -> None:
         seq.pending -= max(draws - 1, 0)
         return entry
 
-    dispatch = scheduler.dispatch
-    patch.setattr(scheduler, "dispatch", mutated)
+    dispatch = decode.dispatch
+    patch.setattr(decode, "dispatch", mutated)
 
 
 def hashed_too_early(patch: pytest.MonkeyPatch) -> None:

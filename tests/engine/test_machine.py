@@ -80,9 +80,12 @@ class HostMachine(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         windowed_blocks=st.sampled_from([None, 3, 6]),
         max_loras=st.integers(1, 3),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
     )
-    def start(self, host_blocks: int, **settings: Any) -> None:
-        space = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
+    def start(self, host_blocks: int, num_drafts: int, **settings: Any) -> None:
+        space: dict[str, Any] = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
+        if num_drafts:
+            space["speculative"] = {"num_tokens": num_drafts, "adaptive": False}
         self.host = Host(self.depth, max_model_len=40, **space, **settings)
         self.given_back_before = CountedBlocks.given_back
         self.mixed_before = CheckedScheduler.mixed
@@ -326,6 +329,9 @@ class HostMachine(RuleBasedStateMachine):
             )
             self.seen["blocks copied"] += stats.copied_blocks
             self.seen["adapters loaded"] += stats.adapter_loads
+            if (drafter := self.host.engine.drafter) is not None:
+                self.seen["drafted"] += drafter.drafted
+                self.seen["accepted"] += drafter.accepted
             given_back = CountedBlocks.given_back - self.given_back_before
             self.seen["blocks given back"] += given_back
             self.seen["mixed steps"] += CheckedScheduler.mixed - self.mixed_before

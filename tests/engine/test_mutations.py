@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine import packing
+from jpaged.engine import packing, scheduler
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GONE, BlockGroup, Content, Copies
 from jpaged.engine.engine import Engine, EngineState
@@ -315,8 +315,8 @@ def swapped_windows_misaligned(patch: pytest.MonkeyPatch) -> None:
 def follows_ignored(patch: pytest.MonkeyPatch) -> None:
     """A row that has stopped on the device draws in a mixed step."""
 
-    def mutated(view: packing.Views, drawing: list[PlanEntry], config: EngineConfig) -> None:
-        pack_rows(view, drawing, config)
+    def mutated(view: packing.Views, draws: list[Any], config: EngineConfig) -> None:
+        pack_rows(view, draws, config)
         if "follows" in view:
             view["follows"][:] = 0
 
@@ -327,14 +327,14 @@ def follows_ignored(patch: pytest.MonkeyPatch) -> None:
 def decodes_hashed_at_dispatch(patch: pytest.MonkeyPatch) -> None:
     """As chunks are, though the last token may be on the device alone."""
 
-    def mutated(self: Scheduler, rows: list[Sequence], most: int) -> list[PlanEntry]:
-        entries = decode_entries(self, rows, most)
+    def mutated(blocks: BlockManager, rows: list[Sequence], most: int) -> list[PlanEntry]:
+        entries = decode_entries(blocks, rows, most)
         for entry in entries:
-            self.blocks.cache.close(entry.seq, entry.end)
+            blocks.cache.close(entry.seq, entry.end)
         return entries
 
-    decode_entries = Scheduler._decode_entries
-    patch.setattr(Scheduler, "_decode_entries", mutated)
+    decode_entries = scheduler.decode_entries
+    patch.setattr(scheduler, "decode_entries", mutated)
 
 
 GROUP_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 import jpaged
 from jpaged import LLM, ConfigError, RequestError, SamplingParams
-from jpaged.engine import scheduler
+from jpaged.engine import decode
 from tests.batch_engine import load_script
 from tests.byte_tokenizer import END, EOS, make_tokenizer, params
 from tests.tiny import ENGINE, dense_logprobs
@@ -306,7 +306,8 @@ def test_score_under_the_mask(llm: LLM) -> None:
     lens = [len(out.prompt_token_ids) for out in outs]
     how: dict[str, Any] = {"temperature": 0.8, "structured": JSON, "prompt_lens": lens}
     plain: Any = llm.score(ids, temperature=0.8)
-    for found, out, n, before in zip(llm.score(ids, **how), outs, lens, plain, strict=True):
+    masked: Any = llm.score(ids, **how)
+    for found, out, n, before in zip(masked, outs, lens, plain, strict=True):
         np.testing.assert_allclose(found[n - 1 :], out.outputs[0].token_logprobs, atol=1e-5)
         np.testing.assert_array_equal(found[: n - 1], before[: n - 1])
         assert found[n - 1 :].sum() > before[n - 1 :].sum()
@@ -325,7 +326,7 @@ def test_what_is_certain_is_taken_side_by_side(llm: LLM, monkeypatch: pytest.Mon
     before = llm.stats()["dispatches"]
     found = run(llm, sampling)
     between = llm.stats()["dispatches"]
-    monkeypatch.setattr(scheduler, "LEAST_RUN", 0)
+    monkeypatch.setattr(decode, "LEAST_RUN", 0)
     for one, other in zip(found, run(llm, sampling), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)

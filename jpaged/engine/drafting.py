@@ -1,0 +1,218 @@
+"""Drafts: tokens that a row may well go on with, looked up in its own text (arXiv:2304.04487), and
+when to try them.
+
+A row's tokens do not depend on drafts: what follows each of them is drawn as ever, and they count
+up to the first that was drawn otherwise. So a draft can only cost or save time, and both are
+measured: how often guesses come true, whether they are tried or not, and what steps with and
+without take.
+"""
+
+import math
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from jpaged.config import EngineConfig, Speculative
+from jpaged.engine.plan import Plan
+from jpaged.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from jpaged.engine.queues import Queues
+
+LENGTHS = (4, 3, 2)  # of the ending that is looked up, longest first
+FADES = 0.9  # weight of the past against one more guess
+LEAST = 0.4  # share of right guesses below which a row drafts nothing
+WORTH = 0.25  # chance below which a token is left off the end of a draft
+SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
+AGAIN, THROUGH = 64, 6  # of so many refusals some are let through: times change
+
+
+class _Row:
+    """What is known of one sequence. right, tried: of its guesses, faded. guess: the position and
+    the token of one that nobody has checked yet.
+    """
+
+    def __init__(self) -> None:
+        self.endings: dict[tuple[int, ...], int] = {}
+        self.num_indexed = 0
+        self.right, self.tried = 1.0, 2.0
+        self.guess: tuple[int, int] | None = None
+
+    @property
+    def rate(self) -> float:
+        """The share of guesses that come true."""
+        return self.right / self.tried
+
+    def learn(self, right: int, tried: int) -> None:
+        fades = FADES**tried
+        self.right, self.tried = fades * self.right + right, fades * self.tried + tried
+
+    def look_up(self, tokens: list[int], most: int) -> list[int]:
+        """What followed an earlier occurrence of the last tokens; the guess that this makes."""
+        if self.guess is not None and len(tokens) > self.guess[0]:
+            self.learn(int(tokens[self.guess[0]] == self.guess[1]), 1)
+        if self.num_indexed > len(tokens):  # after a failed step
+            self.endings, self.num_indexed = {}, 0
+        for end in range(max(self.num_indexed, LENGTHS[-1]), len(tokens)):
+            for length in LENGTHS:
+                if end >= length:
+                    self.endings[tuple(tokens[end - length : end])] = end
+        self.num_indexed = len(tokens)
+        places = (self.endings.get(tuple(tokens[-length:])) for length in LENGTHS)
+        at = next((at for at in places if at is not None), None)
+        found = [] if at is None else tokens[at : at + most]
+        self.guess = (len(tokens), found[0]) if found else None
+        return found
+
+
+class Costs:
+    """Seconds that steps took lately, by kind and by the power of two of their tokens."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[bool, int], deque[float]] = {}
+        self._refused = THROUGH
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Take in a step, of those that decode alone, without tokens that are certain."""
+        if not all(e.decodes and e.guesses >= bool(e.run) for e in plan.entries):
+            return
+        steps = 1 if plan.verifies else max(entry.draws for entry in plan.entries)
+        size = plan.num_tokens // steps
+        kept = self._seconds.setdefault(_key(plan.verifies, size), deque(maxlen=SAMPLES))
+        kept.append(seconds / steps)
+
+    def pays(self, rows: int, drafted: int, expected: float) -> bool:
+        """Whether to verify so many tokens of so many rows, of which so many are right."""
+        plain = self._seconds.get(_key(False, rows), ())
+        checked = self._seconds.get(_key(True, rows + drafted), ())
+        if len(plain) < TRIES or len(checked) < TRIES:
+            return len(plain) >= TRIES
+        # The least of them: some had a compile or another program in the way.
+        if (rows + expected) * min(plain) > rows * min(checked):
+            return True
+        self._refused = (self._refused + 1) % AGAIN
+        return self._refused < THROUGH
+
+
+def _key(verifies: bool, size: int) -> tuple[bool, int]:
+    return verifies, (size - 1).bit_length()
+
+
+class Drafter:
+    """The drafts of one engine. most: tokens of a step, so of its rows and drafts together.
+
+    drafted, accepted: tokens that were tried, and those that were right.
+    """
+
+    def __init__(self, asked: Speculative, most: int):
+        self.asked, self.most = asked, most
+        self.costs = Costs()
+        self.drafted = self.accepted = self.verify_steps = 0
+        self._rows: weakref.WeakKeyDictionary[Sequence, _Row] = weakref.WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: Any) -> "Drafter":
+        return self  # a snapshot is of sequences, not of what was learnt
+
+    def wants_tokens(self, rows: list[Sequence]) -> bool:
+        """Whether rows that decode may have drafts once the tokens in flight are known. Meanwhile
+        it learns how good those would have been.
+        """
+        return bool(self._chosen(rows))
+
+    def runs(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The last token of each row with a draft, and the draft."""
+        return {seq: [seq.token_ids[-1], *draft] for seq, draft in self.drafts(rows).items()}
+
+    def drafts(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The drafts that are worth a step with all these rows, of which none has tokens in
+        flight.
+        """
+        if any(seq.pending for seq in rows):
+            return {}
+        return self._chosen(rows)
+
+    def learn(self, seq: Sequence, drafted: int, right: int) -> None:
+        """Take in how many tokens of a draft were right."""
+        row = self._row(seq)
+        row.learn(right, min(right + 1, drafted))
+        row.guess = None
+        self.drafted += drafted
+        self.accepted += right
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Take in a step that was committed."""
+        self.verify_steps += plan.verifies
+        self.costs.observe(plan, seconds)
+
+    def report(self) -> dict[str, Any]:
+        """Totals since the start."""
+        return {
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "wasted_tokens": self.drafted - self.accepted,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "verify_steps": self.verify_steps,
+        }
+
+    def _chosen(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+        left = self.most - len(rows)
+        waits = (seq.waits_for_host or seq.structured is not None for seq in rows)
+        if left <= 0 or any(waits):
+            return {}
+        # Where even guesses that all come true do not pay, nothing is looked up.
+        best = min(left, len(rows) * self.asked.num_tokens)
+        if not self._pays(len(rows), best, best):
+            return {}
+        found: dict[Sequence, list[int]] = {}
+        expected = 0.0
+        for seq in rows:
+            tokens, rate = self._draft(seq, left)
+            if tokens:
+                found[seq] = tokens
+                left -= len(tokens)
+                expected += math.fsum(rate**i for i in range(1, len(tokens) + 1))
+        drafted = sum(map(len, found.values()))
+        return found if drafted and self._pays(len(rows), drafted, expected) else {}
+
+    def _pays(self, rows: int, drafted: int, expected: float) -> bool:
+        return not self.asked.adaptive or self.costs.pays(rows, drafted, expected)
+
+    def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
+        """A row's draft, and the share of its tokens that are right."""
+        most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
+        if most < 1 or not can_draft(seq):
+            return [], 0.0
+        row = self._row(seq)
+        found = row.look_up(seq.token_ids, most)
+        if not self.asked.adaptive:
+            return found, row.rate
+        if row.rate < LEAST:
+            return [], 0.0
+        worth = max(int(math.log(WORTH) / math.log(min(row.rate, 0.99))), 1)
+        return found[:worth], row.rate
+
+    def _row(self, seq: Sequence) -> _Row:
+        return self._rows.setdefault(seq, _Row())
+
+
+def can_draft(seq: Sequence) -> bool:
+    """Whether each token of a row can be drawn beside the next: penalties count the ones before."""
+    return not seq.sampling_params.has_penalties and not seq.waits_for_host
+
+
+def drafter_of(config: EngineConfig) -> Drafter | None:
+    """What guesses ahead in an engine; None where nothing does."""
+    if config.speculative is None:
+        return None
+    assert config.seq_buckets is not None
+    most = min(config.seq_buckets[-1], config.max_num_batched_tokens)
+    return Drafter(Speculative.of(config.speculative), most)
+
+
+def wants_tokens(queues: "Queues") -> bool:
+    """Whether the next plan would rather know the tokens in flight: rows may guess then."""
+    if queues.drafter is None or (queues.waiting and queues.free_rows):
+        return False
+    if any(seq.is_prefilling for seq in queues.running):
+        return False
+    return queues.drafter.wants_tokens([seq for seq in queues.running if seq.can_decode])

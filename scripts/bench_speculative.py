@@ -1,0 +1,105 @@
+"""What drafts from a row's own text gain and cost: tokens a second with and without them.
+
+    python scripts/bench_speculative.py [CHECKPOINT] [--rows 1 4 16] [--tokens-ahead 4 7]
+
+Of two texts: `copies` asks for what the prompt has just shown (code, with the embedded model's own
+way of repeating itself), `new` is the head of something else. Engines take turns; the best of
+--repeat turns counts. `equal`: rows whose tokens are those without drafts; all of them where
+serving is deterministic. `always`: each draft is tried, whatever was measured.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import _common as common
+import jax
+
+import jpaged
+from jpaged.demo import MODEL_PATH
+
+NAMES = ("name", "value", "parent", "children", "depth", "index", "label", "color")
+BODY = "".join(f"        self.{name} = {name}\n" for name in NAMES)
+HEAD = f"    def __init__(self, {', '.join(NAMES)}):\n"
+NEW = (
+    "import os\n\nclass Queue:\n    def __init__(self, maxsize=0):\n",
+    "def test_",
+    "import unittest\n\nclass TestCase(",
+    "def parse(self, text):\n    ",
+)
+
+
+def texts(kind: str, rows: int) -> list[str]:
+    if kind == "new":
+        return [NEW[i % len(NEW)] for i in range(rows)]
+    first = "        self.name = name\n"
+    return [f"class Node{i}:\n{HEAD}{BODY}\n\nclass Leaf{i}:\n{HEAD}{first}" for i in range(rows)]
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = common.make_parser("bench_speculative.py", __doc__)
+    parser.add_argument("checkpoint", nargs="?", type=Path, default=MODEL_PATH)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--tokens-ahead", type=int, nargs="+", default=[4])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=4)
+    parser.add_argument("--always", action="store_true")
+    args = parser.parse_args(argv)
+    params = jpaged.load_params(args.checkpoint, dtype=args.dtype)
+    records = []
+    for rows in args.rows:
+        engines: dict[int, jpaged.LLM] = {}
+        for ahead in (0, *args.tokens_ahead):
+            asked = {"num_tokens": ahead, "adaptive": not args.always}
+            engines[ahead] = jpaged.LLM(
+                params,
+                max_num_seqs=max(32, 2 * rows),
+                max_model_len=1024,
+                enable_prefix_caching=False,
+                speculative=asked if ahead else None,
+            )
+        for kind in ("copies", "new"):
+            for temperature in args.temperatures:
+                how: Any = {"max_tokens": args.tokens, "ignore_eos": True}
+                each = [
+                    jpaged.SamplingParams(temperature=temperature, seed=i, **how)
+                    for i in range(rows)
+                ]
+                best, found = {}, {}
+                before = {ahead: llm.stats() for ahead, llm in engines.items()}
+                for turn in range(1 + args.repeat):
+                    for ahead, llm in engines.items():
+                        began = time.perf_counter()
+                        outs = llm.generate(texts(kind, rows), each, use_tqdm=False)
+                        took = time.perf_counter() - began
+                        best[ahead] = min(best.get(ahead, took), took) if turn > 1 else took
+                        found[ahead] = [out.outputs[0].token_ids for out in outs]
+                for ahead in args.tokens_ahead:
+                    stats = engines[ahead].stats()
+                    tried, right = (
+                        stats[name] - before[ahead].get(name, 0)
+                        for name in ("drafted_tokens", "accepted_tokens")
+                    )
+                    record = {
+                        "text": kind,
+                        "temperature": temperature,
+                        "rows": rows,
+                        "ahead": ahead,
+                        "tok_s": rows * args.tokens / best[ahead],
+                        "of_plain": best[0] / best[ahead],
+                        "drafted": tried,
+                        "accepted": right / tried if tried else 0.0,
+                        "equal": sum(map(list.__eq__, found[0], found[ahead])) / rows,
+                    }
+                    records.append(record)
+                    print(common.json_line(record), flush=True)
+        for llm in engines.values():
+            llm.close()
+    jax.clear_caches()
+    return records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What is guessed, and whether it is tried."""
+
+from typing import Any
+
+from jpaged.config import Speculative
+from jpaged.engine.drafting import LEAST, SAMPLES, THROUGH, TRIES, Costs, Drafter, can_draft
+from jpaged.engine.plan import Plan, PlanEntry
+from jpaged.engine.sequence import Sequence
+from jpaged.request.sampling_params import SamplingParams
+from tests.engine.host import Host
+
+ALWAYS = Speculative(num_tokens=3, adaptive=False)
+
+
+def sequence(tokens: list[int], **asked: Any) -> Sequence:
+    return Sequence("r", tokens, SamplingParams(max_tokens=50, **asked), max_model_len=1000)
+
+
+def step(rows: int, drafted: int = 0, steps: int = 1) -> Plan:
+    entries = []
+    for i in range(rows):
+        count, draft = (1 + drafted, (1,) * drafted) if i == 0 else (1, ())
+        count *= steps
+        entries.append(
+            PlanEntry(
+                sequence([1, 2]),
+                1,
+                count,
+                count,
+                True,
+                False,
+                0,
+                (1, *draft) if draft else (),
+                bool(draft),
+            )
+        )
+    return Plan(phase="prefill" if drafted else "decode", entries=tuple(entries))
+
+
+def test_what_followed_the_last_tokens() -> None:
+    drafter = Drafter(ALWAYS, 8)
+
+    def draft(tokens: list[int], **asked: Any) -> list[int] | None:
+        seq = sequence(tokens, **asked)
+        return drafter.drafts([seq]).get(seq)
+
+    assert draft([1, 2, 3, 4, 5, 6, 1, 2]) == [3, 4, 5]
+    assert draft([7, 2, 3, 9, 1, 2, 3, 4, 1, 2, 3]) == [4, 1, 2], "the longest ending"
+    assert draft([1, 2, 3, 1, 2, 4, 1, 2]) == [4, 1, 2], "of equal ones the last"
+    assert draft([1, 1, 1, 1]) == [1], "up to what is known"
+    assert draft([1, 2, 3, 4]) is None and draft([5]) is None
+    assert draft([1, 2, 3, 1, 2], presence_penalty=0.5) is None
+    assert not can_draft(sequence([1], repetition_penalty=1.5))
+
+
+def test_a_step_is_shared() -> None:
+    """Rows and drafts together are no more than a step draws; a full batch drafts nothing."""
+    seqs = [sequence([1, 2, 3, 4, 5, 1, 2]) for _ in range(4)]
+    for most, wanted in ((16, [3, 3, 3, 3]), (9, [3, 2, 0, 0]), (4, [0] * 4), (3, [0] * 4)):
+        drafts = Drafter(ALWAYS, most).drafts(seqs)
+        assert [len(drafts.get(seq, ())) for seq in seqs] == wanted
+    seqs[0].pending = 1
+    assert Drafter(ALWAYS, 16).drafts(seqs) == {}, "not before its tokens are known"
+    seqs[0].pending = 0
+    seqs[3].waits_for_host = True
+    assert Drafter(ALWAYS, 16).drafts(seqs) == {}
+
+
+def test_never_past_the_end() -> None:
+    seq = sequence([1, 2, 3, 4, 5, 1, 2])
+    for left, wanted in ((4, 3), (3, 2), (2, 1), (1, 0)):
+        seq.end = len(seq) + left
+        assert len(Drafter(ALWAYS, 16).drafts([seq]).get(seq, ())) == wanted
+
+
+def test_rows_that_gain_nothing_stop() -> None:
+    """And come back by guesses that nobody tried."""
+    drafter, seq = Drafter(Speculative(num_tokens=4), 16), sequence([1, 2, 3, 4, 5, 6, 1, 2])
+    for _ in range(TRIES):
+        drafter.costs.observe(step(1), 1.0)
+    assert len(drafter.drafts([seq])[seq]) == 2, "half of an unknown row's are right"
+    for _ in range(4):
+        drafter.learn(seq, 4, 0)
+    assert drafter._row(seq).rate < LEAST and drafter.drafts([seq]) == {}
+    assert (drafter.drafted, drafter.accepted) == (16, 0)
+    for i in range(12):  # 3, 4, 5, 6, 1, 2, 3, ...
+        seq.token_ids.append([3, 4, 5, 6, 1, 2][i % 6])
+        drafter.wants_tokens([seq])
+    assert drafter.drafts([seq])[seq][:2] == [3, 4]
+    for _ in range(12):
+        drafter.learn(seq, 4, 4)
+    assert len(drafter.drafts([seq])[seq]) == 4
+    del seq.token_ids[6:]  # as after a failed step
+    assert drafter.drafts([seq]) == {}
+
+
+def test_costs() -> None:
+    """A step with drafts is worth it where the tokens that it gives cost less than without."""
+    costs = Costs()
+    assert not costs.pays(1, 4, 4.0), "nothing is known of steps without"
+    for _ in range(TRIES):
+        costs.observe(step(1), 1.0)
+    assert costs.pays(1, 4, 0.1), "nor of steps with: try them"
+    costs.observe(step(1, drafted=4), 50.0)  # a compile
+    for _ in range(TRIES):
+        costs.observe(step(1, drafted=4), 2.0)
+    assert costs.pays(1, 4, 1.1) and not costs.pays(1, 4, 0.9)
+    assert not costs.pays(8, 4, 4.0), "of so many rows nothing is known"
+    assert sum(costs.pays(1, 4, 0.9) for _ in range(128)) == 2 * THROUGH, "now and then again"
+    for _ in range(SAMPLES):
+        costs.observe(step(1), 3.0)  # the machine is slower now
+    assert costs.pays(1, 4, 0.1)
+    for _ in range(SAMPLES):
+        costs.observe(step(1, steps=4), 2.0)  # four tokens a dispatch
+    assert costs.pays(1, 4, 3.1) and not costs.pays(1, 4, 2.9)
+
+
+def test_on_the_host() -> None:
+    """Fewer steps, equal tokens, nothing held; KV of refused drafts is in no cached block."""
+    plain, host = Host(2), Host(2, speculative={"num_tokens": 4, "adaptive": False})
+    for each in (plain, host):
+        seqs = [each.add([1, 2, 3, i], 30) for i in range(2)]
+        each.run()
+        each.tokens = [seq.token_ids for seq in seqs]  # pyright: ignore[reportAttributeAccessIssue]
+    assert plain.tokens == host.tokens  # pyright: ignore[reportAttributeAccessIssue]
+    report = host.engine.report()
+    assert 0 < report["accepted_tokens"] < report["drafted_tokens"]
+    assert len(host.runner.dispatched) < len(plain.runner.dispatched) * 2 // 3
+    assert host.blocks.num_used == 0 == report["sequences_running"]

@@ -1,0 +1,176 @@
+"""Speculation changes the number of steps and nothing else: bits, with deterministic serving, over
+every control.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams, UnsupportedError
+from jpaged.config import Speculative
+from tests.test_lora import make_lora
+from tests.tiny import ENGINE, assert_idle, compiles, config, make_params, make_prompts
+
+# As many rows as a draft needs beside the row itself, in bf16 by kernels of one bit.
+MODEL = config(num_layers=1, head_dim=32, intermediate_size=64)
+WINDOWED = config(num_layers=2, sliding_windows=(9, None))
+SIZES = vars(ENGINE) | {"max_logprobs": 12, "num_blocks": 40, "max_loras": 1, "max_lora_rank": 4}
+SETTINGS: dict[str, Any] = SIZES | {"deterministic": True, "swap_space_gib": 0.01}
+GUESSING = {"method": "ngram", "num_tokens": 3, "adaptive": False}
+SMALL: dict[str, Any] = vars(ENGINE) | {"speculative": GUESSING}
+PROMPTS = [[*prompt, *prompt, *prompt[:-2]] for prompt in make_prompts(5, 7, 4, 9)]
+CONTROLS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 3, "min_tokens": 4, "stop_token_ids": list(range(0, 90, 9))[:3]},
+    {"temperature": 0, "logit_bias": {7: 3.0, 50: 2.0}},
+    {"temperature": 0.4, "seed": 1},
+    {"temperature": 0.9, "seed": 2, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "logprobs": 2},
+    {"temperature": 0, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+    {"temperature": 0.5, "seed": 3, "n": 3, "logprobs_mode": "tempered"},
+    {"temperature": 0.6, "seed": 4, "prompt_logprobs": 1, "ignore_eos": True},
+]
+
+
+def sampled(count: int, **how: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": count, **how})
+
+
+def served(params: Any, **settings: Any) -> LLM:
+    return LLM(params, **{**SETTINGS, **settings})
+
+
+def bits(outs: list[RequestOutput]) -> list[Any]:
+    def of(values: Any) -> Any:
+        return [{t: x.logprob for t, x in top.items()} if top else None for top in values or ()]
+
+    return [
+        (
+            *(c.token_ids, c.token_logprobs.tobytes(), of(c.logprobs)),
+            *(c.finish_reason, c.stop_reason, of(out.prompt_logprobs)),
+        )
+        for out in outs
+        for c in out.outputs
+    ]
+
+
+def run(llm: LLM) -> dict[str, Any]:
+    """What comes out, by what was asked; every control with every other in one batch."""
+    asked = [sampled(24, **how) for how in CONTROLS]
+    prompts: list[Any] = [PROMPTS[i % len(PROMPTS)] for i in range(len(asked))]
+    prompts[2] = {"prompt_token_ids": prompts[2], "adapter": "a"}
+    found = {"together": bits(llm.generate(prompts, asked, use_tqdm=False))}
+    for i, (prompt, how) in enumerate(zip(prompts, asked, strict=True)):
+        found[f"alone {i}"] = bits(llm.generate([prompt], [how], use_tqdm=False))
+    found["beams"] = bits(llm.beam_search(PROMPTS[:2], 3, 8, use_tqdm=False))
+    ids = [llm.add_request(prompt, SamplingParams(max_tokens=24)) for prompt in PROMPTS]
+    for _ in range(4):
+        llm.step()
+    snapshot = llm.snapshot()
+    for turn in range(2):
+        done: dict[str, RequestOutput] = {}
+        while llm.has_unfinished():
+            done |= {out.request_id: out for out in llm.step()}
+        found[f"snapshot {turn}"] = bits([done[i] for i in ids])
+        llm.restore(snapshot)
+    while llm.has_unfinished():
+        llm.step()
+    assert_idle(llm)
+    return found
+
+
+def test_lossless() -> None:
+    """Greedy and seeded rows, which repeat themselves or not."""
+    params = make_params(0, MODEL, "bfloat16")
+    asked = [sampled(30, **CONTROLS[i]) for i in (0, 3, 0, 0)]
+    outs = []
+    for how in (None, GUESSING):
+        llm = served(params, max_loras=0, speculative=how)
+        outs.append(bits(llm.generate(PROMPTS, asked, use_tqdm=False)))
+    assert outs[0] == outs[1] and llm.stats()["accepted_tokens"] > 0
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        ("bfloat16", {}),
+        ("float32", {}),
+        ("bfloat16", {"num_blocks": 16}),  # preempted
+        ("bfloat16", {"mixed": True}),
+        ("bfloat16", {"enable_prefix_caching": False}),
+    ],
+)
+def test_every_control_to_the_bit(dtype: str, changes: dict[str, Any]) -> None:
+    params = make_params(0, MODEL, dtype)
+    plain = served(params, **changes)
+    guessing = served(params, **changes, speculative=GUESSING)
+    assert guessing.engine_config.deterministic
+    for llm in (plain, guessing):
+        llm.add_adapter("a", make_lora(1, model=MODEL))
+    wanted, found = run(plain), run(guessing)
+    assert {name for name in wanted if wanted[name] != found[name]} == set()
+    stats = guessing.stats()
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+    assert stats["wasted_tokens"] == stats["drafted_tokens"] - stats["accepted_tokens"]
+    assert stats["steps"] < plain.stats()["steps"] and stats["verify_steps"] > 0
+
+
+@pytest.mark.middle
+def test_windows() -> None:
+    """What a refused draft has pushed out of a window is still there."""
+    params = make_params(0, WINDOWED)
+    asked = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outs = [
+        LLM(params, **{**SMALL, "speculative": how}).generate(PROMPTS, asked, use_tqdm=False)
+        for how in (None, GUESSING)
+    ]
+    assert [o.outputs[0].token_ids for o in outs[0]] == [o.outputs[0].token_ids for o in outs[1]]
+
+
+@pytest.mark.middle
+@pytest.mark.own_steps
+def test_it_compiles_nothing_of_its_own() -> None:
+    llm = LLM(make_params(0, MODEL), **{**SMALL, "strict": True})
+    with compiles() as names:
+        asked = SamplingParams(temperature=0, max_tokens=24)
+        llm.generate(PROMPTS, asked, use_tqdm=False)
+    assert names == [] and llm.stats()["verify_steps"] > 0
+
+
+def test_a_full_batch_drafts_nothing() -> None:
+    llm = LLM(make_params(0, MODEL), **SMALL)
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm.generate([PROMPTS[0]] * 8, asked, use_tqdm=False)
+    assert llm.stats()["drafted_tokens"] == 0
+
+
+def test_what_is_refused() -> None:
+    params = make_params(0, MODEL)
+    for method in ("eagle", "draft", "mtp"):
+        with pytest.raises(UnsupportedError, match=f"method='{method}' is not built"):
+            LLM(params, speculative={"method": method})
+    with pytest.raises(ConfigError, match="method='x': must be 'ngram'"):
+        EngineConfig(speculative={"method": "x"})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="must be a dict of method, num_tokens, adaptive"):
+        LLM(params, speculative={"tokens": 4})
+    with pytest.raises(ConfigError, match="num_tokens=0"):
+        LLM(params, speculative={"num_tokens": 0})
+    with pytest.raises(ConfigError, match="only with one replica in one process"):
+        LLM(params, **{**SMALL, "data_parallel_size": 2})
+    assert EngineConfig(speculative=Speculative()) == EngineConfig(speculative={})  # pyright: ignore[reportArgumentType]
+
+
+def test_generate_takes_it() -> None:
+    """As an engine_config, whose form it is part of."""
+    params, asked = make_params(0, MODEL), SamplingParams(temperature=0, max_tokens=12)
+    config = EngineConfig(**SMALL)
+    outs = jpaged.generate(params, PROMPTS, asked, engine_config=config)
+    plain = jpaged.generate(params, PROMPTS, asked, engine_config=ENGINE)
+    for a, b in zip(outs, plain, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        np.testing.assert_allclose(
+            a.outputs[0].token_logprobs, b.outputs[0].token_logprobs, atol=1e-4
+        )
+    jpaged.release(compiled=True)
