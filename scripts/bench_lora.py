@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     def made(count: int, rank: int) -> jpaged.LLM:
         sizes: Any = {"max_num_seqs": args.rows, "max_num_batched_tokens": 1024}
         tables: Any = {"max_loras": count, "max_lora_rank": rank} if count else {}
-        llm = jpaged.LLM(params, max_model_len=512, **sizes, **tables)
+        sizes |= {"max_model_len": 512, "enable_prefix_caching": False}
+        llm = jpaged.LLM(params, **sizes, **tables)
         for i in range(2 * count):
             llm.add_adapter(str(i), adapter(params.config, rank, i))
         return llm
@@ -57,7 +58,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             {"prompt_token_ids": prompt, "adapter": names[i % len(names)]}
             for i, prompt in enumerate(prompts)
         ]
-        llm.reset_prefix_cache()
         began = time.perf_counter()
         llm.generate(each, asked, use_tqdm=False)
         return time.perf_counter() - began

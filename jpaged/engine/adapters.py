@@ -75,7 +75,8 @@ class AdapterSlots:
         return loads
 
     def load_again(self) -> None:
-        """Take the tables for empty."""
+        """Take the tables for empty: what running rows use comes back now, the rest when used."""
+        self.places = {a: slot for a, slot in self.places.items() if a in self.users}
         self._loads = {slot: adapter for adapter, slot in self.places.items()}
 
     def _free_slot(self) -> int:

@@ -177,8 +177,9 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
     masks = any(seq.structured is not None for seq in drawing)
-    least = MASKED[0] if masks else DRAWS[0]
-    features = max([least, *(seq.sampling_params.draw for seq in drawing)], key=DRAWS.index)
+    draws: list[Features] = [*(MASKED[:1] if masks else DRAWS[:1])]
+    draws.extend(seq.sampling_params.draw for seq in drawing)
+    features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
     has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
