@@ -42,12 +42,14 @@ void Scale(const float* scales, int64_t groups, int64_t group, bf16* x) {
 }
 
 // A byte holds the values i and i + 16 of its 32, each 8 more than it is. `group`: inputs that share a scale.
-void WidenInt4(const uint8_t* from, const float* scales, const float* zeros, int64_t n, int64_t group, bf16* to) {
-  for (int64_t at = 0; at < n; at += kPacked, from += kPacked / 2, to += kPacked) {
-    float scale = scales[at / group], zero = 8.0f + (zeros == nullptr ? 0.0f : zeros[at / group]);
-    for (int64_t i = 0; i < kPacked / 2; ++i) {
-      to[i] = Rounded((static_cast<float>(from[i] & 15) - zero) * scale);
-      to[i + kPacked / 2] = Rounded((static_cast<float>(from[i] >> 4) - zero) * scale);
+void WidenInt4(const uint8_t* from, const float* scales, const float* zeros, int64_t groups, int64_t group, bf16* to) {
+  for (int64_t g = 0; g < groups; ++g) {
+    float scale = scales[g], zero = 8.0f + (zeros == nullptr ? 0.0f : zeros[g]);
+    for (int64_t at = 0; at < group; at += kPacked, from += kPacked / 2, to += kPacked) {
+      for (int64_t i = 0; i < kPacked / 2; ++i) {
+        to[i] = Rounded((static_cast<float>(from[i] & 15) - zero) * scale);
+        to[i + kPacked / 2] = Rounded((static_cast<float>(from[i] >> 4) - zero) * scale);
+      }
     }
   }
 }
@@ -85,7 +87,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Floa
 void Quantized::Rows(int64_t first, int64_t count, bf16* out) const {
   const float *own = scales + first * S, *off = zeros == nullptr ? nullptr : zeros + first * S;
   if (form == Form::kInt4) {
-    return WidenInt4(static_cast<const uint8_t*>(values) + first * E / 2, own, off, count * E, E / S, out);
+    return WidenInt4(static_cast<const uint8_t*>(values) + first * E / 2, own, off, count * S, E / S, out);
   }
   if (form == Form::kInt8) {
     WidenInt8(static_cast<const int8_t*>(values) + first * E, count * E, out);

@@ -178,7 +178,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     drawing = [e.seq for e in plan.entries if e.draws]
     masks = any(seq.structured is not None for seq in drawing)
     draws: list[Features] = [*(MASKED[:1] if masks else DRAWS[:1])]
-    draws += [seq.sampling_params.draw for seq in drawing]
+    draws.extend(seq.sampling_params.draw for seq in drawing)
     features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq

@@ -289,6 +289,12 @@ def test_tokens_there_and_back(live: Live, llm: LLM):
     assert live.post("/detokenize", {"tokens": chat["tokens"]})["prompt"] == "u:hey;a:"
 
 
+def test_a_form_without_the_package(live: Live, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jpaged.openai.server.generation.find_spec", lambda name: None)
+    status, answer, _ = live.request(CHAT, TALK | {"response_format": {"type": "json_object"}})
+    assert (status, answer["error"]["code"]) == (400, "unsupported_field")
+
+
 def test_metrics(folder: Path):
     """Prometheus can read them, and they count what was done."""
     with serving(LLM(folder, **SETTINGS)) as live:

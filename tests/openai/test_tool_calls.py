@@ -122,9 +122,18 @@ def test_what_cannot_be_demanded(live: Live):
 
 
 def test_a_schema_that_cannot_be_is_its_requests_error(live: Live):
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}
-    status, answer, _ = live.request(CHAT, ASK | {"tools": [bad]})
-    assert status == 400 and "structured" in answer["error"]["message"]
+    """Where it is demanded; else the model is left to itself, as without a grammar."""
+    bad: dict[str, Any] = {"name": "f", "parameters": {"type": "no such"}}
+    for body in ({"tool_choice": "required"}, {"parallel_tool_calls": False}, {"strict": True}):
+        tool = {
+            "type": "function",
+            "function": bad | ({"strict": True} if "strict" in body else {}),
+        }
+        more = {k: v for k, v in body.items() if k != "strict"}
+        status, answer, _ = live.request(CHAT, ASK | {"tools": [tool]} | more)
+        assert status == 400 and "structured" in answer["error"]["message"]
+    free = {"tools": [{"type": "function", "function": bad}], "max_tokens": 3}
+    assert live.request(CHAT, ASK | free)[0] == 200
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(12):
         deep = {"anyOf": [{"type": "object", "properties": {"a": deep, "b": deep}}]}

@@ -12,7 +12,7 @@ from typing import Any
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.engine_thread import Inbox, News
-from jpaged.errors import RequestError
+from jpaged.errors import ConfigError, RequestError
 from jpaged.openai import responses
 from jpaged.openai.json_text import json_object
 from jpaged.openai.parts import Format, Plain, Reader, folded
@@ -233,9 +233,12 @@ def _understood(
     if isinstance(body, ServedChat):
         end = text_of(llm, prompts[0], last=8)
         reader = partial(format.reader, end, tools=bool(body.callable_tools))
-        params = _held_to_calls(body, params, format, end)
+        params = _held_to_calls(llm, body, params, format, end)
         if format.style == "harmony":  # its parts are told apart by special tokens
             params = dataclasses.replace(params, skip_special_tokens=False)
+    if params.structured is not None and find_spec("llguidance") is None:
+        refused = "an answer of a given form: this server has no jpaged[structured]"
+        raise BodyError(refused, code="unsupported_field")
     if adapter is not None:
         prompts = [answered_by(adapter, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
@@ -243,15 +246,16 @@ def _understood(
 
 
 def _held_to_calls(
-    body: ServedChat, params: SamplingParams, format: Format, end: str
+    llm: Any, body: ServedChat, params: SamplingParams, format: Format, end: str
 ) -> SamplingParams:
-    """With the grammar of the calls that an answer may have: as a rule where llguidance is there,
-    and where one is demanded. end: of the prompt. Raises BodyError.
+    """With the grammar of the calls that an answer may have: as a rule where it can be, and where
+    that is demanded. end: of the prompt. Raises BodyError.
     """
     tools, must = body.callable_tools, body.must_call
     if not tools:
         return params
     demanded = must or not body.parallel_tool_calls
+    demanded |= any(tool["function"].get("strict") is True for tool in tools)
     grammar = tool_grammar(
         tools,
         style=format.style,
@@ -263,12 +267,21 @@ def _held_to_calls(
     if format.style == "none" or (demanded and grammar is None):
         said = "tools: the chat template of this model has none that could be called"
         if format.style != "none":
-            said = "tool_choice: calls of this model cannot be demanded, nor be held to one"
-        raise BodyError(said, param=said.partition(":")[0], code="unsupported_field")
-    is_free = params.structured is None and grammar is not None
-    if is_free and (demanded or find_spec("llguidance") is not None):
-        return dataclasses.replace(params, structured={"grammar": grammar})
-    return params
+            said = "tools: calls of this model cannot be demanded, nor be held to a schema"
+        raise BodyError(said, param="tools", code="unsupported_field")
+    if grammar is None or params.structured is not None:
+        return params
+    held = dataclasses.replace(params, structured={"grammar": grammar})
+    return held if demanded or _can_be_held(llm, held) else params
+
+
+def _can_be_held(llm: Any, params: SamplingParams) -> bool:
+    """Whether the form of an answer is one that can be kept to, here and with this tokenizer."""
+    try:
+        llm.calls.processor.matcher(params.structured)
+    except (RequestError, ConfigError):
+        return False
+    return True
 
 
 def _output(item: Any) -> RequestOutput:
