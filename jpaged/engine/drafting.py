@@ -24,7 +24,7 @@ FADES = 0.9  # weight of the past against one more guess
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
-AGAIN, THROUGH = 64, 6  # of so many refusals some are let through: times change
+AGAIN, THROUGH = 512, 6  # of so many refusals some are let through: times change
 
 
 class _Row:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jpaged.config import Speculative
-from jpaged.engine.drafting import LEAST, SAMPLES, THROUGH, TRIES, Costs, Drafter, can_draft
+from jpaged.engine.drafting import AGAIN, LEAST, SAMPLES, THROUGH, TRIES, Costs, Drafter, can_draft
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
 from jpaged.request.sampling_params import SamplingParams
@@ -106,7 +106,7 @@ def test_costs() -> None:
         costs.observe(step(1, drafted=4), 2.0)
     assert costs.pays(1, 4, 1.1) and not costs.pays(1, 4, 0.9)
     assert not costs.pays(8, 4, 4.0), "of so many rows nothing is known"
-    assert sum(costs.pays(1, 4, 0.9) for _ in range(128)) == 2 * THROUGH, "now and then again"
+    assert sum(costs.pays(1, 4, 0.9) for _ in range(2 * AGAIN)) == 2 * THROUGH, "now and then again"
     for _ in range(SAMPLES):
         costs.observe(step(1), 3.0)  # the machine is slower now
     assert costs.pays(1, 4, 0.1)
