@@ -30,7 +30,7 @@ def grammar_of(structured: Mapping[str, Any]) -> str:
         elif kind == "choice":
             text = llguidance.grammar_from("choice", json.dumps(list(value)))
         else:
-            text = llguidance.grammar_from(kind, value)
+            text = llguidance.grammar_from("regex" if kind == "regex" else "grammar", value)
     except (ValueError, TypeError, RecursionError) as e:
         raise error(kind, e) from e
     if len(text) > MOST_CHARACTERS:
