@@ -70,7 +70,9 @@ class Steps:
         sizes = {"max_num_seqs": args.rows, "max_model_len": 1 << longest.bit_length()}
         settings = sizes | engine_settings(args)
         self.llm = jpaged.LLM(common.load_model(args, args.dtype), **settings)
-        self.llm.session.engine.depth = 1  # no dispatch under way when a trace begins or ends
+        self.llm.session.engine.in_flight.depth = (
+            1  # no dispatch under way when a trace begins or ends
+        )
         vocab_size = self.llm.model_config.vocab_size
         self.prompts = common.random_ids(args.rows, args.context, vocab_size)
 

@@ -90,13 +90,12 @@ class Engine:
     ):
         self.config = config
         self.runner = runner
-        self.depth = depth
         self.replica = replica
         self.identity = object()  # what its snapshots are known by
         self.requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._is_broken = False
         self.stats = Stats() if stats is None else stats
-        self._in_flight = InFlight(depth, self.stats)
+        self.in_flight = InFlight(depth, self.stats)
         self.drafter = drafter_of(config)
         self.scheduler = self._new_scheduler()
 
@@ -135,16 +134,16 @@ class Engine:
         """
         with self._consistent():
             started = time.perf_counter()
-            if self._in_flight and wants_tokens(self.scheduler.queues):
+            if self.in_flight and wants_tokens(self.scheduler.queues):
                 self._drain(started)
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._dispatch(plan, started)
-            if plan is None and self._in_flight:
+            if plan is None and self.in_flight:
                 self._commit_oldest(started)
-            while self._in_flight.is_full:
+            while self.in_flight.is_full:
                 self._commit_oldest(started)
-            self._in_flight.draw_oldest(self.runner, [self.scheduler.queues])
+            self.in_flight.draw_oldest(self.runner, [self.scheduler.queues])
             return self.take_ended()
 
     def take_ended(self) -> list[Request]:
@@ -164,7 +163,7 @@ class Engine:
         in flight.
         """
         self._is_broken = True
-        self._in_flight.clear()
+        self.in_flight.clear()
         self.runner.recover()
         self.scheduler = self._new_scheduler()
         for request in self.requests.values():
@@ -204,7 +203,7 @@ class Engine:
         restored again.
         """
         with self._consistent():
-            self._in_flight.clear()
+            self.in_flight.clear()
             self.requests, self.scheduler = copy.deepcopy((state.requests, state.scheduler))
             self.scheduler.queues.preemptions = self.stats.preemptions
             for seq in self.scheduler.queues.running:
@@ -228,7 +227,7 @@ class Engine:
         batch = pack(plan, self.config, self.runner.fit(choose_buckets(plan, self.config)))
         self.stats.count(plan, batch, self.scheduler.blocks.num_used)
         self.move_blocks(plan)
-        self._in_flight.start(self.runner, [plan], batch, started)
+        self.in_flight.start(self.runner, [plan], batch, started)
         if plan.verifies:
             self._drain(started)  # where each row goes on is known then
 
@@ -245,11 +244,11 @@ class Engine:
             self.stats.swap_out_bytes += _bytes_of(block_ids, self.scheduler)
 
     def _drain(self, started: float) -> None:
-        while self._in_flight:
+        while self.in_flight:
             self._commit_oldest(started)
 
     def _commit_oldest(self, started: float) -> None:
-        oldest = self._in_flight.take_oldest(self.runner, [self.scheduler.queues])
+        oldest = self.in_flight.take_oldest(self.runner, [self.scheduler.queues])
         (plan,), waiting = oldest.plans, time.perf_counter()
         result = self.runner.fetch(oldest.handle)
         fetched = time.perf_counter()

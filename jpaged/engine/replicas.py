@@ -72,7 +72,7 @@ class Replicas:
     """
 
     def __init__(self, config: EngineConfig, runner: ReplicatedDevice, count: int, *, depth: int):
-        self.config, self.runner, self.depth = config, runner, depth
+        self.config, self.runner = config, runner
         self.identity = object()  # what its snapshots are known by
         self.stats = Stats()
         own = dataclasses.replace(config, swap_space_gib=config.swap_space_gib / count)
@@ -81,7 +81,7 @@ class Replicas:
         )
         blocks = self.engines[0].scheduler.blocks
         self._router = Router(count, blocks.cache, remembered=count * blocks.num_blocks)
-        self._in_flight = InFlight(depth, self.stats)
+        self.in_flight = InFlight(depth, self.stats)
         self._ended: list[Request] = []  # that no step has returned yet
         self._is_broken = False
         self._turns = Turns(config)
@@ -128,11 +128,11 @@ class Replicas:
             plans = self._schedule()
             if plans is not None:
                 self._dispatch(plans, started)
-            if plans is None and self._in_flight:
+            if plans is None and self.in_flight:
                 self._commit_oldest(started)
-            while self._in_flight.is_full:
+            while self.in_flight.is_full:
                 self._commit_oldest(started)
-            self._in_flight.draw_oldest(self.runner, self._queues)
+            self.in_flight.draw_oldest(self.runner, self._queues)
             for engine in self.engines:
                 self._ended += (ended := engine.take_ended())
                 for request in ended:
@@ -147,7 +147,7 @@ class Replicas:
     def recover(self) -> None:
         """Start all over from the unfinished sequences: see Engine."""
         self._is_broken = True
-        self._in_flight.clear()
+        self.in_flight.clear()
         for engine in self.engines:
             engine.recover()
         self._count_again()
@@ -167,14 +167,14 @@ class Replicas:
     def snapshot(self) -> tuple[EngineState, ...]:
         """What is queued and running, of each replica; steps in flight are waited for first."""
         with self._consistent():
-            while self._in_flight:
+            while self.in_flight:
                 self._commit_oldest(time.perf_counter())
             return tuple(engine.snapshot() for engine in self.engines)
 
     def restore(self, state: tuple[EngineState, ...]) -> None:
         """Go back to a snapshot of these replicas: see Engine."""
         with self._consistent():
-            self._in_flight.clear()
+            self.in_flight.clear()
             self._ended.clear()
             for engine, own in zip(self.engines, state, strict=True):
                 engine.restore(own)
@@ -251,10 +251,10 @@ class Replicas:
         self.stats.count(whole, batch, used)
         for engine, plan in zip(self.engines, plans, strict=True):
             engine.move_blocks(plan)
-        self._in_flight.start(self.runner, plans, batch, started)
+        self.in_flight.start(self.runner, plans, batch, started)
 
     def _commit_oldest(self, started: float) -> None:
-        oldest = self._in_flight.take_oldest(self.runner, self._queues)
+        oldest = self.in_flight.take_oldest(self.runner, self._queues)
         plans, waiting = oldest.plans, time.perf_counter()
         results = self.runner.fetch_parts(oldest.handle)
         fetched = time.perf_counter()

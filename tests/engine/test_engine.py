@@ -296,10 +296,10 @@ def test_restored_and_run_on(depth: int, steps: int):
         late = host.add(prompt(13, seed), 4)
         for _ in range(steps):
             host.step()
-        assert steps > 1 or len(host.engine._in_flight) == depth - 1
+        assert steps > 1 or len(host.engine.in_flight) == depth - 1
         host.engine.restore(state)
         host.check()
-        assert list(host.engine.requests) == list(state.requests) and not host.engine._in_flight
+        assert list(host.engine.requests) == list(state.requests) and not host.engine.in_flight
         assert host.engine.abort(late.request_id) is None and tokens_of(state) == before
     assert outcome(host) == want
     host.engine.restore(state)

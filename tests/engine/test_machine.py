@@ -256,7 +256,7 @@ class HostMachine(RuleBasedStateMachine):
     def snapshot(self) -> None:
         engine = self.host.engine
         state = engine.snapshot()
-        assert not engine._in_flight
+        assert not engine.in_flight
         used, tokens = self.host.blocks.num_used, tokens_of(engine.requests)
         self.saved = Saved(state, tokens, list(self.ended), used, self.host.era)
 
@@ -309,7 +309,7 @@ class HostMachine(RuleBasedStateMachine):
             host = self.host
             host.check()
             assert list(host.engine.requests.values()) == self.live
-            assert len(host.engine._in_flight) <= host.engine.depth
+            assert len(host.engine.in_flight) <= host.engine.in_flight.depth
             for phase, spans in host.runner.dispatched[-6:]:
                 assert len(spans) <= host.config.max_num_seqs
                 if phase == "prefill":

@@ -68,7 +68,7 @@ def test_the_model_runs_before_the_tokens_are_known() -> None:
     seen = []
     for _ in range(6):
         host.step()
-        seen.append(len(host.engine._in_flight))
+        seen.append(len(host.engine.in_flight))
     assert seen == [1] * 6
     assert host.runner.calls["draw"] == 6 == host.runner.calls["fetch"] + 1
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, Speculative
 from tests.batch_engine import ROOT, FakeLLM, load_script, serve
 
 serve_batch = load_script("serve_batch")
@@ -73,6 +73,9 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "swap_min_tokens": (["--swap-min-tokens", "0"], 0),
     "dtype": (["--dtype", "float32"], "float32"),
     "quantization": (["--quantization", "int8"], "int8"),
+    "kv_cache_dtype": (["--kv-cache-dtype", "fp8"], "fp8"),
+    "max_loras": (["--max-loras", "3"], 3),
+    "max_lora_rank": (["--max-lora-rank", "4"], 4),
     "attention": (["--attention", "xla"], "xla"),
     "token_buckets": (["--token-buckets", "16", "48"], (16, 48)),
     "seq_buckets": (["--seq-buckets", "8"], (8,)),
@@ -81,6 +84,11 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "max_logit_bias": (["--max-logit-bias", "6"], 6),
     "max_stop_ids": (["--max-stop-ids", "7"], 7),
     "strict": (["--strict"], True),
+    "structured_output": (["--structured-output"], True),
+    "speculative": (
+        ["--speculative", '{"method": "ngram", "num_tokens": 3}'],
+        Speculative(method="ngram", num_tokens=3),
+    ),
     "separate_draw": (["--separate-draw"], True),
     "deterministic": (["--deterministic"], True),
     "mixed": (["--mixed"], True),
