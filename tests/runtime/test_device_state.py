@@ -59,8 +59,7 @@ def test_the_control(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows whose token the host gives, the length is the host's: a wrong one shows."""
     expected = run(llm)
     device_knows = spoil(monkeypatch, lambda tokens: tokens >= 0)
-    depth = llm.session.engine.in_flight.depth
-    monkeypatch.setattr(
-        llm.session.engine.in_flight, "depth", 1
-    )  # nothing is in flight when it plans
+    in_flight = llm.session.engine.in_flight
+    depth = in_flight.depth
+    monkeypatch.setattr(in_flight, "depth", 1)  # nothing is in flight when it plans
     assert run(llm) != expected and sum(device_knows) > 3 and depth == 2
