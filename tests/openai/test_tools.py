@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jpaged import LLM
-from jpaged.engine_thread import Inbox, News
+from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.request.collect import completion
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from tests.text_model import make_tokenizer, write_folder
@@ -56,7 +56,9 @@ def write(
     given: list[Any] = []
 
     @contextlib.asynccontextmanager
-    async def run(prompts: Any, params: Any, *, streaming: bool = False) -> AsyncIterator[Inbox]:
+    async def run(
+        prompts: Any, params: Any, *, streaming: bool, coming: Coming
+    ) -> AsyncIterator[Inbox]:
         given.append(live.server.llm.tokenizer.decode(prompts[0]))
         inbox = Inbox()
         pieces = [text[i : i + size] for i in range(0, len(text), size)]

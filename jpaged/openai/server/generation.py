@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jpaged.async_llm import AsyncLLM
-from jpaged.engine_thread import Inbox, News
+from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
 from jpaged.openai import responses
 from jpaged.openai.json_text import json_object
@@ -76,9 +76,12 @@ class Generation:
         """Read, run and answer one request. Raises its error, and Gone."""
         with closing(self.room.hold()) as held:
             await exchange.read(held)
-            await exchange.while_connected(self._serve(exchange, kind, held))
+            with closing(self._llm.expect()) as coming:
+                await exchange.while_connected(self._serve(exchange, kind, held, coming))
 
-    async def _serve(self, exchange: Exchange, kind: type[Served], held: Held) -> None:
+    async def _serve(
+        self, exchange: Exchange, kind: type[Served], held: Held, coming: Coming
+    ) -> None:
         arrived = time.monotonic()
         async with asyncio.timeout(self._settings.request_timeout_s):
             body = await self._llm.prepare(self._read, kind, exchange.text)
@@ -91,8 +94,8 @@ class Generation:
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
-                run = self._llm.run(asked.prompts, asked.params, streaming=body.stream)
-                async with run as inbox:
+                how: dict[str, Any] = {"streaming": body.stream, "coming": coming}
+                async with self._llm.run(asked.prompts, asked.params, **how) as inbox:
                     news = await inbox.take()
                     if body.stream:
                         await self._stream(exchange, asked, inbox, news, watch)
@@ -191,7 +194,7 @@ class Generation:
             if len(outputs) == len(asked.prompts):
                 break
             if any(written):
-                await exchange.write(b"".join(written))
+                await exchange.write_piece(b"".join(written))
             news = await inbox.take()
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
 
