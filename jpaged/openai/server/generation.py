@@ -22,6 +22,8 @@ from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
 from jpaged.openai.server.echo import put_prompt, text_of
 from jpaged.openai.server.events import Events, total_usage
 from jpaged.openai.server.metrics import Metrics, Watch
+from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
+from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import (
     EVENTS,
@@ -32,7 +34,7 @@ from jpaged.openai.server.wire import (
     encode,
     overloaded,
 )
-from jpaged.openai.tool_grammar import tool_grammar
+from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
@@ -170,15 +172,7 @@ class Generation:
     async def _stream(
         self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
     ) -> None:
-        events = Events(
-            **asked.how,
-            is_chat=asked.body.is_chat,
-            form=asked.form,
-            n=asked.params.n,
-            with_usage=asked.body.wants_usage,
-            echo=asked.echo,
-            reader=asked.reader,
-        )
+        events = _events(self._llm, asked)
         outputs: list[RequestOutput] = []
         while True:
             written: list[bytes] = []
@@ -197,6 +191,29 @@ class Generation:
                 await exchange.write_piece(b"".join(written))
             news = await inbox.take()
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
+
+
+def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
+    """What makes events of the answer's pieces. llm: its tokenizer is asked for."""
+    if isinstance(asked.body, ServedResponse):
+        return _response(llm, asked, asked.body.asked)
+    return Events(
+        **asked.how,
+        is_chat=asked.body.is_chat,
+        form=asked.form,
+        n=asked.params.n,
+        with_usage=asked.body.wants_usage,
+        echo=asked.echo,
+        reader=asked.reader,
+    )
+
+
+def _response(llm: Any, asked: Asked, body: ResponseBody) -> ResponseEvents:
+    def count(text: str) -> int:
+        return len(llm.tokenizer.encode(text, add_special_tokens=False))
+
+    how = {"reader": asked.reader(), "count": count, **asked.how}
+    return ResponseEvents(asked=body, params=asked.params, **how)
 
 
 def _check_sizes(body: Served, params: SamplingParams) -> None:
@@ -236,9 +253,12 @@ def _understood(
     if isinstance(body, ServedChat):
         end = text_of(llm, prompts[0], last=8)
         reader = partial(format.reader, end, tools=bool(body.callable_tools))
-        params = _held_to_calls(llm, body, params, format, end)
         if format.style == "harmony":  # its parts are told apart by special tokens
             params = dataclasses.replace(params, skip_special_tokens=False)
+            if params.structured is not None:
+                told = form_of_channels(params.structured)
+                params = dataclasses.replace(params, structured=told)
+        params = _held_to_calls(llm, body, params, format, end)
     if params.structured is not None and find_spec("llguidance") is None:
         refused = "an answer of a given form: this server has no jpaged[structured]"
         raise BodyError(refused, code="unsupported_field")
@@ -267,12 +287,10 @@ def _held_to_calls(
         thinks=format.thinks,
         is_thinking=format.is_thinking(end),
     )
-    if format.style == "none" or (demanded and grammar is None):
+    if grammar is None:
         said = "tools: the chat template of this model has none that could be called"
-        if format.style != "none":
-            said = "tools: calls of this model cannot be demanded, nor be held to a schema"
         raise BodyError(said, param="tools", code="unsupported_field")
-    if grammar is None or params.structured is not None:
+    if params.structured is not None:
         return params
     held = dataclasses.replace(params, structured={"grammar": grammar})
     return held if demanded or _can_be_held(llm, held) else params
@@ -301,6 +319,8 @@ def _output(item: Any) -> RequestOutput:
 
 def _whole(llm: Any, asked: Asked, outputs: list[RequestOutput]) -> bytes:
     """The body of an answer, the choices of all prompts one after the other."""
+    if isinstance(asked.body, ServedResponse):
+        return encode(_response(llm, asked, asked.body.asked).whole(outputs[0]))
     make: Any = responses.chat_completion if asked.body.is_chat else responses.completion
     only_prompt = isinstance(asked.body, ServedCompletion) and asked.body.only_prompt
     bodies = [make(output, asked.form, **asked.how) for output in outputs]
