@@ -34,7 +34,7 @@ import _common as common
 
 from jpaged.flags import add_engine_flags, engine_settings
 
-MODEL, PIECE = "bench", b'data: {"id"'
+MODEL, PIECE, DONE = "bench", b'data: {"id"', b"data: [DONE]"
 PYTHON = ("http", "engine", "prompts")  # threads of the server that run Python
 USED = ("process", *PYTHON, "dispatches", "padded_tokens", "decode_tokens")
 
@@ -256,9 +256,10 @@ class Stream:
         if not new or b'data: {"error"' in found:
             raise RuntimeError(f"a stream ended with {found!r}")
         self.times += [time.perf_counter()] * found.count(PIECE)
-        # What may be the beginning of a piece is read again.
-        self._tail = found[found.rfind(PIECE) + len(PIECE) :][1 - len(PIECE) :]
-        return b"data: [DONE]" in found
+        # What may be the beginning of a piece, or of the end, is read again.
+        after = found.rfind(PIECE) + len(PIECE) if PIECE in found else 0
+        self._tail = found[after:][1 - len(DONE) :]
+        return DONE in found
 
 
 def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, Any]]) -> None:

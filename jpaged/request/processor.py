@@ -150,17 +150,23 @@ class Processor:
         max_tokens: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
+        structured: Mapping[str, Any] | None = None,
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
         wanted = _candidates(beam_width, len(self.eos_ids), self.config)
         check_real("length_penalty", length_penalty, -20.0, 20.0)
         if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
-        asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=wanted)
+        form: dict[str, Any] = {} if structured is None else {"structured": structured}
+        mode = "raw" if structured is None else "processed"
+        limits: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": wanted}
+        asked = SamplingParams(temperature=0.0, logprobs_mode=mode, **limits, **form)
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
         fields = cached_under(prompt, self.adapters)
+        if structured is not None:
+            fields["structured"] = self.matcher(structured)
         root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from jpaged.openai.forms import JsonSchema, Strict
+from jpaged.openai.forms import Strict
 from jpaged.openai.protocol import Body, BodyError, Integer, Number, refuse, short
 from jpaged.openai.server.bodies import ServedChat
 
@@ -63,9 +63,7 @@ class TextFormat(Strict):
         """As response_format."""
         if self.type != "json_schema":
             return {"type": self.type}
-        assert self.name is not None
-        own = JsonSchema(name=self.name, schema=self.schema_)
-        return {"type": self.type, "json_schema": own.model_dump(by_alias=True, exclude_none=True)}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
 
 
 class Text(Strict):
@@ -225,8 +223,9 @@ def _text(content: Any) -> str:
     """The text of a content, which may come in parts."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, dict) and part.get("type") in PARTS for part in parts):
+    given = content if isinstance(content, list) else [content]
+    parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {} for part in given]
+    if not all(part.get("type") in PARTS for part in parts):
         raise ValueError("has a part that is not text")
     if not all(isinstance(part.get("text"), str) for part in parts):
         raise ValueError("has a part without text")
