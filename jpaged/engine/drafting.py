@@ -161,8 +161,7 @@ class Drafter:
     def chosen(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts that are worth a step with all these rows, as far as is known of them."""
         left = self.most - len(rows)
-        waits = (seq.waits_for_host or seq.structured is not None for seq in rows)
-        if left <= 0 or any(waits):
+        if left <= 0:
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(left, len(rows) * self.asked.num_tokens)
