@@ -336,6 +336,7 @@ def test_what_is_certain_is_taken_side_by_side(llm: LLM, monkeypatch: pytest.Mon
     assert between - before < 25 < 35 < llm.stats()["dispatches"] - between
 
 
+@pytest.mark.middle
 def test_guesses_are_under_their_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a form that guess, of their own text or by a model, get what they get without."""
     monkeypatch.setattr(decode, "LEAST_RUN", 0)  # nothing is taken for certain
