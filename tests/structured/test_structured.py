@@ -39,7 +39,7 @@ class Answer(BaseModel):
 
 
 def make_llm(**changes: Any) -> LLM:
-    how = vars(ENGINE) | {"max_model_len": 160, "num_blocks": 96} | changes
+    how: dict[str, Any] = vars(ENGINE) | {"max_model_len": 160, "num_blocks": 96} | changes
     return LLM(params(), tokenizer=make_tokenizer(), **how)
 
 
