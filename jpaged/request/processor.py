@@ -154,13 +154,8 @@ class Processor:
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
         wanted = _candidates(beam_width, len(self.eos_ids), self.config)
-        check_real("length_penalty", length_penalty, -20.0, 20.0)
-        if not isinstance(early_stopping, bool) and early_stopping != "never":
-            raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
-        form: dict[str, Any] = {} if structured is None else {"structured": structured}
-        mode = "raw" if structured is None else "processed"
-        limits: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": wanted}
-        asked = SamplingParams(temperature=0.0, logprobs_mode=mode, **limits, **form)
+        _check_search(length_penalty, early_stopping)
+        asked = _search_params(max_tokens, wanted, structured)
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
@@ -231,6 +226,19 @@ class Processor:
         if not self.eos_ids and not self._warned_of_eos:
             self._warned_of_eos = True
             warnings.warn("no EOS token is known: generation ends at max_tokens only", stacklevel=5)
+
+
+def _check_search(length_penalty: Any, early_stopping: Any) -> None:
+    check_real("length_penalty", length_penalty, -20.0, 20.0)
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
+
+
+def _search_params(max_tokens: int | None, wanted: int, structured: Any) -> SamplingParams:
+    """Of a beam, so many of whose continuations are looked at: under the masks of a form."""
+    how: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": wanted, "structured": structured}
+    mode = "raw" if structured is None else "processed"
+    return SamplingParams(temperature=0.0, logprobs_mode=mode, **how)
 
 
 def _candidates(beam_width: int, num_eos: int, config: EngineConfig) -> int:
