@@ -160,8 +160,7 @@ class Processor:
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
         fields = cached_under(prompt, self.adapters)
-        if structured is not None:
-            fields["structured"] = self.matcher(structured)
+        fields |= {} if structured is None else {"structured": self.matcher(structured)}
         root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
