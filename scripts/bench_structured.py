@@ -16,6 +16,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
@@ -129,8 +130,8 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
         outs = llm.generate(prompts, asked, on_error="return", use_tqdm=False)
         tokens += sum(len(out.outputs[0].token_ids) for out in outs)
         found += judged(schemas, names, outs)
-        left = [name for name in left if not found[name, "refused"]]
-    kinds = (*ENDED, "cut off", "refused")
+        left = [n for n in left if not found[n, "refused"] and not found[n, UNJUDGED]]
+    kinds = (*ENDED, "cut off", "refused", UNJUDGED)
     if len(schemas) <= len(SCHEMAS):
         for name in schemas:
             print(f"{name:8} " + ", ".join(f"{found[name, kind]} {kind}" for kind in kinds))
@@ -145,7 +146,7 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
     return total["INVALID"]
 
 
-ENDED = ("valid", "INVALID")
+ENDED, UNJUDGED = ("valid", "INVALID"), "without a judge"
 
 
 def judged(
@@ -165,6 +166,8 @@ def judged(
             except (ValueError, jsonschema.ValidationError) as e:
                 kind = "INVALID"
                 print(f"{name}: {answer.text!r}: {str(e).splitlines()[0]}")
+            except re.error:  # a pattern that is ECMAScript's, not Python's
+                kind = UNJUDGED
         found[name, kind] += 1
     return found
 
@@ -172,7 +175,6 @@ def judged(
 def prefix_tokenizer(size: int) -> Any:
     """A byte-level tokenizer of so many tokens: beginnings of the words in Python's own library."""
     import os
-    import re
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
