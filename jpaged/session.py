@@ -20,6 +20,7 @@ from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import Adapted, match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner, report_of, seal
@@ -70,6 +71,7 @@ class Session:
         self._grows, self._is_asleep = grows, False
         self._cached_version = 0  # weight version that the prefix cache is of
         self._engine: Engine | Replicas | None = None
+        self.needs: Needs | None = None  # of compiled steps, once they were asked
 
     @property
     def has_pool(self) -> bool:
@@ -136,7 +138,7 @@ class Session:
         """
         assert self.params is not None, "bind weights first"
         tree = self.weights.tree(self.params)
-        num_blocks = num_blocks or self._most_blocks()
+        num_blocks = num_blocks or _most_blocks(self)
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
         where = self.placement
         kind = SharedRunner if are_many(where.mesh) else Runner
@@ -164,7 +166,7 @@ class Session:
         if held and (needed <= held or pinned is not None):
             return
         power_of_two = 1 << (needed - 1).bit_length()
-        blocks = pinned or min(power_of_two, self._most_blocks())
+        blocks = pinned or min(power_of_two, _most_blocks(self))
         if blocks > held:
             if held:
                 log.info(
@@ -239,16 +241,20 @@ class Session:
             raise RequestError(said)
         engine.restore(snapshot.engine)
 
-    def _most_blocks(self) -> int:
-        """Blocks of the default pool, which is also as far as a pool grows."""
-        if self.engine_config.num_blocks is not None:
-            return self.engine_config.num_blocks
-        assert self.params is not None, "bind weights first"
-        tree = self.weights.tree(self.params)
-        held = self.runner.pool_bytes if self.has_pool else 0
-        where = self.placement
-        found = plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
-        return least(found) if are_many(where.mesh) else found
+
+def _most_blocks(session: Session) -> int:
+    """Blocks of the default pool, which is also as far as a pool grows. What compiled steps need
+    does not depend on the pool: they are asked once.
+    """
+    config, where = session.engine_config, session.placement
+    if config.num_blocks is not None:
+        return config.num_blocks
+    assert session.params is not None, "bind weights first"
+    tree = session.weights.tree(session.params)
+    how = {"freed": session.runner.pool_bytes if session.has_pool else 0, "needs": session.needs}
+    found = plan_pool(session.model_config, config, where, tree, **how)
+    session.needs = found.needs if found.needs.is_measured else None
+    return least(found.num_blocks) if are_many(where.mesh) else found.num_blocks
 
 
 def add_adapter(session: Session, name: Any, source: Any) -> int:
@@ -273,7 +279,7 @@ def adapted(session: Session, prompts: list[Any], lora: Any) -> list[Any]:
     config = grown(config, asked) if session.adapters.grows and asked else config
     if config != session.engine_config:
         log.info("adapters take %d slots: steps compile again", config.max_loras)
-        session.engine_config = config
+        session.engine_config, session.needs = config, None
         if session.has_pool:
             session.start(session.engine.config.num_blocks)
     check_fits(asked, config)

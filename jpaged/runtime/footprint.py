@@ -136,13 +136,19 @@ def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
 
 
 def plan_pool(
-    model: ModelConfig, config: EngineConfig, where: Placement, params: Any, *, freed: int = 0
+    model: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    params: Any,
+    *,
+    freed: int = 0,
+    needs: Needs | None = None,
 ) -> MemoryPlan:
     """The plan of the machine at hand, for a resolved config and a serving tree that lies on its
     devices.
 
     freed: bytes on a device that the engine itself will free first (the pool that a larger one
-    replaces).
+    replaces). needs: what an earlier plan measured, so that nothing is compiled.
     """
     limits, weights = Limits.of(where.device, config.memory_utilization), bytes_on_device(params)
     if limits.pool is None:
@@ -152,14 +158,18 @@ def plan_pool(
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    return plan_within(config, limits, probe_runner(model, config, where, params))
+    return plan_within(config, limits, probe_runner(model, config, where, params), needs=needs)
 
 
 def plan_within(
-    config: EngineConfig, limits: Limits, probe: Runner, compiled: bool = True
+    config: EngineConfig,
+    limits: Limits,
+    probe: Runner,
+    compiled: bool = True,
+    needs: Needs | None = None,
 ) -> MemoryPlan:
-    """The plan of one device; steps are compiled, if they may be, unless the bound holds (on CPU)
-    and leaves the pool as it would be.
+    """The plan of one device; steps are compiled, if they may be, unless their needs are known, or
+    the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device(probe.params)
     sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
@@ -167,6 +177,8 @@ def plan_within(
     costs = [(size, None if at == widest else most[at]) for at, size in enumerate(sizes)]
     pool = PoolCost(tuple(costs), in_use=most[widest])
     share = share_of(probe.model, probe.placement.axis_size)
+    if needs is not None:
+        return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
     largest = pool.of(most[widest])
     largest = largest if limits.pool is None else min(largest, limits.pool)
@@ -218,6 +230,7 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
         state=state_bytes(share, probe.config, block_bytes)
         + table_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
+        is_measured=True,
     )
 
 
