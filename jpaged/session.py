@@ -154,11 +154,8 @@ class Session:
         """
         num_blocks = num_blocks or _most_blocks(self)
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        runner, replicas, depth = (
-            _runner(self, config),
-            self.placement.replicas,
-            DISPATCHES_IN_FLIGHT,
-        )
+        runner, replicas = _runner(self, config), self.placement.replicas
+        depth = DISPATCHES_IN_FLIGHT
         if replicas > 1:
             self._engine = Replicas(config, runner, replicas, depth=depth)
         else:
