@@ -22,13 +22,14 @@ WINGS = {
     # replicas, 130 for a draw that decodes share and for steps that stand in for others, 215 for
     # weights in 8 and 4 bits, 20 for configs that are kept, 315 for AsyncLLM, 30 for keys and
     # values in 8 bits, 630 for adapters, 550 for answers of a given form, 185 for files in
-    # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models, 65 for one kernel
-    # that prepares attention on a GPU and for a plan that is measured once
-    "request path": 10560,
+    # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models, 20 for modules of
+    # nnx apart, 65 for one kernel that prepares attention on a GPU and for a plan that is measured
+    # once
+    "request path": 10595,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
-    # 240 for four formats in 8 and 4 bits
-    "checkpoint": 1330,
+    # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept
+    "checkpoint": 1385,
     # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
     "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it.
