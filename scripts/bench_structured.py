@@ -20,6 +20,7 @@ import re
 import statistics
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,17 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
 ENDED, UNJUDGED = ("valid", "INVALID"), "without a judge"
 
 
+def exact(text: str) -> Any:
+    """JSON with numbers as they are written: 0.3 is a multiple of 0.0001, of floats it is none."""
+
+    def number(digits: str) -> int | Decimal:
+        value = Decimal(digits)
+        is_whole = value.adjusted() < 400 and value == value.to_integral_value()
+        return int(value) if is_whole else value
+
+    return json.loads(text, parse_float=number)
+
+
 def judged(
     schemas: dict[str, Any], names: list[str], outs: list[Any]
 ) -> collections.Counter[tuple[str, str]]:
@@ -160,8 +172,8 @@ def judged(
         answer, kind = out.outputs[0], "cut off" if out.error is None else "refused"
         if answer.finish_reason == "stop":
             try:
-                judge = jsonschema.Draft202012Validator(schemas[name])
-                judge.validate(json.loads(answer.text or ""))
+                judge = jsonschema.Draft202012Validator(exact(json.dumps(schemas[name])))
+                judge.validate(exact(answer.text or ""))
                 kind = "valid"
             except (ValueError, jsonschema.ValidationError) as e:
                 kind = "INVALID"
