@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.calls import Calls, OnError, OnUnfinished, SamplingParamsLike
+from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
@@ -77,13 +78,13 @@ class LLM:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         *,
+        structured: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """The beam_width likeliest completions of each prompt: see jpaged.beam_search."""
-        how = (beam_width, max_tokens, length_penalty, early_stopping)
-        makes = self.calls.beam_searches(as_list(prompts), *how)
-        return self.calls.complete(makes, on_error, use_tqdm)
+        how = (beam_width, max_tokens, length_penalty, early_stopping, structured)
+        return self.calls.complete(self.calls.beam_searches(prompts, *how), on_error, use_tqdm)
 
     def chat(
         self,
@@ -204,7 +205,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the source folder's, else None."""
-        return self.calls.processor.tokenizer
+        return whole(self.calls.processor.tokenizer)
 
     @property
     def weight_version(self) -> int:
