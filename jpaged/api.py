@@ -39,6 +39,7 @@ def generate(
     seed: int | jax.Array = 0,
     engine_config: EngineConfig | None = None,
     lora: Any = None,
+    draft: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -53,10 +54,12 @@ def generate(
     its own output. New params are new by the identity of their leaves: they are served at once,
     without a compile, and drop the prefix cache. lora: an adapter on top of the params
     (see docs/lora.md), one for all prompts or a list of one (or None) each: jpaged.Adapter, a tree
-    of pairs (A, B), or a folder as PEFT writes it; new ones, too, are served at once.
+    of pairs (A, B), or a folder as PEFT writes it; new ones, too, are served at once. draft:
+    Params of a smaller model that guesses ahead (see docs/speculation.md), where engine_config says
+    speculative={"method": "draft"}; new ones, too, are served at once.
     """
     key = as_key(seed)
-    with _serving(params, config, mesh, engine_config, tokenizer) as calls:
+    with _serving(params, config, mesh, engine_config, tokenizer, draft=draft) as calls:
         prompts = adapted(calls.session, as_list(prompts), lora)
         makes = calls.completions(prompts, sampling_params, key)
         return calls.complete(makes, on_error, use_tqdm)
@@ -75,6 +78,7 @@ def beam_search(
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     lora: Any = None,
+    draft: Any = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -84,10 +88,10 @@ def beam_search(
     long ones. early_stopping: True stops at beam_width finished completions; False when no beam's
     score as of now beats the worst of them; "never" when none can. Candidates, order and scores are
     those of transformers' beam search. Beams share their blocks. Rows of beam_width a prompt; 2 *
-    beam_width (more with several EOS ids) is at most max_logprobs. lora: as in generate.
+    beam_width (more with several EOS ids) is at most max_logprobs. lora, draft: as in generate.
     """
     how = (beam_width, max_tokens, length_penalty, early_stopping)
-    with _serving(params, config, mesh, engine_config, tokenizer) as calls:
+    with _serving(params, config, mesh, engine_config, tokenizer, draft=draft) as calls:
         prompts = adapted(calls.session, as_list(prompts), lora)
         return calls.complete(calls.beam_searches(prompts, *how), on_error, use_tqdm)
 
@@ -105,6 +109,7 @@ def score(
     prompt_lens: List[int] | None = None,
     tokenizer: Any = None,
     lora: Any = None,
+    draft: Any = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
@@ -113,10 +118,12 @@ def score(
     prompt_lens: the form that all have from prompt_lens[i] tokens on (see SamplingParams), under
     whose masks their tokens are then scored: the "processed" logprobs of a draw without filters,
     penalties, biases and min_tokens. RequestError for a text that is not of it. tokenizer: what
-    the form's masks are made by; None takes that of the params' folder. lora: as in generate.
+    the form's masks are made by; None takes that of the params' folder. lora, draft: as in
+    generate.
     """
     is_any = tokenizer is None
-    with _serving(params, config, mesh, engine_config, tokenizer, any_tokenizer=is_any) as calls:
+    how = (params, config, mesh, engine_config, tokenizer)
+    with _serving(*how, any_tokenizer=is_any, draft=draft) as calls:
         form = {"structured": structured, "prompt_lens": prompt_lens}
         token_lists = adapted(calls.session, as_list(token_lists), lora)
         return calls.score(token_lists, temperature, return_greedy, **form)
@@ -132,6 +139,7 @@ def warmup(
     tokenizer: Any = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
+    draft: Any = None,
     use_tqdm: bool = False,
 ) -> float:
     """Compile ahead all that generate and score will need, and size the pool; returns the seconds
@@ -145,7 +153,7 @@ def warmup(
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
-    with _serving(params, config, mesh, engine_config, tokenizer) as calls:
+    with _serving(params, config, mesh, engine_config, tokenizer, draft=draft) as calls:
         began, session, length = time.perf_counter(), calls.session, max_prompt_len + max_tokens
         if length > (limit := calls.processor.max_model_len):
             raise CapacityError(
@@ -181,31 +189,36 @@ def _serving(
     engine_config: EngineConfig | None,
     tokenizer: Any = None,
     any_tokenizer: bool = False,
+    draft: Any = None,
 ) -> Iterator[Calls]:
     """The session kept for params of this form, or a new one in place of the least recently used;
-    these params are bound to it for one call.
+    these params, and those of a draft model, are bound to it for one call.
     """
     engine_config = EngineConfig() if engine_config is None else engine_config
     if isinstance(params, str | Path):
         mesh = serving_mesh(engine_config, mesh)
         params = load_params(params, mesh=mesh)
     own = as_params(params, config)
+    guesses = None if draft is None else as_params(draft)
     form = tuple(
-        (x.shape, str(x.dtype), getattr(x, "sharding", None)) for x in jax.tree.leaves(own)
+        (x.shape, str(x.dtype), getattr(x, "sharding", None))
+        for x in jax.tree.leaves((own, guesses))
     )
     tokens = own.source if tokenizer is None else id(tokenizer)
-    key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, tokens)
+    drafts = None if guesses is None else guesses.config
+    key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, drafts, tokens)
     if any_tokenizer and key not in _kept:
         key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
     if key not in _kept:
-        calls = Calls(Session(own, engine_config, mesh, grows=True), tokenizer, own.source)
+        session = Session(own, engine_config, mesh, grows=True, draft=guesses)
+        calls = Calls(session, tokenizer, own.source)
         while len(_kept) >= MAX_ENGINES:
             _kept.popitem(last=False)
         _kept[key] = calls
     _kept.move_to_end(key)
     calls = _kept[key]
     try:
-        calls.session.bind(own)
+        calls.session.bind(own, draft=guesses)
         yield calls
     finally:
         calls.session.unbind()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from jpaged.checks import at_least
@@ -14,7 +15,7 @@ from kernels_pallas.paged_attention import IMPLEMENTATIONS
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
-    '"num_tokens": 4}'
+    '"num_tokens": 4}, or by a smaller model: {"method": "draft", "model": FOLDER}'
 )
 
 
@@ -27,20 +28,34 @@ def _knob[T](default: T, help: str) -> T:
 class Speculative:
     """How rows guess tokens ahead, which one step then checks: outputs are those without.
 
-    method: "ngram" looks a row's last tokens up in its own text. num_tokens: guessed at most.
-    adaptive: only where it saves time, by what was measured.
+    method: "ngram" looks a row's last tokens up in its own text, "draft" asks a smaller model of
+    the same vocabulary. num_tokens: guessed at most. adaptive: only where it saves time, by what
+    was measured. model: the folder of a draft model, None where its weights are passed (LLM takes
+    them in its place, generate as draft=).
     """
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft"] = "ngram"
     num_tokens: int = 4
     adaptive: bool = True
+    model: str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_tokens")
-        if self.method in ("draft", "eagle", "mtp"):
-            raise UnsupportedError(f"speculative: method={self.method!r} is not built: use 'ngram'")
-        if self.method != "ngram":
-            raise ConfigError(f"speculative: method={self.method!r}: must be 'ngram'")
+        if self.method in ("eagle", "mtp"):
+            raise UnsupportedError(
+                f"speculative: method={self.method!r} is not built: use 'ngram' or 'draft'"
+            )
+        if self.method not in ("ngram", "draft"):
+            raise ConfigError(f"speculative: method={self.method!r}: must be 'ngram' or 'draft'")
+        if isinstance(self.model, Path):
+            object.__setattr__(self, "model", str(self.model))
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(
+                f"speculative: model of type {type(self.model).__name__}: a config takes a folder; "
+                "pass weights to LLM(speculative=...) or generate(draft=...)"
+            )
+        if self.model is not None and self.method != "draft":
+            raise ConfigError(f"speculative: model={self.model!r}: only with method='draft'")
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive={self.adaptive!r}: must be True or False")
 
@@ -61,6 +76,11 @@ class Speculative:
         if not isinstance(value, Mapping) or set(value) - set(names):
             raise ConfigError(f"speculative={value!r}: must be a dict of {', '.join(names)}")
         return cls(**value)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model drafts."""
+        return self.method == "draft"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,6 +281,11 @@ class EngineConfig:
         """M: blocks that a sequence of max_model_len tokens spans (resolved configs only)."""
         assert self.max_model_len is not None
         return -(-self.max_model_len // self.block_size)
+
+
+def has_draft_model(config: EngineConfig) -> bool:
+    """Whether a second model guesses ahead."""
+    return config.speculative is not None and config.speculative.has_model
 
 
 # Tokens and rows of every step with deterministic=True where the bits of a product's rows depend on

@@ -25,7 +25,7 @@ from jpaged.runtime.quantize import one_by_one
 from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
 from jpaged.search.beam import EarlyStopping
-from jpaged.session import Session, Snapshot, add_adapter
+from jpaged.session import Session, Snapshot, accept_draft, add_adapter
 
 
 class LLM:
@@ -48,9 +48,9 @@ class LLM:
         seed: int | jax.Array = 0,
         **engine_config: Any,
     ):
-        config = _engine_config(engine_config)
+        config, draft = _engine_config(engine_config)
         weights, mesh = _weights(model, params, config, mesh)
-        self.session = Session(weights, config, mesh, grows=False)
+        self.session = Session(weights, config, mesh, grows=False, draft=draft)
         self.calls = Calls(self.session, tokenizer, weights.source)
         self.model_config, self.engine_config = weights.config, self.session.engine_config
         self.keys = CallKeys(seed)
@@ -151,15 +151,15 @@ class LLM:
         return self.calls.processor.render(chat)
 
     def update_params(
-        self, params: Any, *, mode: OnUnfinished = "refuse", donate: bool = False
+        self, params: Any, *, mode: OnUnfinished = "refuse", donate: bool = False, draft: Any = None
     ) -> None:
-        """Serve these weights from now on; other objects than before drop the prefix cache.
-        Refused with RequestError while requests are unfinished, unless mode="abort" ends them
-        first. donate: the old weights' arrays are deleted, whoever holds them, but those shared.
+        """Serve these weights from now on; other objects than before drop the prefix cache. Refused
+        with RequestError while requests are unfinished, unless mode="abort" ends them. donate: the
+        old arrays are deleted, whoever holds them, but those shared. draft: a draft model's.
         """
-        fresh = self.session.accept(params)
+        fresh, guesses = self.session.accept(params), accept_draft(self.session, draft)
         self.calls.finish(mode)
-        self.session.bind(fresh, donate=donate)
+        self.session.bind(fresh, donate=donate, draft=guesses)
 
     def add_adapter(self, name: str, source: Any) -> int:
         """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
@@ -243,10 +243,15 @@ def _weights(
     return load_params(model, dtype=config.dtype, mesh=mesh, each=each), mesh
 
 
-def _engine_config(settings: dict[str, Any]) -> EngineConfig:
+def _engine_config(settings: dict[str, Any]) -> tuple[EngineConfig, Params | None]:
+    """Of settings, and the draft model of `speculative` if that is weights."""
     known = [f.name for f in dataclasses.fields(EngineConfig)]
     if unknown := sorted(set(settings) - set(known)):
         raise ConfigError(
             f"{unknown[0]!r} is not a setting of LLM; EngineConfig has {', '.join(known)}"
         )
-    return EngineConfig(**settings)
+    asked, draft = settings.get("speculative"), None
+    if isinstance(asked, Mapping) and not isinstance(asked.get("model"), str | Path | None):
+        rest = {name: value for name, value in asked.items() if name != "model"}
+        settings, draft = settings | {"speculative": rest}, as_params(asked["model"])
+    return EngineConfig(**settings), draft

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jpaged.adapters import Adapters, check_fits, check_name, grown
 from jpaged.config import EngineConfig
+from jpaged.drafts import draft_model
 from jpaged.engine.engine import Engine
 from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
@@ -54,15 +55,25 @@ class Session:
 
     params: tell form and place of the weights; their arrays are left alone. config: as the caller
     wrote it; engine_config is the resolved one, whose num_blocks stays None where the pool is sized
-    when it is made. grows: `reserve` starts and enlarges the pool. Raises ConfigError.
+    when it is made. grows: `reserve` starts and enlarges the pool. draft: weights that guess for
+    them. Raises ConfigError.
     """
 
-    def __init__(self, params: Params, config: EngineConfig, mesh: Mesh | None, *, grows: bool):
+    def __init__(
+        self,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None,
+        *,
+        grows: bool,
+        draft: Params | None = None,
+    ):
         self.model_config = params.config
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
         self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
+        self.draft = draft_model(draft, params.config, self.engine_config, self.placement)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
         self.adapters.grows = grows and not config.max_loras
@@ -106,12 +117,15 @@ class Session:
         self.weights.check_dtypes(fresh)
         return fresh
 
-    def bind(self, params: Params, *, donate: bool = False) -> None:
+    def bind(self, params: Params, *, donate: bool = False, draft: Params | None = None) -> None:
         """Serve these weights from the next step on, or once awake; new ones drop the prefixes.
         donate: delete the old ones' arrays, whoever holds them, but those that the new ones share.
+        draft: what guesses from now on, None leaves it as it is.
         """
         if donate:
             _delete(self.params, kept=params)
+        if self.draft is not None:
+            self.draft.params = draft or self.draft.params
         if not self._is_asleep:
             _renew(self, params)
         self.params = params
@@ -125,8 +139,10 @@ class Session:
     def unbind(self) -> None:
         """Let go of the caller's weights; copies that were made of them for serving stay."""
         self.params = None
+        if self.draft is not None and not self.draft.is_own:
+            self.draft.params = None
         if self.has_pool:
-            self.runner.params = None
+            self.runner.params = self.runner.draft_params = None
 
     # The pool
 
@@ -134,19 +150,15 @@ class Session:
         """Make the engine over a pool of so many blocks; None: of num_blocks, or what memory holds.
         Weights must be bound. The last engine goes once the new one is made.
         """
-        assert self.params is not None, "bind weights first"
-        tree = self.weights.tree(self.params)
-        num_blocks = num_blocks or self._most_blocks()
+        num_blocks = num_blocks or _most_blocks(self)
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        where = self.placement
-        kind = SharedRunner if are_many(where.mesh) else Runner
-        runner = kind(self.model_config, config, where, tree)
-        if config.strict:
-            warmup(runner.steps)
-            seal(runner)
-        depth = DISPATCHES_IN_FLIGHT
-        if where.replicas > 1:
-            self._engine = Replicas(config, runner, where.replicas, depth=depth)
+        runner, replicas, depth = (
+            _runner(self, config),
+            self.placement.replicas,
+            DISPATCHES_IN_FLIGHT,
+        )
+        if replicas > 1:
+            self._engine = Replicas(config, runner, replicas, depth=depth)
         else:
             self._engine = Engine(config, runner, depth=depth)
         self._cached_version = self.weights.version
@@ -164,7 +176,7 @@ class Session:
         if held and (needed <= held or pinned is not None):
             return
         power_of_two = 1 << (needed - 1).bit_length()
-        blocks = pinned or min(power_of_two, self._most_blocks())
+        blocks = pinned or min(power_of_two, _most_blocks(self))
         if blocks > held:
             if held:
                 log.info(
@@ -176,11 +188,11 @@ class Session:
         """Free the pool, its prefixes and the weights' copies, which the next `bind` and dispatch
         make again; compiled steps stay.
         """
-        self.weights.release()
+        _release_weights(self)
         if self.has_pool:
             self.engine.reset_prefix_cache()
             self.runner.release()
-            self.runner.params = None
+            self.runner.params = self.runner.draft_params = None
 
     def sleep(self) -> None:
         """Release until `wake`; no request may be unfinished."""
@@ -204,7 +216,7 @@ class Session:
         """Let go of everything on the device, requests too; of no use afterwards."""
         self._engine = self.params = None
         self._is_asleep = False
-        self.weights.release()
+        _release_weights(self)
 
     def step(self) -> list[Request]:
         """One step of the engine; the requests that ended."""
@@ -239,16 +251,45 @@ class Session:
             raise RequestError(said)
         engine.restore(snapshot.engine)
 
-    def _most_blocks(self) -> int:
-        """Blocks of the default pool, which is also as far as a pool grows."""
-        if self.engine_config.num_blocks is not None:
-            return self.engine_config.num_blocks
-        assert self.params is not None, "bind weights first"
-        tree = self.weights.tree(self.params)
-        held = self.runner.pool_bytes if self.has_pool else 0
-        where = self.placement
-        found = plan_pool(self.model_config, self.engine_config, where, tree, freed=held).num_blocks
-        return least(found) if are_many(where.mesh) else found
+
+def _runner(session: Session, config: EngineConfig) -> Runner:
+    assert session.params is not None, "bind weights first"
+    tree = session.weights.tree(session.params)
+    kind = SharedRunner if are_many(session.placement.mesh) else Runner
+    drafts = None if session.draft is None else session.draft.tree()
+    runner = kind(session.model_config, config, session.placement, tree, drafts)
+    if config.strict:
+        warmup(runner.steps)
+        seal(runner)
+    return runner
+
+
+def _most_blocks(session: Session) -> int:
+    """Blocks of the default pool, which is also as far as a pool grows."""
+    config, where = session.engine_config, session.placement
+    if config.num_blocks is not None:
+        return config.num_blocks
+    assert session.params is not None, "bind weights first"
+    tree = session.weights.tree(session.params)
+    held = session.runner.pool_bytes if session.has_pool else 0
+    drafts = None if session.draft is None else session.draft.tree()
+    plan = plan_pool(session.model_config, config, where, tree, draft=drafts, freed=held)
+    return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks
+
+
+def _release_weights(session: Session) -> None:
+    session.weights.release()
+    if session.draft is not None:
+        session.draft.weights.release()
+
+
+def accept_draft(session: Session, draft: Any) -> Params | None:
+    """Weights of the draft model that can be bound, None where there are none; ConfigError."""
+    if draft is None:
+        return None
+    if session.draft is None:
+        raise ConfigError("draft weights need speculative={'method': 'draft'}")
+    return session.draft.accept(draft)
 
 
 def add_adapter(session: Session, name: Any, source: Any) -> int:
@@ -285,14 +326,26 @@ def _renew(session: Session, params: Params) -> None:
     that fails.
     """
     if session.has_pool:
-        session.runner.params = None
+        session.runner.params = session.runner.draft_params = None
     try:
         session.weights.update(params)
+        _renew_draft(session)
     except BaseException:
         if session.has_pool and session.params is not None:
             session.weights.update(session.params)
             session.runner.params = session.weights.tree(session.params)
+            _renew_draft(session)
         raise
+
+
+def _renew_draft(session: Session) -> None:
+    if (draft := session.draft) is None:
+        return
+    if draft.params is None:
+        raise ConfigError("this model was given a draft model before: pass draft= again")
+    draft.weights.update(draft.params)
+    if session.has_pool:
+        session.runner.draft_params = draft.tree()[1]
 
 
 def _delete(params: Params | None, *, kept: Params) -> None:

@@ -1,6 +1,7 @@
-"""What drafts from a row's own text gain and cost: tokens a second with and without them.
+"""What drafts from a row's own text, or a draft model's, gain and cost: tokens a second with and
+without them.
 
-    python scripts/bench_speculative.py [CHECKPOINT] [--rows 1 4 16] [--tokens-ahead 4 7]
+    python scripts/bench_speculative.py [CHECKPOINT] [--draft FOLDER] [--tokens-ahead 4 7]
 
 Of two texts: `copies` asks for what the prompt has just shown (code, with the embedded model's own
 way of repeating itself), `new` is the head of something else. Engines take turns; the best of
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = common.make_parser("bench_speculative.py", __doc__)
     parser.add_argument("checkpoint", nargs="?", type=Path, default=MODEL_PATH)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--draft", help="folder of a draft model; default: a row's own text")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens-ahead", type=int, nargs="+", default=[4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -52,7 +54,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     for rows in args.rows:
         engines: dict[int, jpaged.LLM] = {}
         for ahead in (0, *args.tokens_ahead):
-            asked = {"num_tokens": ahead, "adaptive": not args.always}
+            asked: dict[str, Any] = {"num_tokens": ahead, "adaptive": not args.always}
+            if args.draft:
+                asked |= {"method": "draft", "model": args.draft}
             engines[ahead] = jpaged.LLM(
                 params,
                 max_num_seqs=max(32, 2 * rows),

@@ -84,14 +84,16 @@ class SharedSteps:
         self.is_on = True
         self.tables: OrderedDict[Any, CompiledSteps] = OrderedDict()
 
-    def __call__(self, setting: StepSetting, where: Placement, form: Any) -> CompiledSteps:
+    def __call__(
+        self, setting: StepSetting, where: Placement, form: Any, draft: Any = None
+    ) -> CompiledSteps:
         if not self.is_on or setting.config.strict:  # a strict engine seals its table
-            return CompiledSteps(setting, where, form)
+            return CompiledSteps(setting, where, form, draft)
         config = dataclasses.replace(setting.config, **HOST_SETTINGS)
-        leaves, treedef = jax.tree.flatten(form)
+        leaves, treedef = jax.tree.flatten((form, draft))
         key = (dataclasses.replace(setting, config=config), where, tuple(leaves), treedef)
         if key not in self.tables:
-            self.tables[key] = CompiledSteps(setting, where, form)
+            self.tables[key] = CompiledSteps(setting, where, form, draft)
             if len(self.tables) > KEPT_TABLES:
                 self.tables.popitem(last=False)
         self.tables.move_to_end(key)

@@ -175,7 +175,7 @@ def test_bits_depend_on_the_request_alone(params: Params, form: Any) -> None:
         (alone,), (ours,) = run(llm, [prompt], how)[0].outputs, out.outputs
         assert alone.token_ids == ours.token_ids
         assert np.array_equal(alone.token_logprobs, ours.token_logprobs)
-        (scored,) = llm.score([[*prompt, *ours.token_ids]])
+        scored = llm.score([[*prompt, *ours.token_ids]])[0]
         assert np.array_equal(scored[len(prompt) - 1 :], ours.token_logprobs)
     llm.close()
     crowded.close()

@@ -4,11 +4,21 @@ every control.
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams, UnsupportedError
+from jpaged import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    RequestOutput,
+    SamplingParams,
+    UnsupportedError,
+)
+from jpaged.api import kept_sessions
 from jpaged.config import Speculative
 from tests.test_lora import make_lora
 from tests.tiny import ENGINE, assert_idle, compiles, config, make_params, make_prompts
@@ -18,7 +28,8 @@ MODEL = config(num_layers=1, head_dim=32, intermediate_size=64)
 WINDOWED = config(num_layers=2, sliding_windows=(9, None))
 SIZES = vars(ENGINE) | {"max_logprobs": 12, "num_blocks": 40, "max_loras": 1, "max_lora_rank": 4}
 SETTINGS: dict[str, Any] = SIZES | {"deterministic": True, "swap_space_gib": 0.01}
-GUESSING = {"method": "ngram", "num_tokens": 3, "adaptive": False}
+GUESSING: dict[str, Any] = {"method": "ngram", "num_tokens": 3, "adaptive": False}
+DRAFT = config(num_layers=1, hidden_size=16, head_dim=16, intermediate_size=32)
 SMALL: dict[str, Any] = vars(ENGINE) | {"speculative": GUESSING}
 PROMPTS = [[*prompt, *prompt, *prompt[:-2]] for prompt in make_prompts(5, 7, 4, 9)]
 CONTROLS: list[dict[str, Any]] = [
@@ -65,11 +76,10 @@ def run(llm: LLM) -> dict[str, Any]:
         found[f"alone {i}"] = bits(llm.generate([prompt], [how], use_tqdm=False))
     found["beams"] = bits(llm.beam_search(PROMPTS[:2], 3, 8, use_tqdm=False))
     ids = [llm.add_request(prompt, SamplingParams(max_tokens=24)) for prompt in PROMPTS]
-    for _ in range(4):
-        llm.step()
+    ended = {out.request_id: out for _ in range(4) for out in llm.step()}
     snapshot = llm.snapshot()
     for turn in range(2):
-        done: dict[str, RequestOutput] = {}
+        done = dict(ended)
         while llm.has_unfinished():
             done |= {out.request_id: out for out in llm.step()}
         found[f"snapshot {turn}"] = bits([done[i] for i in ids])
@@ -80,18 +90,31 @@ def run(llm: LLM) -> dict[str, Any]:
     return found
 
 
-def test_lossless() -> None:
-    """Greedy and seeded rows, which repeat themselves or not."""
+def drafting(draft: Any) -> dict[str, Any]:
+    return {**GUESSING, "method": "draft", "model": draft}
+
+
+@pytest.mark.parametrize(
+    "of_draft", [MODEL, pytest.param(DRAFT, marks=pytest.mark.middle)], ids=["same", "smaller"]
+)
+def test_lossless(of_draft: ModelConfig) -> None:
+    """Greedy and seeded rows, which repeat themselves or not; a draft model that is as good as the
+    model itself draws with the same noise, and so is nearly always right.
+    """
     params = make_params(0, MODEL, "bfloat16")
     asked = [sampled(30, **CONTROLS[i]) for i in (0, 3, 0, 0)]
-    outs = []
-    for how in (None, GUESSING):
+    draft = make_params(0, of_draft, "bfloat16")
+    outs, rates = [], []
+    for how in (None, GUESSING, drafting(draft)):
         llm = served(params, max_loras=0, speculative=how)
         outs.append(bits(llm.generate(PROMPTS, asked, use_tqdm=False)))
-    assert outs[0] == outs[1] and llm.stats()["accepted_tokens"] > 0
+        rates.append(llm.stats().get("acceptance_rate"))
+    assert outs[1:] == outs[:1] * 2
+    assert rates[1] > 0 and (rates[2] > 0.95) == (of_draft == MODEL)
 
 
 @pytest.mark.middle
+@pytest.mark.parametrize("method", ["ngram", "draft"])
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [
@@ -100,12 +123,16 @@ def test_lossless() -> None:
         ("bfloat16", {"num_blocks": 16}),  # preempted
         ("bfloat16", {"mixed": True}),
         ("bfloat16", {"enable_prefix_caching": False}),
+        ("bfloat16", {"decode_steps": 3}),
     ],
 )
-def test_every_control_to_the_bit(dtype: str, changes: dict[str, Any]) -> None:
+def test_every_control_to_the_bit(method: str, dtype: str, changes: dict[str, Any]) -> None:
     params = make_params(0, MODEL, dtype)
+    # Near the model, and yet another.
+    near = jax.tree.map(lambda a, b: a + 0.1 * b, params, make_params(1, MODEL, dtype))
     plain = served(params, **changes)
-    guessing = served(params, **changes, speculative=GUESSING)
+    how = GUESSING if method == "ngram" else drafting(near)
+    guessing = served(params, **changes, speculative=how)
     assert guessing.engine_config.deterministic
     for llm in (plain, guessing):
         llm.add_adapter("a", make_lora(1, model=MODEL))
@@ -148,18 +175,65 @@ def test_a_full_batch_drafts_nothing() -> None:
 
 def test_what_is_refused() -> None:
     params = make_params(0, MODEL)
-    for method in ("eagle", "draft", "mtp"):
+    for method in ("eagle", "mtp"):
         with pytest.raises(UnsupportedError, match=f"method='{method}' is not built"):
             LLM(params, speculative={"method": method})
+    other = make_params(1, config(vocab_size=90))
+    with pytest.raises(ConfigError, match="vocab_size=90, the model has 97"):
+        LLM(params, **{**SMALL, "speculative": drafting(other)})
+    short = make_params(1, config(max_position_embeddings=32))
+    with pytest.raises(ConfigError, match="max_position_embeddings=32 is below max_model_len=64"):
+        LLM(params, **{**SMALL, "speculative": drafting(short)})
+    with pytest.raises(ConfigError, match="method='draft' needs a model"):
+        LLM(params, **{**SMALL, "speculative": {"method": "draft"}})
+    with pytest.raises(ConfigError, match="only with method='draft'"):
+        LLM(params, speculative={"model": "folder"})
+    with pytest.raises(ConfigError, match="a config takes a folder"):
+        EngineConfig(speculative={"method": "draft", "model": params})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="draft weights need"):
+        jpaged.generate(params, PROMPTS, engine_config=ENGINE, draft=params)
     with pytest.raises(ConfigError, match="method='x': must be 'ngram'"):
         EngineConfig(speculative={"method": "x"})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="must be a dict of method, num_tokens, adaptive"):
+    with pytest.raises(ConfigError, match="must be a dict of method, num_tokens, adaptive, model"):
         LLM(params, speculative={"tokens": 4})
     with pytest.raises(ConfigError, match="num_tokens=0"):
         LLM(params, speculative={"num_tokens": 0})
     with pytest.raises(ConfigError, match="only with one replica in one process"):
         LLM(params, **{**SMALL, "data_parallel_size": 2})
     assert EngineConfig(speculative=Speculative()) == EngineConfig(speculative={})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.middle
+def test_new_drafts() -> None:
+    """Other weights of a draft model are served at once, without a compile, and change no token and
+    no cached prefix; those of a folder are read.
+    """
+    params, asked = make_params(0, MODEL), SamplingParams(temperature=0, max_tokens=12)
+    how: Any = {"method": "draft", "num_tokens": 3, "adaptive": False}
+    settings: Any = {"engine_config": EngineConfig(**{**SMALL, "speculative": how})}
+    poor = make_params(2, MODEL)
+    wanted = jpaged.generate(params, PROMPTS, asked, draft=poor, **settings)
+    with compiles() as names:
+        outs = jpaged.generate(params, PROMPTS, asked, draft=params, **settings)
+    assert names == [] and [o.outputs[0].token_ids for o in outs] == [
+        o.outputs[0].token_ids for o in wanted
+    ]
+    (session,) = kept_sessions()
+    assert session.draft is not None and session.draft.params is None, "nothing of it is kept"
+    with pytest.raises(ConfigError, match="needs a model"):
+        jpaged.generate(params, PROMPTS, asked, **settings)
+    jpaged.release(compiled=True)
+    llm = LLM(params, **{**SMALL, "speculative": {**how, "model": poor}})
+    before = llm.generate(PROMPTS, asked, use_tqdm=False)
+    rate = llm.stats()["acceptance_rate"]
+    llm.update_params(params, draft=params)
+    llm.sleep()
+    llm.wake()
+    again = llm.generate(PROMPTS, asked, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in before]
+    assert llm.weight_version == 1 and llm.stats()["acceptance_rate"] > rate
+    with pytest.raises(ConfigError, match="draft params of another architecture"):
+        llm.update_params(params, draft=make_params(0, DRAFT))
 
 
 def test_generate_takes_it() -> None:

@@ -8,12 +8,12 @@ fills by it on the host, the steps slice by it on the device.
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, has_draft_model
 from jpaged.engine.plan import Plan
 
 # Static controls of a row, one int32 column each: (name, dtype). Packed once a request, then copied
@@ -33,9 +33,10 @@ CONTROLS = (
 )
 TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 
-Phase = Literal["prefill", "sample", "decode"]
+Phase = Literal["prefill", "sample", "decode", "draft"]
 Features = Literal["plain", "filtered", "full", "prompt"]
 DRAWS: tuple[Features, ...] = ("plain", "filtered", "full")  # of a draw, each with more
+GUESSES: tuple[Features, ...] = DRAWS[:2]  # of a draft, whose draws nobody needs to get right
 MASKED: tuple[Features, ...] = DRAWS[1:]  # of a draw under masks
 
 
@@ -47,7 +48,8 @@ class Bucket:
     sample: draws one token for each of `rows` rows of a prefill. decode: one token a row, `steps`
     times, drawing included; tokens equal rows. With `separate_draw` it is the model alone, and a
     "sample" of as many rows follows. With `mixed` rows that decode are rows of one token
-    in a prefill too; where steps are pinned there is no decode, and they all are. tables, blocks:
+    in a prefill too; where steps are pinned there is no decode, and they all are. draft: a decode
+    by the draft model, drawing included. tables, blocks:
     block tables of a row, one a group of layers, and their width M. features "filtered"
     has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
     them itself would have a GPU wait for the host in its middle. loras: slots of adapters, 0 where
@@ -123,7 +125,7 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     _, size = input_sections(Bucket(phase="sample", tokens=most, rows=most), config)
     if bucket.draws_apart(config):
         return _lay_out(shapes | {"device_rows": (rows,), "sample": (size,)})
-    if bucket.phase == "decode":
+    if bucket.phase in ("decode", "draft"):
         return _lay_out(
             shapes | {"steps": (rows,), **_row_shapes(rows, config, full=bucket.is_full)}
         )
@@ -152,7 +154,7 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
     """
     rows, steps, top = bucket.rows, bucket.steps, config.max_logprobs
     shapes: dict[str, tuple[int, ...]] = {}
-    if bucket.phase == "sample" or (bucket.phase == "decode" and not bucket.draws_apart(config)):
+    if bucket.phase != "prefill" and not bucket.draws_apart(config):
         shapes |= {"num_drawn": (rows,), "tokens": (steps, rows), "logprobs": (steps, rows)}
     if bucket.is_full:
         shapes |= {
@@ -185,6 +187,9 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     has_adapters = any(e.seq.adapter is not None for e in plan.entries if e.num_tokens)
     kind: dict[str, Any] = {"tables": tables, "blocks": blocks}
     kind["loras"] = config.max_loras if has_adapters else 0
+    if plan.phase == "draft":
+        guesses = features if features in GUESSES else GUESSES[-1]
+        return _draft_bucket(config, rows, guesses, kind), None
     sample = None
     if drawing:
         sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features, masks=masks)
@@ -203,6 +208,14 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     computed = sum(e.num_tokens > 0 for e in plan.entries)  # forks are rows of the draw alone
     rows = next(rows for rows in _prefill_rows(tokens, config) if rows >= computed)
     return Bucket(phase="prefill", tokens=tokens, rows=rows, **kind), sample
+
+
+def _draft_bucket(
+    config: EngineConfig, rows: int, features: Features, kind: Mapping[str, Any]
+) -> Bucket:
+    assert config.speculative is not None
+    size: dict[str, Any] = {"tokens": rows, "rows": rows, "steps": config.speculative.num_tokens}
+    return Bucket(phase="draft", **{**kind, "loras": 0}, **size, features=features)
 
 
 def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
@@ -262,6 +275,8 @@ def bucket_table(
             if not config.pinned and (features == "plain" or not config.separate_draw):
                 for each in shapes:
                     yield Bucket(phase="decode", **(size | each | steps), features=features)
+        for features in GUESSES if has_draft_model(config) else ():
+            yield _draft_bucket(config, S, features, shape)
         for features in MASKED if config.structured_output else ():
             yield Bucket(phase="sample", **size, features=features, masks=True)
         comes_apart = config.structured_output or config.separate_draw is None

@@ -70,7 +70,8 @@ def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepRes
     of what was refused is written over; it is never hashed.
     """
     seq, right = entry.seq, 0
-    for i, guess in enumerate((*entry.run[1:], None)):
+    count = len(entry.run) if seq.structured is None else seq.num_masked
+    for i, guess in enumerate((*entry.run[1:], None)[:count]):
         _close_written(queues, entry, entry.start + i + 1)
         _append(queues, seq, row + i, 0, result)
         if seq.status is Status.FINISHED or seq.token_ids[-1] != guess:

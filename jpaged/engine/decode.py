@@ -54,6 +54,18 @@ def run_entries(
     return entries
 
 
+def draft_entries(blocks: BlockManager, counts: dict[Sequence, int]) -> list[PlanEntry]:
+    """What a draft model guesses after each row's last token, so many tokens; each has the blocks
+    that it writes on the way. The sequences do not count them.
+    """
+    entries = []
+    for seq, most in counts.items():
+        count = _steps_ahead(blocks, seq, most)
+        at = seq.num_dispatched
+        entries.append(PlanEntry(seq, at, count, count, True, False, seq.epoch))
+    return entries
+
+
 def _steps_ahead(blocks: BlockManager, seq: Sequence, most: int) -> int:
     """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is
     preempted for it.

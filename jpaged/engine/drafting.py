@@ -1,5 +1,5 @@
-"""Drafts: tokens that a row may well go on with, looked up in its own text (arXiv:2304.04487), and
-when to try them.
+"""Drafts: tokens that a row may well go on with, looked up in its own text (arXiv:2304.04487) or
+drawn by a smaller model (arXiv:2211.17192), and when to try them.
 
 A row's tokens do not depend on drafts: what follows each of them is drawn as ever, and they count
 up to the first that was drawn otherwise. So a draft can only cost or save time, and both are
@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from jpaged.config import EngineConfig, Speculative
-from jpaged.engine.plan import Plan
+from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -24,18 +24,20 @@ FADES = 0.9  # weight of the past against one more guess
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
+ON_DEVICE = -1  # in the place of a token that a model is to guess
 AGAIN, THROUGH = 512, 6  # of so many refusals some are let through: times change
+PAUSE = 64  # tokens of a row after which a model drafts for it again
 
 
 class _Row:
     """What is known of one sequence. right, tried: of its guesses, faded. guess: the position and
-    the token of one that nobody has checked yet.
+    the token of one that nobody has checked yet. last: the length at which it drafted last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.5) -> None:
         self.endings: dict[tuple[int, ...], int] = {}
-        self.num_indexed = 0
-        self.right, self.tried = 1.0, 2.0
+        self.num_indexed = self.last = 0
+        self.right, self.tried = 2 * rate, 2.0
         self.guess: tuple[int, int] | None = None
 
     @property
@@ -104,6 +106,8 @@ class Drafter:
     drafted, accepted: tokens that were tried, and those that were right.
     """
 
+    has_model = False  # whether a step of the device makes them
+
     def __init__(self, asked: Speculative, most: int):
         self.asked, self.most = asked, most
         self.costs = Costs()
@@ -117,7 +121,7 @@ class Drafter:
         """Whether rows that decode may have drafts once the tokens in flight are known. Meanwhile
         it learns how good those would have been.
         """
-        return bool(self._chosen(rows))
+        return bool(self.chosen(rows))
 
     def runs(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
         """The last token of each row with a draft, and the draft."""
@@ -129,7 +133,7 @@ class Drafter:
         """
         if any(seq.pending for seq in rows):
             return {}
-        return self._chosen(rows)
+        return self.chosen(rows)
 
     def learn(self, seq: Sequence, drafted: int, right: int) -> None:
         """Take in how many tokens of a draft were right."""
@@ -154,10 +158,10 @@ class Drafter:
             "verify_steps": self.verify_steps,
         }
 
-    def _chosen(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+    def chosen(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The drafts that are worth a step with all these rows, as far as is known of them."""
         left = self.most - len(rows)
-        waits = (seq.waits_for_host or seq.structured is not None for seq in rows)
-        if left <= 0 or any(waits):
+        if left <= 0:
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(left, len(rows) * self.asked.num_tokens)
@@ -188,11 +192,65 @@ class Drafter:
             return found, row.rate
         if row.rate < LEAST:
             return [], 0.0
-        worth = max(int(math.log(WORTH) / math.log(min(row.rate, 0.99))), 1)
-        return found[:worth], row.rate
+        return found[: _worth(row.rate)], row.rate
 
     def _row(self, seq: Sequence) -> _Row:
         return self._rows.setdefault(seq, _Row())
+
+
+def _worth(rate: float) -> int:
+    """How many tokens of a draft it is worth to try."""
+    return max(int(math.log(WORTH) / math.log(min(max(rate, 0.01), 0.99))), 1)
+
+
+class ModelDrafter(Drafter):
+    """Of a draft model: how many tokens of each row it is to guess, and what it guessed. Nothing is
+    known of a guess that was not made, so a row that gains nothing tries again after a pause.
+    """
+
+    has_model = True
+
+    def __init__(self, asked: Speculative, most: int):
+        super().__init__(asked, most)
+        self.draft_steps = 0
+        self._made: dict[Sequence, tuple[int, list[int]]] = {}  # for rows of that length
+
+    def drafts(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+        """What was taken for rows that are as they were then."""
+        made, self._made = self._made, {}
+        now = {seq: made[seq] for seq in rows if seq in made and not seq.pending}
+        return {seq: tokens for seq, (length, tokens) in now.items() if length == len(seq)}
+
+    def take(self, plan: Plan, result: StepResult) -> None:
+        """Take in what a plan of drafts drew."""
+        self.draft_steps += 1
+        counts = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
+        self._made = {e.seq: (len(e.seq), tokens[:count]) for e, count, tokens in counts if count}
+
+    def report(self) -> dict[str, Any]:
+        return super().report() | {"draft_steps": self.draft_steps}
+
+    def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
+        """As many tokens as it is to guess, which nobody knows yet."""
+        most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
+        if most < 1 or not can_draft(seq):
+            return [], 0.0
+        row = self._row(seq)
+        if self.asked.adaptive:
+            if row.rate < LEAST and len(seq) + seq.pending < row.last + PAUSE:
+                return [], 0.0
+            most = min(most, _worth(row.rate))
+        return [ON_DEVICE] * most, row.rate
+
+    def learn(self, seq: Sequence, drafted: int, right: int) -> None:
+        super().learn(seq, drafted, right)
+        self._row(seq).last = len(seq)
+
+    def _row(self, seq: Sequence) -> _Row:
+        if seq not in self._rows:  # as the others so far
+            rate = (self.accepted + 1) / (self.drafted + 2)
+            self._rows[seq] = _Row(min(max(rate, LEAST), 0.9))
+        return self._rows[seq]
 
 
 def can_draft(seq: Sequence) -> bool:
@@ -206,7 +264,8 @@ def drafter_of(config: EngineConfig) -> Drafter | None:
         return None
     assert config.seq_buckets is not None
     most = min(config.seq_buckets[-1], config.max_num_batched_tokens)
-    return Drafter(Speculative.of(config.speculative), most)
+    asked = Speculative.of(config.speculative)
+    return (ModelDrafter if asked.has_model else Drafter)(asked, most)
 
 
 def wants_tokens(queues: "Queues") -> bool:

@@ -15,7 +15,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import Buckets, choose_buckets
-from jpaged.engine.drafting import Drafter, drafter_of, wants_tokens
+from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of, wants_tokens
 from jpaged.engine.in_flight import InFlight
 from jpaged.engine.packing import Batch, pack
 from jpaged.engine.plan import Moves, Plan, StepResult
@@ -136,6 +136,8 @@ class Engine:
             started = time.perf_counter()
             if self.in_flight and wants_tokens(self.scheduler.queues):
                 self._drain(started)
+            if isinstance(self.drafter, ModelDrafter) and not self.in_flight:
+                make_drafts(self, self.drafter)
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._dispatch(plan, started)
@@ -270,6 +272,15 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         return scheduler_of(self.config, self.runner.kv_groups, self.stats, self.drafter)
+
+
+def make_drafts(engine: Engine, drafter: ModelDrafter) -> None:
+    """Have the draft model guess, where that is worth it, and wait for what it does."""
+    plan, runner = engine.scheduler.schedule_drafts(), engine.runner
+    if plan is not None:
+        batch = pack(plan, engine.config, runner.fit(choose_buckets(plan, engine.config)))
+        engine.move_blocks(plan)
+        drafter.take(plan, runner.fetch(runner.dispatch(batch)))
 
 
 def scheduler_of(

@@ -55,6 +55,12 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
     grammars = drawing[0][1].seq.structured.grammars
     masks_SW = np.full((len(work) * rows, grammars.words), ALL, np.int32)
     live = [each for each in drawing if each[1].seq.status is not Status.FINISHED]
+    guessing = [each for each in live if each[1].guesses]
+    live = [each for each in live if not each[1].guesses]
+    for row, entry, queues in guessing:
+        first = row + 1 - entry.num_draws
+        if (error := _mask_guesses(entry, masks_SW[first : row + 1])) is not None:
+            queues.finish(entry.seq, "error", error=error)
     for row, entry, _ in live:
         for before, token in enumerate(reversed(entry.run[1:]), 1):
             masks_SW[row - before] = 0
@@ -71,6 +77,35 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
             seq.ahead = len(seq) + extra, _certain(seq, mask_W)
             seq.structured.go_back(extra)
     return masks_SW
+
+
+def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None:
+    """Set what may come after each token of a run that guesses, as far as the form goes along with
+    the guesses; what is wrong with the first of them.
+    """
+    seq, masked, went, error = entry.seq, 0, 0, None
+    ends = seq.structured.grammars.eos_ids | seq.stop_ids
+    for mask_W, guess in zip(masks_SW, (*entry.run[1:], None), strict=True):
+        seq.structured.grammars.fill([(seq.structured, 0)], mask_W[None])
+        if (error := _error(seq, mask_W)) is not None:
+            mask_W[:] = ALL
+            break
+        _keep_open(seq, mask_W, seq.num_generated + went)
+        masked += 1
+        if guess is None or guess in ends or not _is_allowed(mask_W, guess):
+            break
+        seq.structured.push(guess)
+        went += 1
+    seq.num_masked = masked
+    if error is not None and went:  # the next step will tell whether it comes to that
+        seq.structured.rewind(seq.token_ids[seq.prompt_len :])
+        return None
+    seq.structured.go_back(went)
+    return error
+
+
+def _is_allowed(mask_W: np.ndarray, token: int) -> bool:
+    return bool(mask_W.view(np.uint32)[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
 def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:

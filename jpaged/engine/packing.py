@@ -37,14 +37,13 @@ class Batch:
     """What one step uploads: `packed` (int32 [n], laid out by input_sections), blocks that must be
     copied before it, and device rows whose counts must be set.
 
-    bucket: of a prefill or decode. sample: of the draw after it, None where no row draws or where
-    the decode draws itself.
-    num_tokens, num_rows: without padding, num_rows of those that draw. steps: that a decode runs at
-    most. copies: int32 [groups, rows, 2], pairs of a source and a target, or None; one whose blocks
-    are the same ends a group's. loads: of adapters, before it. counts: (device row, token ids,
-    prompt length) of rows with penalties that were just admitted. masks_TW: of prompts that are
-    scored under masks, a bit a token for what comes after each. parts: of a step of several
-    replicas (see `join`), the batch of each.
+    bucket: of a prefill, decode or draft. sample: of the draw after it, None where no row draws or
+    where the step draws itself. num_tokens, num_rows: without padding, num_rows of those that draw.
+    steps: that a decode runs at most. copies: int32 [groups, rows, 2], pairs of a source and a
+    target, or None; one whose blocks are the same ends a group's. loads: of adapters, before it.
+    counts: (device row, token ids, prompt length) of rows with penalties that were just admitted.
+    masks_TW: of prompts that are scored under masks, a bit a token for what comes after each.
+    parts: of a step of several replicas (see `join`), the batch of each.
     """
 
     bucket: Bucket
@@ -67,7 +66,7 @@ class Batch:
     @property
     def drawing(self) -> Bucket | None:
         """The bucket of the step that draws tokens."""
-        draws_itself = self.bucket.phase == "decode" and self.sample is None
+        draws_itself = self.bucket.phase != "prefill" and self.sample is None
         return self.bucket if draws_itself else self.sample
 
     @property
@@ -91,7 +90,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         slots = [e.seq.adapter_slot for e in computed]
         view["adapters"][: len(slots)] = [bucket.loras if at is None else at for at in slots]
         view["adapters"][len(slots) :] = bucket.loras
-    if bucket.phase == "decode":
+    if bucket.phase != "prefill":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
         view["tokens"][:rows] = [_input_token(e) for e in drawing]
@@ -121,7 +120,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         packed=packed,
         num_tokens=plan.num_tokens,
         num_rows=num_draws,
-        steps=max((e.draws for e in drawing), default=1) if bucket.phase == "decode" else 1,
+        steps=max((e.draws for e in drawing), default=1) if bucket.phase != "prefill" else 1,
         copies=_pack_copies(plan, config),
         loads=plan.loads,
         counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),

@@ -10,7 +10,7 @@ from jpaged.engine.adapters import Loads
 from jpaged.engine.blocks import Copies
 from jpaged.engine.sequence import Sequence, Swapped
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["prefill", "decode", "draft"]
 # Blocks on their way between a pool and the host: ids by group, -1 for one that is not needed.
 Moves = tuple[tuple[Swapped, list[list[int]]], ...]
 
@@ -69,7 +69,8 @@ def dispatch(
 class Plan:
     """One dispatch. prefill: chunks of prompts, and with `mixed` a token each of rows that decode,
     or nothing but rows that decode, some of which have runs;
-    decode: as many tokens of each row as it has steps left.
+    decode: as many tokens of each row as it has steps left; draft: what a draft model guesses that
+    come after each row's last one. Nothing is committed of that, and no sequence counts it.
 
     Before it, in this order: `swap_outs` are copied from the pools to the host, `swap_ins` come
     back into other blocks, `loads` of adapters are written into their slots, and `copies` (source,

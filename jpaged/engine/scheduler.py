@@ -9,8 +9,8 @@ from collections import Counter
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.decode import certain_runs, decode_entries, run_entries
-from jpaged.engine.drafting import Drafter
+from jpaged.engine.decode import certain_runs, decode_entries, draft_entries, run_entries
+from jpaged.engine.drafting import Drafter, wants_tokens
 from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
@@ -70,6 +70,17 @@ class Scheduler:
             prefills = any(not entry.decodes for entry in entries)
             self._streak = self._streak + 1 if prefills else 0
         return self._made(phase, entries)
+
+    def schedule_drafts(self) -> Plan | None:
+        """What a draft model is to guess before the next step, of which nothing is in flight; None
+        where there is none, or nothing that is worth it.
+        """
+        drafter = self.queues.drafter
+        if drafter is None or not drafter.has_model or not wants_tokens(self.queues):
+            return None
+        self._trim()
+        counts = {seq: len(d) for seq, d in drafter.chosen(self._decoding_rows()).items()}
+        return self._made("draft", draft_entries(self.blocks, counts))
 
     def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
         """The next step of this phase, which others have chosen; None where it has nothing in it.

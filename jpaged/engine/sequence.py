@@ -59,7 +59,7 @@ class Sequence:
         *("request", "request_id", "sampling_params", "key", "index", "salt", "adapter"),
         *("eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
-        *("ahead",),
+        *("ahead", "num_masked"),
         # what came of it
         *("token_ids", "logprobs", "top_logprobs", "allowed_logprobs", "prompt_logprobs"),
         *("candidates",),
@@ -106,6 +106,7 @@ class Sequence:
         self.structured: Any = structured
         # (position, tokens): those that the form leaves no choice about, from a position on.
         self.ahead: tuple[int, list[int]] = (0, [])
+        self.num_masked = 0  # draws of a run that guesses that are under their masks
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
         asked = sampling_params.max_tokens
         limit = max_model_len if asked is None else self.prompt_len + asked

@@ -39,14 +39,15 @@ OPTIONS: dict[str, dict[str, int]] = {"cpu": {"xla_cpu_prefer_vector_width": 512
 class CompiledSteps:
     """Steps of one setting at one place, compiled when they are first asked for.
 
-    form: the serving tree as ShapeDtypeStructs with shardings; what they are compiled for.
+    form: the serving tree as ShapeDtypeStructs with shardings, and draft that of a draft model;
+    what they are compiled for.
     seconds: that each took, by bucket or by the name of a move.
     """
 
-    def __init__(self, setting: StepSetting, where: Placement, form: Any):
+    def __init__(self, setting: StepSetting, where: Placement, form: Any, draft: Any = None):
         self.setting = setting
         self.where = where
-        self.form = form
+        self.form, self.draft = form, draft
         self.seconds: dict[Bucket | str, float] = {}
         self._steps: dict[Bucket, Any] = {}
         self._moves: dict[tuple[str, int, int], Any] = {}  # by group and number of blocks
@@ -104,15 +105,29 @@ class CompiledSteps:
             "prefill": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, *[each] * 3)),
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
+            "draft": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, each)),
         }["prefill" if bucket.draws_apart(config) else bucket.phase]
         if bucket.takes_masks:
             args, in_specs = (*args, mask), (*in_specs, each)
-        params = specs_of(self.form, param_specs(model, self.where.axis, self.where.axis_size))
-        form, params = with_tables(self.form, params, model, config, self.where, bucket)
+        form, params = self._params(bucket)
         step = make_step(bucket, self.setting)
         step = self._per_device(step, (params, *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
+
+    def _params(self, bucket: Bucket) -> tuple[Any, Any]:
+        """What a step takes as params, in form and specs."""
+        setting, where = self.setting, self.where
+        form, specs = self.form, param_specs(setting.model, where.axis, where.axis_size)
+        specs = specs_of(form, specs)
+        form, specs = with_tables(form, specs, setting.model, setting.config, where, bucket)
+        if setting.draft is None or bucket.phase == "sample":
+            return form, specs
+        drafts = param_specs(setting.draft.model, where.axis, where.axis_size)
+        drafts = specs_of(self.draft, drafts)
+        if bucket.phase == "draft":
+            return self.draft, drafts
+        return (form, self.draft), (specs, drafts)
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """The function, run whole on each device's share: XLA cannot partition a Pallas call."""

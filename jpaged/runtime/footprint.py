@@ -40,7 +40,7 @@ from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.products import resolve_for
-from jpaged.runtime.runner import Runner
+from jpaged.runtime.runner import DraftOf, Runner
 from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
 from kernels_cpu.experts import MOST_PAIRS
@@ -56,6 +56,7 @@ def plan_memory(
     config: EngineConfig | None = None,
     *,
     device: Any = None,
+    draft: ModelConfig | Mapping[str, Any] | str | Path | None = None,
     limits: Limits | None = None,
     compiled: bool = True,
 ) -> MemoryPlan:
@@ -67,8 +68,9 @@ def plan_memory(
     dtype is what the model is stored in where it names none, else bfloat16. Of files in 8 or 4 bits
     all weights of products but the head's are taken to be (mxfp4: those of experts). device: the
     jax.Device that steps are compiled for, or several of them to share the model; jax's by default.
-    limits: of a card that is not here; None is what the device has. compiled=False takes the upper
-    bound of what steps need, which is proved for CPUs only. Raises ConfigError where no block fits.
+    draft: a model that guesses for it. limits: of a card that is not here; None is what the device
+    has. compiled=False takes the upper bound of what steps need, which is proved for CPUs only.
+    Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
     dtype, kind = settings.dtype or stored_dtype(model), _stored_format(model)
@@ -78,6 +80,12 @@ def plan_memory(
     settings = resolve_for(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
     params = form_of(served, where, dtype, settings.quantization, kind)
+    drafts: DraftOf | None = None
+    if draft is not None:
+        guesses = ModelConfig.coerce(draft)
+        own = settings.dtype or stored_dtype(draft)
+        form = form_of(served_config(guesses, where.axis_size), where, own, settings.quantization)
+        drafts = guesses, form
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
     pairs = zip(_leaves(form_of(model, where, dtype, kind=kind)), ours, strict=True)
@@ -88,13 +96,14 @@ def plan_memory(
             if is_quantized(own) != is_quantized(made) or own.shape != made.shape
         ]
     )
-    weights = bytes_on_device(params)
+    weights = bytes_on_device((params, drafts and drafts[1]))
     if limits is None:
         share, size = settings.memory_utilization, where.axis_size * where.replicas
         limits = limits_to_come(where.device, share, weights + kept, size)
     if kept and not limits.in_use:
         limits = dataclasses.replace(limits, in_use=weights + kept)
-    return plan_within(settings, limits, probe_runner(model, settings, where, params), compiled)
+    probe = probe_runner(model, settings, where, params, drafts)
+    return plan_within(settings, limits, probe, compiled)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -170,15 +179,22 @@ def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
 
 
 def plan_pool(
-    model: ModelConfig, config: EngineConfig, where: Placement, params: Any, *, freed: int = 0
+    model: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    params: Any,
+    *,
+    draft: DraftOf | None = None,
+    freed: int = 0,
 ) -> MemoryPlan:
-    """The plan of the machine at hand, for a resolved config and a serving tree that lies on its
+    """The plan of the machine at hand, for a resolved config and serving trees that lie on its
     devices.
 
-    freed: bytes on a device that the engine itself will free first (the pool that a larger one
-    replaces).
+    draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
+    pool that a larger one replaces).
     """
-    limits, weights = Limits.of(where.device, config.memory_utilization), bytes_on_device(params)
+    limits = Limits.of(where.device, config.memory_utilization)
+    weights = bytes_on_device((params, draft and draft[1]))
     if limits.pool is None:
         limits = dataclasses.replace(limits, in_use=limits.in_use - freed)
     else:  # virtual CPU devices share one memory, of which the weights have been taken already
@@ -186,7 +202,7 @@ def plan_pool(
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    return plan_within(config, limits, probe_runner(model, config, where, params))
+    return plan_within(config, limits, probe_runner(model, config, where, params, draft))
 
 
 def plan_within(
@@ -195,13 +211,19 @@ def plan_within(
     """The plan of one device; steps are compiled, if they may be, unless the bound holds (on CPU)
     and leaves the pool as it would be.
     """
-    weights = bytes_on_device(probe.params)
+    weights = bytes_on_device((probe.params, probe.draft_params))
     sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
     most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
-    costs = [(size, None if at == widest else most[at]) for at, size in enumerate(sizes)]
-    pool = PoolCost(tuple(costs), in_use=most[widest])
+    limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
+    if (draft := probe.draft_model) is not None:
+        of_draft = enumerate(most_blocks(draft, config))
+        limited += [None if at == widest_group(draft, config) else n for at, n in of_draft]
+    pool = PoolCost(tuple(zip(sizes, limited, strict=True)), in_use=most[widest])
     share = share_of(probe.model, probe.placement.axis_size)
     needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
+    if draft is not None:
+        more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
+        needs = dataclasses.replace(needs, temporaries=needs.temporaries + more.temporaries)
     largest = pool.of(most[widest])
     largest = largest if limits.pool is None else min(largest, limits.pool)
     is_cpu = probe.placement.device.platform == "cpu"
@@ -211,14 +233,20 @@ def plan_within(
     return plan(config, limits, pool=pool, weights=weights, needs=needs)
 
 
-def probe_runner(model: ModelConfig, config: EngineConfig, where: Placement, params: Any) -> Runner:
+def probe_runner(
+    model: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    params: Any,
+    draft: DraftOf | None = None,
+) -> Runner:
     """A runner to compile with and never to run: over the smallest pool whose block tables are as
     wide as can be.
 
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
     config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq)
-    return Runner(model, config, where, params)
+    return Runner(model, config, where, params, draft)
 
 
 def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:

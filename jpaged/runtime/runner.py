@@ -30,6 +30,8 @@ from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.transfers import Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
+DraftOf = tuple[ModelConfig, Any]  # a draft model and its serving tree
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handle:
@@ -60,17 +62,25 @@ class Runner:
 
     model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
     every step; its owner may replace it by another of the same form, or by None between calls. For
-    a runner that is to compile and never to run, ShapeDtypeStructs with shardings do.
+    a runner that is to compile and never to run, ShapeDtypeStructs with shardings do. draft: model
+    and serving tree of a draft model, which is to be replaced as `draft_params`.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        placement: Placement,
+        params: Any,
+        draft: DraftOf | None = None,
+    ):
         self.model, self.config, self.placement, self.params = model, config, placement, params
         setting = _setting(model, config, placement, params)
+        self.draft_model, self.draft_params = draft or (None, None)
+        if draft is not None:
+            setting = _with_draft(setting, _setting(draft[0], config, placement, draft[1]))
         self.pools = setting.pools
-        form = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-        )
-        self.steps = CompiledSteps(setting, placement, form)
+        self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
         self.transfers = Transfers(placement)
         dtype = params["embed"]["weight"].dtype
         self.adapters = AdapterTables(setting.model, config, placement, dtype)
@@ -98,7 +108,7 @@ class Runner:
         with explained(self.config):
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
             counts = any(part.counts for part in batch.each)
-            self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
+            _prepare(self, buckets, full=counts or any(b.is_full for b in buckets))
             return self._dispatch(batch)
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
@@ -113,6 +123,10 @@ class Runner:
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
         packed, params = self.transfers.put(batch.packed), self.adapters.ready(batch, self.params)
+        if batch.bucket.phase == "draft":
+            return _drafted(self, batch, packed)
+        if self.draft_model is not None:
+            params = (params, self.draft_params)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
             state, out = step(params, self._lent(batch.bucket), packed)
@@ -152,23 +166,6 @@ class Runner:
             self._counts_RV = state.rows.counts_RV
         rows = dataclasses.replace(state.rows, counts_RV=None)
         self._state = dataclasses.replace(state, rows=rows)
-
-    def _prepare(self, buckets: list[Bucket], *, full: bool) -> None:
-        """Have the arrays and the steps of a dispatch: what is missing of them is made side by
-        side.
-        """
-        missing = [bucket for bucket in buckets if bucket not in self.steps]
-        if self._state is not None and not missing:
-            self.allocate(full=full)
-            return
-        with ThreadPoolExecutor() as threads:
-            made = [threads.submit(self.allocate, full=full)]
-            for bucket in missing:
-                started = time.perf_counter()
-                lowered = self.steps.lower(bucket)
-                made.append(threads.submit(self.steps.compile, bucket, started, lowered))
-            for future in made:
-                future.result()
 
     def _ran(self, bucket: Bucket, tokens: int, padded: int) -> Any:
         usage = self.usage.setdefault(bucket, Usage())
@@ -255,6 +252,32 @@ class Runner:
         self._state = self._counts_RV = self.adapters.arrays = None
 
 
+def _prepare(runner: Runner, buckets: list[Bucket], *, full: bool) -> None:
+    """Have the arrays and the steps of a dispatch: what is missing of them is made side by
+    side.
+    """
+    missing = [bucket for bucket in buckets if bucket not in runner.steps]
+    if runner._state is not None and not missing:
+        runner.allocate(full=full)
+        return
+    with ThreadPoolExecutor() as threads:
+        made = [threads.submit(runner.allocate, full=full)]
+        for bucket in missing:
+            started = time.perf_counter()
+            lowered = runner.steps.lower(bucket)
+            made.append(threads.submit(runner.steps.compile, bucket, started, lowered))
+        for future in made:
+            future.result()
+
+
+def _drafted(runner: Runner, batch: Batch, packed: Array) -> Handle:
+    step = runner._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
+    state = runner._lent(batch.bucket)
+    kv, out = step(runner.draft_params, state.kv, state.rows, packed)
+    runner._state = DeviceState(kv=kv, rows=state.rows)
+    return Handle(batch=batch, outs=(out,), done=out)
+
+
 def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Array, ...]:
     """Up, as wide as the padded vocabulary, if there are any."""
     if masks_SW is None:
@@ -306,6 +329,17 @@ def report_of(runner: Runner) -> dict[str, Any]:
         "block_bytes": sum(pool.block_bytes for pool in runner.pools),
         "data_parallel_size": runner.placement.replicas,
     }
+
+
+def _form(params: Any) -> Any:
+    """A serving tree as ShapeDtypeStructs with shardings."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+
+
+def _with_draft(setting: StepSetting, draft: StepSetting) -> StepSetting:
+    return dataclasses.replace(setting, pools=(*setting.pools, *draft.pools), draft=draft)
 
 
 def _setting(

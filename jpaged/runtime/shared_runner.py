@@ -12,7 +12,7 @@ from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import Peers
-from jpaged.runtime.runner import Handle, Runner
+from jpaged.runtime.runner import DraftOf, Handle, Runner
 from jpaged.runtime.transfers import SharedTransfers
 
 
@@ -21,8 +21,15 @@ class SharedRunner(Runner):
     peer_timeout_s: PeerError then. Blocks go to each process's own host memory.
     """
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, placement: Placement, params: Any):
-        super().__init__(model, config, placement, params)
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        placement: Placement,
+        params: Any,
+        draft: DraftOf | None = None,
+    ):
+        super().__init__(model, config, placement, params, draft)
         assert isinstance(placement.mesh, Mesh)
         self.peers = Peers(placement.mesh, config.peer_timeout_s)
         self.transfers = SharedTransfers(placement, self.peers)

@@ -37,7 +37,7 @@ class StepSetting:
     products, experts: who multiplies beside XLA.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
-    None. vocabulary: how that lies.
+    None. vocabulary: how that lies. draft: of a draft model, whose pools come last among `pools`.
     """
 
     model: ModelConfig
@@ -48,6 +48,12 @@ class StepSetting:
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
+    draft: "StepSetting | None" = None
+
+    @property
+    def own_pools(self) -> tuple[PoolSpec, ...]:
+        """Of the model itself."""
+        return self.pools if self.draft is None else self.pools[: -len(self.draft.pools)]
 
     @property
     def mask_words(self) -> int:
@@ -63,22 +69,27 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
     decode that draws apart(params, kv, rows, packed) -> as of a prefill
+    draft(params of the draft model, kv, rows, packed) -> (kv, out); rows stay as they are
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
     rows without counts for plain buckets. What a step returns of them was donated to it. params:
-    with adapters, those of the model and the tables of adapters.
+    with adapters, those of the model and the tables of adapters; with a draft model, in all steps
+    but "sample", a pair of these and its own. It computes all that the model computes, so that each
+    block of its pools is of the same tokens as the model's.
     """
     decode = _make_forward if bucket.draws_apart(setting.config) else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
+    makers["draft"] = _make_draft
     return makers[bucket.phase](_Step(bucket, setting))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A bucket of a setting, and what its step does in any phase."""
+    """A bucket of a setting, and what its step does in any phase. is_draft: of a draft model."""
 
     bucket: Bucket
     to: StepSetting
+    is_draft: bool = False
 
     def unpack(self, packed: Array) -> dict[str, Array]:
         """The inputs by name, sliced as packing.pack laid them out."""
@@ -118,6 +129,38 @@ class _Step:
         )
         return bind(self.to.model, params, serving)
 
+    @property
+    def own(self) -> slice:
+        """The places of the model's own pools among all, and of their tables."""
+        count = len(self.to.own_pools)
+        return slice(-count, None) if self.is_draft else slice(count)
+
+    def pair(self, params: Any) -> tuple[Any, Any]:
+        """The model's and the draft model's, of what a step takes."""
+        return (params, None) if self.to.draft is None else params
+
+    def followed(
+        self,
+        params: Any,
+        kv: tuple[Array, ...],
+        tokens_T: Array,
+        tables_GSM: Array,
+        context_lens_S: Array,
+        start_loc_S1: Array,
+        num_rows: Array,
+    ) -> tuple[Array, ...]:
+        """The draft model's pools, once it has computed the same tokens; () without one."""
+        if self.to.draft is None:
+            return ()
+        bucket = dataclasses.replace(self.bucket, loras=0)
+        step = _Step(bucket, self.to.draft, is_draft=True)
+        view, _, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
+        decoder = step.bind(params, num_rows)
+        with jax.named_scope("draft"):
+            _, written = decoder(jnp.maximum(tokens_T, 0), jnp.maximum(positions_T, 0), view)
+        assert isinstance(written, PagedKV)
+        return written.pools
+
     def logits(self, decoder: Decoder, x: Array) -> Array:
         """Of final hidden states: those that this device has of each row."""
         return self.to.vocabulary.masked(decoder.logits(x))
@@ -125,14 +168,17 @@ class _Step:
     def view(
         self, kv: tuple[Array, ...], tables_GSM: Array, context_lens_S: Array, start_loc_S1: Array
     ) -> tuple[PagedKV, Array, Array]:
-        """The step's view of the cache, and the row and position (-1: padding) of each token."""
-        is_decode = self.bucket.phase == "decode"
+        """The step's view of the model's own pools, the first or (of a draft model) last of all,
+        and the row and position (-1: padding) of each token.
+        """
+        is_decode = self.bucket.phase != "prefill"
+        kv, tables_GSM = kv[self.own], tables_GSM[self.own]
         if is_decode:
             row_T, positions_T = jnp.arange(self.bucket.rows, dtype=jnp.int32), context_lens_S - 1
         else:
             row_T, positions_T = _locate(start_loc_S1, context_lens_S, self.bucket.tokens)
         view = view_of(
-            self.to.pools,
+            self.to.own_pools,
             kv,
             block_tables_GSM=tables_GSM,
             context_lens_S=context_lens_S,
@@ -152,7 +198,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         packed: Array,
         mask_TW: Array | None = None,
     ):
-        fields = step.unpack(packed)
+        fields, (params, draft) = step.unpack(packed), step.pair(params)
         start_loc_S1, context_lens_S = fields["query_start_loc"], fields["context_lens"]
         tables_GSM = fields["block_tables"]
         view, row_T, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
@@ -167,13 +213,15 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         decoder = step.bind(params, start_loc_S1[-1], slot_T)
         x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), view)
         assert isinstance(written, PagedKV)
+        where = (tables_GSM, context_lens_S, start_loc_S1, start_loc_S1[-1])
+        kv = (*written.pools, *step.followed(draft, kv, tokens_T, *where))
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if step.bucket.features == "prompt":
             out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
-        return written.pools, hidden_RE, fields["sample"], out
+        return kv, hidden_RE, fields["sample"], out
 
     return prefill
 
@@ -206,16 +254,18 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
     padding = step.to.config.seq_buckets[-1] - rows_S
 
     def decode(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
-        fields = step.unpack(packed)
+        fields, (params, draft) = step.unpack(packed), step.pair(params)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
-        starts_S1 = jnp.arange(rows_S + 1, dtype=jnp.int32)
-        view, _, positions_S = step.view(kv, fields["block_tables"], context_lens_S, starts_S1)
+        starts_S1, tables_GSM = jnp.arange(rows_S + 1, dtype=jnp.int32), fields["block_tables"]
+        view, _, positions_S = step.view(kv, tables_GSM, context_lens_S, starts_S1)
         decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
         x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
         assert isinstance(written, PagedKV)
+        where = (tables_GSM, context_lens_S, starts_S1, _last_row(context_lens_S))
+        kv = (*written.pools, *step.followed(draft, kv, last_S, *where))
         hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
-        return written.pools, hidden_RE, fields["sample"], None
+        return kv, hidden_RE, fields["sample"], None
 
     return decode
 
@@ -224,7 +274,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
     start_loc_S1 = np.arange(step.bucket.rows + 1, dtype=np.int32)
 
     def decode(params: Any, state: DeviceState, packed: Array):
-        fields = step.unpack(packed)
+        fields, (params, draft) = step.unpack(packed), step.pair(params)
         at_S = fields["device_rows"]
 
         def body(carry: Any) -> Any:
@@ -238,6 +288,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
             x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
             assert isinstance(written, PagedKV)
+            where = (tables_GSM, context_lens_S, starts_S1, _last_row(context_lens_S))
+            kv = (*written.pools, *step.followed(draft, state.kv, last_S, *where))
             open_after_S = fields["open_after"] - i
             logits_SV = step.logits(decoder, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
@@ -246,7 +298,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             last_S = jnp.where(runs_S, drawn.last_S, last_S)
             steps_S = jnp.where(runs_S & drawn.stops_S, i + 1, steps_S)
             outputs = {name: outputs[name].at[i].set(x) for name, x in drawn.outputs.items()}
-            return i + 1, last_S, steps_S, DeviceState(kv=written.pools, rows=rows), outputs
+            return i + 1, last_S, steps_S, DeviceState(kv=kv, rows=rows), outputs
 
         last_S, first_lens_S = _next_inputs(fields, state.rows)
         # None for those that stopped in the dispatch before.
@@ -260,6 +312,21 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
         return state, step.pack(outputs | {"num_drawn": steps_S})
 
     return decode
+
+
+def _make_draft(step: _Step) -> Callable[..., Any]:
+    assert step.to.draft is not None
+    decode, count = (
+        _make_decode(_Step(step.bucket, step.to.draft, is_draft=True)),
+        len(step.to.own_pools),
+    )
+
+    def draft(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+        # What it keeps of its rows is nobody's.
+        state, out = decode(params, DeviceState(kv=kv[count:], rows=rows), packed)
+        return (*kv[:count], *state.kv), out
+
+    return draft
 
 
 @dataclasses.dataclass(frozen=True)

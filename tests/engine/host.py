@@ -128,6 +128,9 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> Plan | None:
         return self._checked(super().schedule())
 
+    def schedule_drafts(self) -> Plan | None:
+        return self._checked(super().schedule_drafts())
+
     def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
         return self._checked(super().schedule_for(phase, decode_steps))
 
@@ -154,7 +157,7 @@ class Oracle(Drafter):
 class CheckedEngine(Engine):
     def _new_scheduler(self) -> Scheduler:
         scheduler = super()._new_scheduler()
-        if self.drafter is not None:
+        if self.drafter is not None and not self.drafter.has_model:
             self.drafter.__class__ = Oracle
         scheduler.__class__ = CheckedScheduler
         scheduler.queues.__class__ = CountedQueues

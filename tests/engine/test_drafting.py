@@ -63,7 +63,7 @@ def test_a_step_is_shared() -> None:
     assert Drafter(ALWAYS, 16).drafts(seqs) == {}, "not before its tokens are known"
     seqs[0].pending = 0
     seqs[3].waits_for_host = True
-    assert Drafter(ALWAYS, 16).drafts(seqs) == {}
+    assert set(Drafter(ALWAYS, 16).drafts(seqs)) == set(seqs[:3]), "others do beside a beam"
 
 
 def test_never_past_the_end() -> None:

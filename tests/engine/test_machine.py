@@ -81,11 +81,13 @@ class HostMachine(RuleBasedStateMachine):
         windowed_blocks=st.sampled_from([None, 3, 6]),
         max_loras=st.integers(1, 3),
         num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        method=st.sampled_from(["ngram", "draft"]),
     )
-    def start(self, host_blocks: int, num_drafts: int, **settings: Any) -> None:
+    def start(self, host_blocks: int, num_drafts: int, method: str, **settings: Any) -> None:
         space: dict[str, Any] = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
         if num_drafts:
-            space["speculative"] = {"num_tokens": num_drafts, "adaptive": False}
+            how = {"method": method, "num_tokens": num_drafts, "adaptive": False}
+            space["speculative"] = how
         self.host = Host(self.depth, max_model_len=40, **space, **settings)
         self.given_back_before = CountedBlocks.given_back
         self.mixed_before = CheckedScheduler.mixed
@@ -314,7 +316,7 @@ class HostMachine(RuleBasedStateMachine):
                 assert len(spans) <= host.config.max_num_seqs
                 if phase == "prefill":
                     assert sum(e - s for s, e in spans) <= host.config.max_num_batched_tokens
-                else:
+                elif phase == "decode":
                     assert all(e - s <= (host.config.decode_steps or 1) for s, e in spans)
 
     def teardown(self) -> None:

@@ -140,3 +140,21 @@ def test_a_row_without_a_form_keeps_its_steps() -> None:
     host.add(ROOTS[1][:6], 8, structured=Form())
     host.run()
     assert len(host.runner.dispatched) == 8  # as many as it draws tokens
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_rows_of_a_form_guess_too(method: str) -> None:
+    """Each draw of a run under its own mask, also where the form refuses a guess, or fails after
+    it; beams beside them wait as ever.
+    """
+    how = {"method": method, "num_tokens": 3, "adaptive": False}
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_logprobs": 12}
+    host = Host(2, speculative=how, num_blocks=64, **sizes)
+    seqs = [host.add(ROOTS[i % 2][:6], 24, structured=Form() if i else None) for i in range(3)]
+    bad = host.add(ROOTS[0], 12, structured=Form(fails_after=7))
+    host.add_beams(ROOTS[1], 2)
+    host.run()
+    assert all(generated(seq) == expected(seq) for seq in seqs)
+    assert isinstance(bad.error, RequestError) and bad.num_generated == 7
+    report = host.engine.report()
+    assert 10 < report["accepted_tokens"] < report["drafted_tokens"]

@@ -21,6 +21,7 @@ from jpaged.runtime.device_state import RowState, set_counts
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import choose_products
+from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
 from tests.hlo import forbid_donation, in_place
 from tests.tiny import CONFIG, config, engine, make_params
@@ -32,6 +33,7 @@ BUCKETS = {
     "decode": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16),
     "decode full": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16, features="full"),
     "decode 4 steps": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16, steps=4),
+    "draft": Bucket(phase="draft", tokens=8, rows=8, blocks=16, steps=3, features="filtered"),
     "sample": Bucket(phase="sample", tokens=8, rows=8),
     "sample full": Bucket(phase="sample", tokens=8, rows=8, features="full"),
     "prefill prompt": Bucket(
@@ -102,6 +104,18 @@ def test_the_pools_are_updated_in_place(name: str, model: ModelConfig, mixed: bo
     copies, is_small = in_place(step, pools)
     assert copies == [] and is_small
     assert len(pools) == (2 if model is TWO_GROUPS else 1)
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("name", ["draft", "prefill", "decode 4 steps"])
+def test_those_of_a_draft_model_too(name: str) -> None:
+    settings = engine(num_blocks=MANY[0], speculative={"method": "draft"}).resolve(CONFIG)
+    smaller = config(num_layers=1, hidden_size=16)
+    trees = [dict(make_params(0, model)) for model in (CONFIG, smaller)]
+    runner = Runner(CONFIG, settings, ONE_DEVICE, trees[0], (smaller, trees[1]))
+    bucket = dataclasses.replace(BUCKETS[name], tables=2)
+    copies, is_small = in_place(runner.steps.lower(bucket).compile(), runner.pools)
+    assert copies == [] and is_small and len(runner.pools) == 2
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")

@@ -39,8 +39,8 @@ class Answer(BaseModel):
 
 
 def make_llm(**changes: Any) -> LLM:
-    how = {"max_model_len": 160, "num_blocks": 96} | changes
-    return LLM(params(), tokenizer=make_tokenizer(), **vars(dataclasses.replace(ENGINE, **how)))
+    how: dict[str, Any] = vars(ENGINE) | {"max_model_len": 160, "num_blocks": 96} | changes
+    return LLM(params(), tokenizer=make_tokenizer(), **how)
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +334,23 @@ def test_what_is_certain_is_taken_side_by_side(llm: LLM, monkeypatch: pytest.Mon
             set(x) for x in other.logprobs
         ]
     assert between - before < 25 < 35 < llm.stats()["dispatches"] - between
+
+
+@pytest.mark.middle
+def test_guesses_are_under_their_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a form that guess, of their own text or by a model, get what they get without."""
+    monkeypatch.setattr(decode, "LEAST_RUN", 0)  # nothing is taken for certain
+    shown = '{"kind":"bb","ok":true} {"kind":"a","ok":false} '
+    prompts = [f"{shown}{i}" for i in range(4)]
+    asked = [ask(JSON, i, logprobs_mode="processed", min_tokens=3 * i) for i in range(3)]
+    asked.append(SamplingParams(max_tokens=20, temperature=0))
+    expected = run(llm, asked, prompts)
+    for how in ({"method": "ngram"}, {"method": "draft", "model": params()}):
+        guessing = make_llm(speculative={"num_tokens": 3, "adaptive": False, **how})
+        for found, wanted in zip(run(guessing, asked, prompts), expected, strict=True):
+            assert (found.text, found.token_ids) == (wanted.text, wanted.token_ids)
+            np.testing.assert_allclose(found.token_logprobs, wanted.token_logprobs, atol=1e-5)
+        assert guessing.stats()["accepted_tokens"] > 0
 
 
 def test_batch_files_draw_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
