@@ -38,7 +38,7 @@ from kernels_pallas.paged_attention.interface import Options
 # N, K: gate_up and down of the 0.6B and of the 60M model
 WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
 ROWS = (8, 16, 32, 64, 128, 1024)
-QUANTIZED_ROWS = (1, 4, 16, 64, 1024)
+QUANTIZED_ROWS = (1, 4, 16, 64, 256)
 QUANTIZED: tuple[Form, ...] = ("int8", "fp8", "int4")
 HEADS = {"60m": (8, 4, 64), "0.6b": (16, 8, 128)}  # H, K, D
 # Model, rows, context, and queries a row, where it is a prefill.

@@ -160,7 +160,7 @@ FORMATS: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "compressed_zeros": (
         compressed_zeros,
         "int4",
-        compressed("pack-quantized", 4, "group", group_size=GROUP),
+        compressed("pack-quantized", 4, "group", group_size=GROUP, symmetric=False),
     ),
     "compressed_fp8": (compressed_fp8, "fp8", compressed("float-quantized", 8, "channel")),
     "compressed_int8": (compressed_int8, "int8", compressed("int-quantized", 8, "channel")),
