@@ -24,7 +24,7 @@ import optax
 
 import jpaged
 from jpaged.demo import MODEL_PATH
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 
 PROMPTS = (
     "def area(width, height):\n    return ",

@@ -34,7 +34,9 @@ from jpaged.checkpoint.hf import stored_names
 from jpaged.checkpoint.tensors import flat
 from jpaged.checks import read_json
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import Decoder, bind, to_tree
+from jpaged.models.decoder import Decoder
+from jpaged.models.forward import bind
+from jpaged.models.trees import to_tree
 
 # Ids 0 (padding, and between documents), 1, 2 (EOS).
 SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

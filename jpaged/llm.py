@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.calls import Calls, OnError, OnUnfinished, SamplingParamsLike
+from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
@@ -204,7 +205,7 @@ class LLM:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer given, else the source folder's, else None."""
-        return self.calls.processor.tokenizer
+        return whole(self.calls.processor.tokenizer)
 
     @property
     def weight_version(self) -> int:

@@ -23,7 +23,7 @@ import jpaged
 from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.models.params import Params
 from jpaged.models.quantized import quantized_tree
 

@@ -101,12 +101,13 @@ class SharedSteps:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what middle.txt names."""
-    lines = (Path(__file__).parent / "middle.txt").read_text().splitlines()
-    patterns = [line.replace("[", "[[]") for line in lines if line and not line.startswith("#")]
-    for item in items:
-        if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
-            item.add_marker("middle")
+    """Mark what middle.txt and slow.txt name."""
+    for mark in ("middle", "slow"):
+        lines = (Path(__file__).parent / f"{mark}.txt").read_text().splitlines()
+        patterns = [line.replace("[", "[[]") for line in lines if line and line[0] != "#"]
+        for item in items:
+            if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
+                item.add_marker(mark)
 
 
 SHARED = SharedSteps()

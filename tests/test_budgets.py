@@ -23,12 +23,14 @@ WINGS = {
     # weights in 8 and 4 bits, 20 for configs that are kept, 315 for AsyncLLM, 30 for keys and
     # values in 8 bits, 630 for adapters, 550 for answers of a given form, 185 for files in
     # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models,
-    # 95 for products of such weights that XLA fuses and for plans of such files
-    "request path": 10590,
+    # 20 for modules of nnx apart, 95 for products of such weights that XLA fuses and for plans of
+    # such files
+    "request path": 10625,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
-    # 240 for four formats in 8 and 4 bits, 5 to refuse what is not finite in them
-    "checkpoint": 1335,
+    # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
+    # finite in them
+    "checkpoint": 1390,
     # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
     "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it.

@@ -12,7 +12,7 @@ from jpaged.checkpoint.load import load_params
 from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
 from jpaged.demo import MODEL_PATH
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.models.params import Params
 
 TEXTS = (

@@ -14,7 +14,7 @@ import jpaged
 from jpaged import LLM, ConfigError, EngineConfig, Params, RequestOutput, SamplingParams
 from jpaged.config import PINNED
 from jpaged.demo import MODEL_PATH
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.models.layers.linear import Linear
 from jpaged.runtime.products import FREE
 from kernels_cpu import library

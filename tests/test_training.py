@@ -14,7 +14,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, CapacityError, ConfigError, Params, RequestError, SamplingParams, api
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.runtime.runner import Runner
 from tests.text_model import write_folder
 from tests.tiny import EOS, compiles, config, engine, make_params, make_prompts, tokens_of

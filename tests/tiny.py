@@ -17,7 +17,7 @@ import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
 from jpaged.engine.engine import Engine
 from jpaged.engine.replicas import Replicas
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.models.params import param_shapes
 from jpaged.session import Session
 

@@ -20,8 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from flax.core import meta
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
@@ -36,6 +34,7 @@ from jpaged.models.params import (
     nest,
     param_table,
 )
+from jpaged.models.trees import imported, is_module, to_tree
 
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
 
@@ -386,18 +385,19 @@ def find_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """(path, array) of every weight; an nnx tree's other variables (random keys, counters) are
     none.
     """
-    if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree, nnx.Param)
+    if is_module(tree):
+        tree = to_tree(tree)
     while isinstance(tree, Mapping) and set(tree) == {"params"}:
         tree = tree["params"]
     return _walk(tree, ())
 
 
 def _walk(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, nnx.Variable):
+    nnx, meta = imported("flax.nnx"), imported("flax.core.meta")
+    if nnx is not None and isinstance(node, nnx.Variable):
         if isinstance(node, nnx.Param):
             yield ".".join(path), node.get_value()
-    elif isinstance(node, meta.AxisMetadata):
+    elif meta is not None and isinstance(node, meta.AxisMetadata):
         yield ".".join(path), node.unbox()
     elif isinstance(node, Mapping):
         for key, child in node.items():

@@ -19,19 +19,30 @@ def filled(model_type: str, known: dict[str, Any]) -> dict[str, Any]:
     """
     version = importlib.metadata.version("transformers")
     text = json.dumps([version, model_type, known], sort_keys=True, default=str)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder, name = base / "jpaged" / "configs", hashlib.sha256(text.encode()).hexdigest()[:24]
-    file = folder / f"{name}.json"
+    file = cache_folder("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(OSError, ValueError):  # none yet, or one that is broken
         return json.loads(file.read_text())
     fields = import_transformers().CONFIG_MAPPING[model_type].from_dict(known).to_dict()
     made = json.dumps(fields, default=str)
-    with contextlib.suppress(OSError):  # nowhere to write to: the next start asks again
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as new:
-            new.write(made)
-        os.replace(new.name, file)  # at once: another process may be writing the same
+    replace_text(file, made)
     return json.loads(made)
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of ours in the user's cache directory."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return base / "jpaged" / name
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file at once, since another process may be writing the same; nothing where there is
+    nowhere to write to: the next start asks again.
+    """
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            new.write(text)
+        os.replace(new.name, file)
 
 
 def import_transformers() -> Any:

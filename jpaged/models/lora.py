@@ -20,7 +20,6 @@ from jax.typing import DTypeLike
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import to_tree
 from jpaged.models.params import (
     Params,
     ParamSpec,
@@ -30,6 +29,7 @@ from jpaged.models.params import (
     nest,
     param_table,
 )
+from jpaged.models.trees import to_tree
 
 # The weights that can have adapters, as names within a layer.
 ADAPTED = (

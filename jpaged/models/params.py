@@ -13,12 +13,11 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
@@ -27,6 +26,9 @@ from jax.typing import DTypeLike
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel axis usually has
 DONATED = "were the params donated to a training step?"
@@ -352,7 +354,7 @@ def param_specs(config: ModelConfig, axis: MeshAxis | None, size: int = 1) -> di
     return nest({name: spec.partition(config, axis, size) for name, spec in table.items()})
 
 
-def initial_tree(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> dict[str, Any]:
+def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dict[str, Any]:
     """The canonical tree as training starts from it."""
 
     def initial(spec: ParamSpec) -> Array:
@@ -368,6 +370,8 @@ def initial_tree(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> dict[
 
 def random_params(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> "Params":
     """Params of untrained weights on jax's default device: what a model costs, not what it says."""
+    from flax import nnx  # a part of each start, and serving has no use for it
+
     return Params(initial_tree(config, nnx.Rngs(seed), dtype), config)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
-from jpaged.checkpoint.tokenizer import load_generation_config, load_tokenizer
+from jpaged.checkpoint.kept_tokenizer import kept_tokenizer, whole
+from jpaged.checkpoint.tokenizer import load_generation_config
 from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
@@ -49,7 +50,7 @@ class Processor:
         """The tokenizer given, else the source folder's, else None."""
         if self._given_tokenizer is not None or self._source is None:
             return self._given_tokenizer
-        return load_tokenizer(self._source)
+        return kept_tokenizer(self._source)
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -62,7 +63,7 @@ class Processor:
     @functools.cached_property
     def grammars(self) -> Grammars:
         """What compiles the forms that requests ask for; made when the first one does."""
-        needed = self._need_tokenizer("structured output")
+        needed = whole(self._need_tokenizer("structured output"))
         return Grammars(needed, self.model.vocab_size, self.eos_ids)
 
     def matcher(self, structured: Mapping[str, Any]) -> Matcher:

@@ -19,7 +19,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import Decoder, bind
+from jpaged.models.forward import Forward, bind
 from jpaged.models.layers.linear import ExpertProducts, Products, Serving
 from jpaged.models.layers.low_rank import AdapterRows
 from jpaged.models.params import MeshAxis
@@ -109,7 +109,7 @@ class _Step:
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> Decoder:
+    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> Forward:
         """The model; num_rows: rows of its products that are real, None where all are. slot_T: the
         slot of each token's adapter, where the step has adapters.
         """
@@ -161,7 +161,7 @@ class _Step:
         assert isinstance(written, PagedKV)
         return written.pools
 
-    def logits(self, decoder: Decoder, x: Array) -> Array:
+    def logits(self, decoder: Forward, x: Array) -> Array:
         """Of final hidden states: those that this device has of each row."""
         return self.to.vocabulary.masked(decoder.logits(x))
 

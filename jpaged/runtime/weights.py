@@ -12,13 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import to_tree
 from jpaged.models.params import (
     TENSOR_AXES,
     MeshAxis,
@@ -31,6 +29,7 @@ from jpaged.models.params import (
 )
 from jpaged.models.quantized import Form, QuantizedWeight, is_quantized, served_form
 from jpaged.models.served import Change, served_config
+from jpaged.models.trees import is_module, to_tree
 from jpaged.runtime.mesh import Placement, serving_mesh
 from jpaged.runtime.quantize import Quantize, check_kept
 from jpaged.runtime.reshard import Reshard, is_served
@@ -58,7 +57,7 @@ def as_params(params: Any, config: Any = None) -> Params:
         )
     if source is None and isinstance(config, str | Path):
         source = Path(config)
-    if isinstance(params, nnx.Module):
+    if is_module(params):
         params = to_tree(params)
     if not isinstance(params, Mapping):
         raise ConfigError(

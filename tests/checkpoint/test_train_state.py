@@ -19,8 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import jpaged
 from jpaged import CheckpointError, ModelConfig, Params
 from jpaged.checkpoint.tensors import flat
-from jpaged.models.decoder import Decoder, to_tree
+from jpaged.models.decoder import Decoder
 from jpaged.models.params import param_specs
+from jpaged.models.trees import to_tree
 from tests import tiny
 from tests.golden.configs import CONFIGS
 

@@ -12,10 +12,12 @@ import pytest
 from flax import nnx
 
 from jpaged.models.config import ModelConfig, RopeScaling
-from jpaged.models.decoder import Decoder, bind, to_tree
+from jpaged.models.decoder import Decoder
+from jpaged.models.forward import Forward, bind
 from jpaged.models.kv_view import DenseKV
 from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.params import Params
+from jpaged.models.trees import to_tree
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.paged_kv import PagedKV, view_of
@@ -148,15 +150,19 @@ def test_positions_turn_the_keys() -> None:
     assert np.abs(dense(CONFIG, tree, tokens, 3 * steps) - here).max() > 0.05
 
 
-def test_bind_takes_the_arrays_as_they_are() -> None:
+def test_a_module_takes_the_arrays_as_they_are() -> None:
     params = make_params(0, config(num_layers=11))  # "10" sorts before "2"
-    model = bind(params.config, dict(params))
+    model = Decoder(params.config, tree=dict(params))
     back = to_tree(model)
     assert jax.tree.structure(back) == jax.tree.structure(dict(params))
     assert all(a is b for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True))
     assert model.layers[10].mlp.down[...] is params["layers"]["10"]["mlp"]["down"]
     state = to_tree(nnx.state(model))
     assert all(a is b for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True))
+    tokens = jnp.asarray(make_prompts(6))
+    hidden, _ = model(tokens)
+    expected, _ = bind(params.config, dict(params))(tokens)
+    assert np.array_equal(model.logits(hidden), bind(params.config, back).logits(expected))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -180,7 +186,7 @@ def test_linear_accumulates_in_f32() -> None:
     np.testing.assert_array_equal(linear(x, jnp.float32), 4096.0)
 
 
-def loss_of(model: Decoder, tokens: jax.Array) -> jax.Array:
+def loss_of(model: Decoder | Forward, tokens: jax.Array) -> jax.Array:
     hidden, _ = model(tokens[:, :-1])
     logprobs = jax.nn.log_softmax(model.logits(hidden))
     return -jnp.mean(jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import jpaged
 from jpaged import ConfigError, ModelConfig, SamplingParams, api
 from jpaged.engine.buckets import Bucket
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.runtime.footprint import bound
 from kernels_cpu import library
 from tests.tiny import (

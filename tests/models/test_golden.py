@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import EngineConfig, Params, SamplingParams
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from tests.golden.configs import CONFIGS, SEEDED
 from tests.golden.reference import Golden, Model, load, load_seeds
 

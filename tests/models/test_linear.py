@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.models.layers.linear import Linear, Serving
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.quantized import quantized

@@ -18,7 +18,7 @@ from jpaged.checkpoint.name_maps import TUNIX_QWEN3
 from jpaged.checkpoint.tensors import flat
 from jpaged.models import params as table
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import Decoder, to_tree
+from jpaged.models.decoder import Decoder
 from jpaged.models.params import (
     ParamSpec,
     Part,
@@ -27,6 +27,7 @@ from jpaged.models.params import (
     param_specs,
     random_params,
 )
+from jpaged.models.trees import to_tree
 from jpaged.runtime.footprint import bound
 from tests.checkpoint.test_name_maps import hf_tensors, tunix_tree
 from tests.tiny import CONFIG, engine

@@ -9,7 +9,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import bucket_table
-from jpaged.models.decoder import bind
+from jpaged.models.forward import bind
 from jpaged.runtime import products
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import FREE, choose_products, resolve_for

@@ -236,9 +236,9 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     bucket, seen = BUCKETS["sample full"], {}
 
-    def spy(logits: Any, controls: Any, full: Any, **how: Any) -> Any:
+    def spy(logits: Any, controls: Any, full: Any, mask: Any, **how: Any) -> Any:
         seen.update(vars(controls) | vars(full))
-        return sample(logits, controls, full, **how)
+        return sample(logits, controls, full, mask, **how)
 
     sample = steps.sample
     monkeypatch.setattr(steps, "sample", spy)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams
-from jpaged.models.decoder import bind
+from jpaged.models.decoder import Decoder
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
@@ -40,9 +40,9 @@ def as_layer_list(params: Params) -> dict[str, Any]:
 
 FORMS = {
     "Params": lambda p: p,
-    "nnx Module": lambda p: bind(CONFIG, dict(p)),
-    "nnx State": lambda p: nnx.state(bind(CONFIG, dict(p))),
-    "nnx Param State": lambda p: nnx.state(bind(CONFIG, dict(p)), nnx.Param),
+    "nnx Module": lambda p: Decoder(CONFIG, tree=dict(p)),
+    "nnx State": lambda p: nnx.state(Decoder(CONFIG, tree=dict(p))),
+    "nnx Param State": lambda p: nnx.state(Decoder(CONFIG, tree=dict(p)), nnx.Param),
     "linen": lambda p: {"params": dict(p)},
     "dict": lambda p: dict(p),
     "dict with int layers": lambda p: {
@@ -66,12 +66,12 @@ def test_every_form_gives_the_same_leaves(form: Any) -> None:
 def test_where_the_config_comes_from() -> None:
     params = make_params()
     assert as_params(params).config is CONFIG
-    assert as_params(bind(CONFIG, dict(params))).config == CONFIG, "our own module knows it"
+    assert as_params(Decoder(CONFIG, tree=dict(params))).config == CONFIG, "our own module knows it"
     assert as_params(dict(params), CONFIG.to_hf()).config == CONFIG
     with pytest.raises(ConfigError, match=r"params of type dict need config= "):
         as_params(dict(params))
     with pytest.raises(ConfigError, match=r"params of type State need config="):
-        as_params(nnx.state(bind(CONFIG, dict(params))))
+        as_params(nnx.state(Decoder(CONFIG, tree=dict(params))))
     with pytest.raises(ConfigError, match=r"params of type list: pass Params"):
         as_params(leaves(params), CONFIG)
 
@@ -175,7 +175,7 @@ def test_variables_around_the_arrays_do_not_count(kind: str) -> None:
 
 
 def test_a_module_trained_in_place_is_new() -> None:
-    model = bind(CONFIG, dict(make_params()))
+    model = Decoder(CONFIG, tree=dict(make_params()))
     weights = ServingWeights(ONE_DEVICE, None)
     weights.update(as_params(model))
     assert not weights.update(as_params(model))
