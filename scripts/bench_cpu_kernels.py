@@ -208,9 +208,9 @@ def experts(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
 
 PARTS = {
     "products": products,
-    "quantized": quantized_products,
     "attention": attention,
     "experts": experts,
+    "quantized": quantized_products,
 }
 
 

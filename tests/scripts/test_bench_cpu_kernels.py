@@ -22,7 +22,7 @@ def test_a_run(
     monkeypatch.setattr(bench, "EXPERT_ROWS", (8,))
     assert bench.main(["--rounds", "2", "--json", str(tmp_path / "rows")]) == 0
     rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    product, weights, decode, prefill, experts = rows
+    product, decode, prefill, experts, weights = rows
     assert (
         product["product"] == "[8, 64] . [96, 64]"
         and product["xla_gflops"] / product["native_gflops"] > 0
