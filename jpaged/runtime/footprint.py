@@ -186,12 +186,14 @@ def plan_pool(
     *,
     draft: DraftOf | None = None,
     freed: int = 0,
+    needs: Needs | None = None,
 ) -> MemoryPlan:
     """The plan of the machine at hand, for a resolved config and serving trees that lie on its
     devices.
 
     draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
-    pool that a larger one replaces).
+    pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
+    compiled.
     """
     limits = Limits.of(where.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
@@ -202,14 +204,19 @@ def plan_pool(
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    return plan_within(config, limits, probe_runner(model, config, where, params, draft))
+    probe = probe_runner(model, config, where, params, draft)
+    return plan_within(config, limits, probe, needs=needs)
 
 
 def plan_within(
-    config: EngineConfig, limits: Limits, probe: Runner, compiled: bool = True
+    config: EngineConfig,
+    limits: Limits,
+    probe: Runner,
+    compiled: bool = True,
+    needs: Needs | None = None,
 ) -> MemoryPlan:
-    """The plan of one device; steps are compiled, if they may be, unless the bound holds (on CPU)
-    and leaves the pool as it would be.
+    """The plan of one device; steps are compiled, if they may be, unless their needs are known, or
+    the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
     sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
@@ -220,6 +227,8 @@ def plan_within(
         limited += [None if at == widest_group(draft, config) else n for at, n in of_draft]
     pool = PoolCost(tuple(zip(sizes, limited, strict=True)), in_use=most[widest])
     share = share_of(probe.model, probe.placement.axis_size)
+    if needs is not None:
+        return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
@@ -280,6 +289,7 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
         state=state_bytes(share, probe.config, block_bytes)
         + table_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
+        is_measured=True,
     )
 
 
