@@ -79,6 +79,7 @@ def beam_search(
     engine_config: EngineConfig | None = None,
     lora: Any = None,
     draft: Any = None,
+    structured: Mapping[str, Any] | None = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -89,8 +90,10 @@ def beam_search(
     score as of now beats the worst of them; "never" when none can. Candidates, order and scores are
     those of transformers' beam search. Beams share their blocks. Rows of beam_width a prompt; 2 *
     beam_width (more with several EOS ids) is at most max_logprobs. lora, draft: as in generate.
+    structured: the form that completions have, as in SamplingParams; scores are under its masks
+    then, and there may be fewer completions.
     """
-    how = (beam_width, max_tokens, length_penalty, early_stopping)
+    how = (beam_width, max_tokens, length_penalty, early_stopping, structured)
     with _serving(params, config, mesh, engine_config, tokenizer, draft=draft) as calls:
         prompts = adapted(calls.session, as_list(prompts), lora)
         return calls.complete(calls.beam_searches(prompts, *how), on_error, use_tqdm)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from jpaged.calls import SamplingParamsLike
 from jpaged.config import EngineConfig
-from jpaged.engine_thread import EngineThread, Inbox, Job
+from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
 from jpaged.request.chat import Chat
@@ -77,10 +77,16 @@ class AsyncLLM:
 
     @contextlib.asynccontextmanager
     async def run(
-        self, prompts: list[Any], sampling_params: SamplingParamsLike, *, streaming: bool = False
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParamsLike,
+        *,
+        streaming: bool = False,
+        coming: Coming | None = None,
     ) -> AsyncIterator[Inbox]:
         """Run a request of each prompt inside the block, as one call of LLM.generate; yields what
         they answer to. Each comes to its output, or to an error; streaming: its pieces come first.
+        coming: what `expect` gave when they were first heard of.
         """
         self._thread.check()
         calls, loop = self._llm.calls, asyncio.get_running_loop()
@@ -88,15 +94,22 @@ class AsyncLLM:
         makes = calls.completions(prompts, sampling_params, key, streaming=streaming)
         jobs: list[Job] = []
         inbox = Inbox()
-        for index, make in enumerate(makes):
-            request = await loop.run_in_executor(self._prompts, make)
-            live = LiveCompletions([request], self.tokenizer) if streaming else None
-            jobs.append(Job(request, inbox, index, live))
+        with contextlib.closing(coming or self.expect()) as coming:
+            for index, make in enumerate(makes):
+                request = await loop.run_in_executor(self._prompts, make)
+                live = LiveCompletions([request], self.tokenizer) if streaming else None
+                jobs.append(Job(request, inbox, index, live))
         self._thread.add(jobs)
         try:
             yield inbox
         finally:
             self._thread.abort(jobs)
+
+    def expect(self) -> Coming:
+        """Have the first step after a pause wait a moment for a request that is on its way, until
+        it is run, or what this returns is closed.
+        """
+        return Coming(self._thread)
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(LLM, *args) between two steps, while nothing else touches it: to update_params,

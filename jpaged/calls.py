@@ -15,7 +15,7 @@ from jpaged.errors import CapacityError, GenerationError, RequestError
 from jpaged.request.collect import LiveCompletions, collect, failed, scores
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.processor import Processor
-from jpaged.request.prompts import match_sampling_params
+from jpaged.request.prompts import as_list, match_sampling_params
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.session import Session
 
@@ -54,10 +54,10 @@ class Calls:
             for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True))
         ]
 
-    def beam_searches(self, prompts: list[Any], *how: Any) -> list[Make]:
+    def beam_searches(self, prompts: Any, *how: Any) -> list[Make]:
         """What makes the search of each prompt; how: as in Processor.beam_search."""
         make: Any = self.processor.beam_search
-        return [partial(make, prompt, *how) for prompt in prompts]
+        return [partial(make, prompt, *how) for prompt in as_list(prompts)]
 
     def complete(self, makes: list[Make], on_error: OnError, use_tqdm: bool) -> list[RequestOutput]:
         """Make the requests, run them to their ends and return an output of each."""

@@ -15,7 +15,7 @@ from kernels_pallas.paged_attention import IMPLEMENTATIONS
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
-    '"num_tokens": 4}, or by a smaller model: {"method": "draft", "model": FOLDER}'
+    '"num_tokens": 8}, or by a smaller model: {"method": "draft", "model": FOLDER}'
 )
 
 
@@ -35,7 +35,7 @@ class Speculative:
     """
 
     method: Literal["ngram", "draft"] = "ngram"
-    num_tokens: int = 4
+    num_tokens: int = 8
     adaptive: bool = True
     model: str | None = None
 

@@ -1,6 +1,7 @@
 """EngineThread: steps an engine for tasks of event loops, and tells them what came of it."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -21,6 +22,10 @@ log = logging.getLogger("jpaged")
 # row ends what runs with the error.
 RETRIES = 1
 STATS_S = 0.25  # how old the stats may be while it steps
+# How long the first step after a pause may wait for requests that are on their way: a step that
+# begins with one of many costs as much as one with all of them.
+GATHER_S = 0.02
+LOOK_S = 0.002  # how often it looks whether any still are
 
 # Of which request, and a piece of it, its output when it has ended, or why there is none.
 News = tuple[int, CompletionChunk | RequestOutput | BaseException]
@@ -70,6 +75,21 @@ class Job:
         return news
 
 
+class Coming:
+    """A request that is on its way, until it is added or given up."""
+
+    def __init__(self, thread: "EngineThread"):
+        self._thread = thread
+        self._is_counted = True
+        thread.count_coming(1)
+
+    def close(self) -> None:
+        """It is there, or will not come."""
+        if self._is_counted:
+            self._is_counted = False
+            self._thread.count_coming(-1)
+
+
 class EngineThread(threading.Thread):
     """The one thread that touches the engine of `calls` from `start` to `close`.
 
@@ -81,8 +101,9 @@ class EngineThread(threading.Thread):
         self._calls = calls
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, Job] = {}
-        self._lock = threading.Lock()  # of _ended
+        self._lock = threading.Lock()  # of _ended and _coming
         self._ended: BaseException | None = None
+        self._coming = 0
         self._is_closing = False
         self._failures = 0  # steps in a row that raised
         self._news: dict[Inbox, list[News]] = {}  # since they were last delivered
@@ -105,6 +126,11 @@ class EngineThread(threading.Thread):
                 self._add(job, closed)
 
         self._post(run)
+
+    def count_coming(self, change: int) -> None:
+        """So many requests more are on their way."""
+        with self._lock:
+            self._coming += change
 
     def abort(self, jobs: list[Job]) -> None:
         """End those of them that still run. Nobody is told."""
@@ -180,13 +206,23 @@ class EngineThread(threading.Thread):
 
     def _obey(self) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
-        wait = not self._jobs
+        is_idle = wait = not self._jobs
         while not self._is_closing and (wait or not self._commands.empty()):
             self._commands.get()(None)
             wait = False
+        if is_idle and self._jobs:
+            self._gather()
         # A command may have ended requests that it did not know to be somebody's.
         for output in self._calls.take_ready():
             self._end(output)
+
+    def _gather(self) -> None:
+        """Take in what is on its way, for a moment."""
+        until = time.monotonic() + GATHER_S
+        while self._coming and not self._is_closing and time.monotonic() < until:
+            # One that is given up sends no word of it.
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=LOOK_S)(None)
 
     def _add(self, job: Job, closed: BaseException | None) -> None:
         try:

@@ -78,13 +78,13 @@ class LLM:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         *,
+        structured: Mapping[str, Any] | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """The beam_width likeliest completions of each prompt: see jpaged.beam_search."""
-        how = (beam_width, max_tokens, length_penalty, early_stopping)
-        makes = self.calls.beam_searches(as_list(prompts), *how)
-        return self.calls.complete(makes, on_error, use_tqdm)
+        how = (beam_width, max_tokens, length_penalty, early_stopping, structured)
+        return self.calls.complete(self.calls.beam_searches(prompts, *how), on_error, use_tqdm)
 
     def chat(
         self,

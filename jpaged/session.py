@@ -21,6 +21,7 @@ from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import Adapted, match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner, report_of, seal
@@ -81,6 +82,7 @@ class Session:
         self._grows, self._is_asleep = grows, False
         self._cached_version = 0  # weight version that the prefix cache is of
         self._engine: Engine | Replicas | None = None
+        self.needs: Needs | None = None  # of compiled steps, once they were asked
 
     @property
     def has_pool(self) -> bool:
@@ -152,11 +154,8 @@ class Session:
         """
         num_blocks = num_blocks or _most_blocks(self)
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        runner, replicas, depth = (
-            _runner(self, config),
-            self.placement.replicas,
-            DISPATCHES_IN_FLIGHT,
-        )
+        runner, replicas = _runner(self, config), self.placement.replicas
+        depth = DISPATCHES_IN_FLIGHT
         if replicas > 1:
             self._engine = Replicas(config, runner, replicas, depth=depth)
         else:
@@ -265,15 +264,19 @@ def _runner(session: Session, config: EngineConfig) -> Runner:
 
 
 def _most_blocks(session: Session) -> int:
-    """Blocks of the default pool, which is also as far as a pool grows."""
+    """Blocks of the default pool, which is also as far as a pool grows. What compiled steps need
+    does not depend on the pool: they are asked once.
+    """
     config, where = session.engine_config, session.placement
     if config.num_blocks is not None:
         return config.num_blocks
     assert session.params is not None, "bind weights first"
     tree = session.weights.tree(session.params)
-    held = session.runner.pool_bytes if session.has_pool else 0
     drafts = None if session.draft is None else session.draft.tree()
-    plan = plan_pool(session.model_config, config, where, tree, draft=drafts, freed=held)
+    held = session.runner.pool_bytes if session.has_pool else 0
+    how: dict[str, Any] = {"draft": drafts, "freed": held, "needs": session.needs}
+    plan = plan_pool(session.model_config, config, where, tree, **how)
+    session.needs = plan.needs if plan.needs.is_measured else None
     return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks
 
 
@@ -314,7 +317,7 @@ def adapted(session: Session, prompts: list[Any], lora: Any) -> list[Any]:
     config = grown(config, asked) if session.adapters.grows and asked else config
     if config != session.engine_config:
         log.info("adapters take %d slots: steps compile again", config.max_loras)
-        session.engine_config = config
+        session.engine_config, session.needs = config, None
         if session.has_pool:
             session.start(session.engine.config.num_blocks)
     check_fits(asked, config)

@@ -49,20 +49,25 @@ LEVELS = (  # the best first
         name="amx",
         needs=AVX512 | {"amx_tile", "amx_bf16"},
         flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        sources=("avx512/attend.cc", "avx512/experts.cc", "amx/linear.cc"),
+        sources=("avx512/attend.cc", "avx512/experts.cc", "avx512/quantized.cc", "amx/linear.cc"),
         tiles=True,
     ),
     Level(
         name="avx512",
         needs=AVX512,
         flags=("-march=x86-64-v4", "-mavx512bf16"),
-        sources=("avx512/attend.cc", "avx512/experts.cc", "avx512/linear.cc"),
+        sources=(
+            "avx512/attend.cc",
+            "avx512/experts.cc",
+            "avx512/quantized.cc",
+            "avx512/linear.cc",
+        ),
     ),
     Level(
         name="avx2",
         needs=frozenset({"avx2", "fma"}),
         flags=("-march=x86-64-v3",),
-        sources=("avx2/attend.cc", "avx2/experts.cc", "avx2/linear.cc"),
+        sources=("avx2/attend.cc", "avx2/experts.cc", "avx2/linear.cc", "avx2/quantized.cc"),
     ),
 )
 

@@ -5,8 +5,10 @@ their ratio.
 
 Every call has another weight, or another layer of the pool, so that what a step reads from memory
 is read from memory here. Products are bf16 [M, K] . [N, K]; attention is of rows alike, blocks of
-64 tokens, in bf16. A layer of experts (8 of 64) is computed for all of them (dense), in XLA's tiles
-and natively; its GB/s are of the weights of those that were drawn.
+64 tokens, in bf16. Products with weights in 8 and 4 bits are beside the native one in bf16: GB/s
+are of their values and scales, and of a plain read. A layer of experts (8 of 64) is computed for
+all of them (dense), in XLA's tiles and natively; its GB/s are of the weights of those that were
+drawn.
 """
 
 import functools
@@ -22,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.models.layers.mlp import gated
+from jpaged.models.quantized import Form, QuantizedWeight, quantized
 from kernels_cpu import experts as native_experts
 from kernels_cpu import paged_attention as native
+from kernels_cpu import quantized as native_quantized
 from kernels_cpu.library import level, unavailable
 from kernels_cpu.linear import linear
 from kernels_pallas.experts import tiles
@@ -34,6 +38,8 @@ from kernels_pallas.paged_attention.interface import Options
 # N, K: gate_up and down of the 0.6B and of the 60M model
 WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
 ROWS = (8, 16, 32, 64, 128, 1024)
+QUANTIZED_ROWS = (1, 4, 16, 64, 256)
+QUANTIZED: tuple[Form, ...] = ("int8", "fp8", "int4")
 HEADS = {"60m": (8, 4, 64), "0.6b": (16, 8, 128)}  # H, K, D
 # Model, rows, context, and queries a row, where it is a prefill.
 ATTENTION = [
@@ -65,7 +71,12 @@ def native_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return linear(x, weight, x.shape[0], x.dtype)
 
 
-def chain(multiply: Callable[..., jax.Array], x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+def quantized_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    y = native_quantized.linear(x, w.values, w.scales, w.form, x.shape[0], w.zeros)
+    return y.astype(x.dtype)
+
+
+def chain(multiply: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> jax.Array:
     """A product with each weight, which waits for the one before."""
     size = min(x.shape[1], weights[0].shape[0])
     for weight in weights:
@@ -91,6 +102,31 @@ def products(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
                 "native_gflops": operations / seconds["native"],
                 "ratio": seconds["native"] / seconds["xla"],
             }
+
+
+def quantized_products(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
+    run = jax.jit(chain, static_argnums=0)
+    for N, K in WEIGHTS[:2]:
+        count = max(4, BYTES // (2 * N * K))
+        draws = (rng.standard_normal((N, K), np.float32) / K**0.5 for _ in range(count))
+        plain = [jnp.asarray(draw, jnp.bfloat16) for draw in draws]
+        forms: dict[str, tuple[Any, list[Any]]] = {"bf16": (native_product, plain)}
+        for form in QUANTIZED:
+            made = jax.jit(functools.partial(quantized, form=form, num_outputs=1))
+            forms[form] = (quantized_product, [made(weight) for weight in plain])
+        for M in QUANTIZED_ROWS:
+            x = jnp.asarray(rng.standard_normal((M, K)), jnp.bfloat16)
+            calls = {
+                name: functools.partial(run, *how[:1], x, how[1]) for name, how in forms.items()
+            }
+            seconds, read = medians(calls, rounds), common.read_bandwidth()
+            row: dict[str, Any] = {"weights": f"[{M}, {K}] . [{N}, {K}]", "read_gb_s": read}
+            for name, (_, weights) in forms.items():
+                size = sum(weight.nbytes for weight in weights)
+                row[f"{name}_ms"] = 1e3 * seconds[name] / count
+                row[f"{name}_gb_s"] = size / seconds[name] / 1e9
+                row[f"{name}_ratio"] = seconds["bf16"] / seconds[name]
+            yield row
 
 
 def layers(
@@ -170,7 +206,12 @@ def experts(rng: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-PARTS = {"products": products, "attention": attention, "experts": experts}
+PARTS = {
+    "products": products,
+    "attention": attention,
+    "experts": experts,
+    "quantized": quantized_products,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,29 +8,35 @@ open until all requests are answered. In turn with that, the child's LLM.generat
 prompts of the same lengths at once. Prints tokens a second of both, best and median of the rounds,
 what the server loses, and of all streams the time to the first token and between tokens, p50 and
 p99; then one JSON line. Prompts are random token ids, no two alike. Client and server share the
-machine, so on a CPU the client's work is part of the loss; what the server's own process takes more
-of the processors is told apart: on a CPU that is also what the model runs on.
+machine, so on a CPU what they do is taken from the model: the seconds of processors are told apart,
+those of the server's process, of its threads that run Python, and of the client.
 """
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import random
 import re
+import selectors
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import _common as common
 
 from jpaged.flags import add_engine_flags, engine_settings
 
-MODEL = "bench"
+MODEL, PIECE, DONE = "bench", b'data: {"id"', b"data: [DONE]"
+PYTHON = ("http", "engine", "prompts")  # threads of the server that run Python
+USED = ("process", *PYTHON, "dispatches", "padded_tokens", "decode_tokens")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,8 +86,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Print the port, then answer each line of stdin: a round's number by generate's seconds, cpu
-    by the seconds that this process has taken of the processors.
+    """Print the port, then answer each line of stdin in JSON: a round's number by generate's
+    seconds, "spent" by what was used of processors and steps so far.
     """
     from jpaged import LLM, AsyncLLM, SamplingParams
     from jpaged.openai.server.app import Server
@@ -99,7 +105,11 @@ def serve(args: argparse.Namespace) -> int:
     engine = AsyncLLM(llm)
     server = Server(engine, ServerSettings(models=(MODEL,), max_waiting=10 * args.requests))
     listener = Listener(server, "127.0.0.1", 0, quiet=True)
-    threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True).start()
+    # The event loop that the command line has.
+    loop = listener.config.get_loop_factory()
+    serving = functools.partial(asyncio.run, listener.serve(), loop_factory=loop)
+    http = threading.Thread(target=serving, daemon=True)
+    http.start()
     while not listener.started:
         time.sleep(0.01)
     print(listener.port, flush=True)
@@ -112,10 +122,30 @@ def serve(args: argparse.Namespace) -> int:
         return time.perf_counter() - began
 
     for line in sys.stdin:
-        is_cpu = line.strip() == "cpu"
-        found = time.process_time() if is_cpu else asyncio.run(engine.call(generate, int(line)))
+        if line.strip() == "spent":
+            found: Any = json.dumps(spent(http) | asyncio.run(engine.call(work_of)))
+        else:
+            found = asyncio.run(engine.call(generate, int(line)))
         print(found, flush=True)
     return 0
+
+
+def spent(http: threading.Thread) -> dict[str, float]:
+    """Seconds of the processors that this process has taken, and its threads that run Python."""
+    kinds = {"jpaged-engine": "engine", "jpaged-prompts": "prompts"}
+    found = {"process": time.process_time(), "http": 0.0, "engine": 0.0, "prompts": 0.0}
+    for thread in threading.enumerate():
+        kind = "http" if thread is http else kinds.get(thread.name.partition("_")[0])
+        if kind is not None:
+            used = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+            found[kind] += int(used.split()[0]) / 1e9
+    return found
+
+
+def work_of(llm: Any) -> dict[str, float]:
+    """What the engine has done: steps, and the tokens that they had room for."""
+    stats = llm.stats()
+    return {name: stats[name] for name in ("dispatches", "padded_tokens", "decode_tokens")}
 
 
 def words(vocab_size: int) -> Any:
@@ -142,12 +172,18 @@ def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float,
     """
     found, compiles = [], -1
     for number in range(2 * args.rounds + 6):
-        used = [float(ask(child, "cpu"))]
-        rate = args.requests * args.output / float(ask(child, f"{number}"))
-        used.append(float(ask(child, "cpu")))
-        seen = asyncio.run(streams(args, port, number))
-        used.append(float(ask(child, "cpu")))
-        seen["cpu"] = (used[1] - used[0], used[2] - used[1])
+        spent = [ask(child, "spent")]
+        rate = args.requests * args.output / ask(child, f"{number}")
+        spent.append(ask(child, "spent"))
+        own = time.process_time()
+        seen = streams(args, port, number)
+        own = time.process_time() - own
+        spent.append(ask(child, "spent"))
+        alone, served = (
+            {name: after[name] - before[name] for name in after}
+            for before, after in itertools.pairwise(spent)
+        )
+        seen |= {"alone": alone, "served": served | {"client": own}}
         before, compiles = compiles, compiled(port)
         if before == compiles:
             found.append((rate, seen))
@@ -156,11 +192,11 @@ def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float,
     raise RuntimeError("steps are compiled in every round: give more rounds, or fewer buckets")
 
 
-def ask(child: Any, line: str) -> str:
+def ask(child: Any, line: str) -> Any:
     """What the child answers to a line."""
     child.stdin.write(f"{line}\n")
     child.stdin.flush()
-    return child.stdout.readline()
+    return json.loads(child.stdout.readline())
 
 
 def compiled(port: int) -> int:
@@ -170,44 +206,60 @@ def compiled(port: int) -> int:
     return int(re.findall(r"^jpaged_compiled_steps_total (\d+)$", text, re.M)[0])
 
 
-async def streams(args: argparse.Namespace, port: int, number: int) -> dict[str, Any]:
-    """Tokens a second, and the seconds of every first token and of every gap."""
-    prompts, firsts, gaps = prompts_of(args, f"streams {number}"), [], []
-    began = time.perf_counter()
+def streams(args: argparse.Namespace, port: int, number: int) -> dict[str, Any]:
+    """Tokens a second, and the seconds of every first token and of every gap. One thread that does
+    as little as a client can: its work is on the same processors.
+    """
+    prompts, ended = prompts_of(args, f"streams {number}"), []
+    with selectors.DefaultSelector() as ready:
 
-    async def client() -> None:
-        while prompts:
-            body = {"prompt": prompts.pop(), "max_tokens": args.output, "stream": True}
-            body |= {"ignore_eos": True, "seed": 1, "model": MODEL}
-            times = await stream(port, json.dumps(body).encode())
-            firsts.append(times[1] - times[0])
-            gaps.extend(b - a for a, b in itertools.pairwise(times[1:]))
+        def ask_next() -> None:
+            if prompts:
+                stream = Stream(args, port, prompts.pop())
+                ready.register(stream.socket, selectors.EVENT_READ, stream)
 
-    await asyncio.gather(*(client() for _ in range(args.concurrency)))
-    seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        for _ in range(args.concurrency):
+            ask_next()
+        while len(ended) < args.requests:
+            for key, _ in ready.select():
+                if key.data.read():
+                    ready.unregister(key.fileobj)
+                    key.data.socket.close()
+                    ended.append(key.data.times)
+                    ask_next()
+        seconds = time.perf_counter() - began
+    firsts = [times[1] - times[0] for times in ended]
+    gaps = [b - a for times in ended for a, b in itertools.pairwise(times[1:])]
     return {"rate": args.requests * args.output / seconds, "first": firsts, "gap": gaps}
 
 
-async def stream(port: int, body: bytes) -> list[float]:
-    """When a request was sent, and when each piece of its answer came."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    times = [time.perf_counter()]
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    while True:
-        line = await reader.readline()
-        if line.startswith(b"data: {"):
-            if b'"error"' in line[:16]:
-                raise RuntimeError(line.decode())
-            times.append(time.perf_counter())
-        elif line.startswith(b"data: [DONE]") or not line:
-            break
-        elif line.startswith(b"HTTP/1.1") and b" 200 " not in line:
-            raise RuntimeError((await reader.read(4096)).decode())
-    writer.close()
-    if len(times) < 2:
-        raise RuntimeError("a stream without a piece")
-    return times
+class Stream:
+    """One answer as it comes. times: when it was asked for, and when each piece came."""
+
+    def __init__(self, args: argparse.Namespace, port: int, prompt: list[int]):
+        asked = {"prompt": prompt, "max_tokens": args.output, "stream": True, "ignore_eos": True}
+        body = json.dumps(asked | {"seed": 1, "model": MODEL}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.times = [time.perf_counter()]
+        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self._is_begun, self._tail = False, b""
+
+    def read(self) -> bool:
+        """Take what has come; whether that was the end."""
+        new = self.socket.recv(1 << 16)
+        if not self._is_begun and not new.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError((new + self.socket.recv(4096)).decode())
+        self._is_begun = True
+        found = self._tail + new
+        if not new or b'data: {"error"' in found:
+            raise RuntimeError(f"a stream ended with {found!r}")
+        self.times += [time.perf_counter()] * found.count(PIECE)
+        # What may be the beginning of a piece, or of the end, is read again.
+        after = found.rfind(PIECE) + len(PIECE) if PIECE in found else 0
+        self._tail = found[after:][1 - len(DONE) :]
+        return DONE in found
 
 
 def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, Any]]) -> None:
@@ -219,10 +271,23 @@ def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, An
         best, median = max(values), statistics.median(values)
         print(f"  {name:16} {median:9.1f} tok/s (best {best:.1f})")
     print(f"  the server loses {loss:.1%} (best rounds: {1 - max(rates) / max(bulk):.1%})")
-    more = statistics.median(served / alone for alone, served in (one["cpu"] for one in found)) - 1
-    print(f"  processor time of its process: {more:+.1%}")
+    middle = {
+        kind: {name: statistics.median(one[kind][name] for one in found) for name in names}
+        for kind, names in (("alone", USED), ("served", (*USED, "client")))
+    }
+    for kind, what in (("alone", "LLM.generate"), ("served", "server, streams")):
+        told = ", ".join(f"{name} {value:.2f}" for name, value in middle[kind].items())
+        print(f"  {what:16} {told}")
+    alone, served = middle["alone"], middle["served"]
+    tokens = args.requests * args.output
+    python = sum(served[name] - alone[name] for name in PYTHON)
+    print(
+        f"  the server's own threads: {1e6 * python / tokens:+.0f} us of a processor a token, "
+        f"{python / served['process']:+.1%} of its process; the client's: "
+        f"{1e6 * served['client'] / tokens:.0f} us"
+    )
     record: dict[str, Any] = {"generate_tok_s": bulk, "server_tok_s": rates, "loss": loss}
-    record |= {"cpu_s": [one["cpu"] for one in found], "cpu_more": more}
+    record |= {"used": middle}
     for name, what in (("first", "time to first token"), ("gap", "time between tokens")):
         values = sorted(x * 1e3 for one in found for x in one[name])
         p50, p99 = (values[min(int(q * len(values)), len(values) - 1)] for q in (0.5, 0.99))

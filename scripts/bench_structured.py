@@ -1,14 +1,18 @@
 """Answers of a given form: whether they are, and what the masks cost.
 
     python scripts/bench_structured.py --documents 1000        # the embedded model, each validated
+    python scripts/bench_structured.py --documents 1000 --suite FOLDER     # tests/draft2020-12
     python scripts/bench_structured.py --cost --random 60m     # rows in turn free and under masks
     python scripts/bench_structured.py --cost --random 60m --vocabulary 151936
 
 The first draws documents of several schemas at temperature 1, until so many have ended by
-themselves, and has jsonschema judge each of these. The second times rows without a form, rows in a
-long string of one, and records, in turn; its last column is the masks' own time.
+themselves, and has jsonschema judge each of these; with --suite those of the official suite
+(jsonschema's source distribution has it too, below json/), each of which is served or refused. The
+last times rows without a form, rows in a long string of one, and records, in turn; its last column
+is the masks' own time.
 """
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -90,52 +94,77 @@ SCHEMAS: dict[str, Any] = {
 LONG = {"regex": "[a-z ]{1000}"}  # of which nothing is certain
 
 
-def documents(count: int, rows: int, max_tokens: int, dtype: str | None) -> int:
+def suite(folder: Path) -> dict[str, Any]:
+    """The schemas of the official suite's files, by file and description."""
+    return {
+        f"{file.stem}: {case['description']}": case["schema"]
+        for file in sorted(folder.glob("*.json"))
+        for case in json.loads(file.read_text())
+    }
+
+
+def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> int:
     """Draw until so many documents have ended, print how many are valid; the number of those that
     are not.
     """
-    settings: dict[str, Any] = {"dtype": dtype, "max_num_seqs": rows, "max_model_len": 512}
-    llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * rows, **settings)
+    settings: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": args.rows}
+    llm = jpaged.LLM(str(MODEL_PATH), num_blocks=8 * args.rows, max_model_len=512, **settings)
     found, drawn = collections.Counter[tuple[str, str]](), 0
-    began, tokens = time.perf_counter(), 0
-    while (left := count - sum(n for (_, kind), n in found.items() if kind != "cut off")) > 0:
-        places = range(drawn, drawn := drawn + left)
-        names = [list(SCHEMAS)[i % len(SCHEMAS)] for i in places]
+    began, tokens, left = time.perf_counter(), 0, list(schemas)
+    while (todo := count - sum(found[name, kind] for name, kind in found if kind in ENDED)) > 0:
+        places = range(drawn, drawn := drawn + todo)
+        names = [left[i % len(left)] for i in places]
         asked = [
             jpaged.SamplingParams(
-                max_tokens=max_tokens,
+                max_tokens=args.max_tokens,
                 seed=i,
-                structured={"json_schema": SCHEMAS[name], "disable_any_whitespace": i % 3 != 0},
+                structured={
+                    "json_schema": json.dumps(schemas[name]),
+                    "disable_any_whitespace": i % 3 != 0,
+                },
             )
             for i, name in zip(places, names, strict=True)
         ]
-        outs = llm.generate([f"{name} = " for name in names], asked, use_tqdm=False)
+        prompts = [f"{name} = " for name in names]
+        outs = llm.generate(prompts, asked, on_error="return", use_tqdm=False)
         tokens += sum(len(out.outputs[0].token_ids) for out in outs)
-        found += judged(names, outs)
-    for name in SCHEMAS:
-        kinds = {kind: found[name, kind] for kind in ("valid", "cut off", "INVALID")}
-        print(f"{name:8} " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
+        found += judged(schemas, names, outs)
+        left = [name for name in left if not found[name, "refused"]]
+    kinds = (*ENDED, "cut off", "refused")
+    if len(schemas) <= len(SCHEMAS):
+        for name in schemas:
+            print(f"{name:8} " + ", ".join(f"{found[name, kind]} {kind}" for kind in kinds))
+    total = {kind: sum(n for (_, k), n in found.items() if k == kind) for kind in kinds}
+    served = len({name for name, kind in found if kind in ENDED})
+    print(f"{len(schemas)} schemas: {len(left)} not refused, {served} of which ended a document")
+    print(", ".join(f"{n} {kind}" for kind, n in total.items()))
     print(
         f"{drawn} documents, {tokens} tokens in {llm.stats()['dispatches']} dispatches and "
         f"{time.perf_counter() - began:.1f} s, compiles included"
     )
-    return sum(n for (_, kind), n in found.items() if kind == "INVALID")
+    return total["INVALID"]
 
 
-def judged(names: list[str], outs: list[Any]) -> collections.Counter[tuple[str, str]]:
-    """How many documents of each schema are valid, and how many were cut off."""
+ENDED = ("valid", "INVALID")
+
+
+def judged(
+    schemas: dict[str, Any], names: list[str], outs: list[Any]
+) -> collections.Counter[tuple[str, str]]:
+    """How many documents of each schema are valid, were cut off, or refused."""
     import jsonschema  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
     found = collections.Counter[tuple[str, str]]()
     for name, out in zip(names, outs, strict=True):
-        answer, kind = out.outputs[0], "cut off"
+        answer, kind = out.outputs[0], "cut off" if out.error is None else "refused"
         if answer.finish_reason == "stop":
             try:
-                jsonschema.validate(json.loads(answer.text or ""), SCHEMAS[name])
+                judge = jsonschema.Draft202012Validator(schemas[name])
+                judge.validate(json.loads(answer.text or ""))
                 kind = "valid"
             except (ValueError, jsonschema.ValidationError) as e:
                 kind = "INVALID"
-                print(f"{name}: {answer.text!r}: {e}")
+                print(f"{name}: {answer.text!r}: {str(e).splitlines()[0]}")
         found[name, kind] += 1
     return found
 
@@ -215,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     common.add_model_flags(parser)
     add = parser.add_argument
     add("--documents", type=int, help="so many documents of the embedded model, validated")
+    add("--suite", type=Path, help="of the schemas of these files, in place of four of its own")
     add("--cost", action="store_true", help="time rows under masks beside free ones")
     add("--vocabulary", type=int, help="tokens of the random model, in place of its own number")
     add("--rows", type=int, default=32)
@@ -227,7 +257,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give --documents or --cost, one of the two")
     common.check_positive(parser, args, "documents", "rows", "tokens", "rounds", "vocabulary")
     if args.documents is not None:
-        return int(documents(args.documents, args.rows, args.max_tokens, args.dtype) > 0)
+        schemas = SCHEMAS if args.suite is None else suite(args.suite)
+        return int(documents(schemas, args.documents, args) > 0)
     common.check_model_flags(parser, args)
     cost(args)
     return 0

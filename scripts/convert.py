@@ -1,6 +1,6 @@
 """Turn a Hugging Face folder into an Orbax one:
 
-python scripts/convert.py HF_FOLDER OUT [--dtype bfloat16]
+python scripts/convert.py HF_FOLDER OUT [--dtype bfloat16] [--dequantize]
 """
 
 import os
@@ -23,10 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     add("folder", metavar="HF_FOLDER", help="folder with config.json and safetensors files")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
     add("--dtype", choices=common.ITEMSIZE, help="cast to this; default: as stored")
+    add("--dequantize", action="store_true", help="weights in 8 or 4 bits become plain ones")
     args = parser.parse_args(argv)
     try:
         check_new(args.out)  # before minutes of reading
-        params = load_params(args.folder, dtype=args.dtype)
+        params = load_params(args.folder, dtype=args.dtype, dequantize=args.dequantize)
         save_params(params, args.out)
     except JpagedError as e:
         print(f"convert.py: error: {e}", file=sys.stderr)

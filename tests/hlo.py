@@ -60,9 +60,9 @@ def pool_copies(hlo: str, elements: int) -> list[str]:
     """Instructions of a compiled module that make a new array with the pool's element count; empty
     if all is in place.
 
-    A fusion counts as in place where its root is a scatter or a dynamic-update-slice: if its
-    operand had to survive, XLA would have put a copy before it, which is then found. Pick a count
-    that no other array of the module has.
+    A fusion counts as in place where its root is a scatter or a dynamic-update-slice, a kernel
+    where a result takes an operand's place: if that had to survive, XLA would have put a copy
+    before it, which is then found. Pick a count that no other array of the module has.
     """
     computations: dict[str, list[re.Match[str]]] = {}
     fused: set[str] = set()
@@ -83,6 +83,8 @@ def pool_copies(hlo: str, elements: int) -> list[str]:
                 for shape in re.findall(r"\w\[([\d,]*)\]", i[2])
             ]
             if elements not in counts or i[3] in _FREE | _IN_PLACE:
+                continue
+            if i[3] == "custom-call" and "output_to_operand_aliasing=" in i[4]:
                 continue
             if i[3] == "fusion" and _root(computations[_called(i)]) in _IN_PLACE:
                 continue

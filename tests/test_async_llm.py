@@ -1,6 +1,7 @@
 """AsyncLLM: the tokens of LLM, streams, aborts, errors, and nothing left behind."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, AsyncLLM, ConfigError, PeerError, RequestError, SamplingParams
+from jpaged import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    PeerError,
+    RequestError,
+    SamplingParams,
+    engine_thread,
+)
 from jpaged.engine.integrity import check
 from tests.tiny import ENGINE, assert_same_completion, make_params, make_prompts
 
@@ -312,3 +321,25 @@ def test_what_it_cannot_be_made_of(expected: LLM):
     with pytest.raises(ConfigError, match="unfinished"):
         AsyncLLM(expected)
     expected.abort(name)
+
+
+def test_the_first_step_waits_for_who_is_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both prompts are in it; who does not come is waited for no longer than a moment."""
+    prompts = make_prompts(5, 7)
+
+    async def work(llm: AsyncLLM) -> None:
+        monkeypatch.setattr(engine_thread, "GATHER_S", 30.0)
+        monkeypatch.setattr(engine_thread, "LOOK_S", 0.001)
+        with contextlib.closing(llm.expect()) as coming:
+            first = asyncio.create_task(llm.complete(prompts[0], SAMPLED))
+            while not llm._thread._jobs:
+                await asyncio.sleep(0.001)
+            async with llm.run([prompts[1]], SAMPLED, coming=coming) as inbox:
+                await inbox.take()
+                await first
+        assert llm.stats()["prefill_steps"] == 1
+        monkeypatch.setattr(engine_thread, "GATHER_S", 0.02)
+        with contextlib.closing(llm.expect()):  # and never runs
+            await llm.complete(prompts[0], SAMPLED)
+
+    run(work)

@@ -22,22 +22,28 @@ WINGS = {
     # replicas, 130 for a draw that decodes share and for steps that stand in for others, 215 for
     # weights in 8 and 4 bits, 20 for configs that are kept, 315 for AsyncLLM, 30 for keys and
     # values in 8 bits, 630 for adapters, 550 for answers of a given form, 185 for files in
-    # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models,
-    # 20 for modules of nnx apart
-    "request path": 10530,
+    # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models, 20 for modules of
+    # nnx apart, 40 for first steps that wait for who is coming and for beams of a form, 65 for one
+    # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
+    # with weights in 8 and 4 bits that XLA fuses and for plans of such files
+    "request path": 10730,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
-    # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept
-    "checkpoint": 1385,
+    # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
+    # finite in them
+    "checkpoint": 1390,
     # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
     "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
-    # A server with its parts of answers, and the command that starts it.
-    "server": 1650,
+    # A server with its parts of answers, and the command that starts it; 360 of them for
+    # /v1/responses, 60 for calls and forms in channels, 25 for pieces that cost little.
+    "server": 2095,
     # asked: 2200; 370 of them to check and model kernels on a card, 40 to time experts on CPU,
     # 50 for what a form of weights costs in quality, 10 for replicas on chips that are not there,
     # 70 to time adapters, 160 for a server under load, 190 to validate answers of a given form and
-    # time their masks, 40 to time forms of weights on a card, 85 to time drafts
-    "scripts": 3730,
+    # time their masks, 40 to time forms of weights on a card, 35 on a CPU, 85 to time drafts,
+    # 50 to tell the server's processor time from the model's and the client's, 25 for the
+    # official suite of schemas
+    "scripts": 3845,
 }
 KERNEL_FILE = 300
 

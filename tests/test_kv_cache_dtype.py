@@ -163,6 +163,24 @@ def test_hits_and_snapshots_carry_scales(params: Params, expected: list[RequestO
     llm.close()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_depend_on_the_request_alone(params: Params, form: Any) -> None:
+    """In bf16, deterministic: each prompt alone, among others that preempt it, and scored."""
+    settings: dict[str, Any] = {"kv_cache_dtype": form, "dtype": "bfloat16", "deterministic": True}
+    how = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=3)
+    llm, crowded = served(params, **settings), served(params, CROWDED, **settings)
+    together = run(crowded, how=how)
+    assert crowded.stats()["preemptions"] > 0
+    for prompt, out in zip(PROMPTS, together, strict=True):
+        (alone,), (ours,) = run(llm, [prompt], how)[0].outputs, out.outputs
+        assert alone.token_ids == ours.token_ids
+        assert np.array_equal(alone.token_logprobs, ours.token_logprobs)
+        scored = llm.score([[*prompt, *ours.token_ids]])[0]
+        assert np.array_equal(scored[len(prompt) - 1 :], ours.token_logprobs)
+    llm.close()
+    crowded.close()
+
+
 @pytest.mark.own_steps
 def test_a_swap_that_loses_scales_is_noticed(
     params: Params, expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch

@@ -248,3 +248,13 @@ def test_generate_takes_it() -> None:
             a.outputs[0].token_logprobs, b.outputs[0].token_logprobs, atol=1e-4
         )
     jpaged.release(compiled=True)
+
+
+def test_the_memory_plan_counts_both() -> None:
+    """Weights, temporaries and KV of a draft model, in blocks for as many tokens as the model's."""
+    how = EngineConfig(**{**SMALL, "num_blocks": None, "speculative": {"method": "draft"}})
+    alone = jpaged.plan_memory(MODEL, how, compiled=False)
+    both = jpaged.plan_memory(MODEL, how, draft=DRAFT, compiled=False)
+    assert both.weights > alone.weights and both.needs.total > alone.needs.total
+    assert [size for size, _ in both.pool.groups][:1] == [size for size, _ in alone.pool.groups]
+    assert len(both.pool.groups) == 2 and both.num_blocks == alone.num_blocks

@@ -84,6 +84,10 @@ def load_params(
         if keep:
             kept = laid(stored[name], shapes[name], len(spec.sides[0]))
             if kept is not None:
+                if not kept.is_finite():
+                    raise CheckpointError(
+                        f"{folder}: {name} holds a value in {kept.form} that is not finite"
+                    )
                 weight = QuantizedWeight(
                     **kept._asdict(), num_outputs=len(spec.sides[0]), dtype=target or own
                 )

@@ -45,7 +45,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
     if held := [name for name, leaf in flat(params, is_quantized).items() if is_quantized(leaf)]:
         raise CheckpointError(
             f"{held[0]} is in 8 or 4 bits, which Orbax folders do not hold: load_params(..., "
-            "dequantize=True) makes plain weights"
+            "dequantize=True), or convert.py --dequantize, makes plain weights"
         )
     leaves = flat(params)
     for name, leaf in leaves.items():

@@ -175,6 +175,12 @@ class Laid(NamedTuple):
     scales: np.ndarray
     zeros: np.ndarray | None
 
+    def is_finite(self) -> bool:
+        """Whether all that it stands for is; e4m3 has NaN, and no infinity."""
+        if self.form == "fp8" and ((self.values.view(np.uint8) & 0x7F) == 0x7F).any():
+            return False
+        return bool(np.isfinite(self.scales).all())
+
 
 def laid(parts: list[Part], shape: tuple[int, ...], num_outputs: int) -> Laid | None:
     """A canonical weight of packed parts; None where it cannot be kept so, and is read plain."""

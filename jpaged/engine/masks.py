@@ -112,7 +112,8 @@ def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:
     """The tokens that must come from here on, none where there is a choice, or one that may end the
     text.
     """
-    if seq.sampling_params.has_penalties:  # its counts have each token once it is drawn
+    # The counts of penalties have each token once it is drawn; a beam may be another's by then.
+    if seq.sampling_params.has_penalties or seq.waits_for_host:
         return []
     tokens = seq.structured.forced()
     ends = seq.structured.grammars.eos_ids | seq.stop_ids

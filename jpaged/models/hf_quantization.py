@@ -13,6 +13,7 @@ class Format:
 
     form: of the values. group: inputs that share a scale; None is all of an output. block: outputs
     and inputs that share one, of fp8. minus_one: GPTQ's first files hold zeros less one.
+    has_zeros: whether something is taken off values before they are scaled.
     """
 
     method: Literal["mxfp4", "fp8", "awq", "gptq", "compressed-tensors"]
@@ -20,6 +21,7 @@ class Format:
     group: int | None = None
     block: tuple[int, int] | None = None
     minus_one: bool = False
+    has_zeros: bool = False
 
 
 def read_format(raw: Any, *, are_stacked: bool) -> Format | None:
@@ -63,9 +65,8 @@ def _awq(raw: Mapping[str, Any]) -> Format:
     _bits("awq", raw.get("bits", raw.get("w_bit")))
     if (version := str(raw.get("version", "gemm")).lower()) != "gemm":
         raise _refused("awq", f"version={version!r}: only gemm")
-    return Format(
-        method="awq", form="int4", group=_group(raw.get("group_size", raw.get("q_group_size")))
-    )
+    group = _group(raw.get("group_size", raw.get("q_group_size")))
+    return Format(method="awq", form="int4", group=group, has_zeros=True)
 
 
 def _gptq(raw: Mapping[str, Any]) -> Format:
@@ -74,7 +75,7 @@ def _gptq(raw: Mapping[str, Any]) -> Format:
     if version not in ("gptq", "gptq_v2"):
         raise _refused("gptq", f"checkpoint_format={version!r}: only gptq and gptq_v2")
     minus_one, group = version == "gptq", _group(raw.get("group_size"))
-    return Format(method="gptq", form="int4", group=group, minus_one=minus_one)
+    return Format(method="gptq", form="int4", group=group, minus_one=minus_one, has_zeros=True)
 
 
 def _compressed(raw: Mapping[str, Any]) -> Format:
@@ -94,4 +95,5 @@ def _compressed(raw: Mapping[str, Any]) -> Format:
     group = _group(weights.get("group_size")) if strategy == "group" else None
     form: Any = forms[layout]
     own = (block[0], block[1]) if strategy == "block" and block else None
-    return Format(method=name, form=form, group=group, block=own)
+    has_zeros = form == "int4" and not weights.get("symmetric", True)
+    return Format(method=name, form=form, group=group, block=own, has_zeros=has_zeros)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.layers.heads import Heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,8 @@ class KVView(Protocol):
         self,
         group: int,
         index: Any,
-        q: Any,
-        k: Any,
-        v: Any,
+        qkv: Any,
+        heads: Heads,
         *,
         scale: float,
         soft_cap: float | None,
@@ -67,9 +67,9 @@ class KVView(Protocol):
         """Keep these tokens' keys and values, then attend over each row's whole context.
 
         group: of kv_groups. index: place of the layer among the group's, an int or a scalar array.
-        q [..., H, D], k and v [..., K, D]. soft_cap: c of c * tanh(score / c), or None. sinks [H]:
-        one more score of each head, which takes its share of the softmax alone; or None. Returns
-        o [..., H, D] in q's dtype, and the view with the keys and values in it.
+        q, k, v are heads(qkv). soft_cap: c of c * tanh(score / c), or None. sinks [H]: one more
+        score of each head, which takes its share of the softmax alone; or None. Returns o [..., H,
+        D] in qkv's dtype, and the view with the keys and values in it.
         """
         ...
 
@@ -90,15 +90,15 @@ class DenseKV:
         self,
         group: int,
         index: Any,
-        q: Any,
-        k: Any,
-        v: Any,
+        qkv: Any,
+        heads: Heads,
         *,
         scale: float,
         soft_cap: float | None,
         sinks: Any = None,
     ) -> tuple[Any, Self]:
         """See KVView: jax's reference attention, differentiable, its softmax in f32."""
+        q, k, v = heads(qkv)
         window = self.windows[group]
         if soft_cap is not None or sinks is not None:
             return _attention(q, k, v, sinks, scale, soft_cap, window), self

@@ -5,6 +5,7 @@ with it is accumulated in f32. Scales are of the whole model's rows, so that a m
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, Self
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_quantization import Format
 from jpaged.models.params import Params, ParamSpec, axes_shape, nest, param_table
 
 type Form = Literal["int8", "int4", "fp8"]  # that plain weights are made into
@@ -102,7 +104,11 @@ class QuantizedWeight:
         """
         assert self.num_outputs == 1 and self.ndim == 2
         if not self.by_output:
-            return _dot(x, self.whole().astype(x.dtype))
+            if x.dtype != jnp.bfloat16 or self.form == "mxfp4":
+                return _dot(x, self.whole().astype(x.dtype))
+            return jax.lax.platform_dependent(
+                x, self, cuda=_fused_for_cuda, tpu=_fused_for_tpu, default=_widened_first
+            )
         scales = self.scales.reshape((1,) * (x.ndim - 1) + (-1,))
         return _dot(x, self.values.astype(x.dtype)) * scales
 
@@ -110,6 +116,56 @@ class QuantizedWeight:
 def _dot(x: Array, weight: Array) -> Array:
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+
+
+def _widened_first(x: Array, w: QuantizedWeight) -> Array:
+    return _dot(x, w.whole().astype(x.dtype))
+
+
+def _fused_for_cuda(x: Array, w: QuantizedWeight) -> Array:
+    """XLA writes a weight that is cast after its scales to memory; one that the product itself
+    rounds to bf16 becomes a part of it.
+    """
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    in_bf16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    parts = [
+        jax.lax.dot_general(
+            own.astype(jnp.float32),
+            part,
+            contract,
+            precision=in_bf16,
+            preferred_element_type=jnp.float32,
+        )
+        for own, part in as_they_lie(x, w)
+    ]
+    return functools.reduce(jnp.add, parts)
+
+
+def _fused_for_tpu(x: Array, w: QuantizedWeight) -> Array:
+    return functools.reduce(
+        jnp.add, [_dot(own, part.astype(x.dtype)) for own, part in as_they_lie(x, w)]
+    )
+
+
+def as_they_lie(x: Array, w: QuantizedWeight) -> list[tuple[Array, Array]]:
+    """Parts of x and of the weight in f32 whose products add up: of int4 the low halves of the
+    bytes with their inputs, and the high ones, so that nothing moves among the weights.
+    """
+    outputs, num_groups = w.scales.shape
+
+    def scaled(numbers: Array) -> Array:
+        groups = numbers.reshape(outputs, num_groups, -1)
+        groups = groups if w.zeros is None else groups - w.zeros[..., None]
+        return (groups * w.scales[..., None]).reshape(outputs, -1)
+
+    if w.form != "int4":
+        return [(x, scaled(w.values.astype(jnp.float32)))]
+    halves = x.reshape(*x.shape[:-1], -1, 2, GROUP // 2)
+    low, high = (halves[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
+    low_bits, high_bits = (
+        (w.values & bits).astype(jnp.float32) / unit - 8 for bits, unit in ((15, 1), (240, 16))
+    )
+    return [(low, scaled(low_bits)), (high, scaled(high_bits))]
 
 
 def dequantized(
@@ -237,3 +293,36 @@ def served_form(
             f"are not whole groups of {GROUP}"
         )
     return quantization
+
+
+def stored_shapes(
+    spec: ParamSpec, model: ModelConfig, kind: Format, dtype: Any
+) -> QuantizedWeight | None:
+    """The shapes of a parameter as a folder of a format has it, where it holds all weights of
+    products but the head's in 8 or 4 bits (mxfp4: those of experts); None is plain.
+    """
+    is_expert = spec.sides[0][:1] == ["X"]
+    if not spec.sides[1] or spec.sharding in (None, "vocab"):
+        return None
+    if kind.method == "mxfp4" and not is_expert:
+        return None
+    shape, num_outputs = spec.shape(model), len(spec.sides[0])
+    last, inputs = shape[-1], math.prod(shape[num_outputs:])
+    asked = GROUP if kind.method == "mxfp4" else kind.block[1] if kind.block else kind.group
+    group, in_4_bits = math.gcd(asked or inputs, last), kind.form in IN_4_BITS
+    if in_4_bits and (last % GROUP or group % GROUP):
+        return None
+    by_output = not in_4_bits and (asked or inputs) >= inputs
+    ones = [1] * (len(shape) - num_outputs)
+    of_scales = (*shape[:num_outputs], *ones) if by_output else (*shape[:-1], last // group)
+    scales: Any = jax.ShapeDtypeStruct(of_scales, jnp.float32)
+    held = (*shape[:-1], last // 2) if in_4_bits else shape
+    values: Any = jax.ShapeDtypeStruct(held, jnp.uint8 if in_4_bits else VALUES[kind.form])
+    return QuantizedWeight(
+        values=values,
+        scales=scales,
+        form=kind.form,
+        num_outputs=num_outputs,
+        dtype=jnp.dtype(dtype),
+        zeros=scales if kind.has_zeros else None,
+    )

@@ -151,17 +151,17 @@ class Processor:
         max_tokens: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
+        structured: Mapping[str, Any] | None = None,
     ) -> BeamSearch:
         """Check one beam search in full and make its request."""
         wanted = _candidates(beam_width, len(self.eos_ids), self.config)
-        check_real("length_penalty", length_penalty, -20.0, 20.0)
-        if not isinstance(early_stopping, bool) and early_stopping != "never":
-            raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
-        asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=wanted)
+        _check_search(length_penalty, early_stopping)
+        asked = _search_params(max_tokens, wanted, structured)
         asked.validate(self.config, self.model.vocab_size)
         text, ids = self._prompt(prompt)
         self._warn_of_eos()
         fields = cached_under(prompt, self.adapters)
+        fields |= {} if structured is None else {"structured": self.matcher(structured)}
         root = self._sequence(ids, asked, request_id=self.new_id(), **fields)
         how = {"early_stopping": early_stopping, "prompt": text}
         return BeamSearch(root, int(beam_width), length_penalty=float(length_penalty), **how)
@@ -226,6 +226,19 @@ class Processor:
         if not self.eos_ids and not self._warned_of_eos:
             self._warned_of_eos = True
             warnings.warn("no EOS token is known: generation ends at max_tokens only", stacklevel=5)
+
+
+def _check_search(length_penalty: Any, early_stopping: Any) -> None:
+    check_real("length_penalty", length_penalty, -20.0, 20.0)
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
+
+
+def _search_params(max_tokens: int | None, wanted: int, structured: Any) -> SamplingParams:
+    """Of a beam, so many of whose continuations are looked at: under the masks of a form."""
+    how: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": wanted, "structured": structured}
+    mode = "raw" if structured is None else "processed"
+    return SamplingParams(temperature=0.0, logprobs_mode=mode, **how)
 
 
 def _candidates(beam_width: int, num_eos: int, config: EngineConfig) -> int:

@@ -3,10 +3,12 @@ engine starts.
 """
 
 import dataclasses
+import importlib
 import logging
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -14,8 +16,10 @@ from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup
-from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from jpaged.models.layers.heads import Heads
+from kernels_pallas.paged_attention import CUDA, IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
 KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}  # by kv_cache_dtype
@@ -26,12 +30,14 @@ log = logging.getLogger("jpaged")
 class Kernel:
     """An implementation of paged attention for one device's shapes; `choose_kernel` finds it.
 
-    name: in IMPLEMENTATIONS. interpret: it is a Pallas kernel, on a CPU.
+    name: in IMPLEMENTATIONS. interpret: it is a Pallas kernel, on a CPU. writes_heads: one kernel
+    norms and rotates queries and keys, and writes to the pool.
     """
 
     name: str
     shapes: Shapes
     interpret: bool = False
+    writes_heads: bool = False
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -43,10 +49,28 @@ class Kernel:
         """How a token's keys and values lie in the pool of one device."""
         return self._module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)
 
-    def pack_kv(self, k_TKD: Array, v_TKD: Array) -> Array:
-        """New keys and values as the pool holds them, [T, rows, width]."""
-        kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
-        return self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
+    def write(
+        self,
+        qkv_TKXD: Array,
+        heads: Heads,
+        pool: Any,
+        layer: Array | int,
+        slot_mapping_T: Array,
+        *,
+        num_layers: int,
+    ) -> tuple[Array, Any]:
+        """Queries [T, H, D] of a product, and the pool with its keys and values in their slots; see
+        `kernels_pallas.paged_attention.kv_write`.
+        """
+        places, at = (pool, layer, slot_mapping_T), {"num_layers": num_layers}
+        if self.writes_heads:
+            with jax.named_scope("write_heads"):
+                return _write_heads(qkv_TKXD, heads, *places, interpret=self.interpret, **at)
+        q_THD, k_TKD, v_TKD = heads(qkv_TKXD)
+        with jax.named_scope("write_kv"):
+            kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
+            kv = self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
+            return q_THD, write_kv(pool, layer, kv, slot_mapping_T, **at)
 
     def prepare(
         self,
@@ -152,7 +176,10 @@ def choose_kernel(
                 f"attention={config.attention!r} cannot run: {reason}; 'auto' takes what can"
             )
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
-        return Kernel(name=config.attention, shapes=shapes, interpret=not is_compiled)
+        writes = _writes_heads(config.attention, model, shapes, device)
+        return Kernel(
+            name=config.attention, shapes=shapes, interpret=not is_compiled, writes_heads=writes
+        )
     refused: list[str] = []
     for name, implementation in IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
@@ -160,10 +187,38 @@ def choose_kernel(
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
-                return Kernel(name=name, shapes=shapes)
+                writes = _writes_heads(name, model, shapes, device)
+                return Kernel(name=name, shapes=shapes, writes_heads=writes)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
     raise AssertionError("one of them runs everywhere")
+
+
+def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) -> bool:
+    """Whether one kernel prepares attention: on CUDA, and where kernels for it are interpreted.
+    Elsewhere XLA's own have no launches to save, and their bits are kept.
+    """
+    if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
+        return False
+    head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
+    reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
+    if model.qk_norm_whole:
+        reason = "norms over all heads together"
+    if reason is not None:
+        log.info("attention is prepared by XLA (%s)", reason)
+    return reason is None
+
+
+def _write_heads(qkv_TKXD: Array, heads: Heads, *places: Any, **how: Any) -> tuple[Array, Array]:
+    """Kernel.write in one kernel."""
+    head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
+    if heads.q_norm is not None and heads.k_norm is not None:
+        own = heads.q_norm
+        how["norm"] = head_write.HeadNorm(own.eps, own.has_offset, own.in_f32)
+        how["scales"] = own.scale, heads.k_norm.scale
+    if heads.rotary is not None:
+        how["rotation"] = heads.rotary.cos, heads.rotary.sin
+    return head_write.write_heads(qkv_TKXD, *places, **how)
 
 
 def _warn_of_xla(refused: list[str], device: Any) -> None:

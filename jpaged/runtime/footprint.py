@@ -22,9 +22,18 @@ from jpaged.checks import read_json
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_config import format_of
+from jpaged.models.hf_quantization import Format
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.params import ParamSpec, nest, param_shapes, param_specs, param_table
-from jpaged.models.quantized import Form, is_quantized, quantized, served_form, specs_of
+from jpaged.models.quantized import (
+    Form,
+    is_quantized,
+    quantized,
+    served_form,
+    specs_of,
+    stored_shapes,
+)
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.adapter_tables import table_bytes, table_rank
 from jpaged.runtime.kv_cache import most_blocks, widest_group
@@ -56,20 +65,21 @@ def plan_memory(
     of as many replicas as data_parallel_size says.
 
     model: a ModelConfig, a Hugging Face config or a checkpoint folder. config: how to serve it; its
-    dtype is what the model is stored in where it names none, else bfloat16. device: the jax.Device
-    that steps are compiled for, or several of them to share the model; jax's by default. draft: a
-    model that guesses for it. limits: of a card that is not here; None is what the device has.
-    compiled=False takes the upper bound of what steps need, which is proved for CPUs only. Raises
-    ConfigError where no block fits.
+    dtype is what the model is stored in where it names none, else bfloat16. Of files in 8 or 4 bits
+    all weights of products but the head's are taken to be (mxfp4: those of experts). device: the
+    jax.Device that steps are compiled for, or several of them to share the model; jax's by default.
+    draft: a model that guesses for it. limits: of a card that is not here; None is what the device
+    has. compiled=False takes the upper bound of what steps need, which is proved for CPUs only.
+    Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
-    dtype = settings.dtype or stored_dtype(model)
+    dtype, kind = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
     where = _place(settings, devices, compiled)
     settings = resolve_for(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
-    params = form_of(served, where, dtype, settings.quantization)
+    params = form_of(served, where, dtype, settings.quantization, kind)
     drafts: DraftOf | None = None
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
@@ -77,10 +87,14 @@ def plan_memory(
         form = form_of(served_config(guesses, where.axis_size), where, own, settings.quantization)
         drafts = guesses, form
     # Params as they are loaded stay beside what is made of them to serve.
-    ours = jax.tree.leaves(params, is_leaf=is_quantized)
-    pairs = zip(jax.tree.leaves(form_of(model, where, dtype)), ours, strict=True)
+    ours = _leaves(params)
+    pairs = zip(_leaves(form_of(model, where, dtype, kind=kind)), ours, strict=True)
     kept = bytes_on_device(
-        [own for own, made in pairs if is_quantized(made) or own.shape != made.shape]
+        [
+            own
+            for own, made in pairs
+            if is_quantized(own) != is_quantized(made) or own.shape != made.shape
+        ]
     )
     weights = bytes_on_device((params, drafts and drafts[1]))
     if limits is None:
@@ -90,6 +104,10 @@ def plan_memory(
         limits = dataclasses.replace(limits, in_use=weights + kept)
     probe = probe_runner(model, settings, where, params, drafts)
     return plan_within(settings, limits, probe, compiled)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_quantized)
 
 
 def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placement:
@@ -105,11 +123,20 @@ def _place(config: EngineConfig, devices: list[Any], compiled: bool) -> Placemen
 
 
 def form_of(
-    model: ModelConfig, where: Placement, dtype: Any, quantization: Form | None = None
+    model: ModelConfig,
+    where: Placement,
+    dtype: Any,
+    quantization: Form | None = None,
+    kind: Format | None = None,
 ) -> Any:
-    """The parameters of a model in shapes alone, split as they lie at a place."""
+    """The parameters of a model in shapes alone, split as they lie at a place. kind: of the files
+    that they come from.
+    """
 
     def shape_of(spec: ParamSpec) -> Any:
+        stored = None if kind is None else stored_shapes(spec, model, kind, dtype)
+        if stored is not None:
+            return stored
         plain = jax.ShapeDtypeStruct(spec.shape(model), jnp.dtype(dtype))
         form = served_form(spec, model, quantization, where.axis_size)
         if form is None:
@@ -136,6 +163,13 @@ def limits_to_come(device: Any, utilization: float, weights: int, devices: int =
     return dataclasses.replace(limits, total=limits.total // devices, pool=pool // devices)
 
 
+def _stored_format(model: ModelConfig | Mapping[str, Any] | str | Path) -> Format | None:
+    """How the weights of a checkpoint lie, by its config; None is plain."""
+    if isinstance(model, str | Path):
+        model = read_json(Path(model) / "config.json")
+    return format_of(model) if isinstance(model, Mapping) else None
+
+
 def stored_dtype(model: ModelConfig | Mapping[str, Any] | str | Path) -> str:
     """What the weights of a checkpoint are, by its config; bfloat16 where that does not say."""
     if isinstance(model, str | Path):
@@ -152,12 +186,14 @@ def plan_pool(
     *,
     draft: DraftOf | None = None,
     freed: int = 0,
+    needs: Needs | None = None,
 ) -> MemoryPlan:
     """The plan of the machine at hand, for a resolved config and serving trees that lie on its
     devices.
 
     draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
-    pool that a larger one replaces).
+    pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
+    compiled.
     """
     limits = Limits.of(where.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
@@ -168,14 +204,19 @@ def plan_pool(
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    return plan_within(config, limits, probe_runner(model, config, where, params, draft))
+    probe = probe_runner(model, config, where, params, draft)
+    return plan_within(config, limits, probe, needs=needs)
 
 
 def plan_within(
-    config: EngineConfig, limits: Limits, probe: Runner, compiled: bool = True
+    config: EngineConfig,
+    limits: Limits,
+    probe: Runner,
+    compiled: bool = True,
+    needs: Needs | None = None,
 ) -> MemoryPlan:
-    """The plan of one device; steps are compiled, if they may be, unless the bound holds (on CPU)
-    and leaves the pool as it would be.
+    """The plan of one device; steps are compiled, if they may be, unless their needs are known, or
+    the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
     sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
@@ -186,6 +227,8 @@ def plan_within(
         limited += [None if at == widest_group(draft, config) else n for at, n in of_draft]
     pool = PoolCost(tuple(zip(sizes, limited, strict=True)), in_use=most[widest])
     share = share_of(probe.model, probe.placement.axis_size)
+    if needs is not None:
+        return plan(config, limits, pool=pool, weights=weights, needs=needs)
     needs = bound(share, config, probe.pools[0].dtype, pool.block_bytes)
     if draft is not None:
         more = bound(share_of(draft, probe.placement.axis_size), config, probe.pools[-1].dtype)
@@ -246,6 +289,7 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
         state=state_bytes(share, probe.config, block_bytes)
         + table_bytes(share, probe.config, probe.adapters.dtype),
         source=f"compiled for {probe.placement.device.device_kind}",
+        is_measured=True,
     )
 
 

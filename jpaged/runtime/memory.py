@@ -35,13 +35,14 @@ class Needs:
 
     temporaries: of the largest step, with its results. code: of all steps, where code lies in the
     device's memory. state: what the engine keeps for each device slot. source: where the figures
-    come from.
+    come from. is_measured: from compiled steps.
     """
 
     temporaries: int = 0
     code: int = 0
     state: int = 0
     source: str = ""
+    is_measured: bool = False
 
     @property
     def total(self) -> int:

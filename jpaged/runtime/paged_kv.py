@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.layers.heads import Heads
 from jpaged.runtime.kv_cache import PoolSpec
-from kernels_pallas.paged_attention.kv_write import write_kv
 
 
 @jax.tree_util.register_dataclass
@@ -46,9 +46,8 @@ class PagedKV:
         self,
         group: int,
         index: Any,
-        q: Array,
-        k: Array,
-        v: Array,
+        qkv: Array,
+        heads: Heads,
         *,
         scale: float,
         soft_cap: float | None,
@@ -56,14 +55,8 @@ class PagedKV:
     ) -> tuple[Array, "PagedKV"]:
         """See models.kv_view.KVView; index: of the layer in its group."""
         spec, of = self.specs[group], self.groups[group]
-        with jax.named_scope("write_kv"):
-            pool = write_kv(
-                self.pools[group],
-                index,
-                spec.kernel.pack_kv(k, v),
-                of.slot_mapping_T,
-                num_layers=spec.num_layers,
-            )
+        places = (self.pools[group], index, of.slot_mapping_T)
+        q, pool = spec.kernel.write(qkv, heads, *places, num_layers=spec.num_layers)
         args = (q, pool, index, of.block_table_SM, self.context_lens_S)
         options = {
             "scale": scale,

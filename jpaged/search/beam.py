@@ -3,6 +3,7 @@ transformers'.
 """
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from jpaged.engine.queues import Queues
@@ -91,6 +92,8 @@ class BeamSearch(Request):
             beams.append(queues.fork(parent) if parent in beams else parent)
         for beam, (_, token, logprob) in zip(beams, step.continued, strict=True):
             beam.extend(token, logprob)
+            if beam.structured is not None:
+                beam.structured.push(token)
         self.settle(step, beams)  # from here on a failed step goes back to this
         for seq in self.sequences:
             if step.is_last:
@@ -109,6 +112,7 @@ class BeamSearch(Request):
             for beam in self.sequences
             for total in (sum(beam.logprobs),)
             for token, logprob, _ in (beam.candidates or ())[1:]
+            if logprob > -math.inf  # else a form forbids it
         ]
         options.sort(key=lambda option: -option[0])
         continued, ended = [], []

@@ -24,7 +24,7 @@ def grammar_of(structured: Mapping[str, Any]) -> str:
     value = structured[kind]
     try:
         if kind in ("json_schema", "json_object"):
-            schema = _schema(value) if kind == "json_schema" else '{"type": "object"}'
+            schema = schema_text(value) if kind == "json_schema" else '{"type": "object"}'
             compact: Any = {"whitespace_flexible": False} if structured.get(COMPACT) else {}
             text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=compact)
         elif kind == "choice":
@@ -78,7 +78,8 @@ def _named() -> str:
     return ", ".join(KINDS)
 
 
-def _schema(value: Any) -> str:
+def schema_text(value: Any) -> str:
+    """The JSON of a schema: of what json_schema may be."""
     if isinstance(value, str):
         return value
     schema = value if isinstance(value, Mapping) else value.model_json_schema()

@@ -1,12 +1,12 @@
 // Products with AMX tiles; see linear.h. The weight is the first operand, read as it lies, 32 of its rows at a time; x, of
 // which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
 #include "../linear.h"
-#include "../quantized.h"
 
 #include <cstring>
 #include <vector>
 
 #include "../avx512/lanes.h"
+#include "../avx512/operand.h"
 
 namespace jpaged {
 namespace {

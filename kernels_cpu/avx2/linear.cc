@@ -1,6 +1,5 @@
 // Products with AVX2 and FMA; see linear.h.
 #include "../linear.h"
-#include "../quantized.h"
 
 #include "products.h"
 
@@ -27,15 +26,5 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   MultiplyAny(pool, x, w, y, T, N, E);
-}
-
-Operand::Operand(ffi::ThreadPool&, const bf16* x, int64_t T, int64_t E) : x_(x), T_(T), E_(E) {}
-
-int64_t Operand::AtOnce() const { return kCols * (T_ <= kFewRows ? 4 : BlockGroups(E_)); }
-
-void Operand::Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
-  auto from = [&](int64_t t) { return x_ + t * E_; };
-  auto to = [&](int64_t t) { return y + t * stride; };
-  MultiplyGroups(from, to, T_, w, count, E_, 0, (count + kCols - 1) / kCols);
 }
 }  // namespace jpaged

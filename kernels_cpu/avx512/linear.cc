@@ -1,9 +1,9 @@
 // Products of few rows with AVX-512 bf16; see linear.h.
 #include "../linear.h"
-#include "../quantized.h"
 
 #include <vector>
 
+#include "operand.h"
 #include "products.h"
 
 namespace jpaged {

@@ -13,7 +13,8 @@ Each is a module of the same functions, whose arguments `interface` describes:
 One whose results for a query depend on that query and its context alone, to the bit and in prefill
 and decode alike, says so by a function `batch_invariant() -> bool`.
 
-`kv_write` writes new keys and values for all of them. `cases` lists the shapes that tests and
+`kv_write` writes new keys and values for all of them; on CUDA, `head_write` does so together with
+what a layer does to queries and keys before, where it can. `cases` lists the shapes that tests and
 benches share.
 """
 
@@ -47,12 +48,12 @@ class Implementation:
         return importlib.import_module(self.path)
 
 
-_CUDA = ("gpu", "cuda")
+CUDA = ("gpu", "cuda")
 
 # By name; on a device where several can run, the first of them is the fastest.
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation("kernels_pallas.paged_attention.mosaic_gpu", _CUDA),
-    "triton": Implementation("kernels_pallas.paged_attention.triton", _CUDA),
+    "mosaic_gpu": Implementation("kernels_pallas.paged_attention.mosaic_gpu", CUDA),
+    "triton": Implementation("kernels_pallas.paged_attention.triton", CUDA),
     "tpu": Implementation("kernels_pallas.paged_attention.tpu", ("tpu",)),
     "native": Implementation("kernels_cpu.paged_attention", ("cpu",)),
     "xla": Implementation("kernels_pallas.paged_attention.xla"),

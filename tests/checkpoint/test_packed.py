@@ -2,6 +2,8 @@
 publishers do, and read back as they lie and as what they stand for.
 """
 
+import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, SamplingParams
+from jpaged import LLM, EngineConfig, SamplingParams
 from jpaged.checkpoint import load_params, save_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.errors import CheckpointError, ConfigError
@@ -22,6 +24,7 @@ from tests.checkpoint.conftest import SMALL, make_tensors, write_folder
 RAW = {**SMALL, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 RAW |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 GROUP = 32
+ROOT = Path(__file__).parents[2]
 ENGINE: dict[str, Any] = {
     "max_model_len": 64,
     "block_size": 8,
@@ -157,7 +160,7 @@ FORMATS: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "compressed_zeros": (
         compressed_zeros,
         "int4",
-        compressed("pack-quantized", 4, "group", group_size=GROUP),
+        compressed("pack-quantized", 4, "group", group_size=GROUP, symmetric=False),
     ),
     "compressed_fp8": (compressed_fp8, "fp8", compressed("float-quantized", 8, "channel")),
     "compressed_int8": (compressed_int8, "int8", compressed("int-quantized", 8, "channel")),
@@ -191,6 +194,8 @@ def test_it_is_what_was_published(tmp_path: Path, name: str) -> None:
     expected = flat(load_params(plain))
     kept, whole = (flat(load_params(packed, dequantize=how), is_quantized) for how in (False, True))
     assert kept.keys() == whole.keys() == expected.keys()
+    planned = jpaged.plan_memory(packed, EngineConfig(**ENGINE))
+    assert planned.weights == sum(leaf.nbytes for leaf in kept.values())
     for key, exact in expected.items():
         if not is_quantized(kept[key]):
             assert not any(part in key for part in ("qkv", "out", "gate_up", "down")), key
@@ -238,6 +243,31 @@ def test_a_plain_folder_is_quantised_leaf_by_leaf(tmp_path: Path) -> None:
         llm.close()
     assert answers[0][0] == answers[1][0] and np.array_equal(answers[0][1], answers[1][1])
     assert sizes[0] < 0.35 * sizes[1]
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_scale_inv"])
+def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, part: str) -> None:
+    packed, _, _ = folders(tmp_path, "fp8")
+    file = packed / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    own = json.loads(raw[8 : 8 + size])[f"model.layers.1.mlp.down_proj.{part}"]
+    nan = np.array(np.nan, {"F8_E4M3": ml_dtypes.float8_e4m3fn}.get(own["dtype"], np.float32))
+    at = 8 + size + own["data_offsets"][0] + 2 * nan.nbytes
+    raw[at : at + nan.nbytes] = nan.tobytes()
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.\S+ holds a value in fp8 that is n"):
+        load_params(packed)
+
+
+def test_a_folder_of_plain_weights_is_made_of_it(tmp_path: Path) -> None:
+    """`convert.py --dequantize`."""
+    packed, _, _ = folders(tmp_path, "awq")
+    convert = runpy.run_path(str(ROOT / "scripts" / "convert.py"))["main"]
+    assert convert([str(packed), str(tmp_path / "refused")]) == 1
+    assert convert([str(packed), str(tmp_path / "out"), "--dequantize"]) == 0
+    found, expected = load_params(tmp_path / "out"), load_params(packed, dequantize=True)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -84,6 +85,8 @@ def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", tensors, quantization_config=QUANTIZED)
     kept, found = jpaged.load_params(folder), jpaged.load_params(folder, dequantize=True)
     wanted = jpaged.load_params(write(tmp_path / "b", unpacked(tensors)))
+    planned = jpaged.plan_memory(folder).weights
+    assert planned == sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
     for i in range(3):
         experts = [p["layers"][str(i)]["mlp"]["experts"] for p in (found, wanted)]
         assert set(experts[0]) == {"gate_up", "gate_up_bias", "down", "down_bias"}

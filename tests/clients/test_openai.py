@@ -1,6 +1,7 @@
 """The `openai` package against a server: both of its clients, streams, tools, errors."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -158,6 +159,61 @@ def test_tools_and_schemas():
         more: Any = {"structured_outputs": form}
         said = client.chat.completions.create(extra_body=more, **ask).choices[0].message
         assert Trip.model_validate_json(said.content)
+        live.assert_nothing_left()
+
+
+def test_responses(client: Any):
+    """Whole and as a stream, which the package checks and adds up itself."""
+    ask: dict[str, Any] = {"model": "demo", "max_output_tokens": 12, "extra_body": {"seed": 4}}
+    whole = client.responses.create(input="Write a class.", instructions="Be short.", **ask)
+    assert whole.status == "incomplete" and whole.usage.output_tokens == 12
+    events = list(client.responses.create(input=TALK, instructions="Be short.", stream=True, **ask))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == events[-1].response.output_text == whole.output_text
+    more = [{"role": "user", "content": "a"}, *whole.output, {"role": "user", "content": "b"}]
+    again = client.responses.create(input=[dict(x) for x in more], **ask)
+    assert again.usage.input_tokens > whole.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="keeps no responses") as refused:
+        client.responses.create(input="a", previous_response_id=whole.id, **ask)
+    assert refused.value.param == "previous_response_id"
+
+
+def test_tools_and_schemas_of_responses():
+    pytest.importorskip("llguidance", reason="pip install 'jpaged[structured]'")
+    tokenizer = load_tokenizer(MODEL_PATH)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    llm = LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES)
+    with (
+        serving(llm, models=("demo",)) as live,
+        openai.OpenAI(base_url=url(live), api_key="none") as client,
+    ):
+        ask: Any = {"model": "demo", "max_output_tokens": 200, "input": TALK}
+        ask |= {"extra_body": {"seed": 4}}
+        schema = Trip.model_json_schema()
+        tool = {"type": "function", "name": "travel", "parameters": schema, "strict": True}
+        how: Any = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        found = client.responses.create(**how, **ask)
+        [call] = found.output
+        assert (call.type, call.name, found.status) == ("function_call", "travel", "completed")
+        with client.responses.stream(**how, **ask) as stream:
+            kinds = {event.type for event in stream}
+            [streamed] = stream.get_final_response().output
+        assert streamed.arguments == call.arguments
+        assert "response.function_call_arguments.done" in kinds
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "booked"}
+        talk = [*TALK, call.model_dump(exclude_none=True), result]
+        assert client.responses.create(**(ask | {"input": talk})).output_text
+        assert Trip.model_validate_json(call.arguments)
+        ask["max_output_tokens"] = 60
+        for seed in range(20):  # a small model may write white space up to the limit
+            ask["extra_body"] = {"seed": seed}
+            with contextlib.suppress(pydantic.ValidationError):
+                parsed = client.responses.parse(text_format=Trip, **ask)
+                assert parsed.status == "completed" and isinstance(parsed.output_parsed, Trip)
+                break
+        else:
+            raise AssertionError("no answer was whole")
         live.assert_nothing_left()
 
 

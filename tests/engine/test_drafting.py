@@ -105,6 +105,9 @@ def test_costs() -> None:
     for _ in range(TRIES):
         costs.observe(step(1, drafted=4), 2.0)
     assert costs.pays(1, 4, 1.1) and not costs.pays(1, 4, 0.9)
+    for seconds in (1.99, 0.01, 1.0, 1.0):  # two of them are waited for together
+        costs.observe(step(1), seconds)
+    assert costs.pays(1, 4, 1.5)
     assert not costs.pays(8, 4, 4.0), "of so many rows nothing is known"
     assert sum(costs.pays(1, 4, 0.9) for _ in range(2 * AGAIN)) == 2 * THROUGH, "now and then again"
     for _ in range(SAMPLES):

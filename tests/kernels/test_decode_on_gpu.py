@@ -32,7 +32,8 @@ def test_thunks_are_counted() -> None:
 @pytest.mark.skipif(cannot_compile("cuda") is not None, reason=str(cannot_compile("cuda")))
 def test_decode_is_one_graph() -> None:
     """Nothing in it waits for the host, where nobody asks for top_k or top_p: the control does.
-    Four products, attention, four to prepare it, and five for norms and sums: 14 kernels a layer.
+    Four products, of which XLA splits two and adds their parts up with the residual; beside these
+    two norms, what prepares attention, attention, and the gate: 11 kernels a layer.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -42,4 +43,4 @@ def test_decode_is_one_graph() -> None:
     assert child.returncode == 0, child.stdout + child.stderr[-3000:]
     two, three, control = (json.loads(line) for line in child.stdout.splitlines())
     assert two["graphs"] == three["graphs"] == 1 < control["graphs"]
-    assert three["kernels"] - two["kernels"] <= 14
+    assert three["kernels"] - two["kernels"] <= 11

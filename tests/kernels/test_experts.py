@@ -2,12 +2,18 @@
 
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import (
+    interpret_pallas_call as interpreter,  # jax has no public name for it
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jpaged.models.layers.experts import every_expert
@@ -129,6 +135,29 @@ def test_the_definition_is_differentiable() -> None:
         for g, d in zip(jax.tree.leaves(grads), jax.tree.leaves(direction), strict=True)
     )
     np.testing.assert_allclose(slope, numeric, rtol=2e-2)
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(("T", "X", "A"), [(70, 5, 2), (300, 2, 1)], ids=str)
+def test_mosaic_gpu_interpreted(T: int, X: int, A: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax's grouped product on two SMs that are not there, by tiles of few rows and of many, of
+    which experts share some: it adds up what it must, without a race.
+    """
+    kernel, interpret = plgpu.kernel, plgpu.InterpretGPUParams(detect_races=True)
+
+    def interpreted(body: Any, *, grid: Any, compiler_params: Any, **how: Any) -> Any:
+        del grid, compiler_params
+        return kernel(body, grid=(2,), interpret=interpret, **how)
+
+    watched = types.SimpleNamespace(**vars(plgpu) | {"kernel": interpreted})
+    monkeypatch.setattr(ragged_dot_mgpu, "plgpu", watched)
+    args = make(T, X, A, jnp.bfloat16)
+    run = functools.partial(mosaic_gpu.experts, glu=GLU)
+    found, wanted = np.asarray(run(*args)), exact(*args)
+    races = interpreter.get_races().races_found
+    interpreter.reset_gpu_interpret_mode_state()
+    assert not races
+    assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
 
 
 SHAPES = Shapes(dtype=jnp.dtype(jnp.bfloat16), hidden_size=2048, expert_size=768)

@@ -88,6 +88,20 @@ def test_any_number_of_splits(splits: int) -> None:
     check(INTERPRETED, DECODE[0], splits=splits)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "splits"),
+    [
+        pytest.param(8, 4, 2, marks=pytest.mark.middle),
+        pytest.param(8, 4, 1, marks=pytest.mark.slow),
+        pytest.param(16, 16, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_whose_queries_come_together(heads: int, kv_heads: int, splits: int) -> None:
+    """Eight rows of queries are copied, of several KV heads, each of which takes its own."""
+    case = Case(name="shared", contexts=(70, 5), H=heads, K=kv_heads, P=16, D=64, dtype="bfloat16")
+    check(INTERPRETED, case, splits=splits)
+
+
 # More tiles than the ring has stages, a short row between long ones, padding: (splits, thread
 # blocks) such that a block has one turn, two, many.
 LONG = Case(

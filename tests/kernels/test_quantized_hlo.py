@@ -37,5 +37,8 @@ def test_no_weight_is_widened_in_memory(platform: str, chip: str) -> None:
     found = facts(platform, chip)
     print(found)
     assert found["control"]["written"] > 0, "what would be seen"
-    for form in ("int8", "fp8"):
-        assert found[form]["written"] == 0 and found[form]["temporaries"] < 2**20
+    for form in ("int8", "fp8", "int4", "fp8 in blocks", "int4 with zeros"):
+        written = found[form]["written"]
+        # A TPU writes the scales of blocks beside each other, in the memory of its core.
+        assert written <= (platform == "tpu" and form == "fp8 in blocks"), form
+        assert found[form]["temporaries"] < 2**20, form

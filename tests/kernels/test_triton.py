@@ -2,21 +2,19 @@
 
 import contextlib
 import dataclasses
-import types
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import Slice
 
 from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from kernels_pallas.paged_attention.interface import Options
 from tests.kernels import aot_cuda
+from tests.kernels.bounds import again, watch
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
 
 # 16-bit cases of the others too; a head of 24, 80 or f32 is not taken.
@@ -124,39 +122,6 @@ def test_a_broken_kernel_is_noticed(name: str, case: Case, monkeypatch: pytest.M
     triton._attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _outside(ref: Any, mask: Any) -> jax.Array:
-    """Whether a masked access leaves the array in any of its dimensions."""
-    wrong, access = jnp.zeros((), bool), ref.transforms[-1]
-    for index, size in zip(access.indices, access.shape, strict=True):
-        if not isinstance(index, Slice):
-            wrong |= (index < 0) | (index >= size)
-    return jnp.any(wrong if mask is None else wrong & mask)
-
-
-def _watch(patch: pytest.MonkeyPatch, module: Any) -> list[bool]:
-    """Notes of each load and store of a module whether it leaves its array: the interpreter clamps
-    or drops what the hardware would read or overwrite.
-    """
-    seen: list[bool] = []
-    load, store = triton.plgpu.load, triton.plgpu.store
-
-    def note(wrong: Any) -> None:
-        seen.append(bool(wrong))
-
-    def watched_load(ref: Any, *, mask: Any = None, **how: Any) -> Any:
-        jax.debug.callback(note, _outside(ref, mask))
-        return load(ref, mask=mask, **how)
-
-    def watched_store(ref: Any, value: Any, *, mask: Any) -> None:
-        jax.debug.callback(note, _outside(ref, mask))
-        store(ref, value, mask=mask)
-
-    watched = types.SimpleNamespace(**vars(triton.plgpu))
-    watched.load, watched.store = watched_load, watched_store
-    patch.setattr(module, "plgpu", watched)
-    return seen
-
-
 # Odd groups, tables that end with their contexts: decode, split and not, and prefill.
 EDGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("decode_g3_k2", {"splits": 1}),
@@ -176,21 +141,12 @@ EDGE_CASES["prefill_g3_k2"] = dataclasses.replace(
 )
 
 
-def _module(old: str = "", new: str = "") -> Any:
-    """The implementation, of its source with a part replaced."""
-    source = Path(triton.__file__).read_text()
-    assert not old or source.count(old) == 1
-    module = types.ModuleType("triton_again")
-    exec(compile(source.replace(old, new) if old else source, "triton_again", "exec"), vars(module))
-    return module
-
-
 @pytest.mark.parametrize(("name", "own"), EDGES)
 def test_touches_nothing_outside(
     name: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = _module()
-    seen = _watch(monkeypatch, module)
+    module = again(triton)
+    seen = watch(monkeypatch, module)
     check(module, EDGE_CASES[name], **own)
     jax.effects_barrier()
     assert seen and not any(seen)
@@ -201,8 +157,8 @@ def test_a_mask_left_out_touches_what_is_outside(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new, case = MASKS[name]
-    module = _module(old, new)
-    seen = _watch(monkeypatch, module)
+    module = again(triton, old, new)
+    seen = watch(monkeypatch, module)
     with contextlib.suppress(AssertionError):  # some are wrong as well
         check(module, EDGE_CASES[case])
     jax.effects_barrier()

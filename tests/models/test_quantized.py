@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec
 
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_table
-from jpaged.models.quantized import Form, QuantizedWeight, partition, quantized, served_form
+from jpaged.models.quantized import (
+    Form,
+    QuantizedWeight,
+    as_they_lie,
+    partition,
+    quantized,
+    served_form,
+)
 from tests.tiny import CONFIG
 
 FORMS: tuple[Form, ...] = ("int8", "int4", "fp8")
@@ -133,3 +140,18 @@ def test_what_cannot_be() -> None:
     }, "but for the router"
     with pytest.raises(ConfigError, match=r"experts.down has 16 inputs on a device"):
         forms("int4", 2, **mixture)
+
+
+@pytest.mark.parametrize(("form", "zeros"), [("int8", False), ("int4", False), ("int4", True)])
+def test_parts_that_products_are_made_of(form: Form, zeros: bool) -> None:
+    """Scales of 64 inputs; what GPUs and TPUs multiply adds up to the definition."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((3, 192)), quantized(jnp.asarray(rng.normal(size=(5, 192))), form, 1)
+    scales = jnp.asarray(rng.uniform(0.5, 2, (5, 3)), jnp.float32)
+    off = jnp.asarray(rng.integers(-7, 8, (5, 3)), jnp.float32) if zeros else None
+    w = dataclasses.replace(w, scales=scales, zeros=off)
+    parts = as_they_lie(jnp.asarray(x, jnp.float32), w)
+    assert len(parts) == (2 if form == "int4" else 1)
+    found = sum(np.asarray(own, np.float64) @ np.asarray(part).T for own, part in parts)
+    exact = x.astype(np.float32) @ np.asarray(w.whole(), np.float64).T
+    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)

@@ -35,7 +35,7 @@ LIMITS: dict[str, Any] = {
     "body_timeout_s": 0.5,
     "stall_timeout_s": 0.5,
 }
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO: dict[str, Any] = {"prompt": "hello there", "seed": 3, "max_tokens": 6, "ignore_eos": True}
 LONG = HELLO | {"max_tokens": 50, "stream": True}
 
@@ -268,6 +268,7 @@ def test_a_client_that_reads_nothing(live: Live):
 
 FIELDS = ("prompt", "n", "max_tokens", "temperature", "stop", "logprobs", "echo", "stream", "seed")
 FIELDS += ("messages", "tools", "tool_choice", "logit_bias", "stream_options", "model", "user")
+FIELDS += ("input", "text", "reasoning", "instructions", "store", "include", "metadata")
 FIELDS += ("chat_template_kwargs", "truncate_prompt_tokens", "cache_salt", "top_logprobs")
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 200) | st.floats() | st.text(max_size=4),
@@ -281,17 +282,21 @@ VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.booleans())
+LEAST: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    COMPLETIONS: {"prompt": "a", "max_tokens": 2},
+    RESPONSES: {"input": "a", "max_output_tokens": 2},
+}
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.sampled_from([*LEAST]))
 @settings(max_examples=60)
-def test_no_body_is_the_servers_fault(live: Live, body: dict[str, Any], is_chat: bool):
+def test_no_body_is_the_servers_fault(live: Live, body: dict[str, Any], path: str):
     """Whatever a field holds, it is understood or refused, in OpenAI's form."""
-    if is_chat:
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2} | body
-    else:
-        body = {"prompt": "a", "max_tokens": 2} | body
-    status, answer, headers = live.request(CHAT if is_chat else COMPLETIONS, body)
+    status, answer, headers = live.request(path, LEAST[path] | body)
     assert status in (200, 400, 404), answer
     if status != 200:
         assert answer["error"]["message"]
     elif headers["content-type"].startswith("text/event-stream"):
-        assert answer.endswith("data: [DONE]\n\n")
+        assert path == RESPONSES or answer.endswith("data: [DONE]\n\n")
+        assert path != RESPONSES or "event: response.incomplete" in answer

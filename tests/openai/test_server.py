@@ -18,7 +18,7 @@ from tests.tiny import ENGINE
 pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 
-from tests.openai.live import Live, serving
+from tests.openai.live import Live, http_post, serving
 
 SIZES = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens", "token_buckets", "seq_buckets"),
@@ -379,3 +379,31 @@ def test_an_engine_that_dies_is_seen(folder: Path, caplog: Any):
             assert status == 500 and answer["error"]["type"] == "server_error"
             assert "secret" not in json.dumps(answer)
         assert live.request("/health")[0] == 503
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_pieces_are_framed_as_the_client_can_read(live: Live, version: str):
+    """In chunks, or to the end of the connection; quotes and characters beyond ASCII arrive."""
+    body = HELLO | {"prompt": 'say "\u00e9\u4f60', "echo": True, "stream": True}
+    raw = http_post(COMPLETIONS, body).replace(b"HTTP/1.1", f"HTTP/{version}".encode(), 1)
+    with live.connect() as connection:
+        connection.sendall(raw.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+        found = b""
+        while piece := connection.recv(65536):
+            found += piece
+    head, _, rest = found.partition(b"\r\n\r\n")
+    assert (b"chunked" in head.lower()) == (version == "1.1")
+    if version == "1.1":
+        whole, left = b"", rest
+        while (size := int(left.split(b"\r\n", 1)[0], 16)) > 0:
+            left = left.split(b"\r\n", 1)[1]
+            whole, left = whole + left[:size], left[size + 2 :]
+        assert left == b"0\r\n\r\n"
+        rest = whole
+    *events, done, end = rest.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert all(piece.keys() >= {"index", "text", "finish_reason", "logprobs"} for piece in pieces)
+    expected = live.post(COMPLETIONS, body | {"stream": False})["choices"][0]["text"]
+    assert "".join(piece["text"] for piece in pieces) == expected
+    assert expected.startswith(body["prompt"])

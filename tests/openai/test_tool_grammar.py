@@ -6,8 +6,9 @@ import pytest
 
 from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
+from jpaged.errors import RequestError
 from jpaged.openai.parts import Format, folded
-from jpaged.openai.tool_grammar import tool_grammar
+from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
 
 pytest.importorskip("llguidance", reason="pip install 'jpaged[structured]'")
 import llguidance  # pyright: ignore[reportMissingImports]
@@ -90,5 +91,85 @@ def test_what_may_not(tokenizer: Any, text: str, how: dict[str, Any], until: str
     assert found != text and found.startswith(until)
 
 
-def test_channels_have_none():
-    assert tool_grammar(TOOLS, style="harmony", needed=False, many=True) is None
+MARKS = ("channel", "message", "start", "end", "call", "return", "constrain")
+ASIDE = "<|channel|>analysis<|message|>so <b {<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+ARGUMENTS = '{"city": "Rome"}'
+
+
+@pytest.fixture(scope="module")
+def channels() -> Any:
+    """A tokenizer with GPT-OSS's marks; the last of a message end it."""
+    tokenizer = load_tokenizer(MODEL_PATH)
+    marks = [f"<|{name}|>" for name in MARKS]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    return tokenizer
+
+
+def channels_accept(tokenizer: Any, text: str, grammar: str) -> tuple[str, bool]:
+    ends = tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    vocabulary = llguidance.hf.from_tokenizer(tokenizer, eos_token=ends)
+    matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    count = matcher.try_consume_tokens(ids)
+    return tokenizer.decode(ids[:count]), matcher.is_accepting()
+
+
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}", 1),
+        (f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}", 1),
+        (f'{ASIDE} to=functions.any<|channel|>commentary<|message|>{{"x": [1]}}', 1),
+        (f"{ASIDE}{ASIDE}{FINAL}Sunny.", 0),
+        (f"{FINAL}text", 0),
+    ],
+)
+def test_channels(channels: Any, text: str, calls: int, needed: bool):
+    grammar = tool_grammar(TOOLS, style="harmony", needed=needed, many=True)
+    found = channels_accept(channels, text, grammar or "")
+    assert (found == (text, True)) == (calls > 0 or not needed)
+    reader = Format(style="harmony", thinks=False).reader("", tools=True)
+    message = folded(reader.push(text) + reader.finish())
+    assert len(message.get("tool_calls", [])) == reader.calls == calls
+    if ARGUMENTS in text:
+        assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("text", "until"),
+    [
+        ("<|channel|>commentary to=functions.other", "<|channel|>commentary to=functions."),
+        (' to=functions.weather<|channel|>commentary<|message|>{"town', None),
+        (f" to=functions.weather<|channel|>commentary<|message|>{ARGUMENTS} and", None),
+        ("text", ""),
+        (f"{ASIDE}text", ASIDE),
+    ],
+)
+def test_what_may_not_come_in_channels(channels: Any, text: str, until: str | None):
+    grammar = tool_grammar(TOOLS, style="harmony", needed=False, many=True)
+    found, _ = channels_accept(channels, text, grammar or "")
+    assert len(found) < len(text) and (until is None or found == until)
+
+
+def test_a_form_is_that_of_the_last_channel(channels: Any):
+    forms: list[tuple[dict[str, Any], str, str]] = [
+        ({"json_schema": SCHEMA, "disable_any_whitespace": True}, '{"city":"Rome"}', '{"a'),
+        ({"json_schema": '{"type": "boolean"}'}, "true", "maybe"),
+        ({"json_object": True}, '{"a": 1}', "[1]"),
+        ({"choice": ["yes", 'say "no"']}, 'say "no"', "perhaps"),
+        ({"regex": "[0-9]+/[0-9]+"}, "12/7", "12-7"),
+    ]
+    for form, right, wrong in forms:
+        grammar = form_of_channels(form)["grammar"]
+        for before in ("", ASIDE):
+            text = before + FINAL + right
+            assert channels_accept(channels, text, grammar) == (text, True)
+            found, is_whole = channels_accept(channels, before + FINAL + wrong, grammar)
+            assert found.startswith(before + FINAL) and not is_whole
+            assert len(found) < len(before + FINAL + wrong)
+    for bad in ({"grammar": 'start: "a"'}, {"json_schema": "{"}, {}, {"choice": []}):
+        with pytest.raises(RequestError, match="structured"):
+            form_of_channels(bad)

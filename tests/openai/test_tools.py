@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jpaged import LLM
-from jpaged.engine_thread import Inbox, News
+from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.request.collect import completion
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from tests.text_model import make_tokenizer, write_folder
@@ -32,7 +32,8 @@ SIZES = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens", "token_buckets", "seq_buckets"),
     *("num_blocks", "max_logprobs", "max_logit_bias", "max_stop_ids"),
 )
-WEATHER = {
+SETTINGS: dict[str, Any] = {name: getattr(ENGINE, name) for name in SIZES}
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
@@ -44,8 +45,7 @@ CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"a": [1, 2]}
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = write_folder(tmp_path_factory.mktemp("tools") / "tiny")
-    settings: dict[str, Any] = {name: getattr(ENGINE, name) for name in SIZES}
-    with serving(LLM(folder, tokenizer=make_tokenizer(TEMPLATE), **settings)) as live:
+    with serving(LLM(folder, tokenizer=make_tokenizer(TEMPLATE), **SETTINGS)) as live:
         yield live
 
 
@@ -56,7 +56,9 @@ def write(
     given: list[Any] = []
 
     @contextlib.asynccontextmanager
-    async def run(prompts: Any, params: Any, *, streaming: bool = False) -> AsyncIterator[Inbox]:
+    async def run(
+        prompts: Any, params: Any, *, streaming: bool, coming: Coming
+    ) -> AsyncIterator[Inbox]:
         given.append(live.server.llm.tokenizer.decode(prompts[0]))
         inbox = Inbox()
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -167,8 +169,7 @@ def test_tools_that_are_none(live: Live, body: dict[str, Any], param: str):
 
 
 def test_a_template_without_tools_is_no_silent_loss(tmp_path: Path):
-    settings: dict[str, Any] = {name: getattr(ENGINE, name) for name in SIZES}
-    with serving(LLM(write_folder(tmp_path / "tiny"), **settings)) as live:
+    with serving(LLM(write_folder(tmp_path / "tiny"), **SETTINGS)) as live:
         status, answer, _ = live.request(CHAT, ASK)
         assert (status, answer["error"]["code"]) == (400, "unsupported_field")
         assert live.request(CHAT, ASK | {"tool_choice": "none"})[0] == 200

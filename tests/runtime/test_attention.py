@@ -74,6 +74,17 @@ def test_auto_takes_the_best_for_the_device(device: Any, name: str) -> None:
     assert choose(device, shards=2).shapes.num_kv_heads == 1
 
 
+def test_one_kernel_prepares_attention_on_cuda() -> None:
+    """Where it can; elsewhere XLA does so, to the bits that it had."""
+    assert choose(HOPPER).writes_heads and choose(AMPERE).writes_heads
+    assert choose(HOPPER, attention="xla").writes_heads, "it is no matter of attention's kernel"
+    assert choose(CPU, attention="triton").writes_heads, "interpreted, as that is"
+    assert not choose(CPU).writes_heads and not choose(TPU).writes_heads
+    assert not choose(HOPPER, kv_cache_dtype="int8").writes_heads
+    whole = dataclasses.replace(MODEL, qk_norm=False, qk_norm_whole=True)
+    assert not choose(HOPPER, model=whole).writes_heads
+
+
 def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     told = (
         r"'xla' on NVIDIA H200.*mosaic_gpu: dtype float32.*triton: dtype float32.*attention='xla'"

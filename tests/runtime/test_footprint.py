@@ -4,6 +4,7 @@ them holds.
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.weights import ServingWeights, placement
+from jpaged.session import Session
 from tests.tiny import CONFIG, config, make_params, make_prompts
 
 HERE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -160,6 +162,45 @@ def test_cpu_compiles_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(memory, "free_memory", lambda: 8 * MIB)
     with pytest.raises(AssertionError, match="compiled"):
         footprint.plan_pool(CONFIG, engine(), HERE, params)
+
+
+def test_the_largest_steps_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, none before all have begun: a step takes a minute on a GPU."""
+    runner, together = probe(), threading.Barrier(3, timeout=10)
+    account = SimpleNamespace(
+        temp_size_in_bytes=7,
+        output_size_in_bytes=3,
+        alias_size_in_bytes=1,
+        generated_code_size_in_bytes=0,
+    )
+    begun = []
+
+    def lower(bucket: Any) -> Any:
+        def compile() -> Any:
+            begun.append(bucket.phase)
+            together.wait()
+            return SimpleNamespace(memory_analysis=lambda: account)
+
+        return SimpleNamespace(compile=compile)
+
+    monkeypatch.setattr(runner.steps, "lower", lower)
+    assert measured(runner).temporaries == 9
+    assert sorted(begun) == ["decode", "prefill", "sample"]
+
+
+def test_a_pool_that_grows_compiles_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Runner] = []
+    needs = Needs(temporaries=2 * MIB, is_measured=True)
+    monkeypatch.setattr(footprint, "measured", lambda probe, size: asked.append(probe) or needs)
+    monkeypatch.setattr(memory, "free_memory", lambda: 8 * MIB)
+    params, settings = make_params(), EngineConfig(block_size=4, max_num_seqs=8)
+    session = Session(params, settings, None, grows=True)
+    session.bind(params)
+    sizes = []
+    for blocks in (3, 12, 30):
+        session.reserve([blocks])
+        sizes.append(session.runner.config.num_blocks)
+    assert sizes == [8, 16, 32] and len(asked) == 1
 
 
 def test_what_is_freed_first_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

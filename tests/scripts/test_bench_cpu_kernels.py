@@ -15,13 +15,14 @@ def test_a_run(
 ) -> None:
     monkeypatch.setattr(bench, "WEIGHTS", [(96, 64)])
     monkeypatch.setattr(bench, "ROWS", (8,))
+    monkeypatch.setattr(bench, "QUANTIZED_ROWS", (1,))
     monkeypatch.setattr(bench, "ATTENTION", [("60m", 2, 70, None), ("60m", 1, 65, 65)])
     monkeypatch.setattr(bench, "BYTES", 1 << 20)
     monkeypatch.setattr(bench, "EXPERTS", (4, 2, 64, 32))
     monkeypatch.setattr(bench, "EXPERT_ROWS", (8,))
     assert bench.main(["--rounds", "2", "--json", str(tmp_path / "rows")]) == 0
     rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    product, decode, prefill, experts = rows
+    product, decode, prefill, experts, weights = rows
     assert (
         product["product"] == "[8, 64] . [96, 64]"
         and product["xla_gflops"] / product["native_gflops"] > 0
@@ -29,6 +30,11 @@ def test_a_run(
     assert product["ratio"] == pytest.approx(
         product["xla_gflops"] / product["native_gflops"], rel=1e-4
     )
+    assert weights["weights"] == "[1, 64] . [96, 64]" and weights["read_gb_s"] > 0
+    assert weights["int8_ratio"] == pytest.approx(weights["bf16_ms"] / weights["int8_ms"], rel=1e-4)
+    size = {"bf16": 2 * 96 * 64, "int8": 96 * 64 + 4 * 96, "int4": 96 * 32 + 4 * 96 * 2}
+    for name, nbytes in size.items():
+        assert weights[f"{name}_gb_s"] * weights[f"{name}_ms"] == pytest.approx(nbytes / 1e6, 1e-3)
     assert (decode["attention"], prefill["attention"]) == (
         "60m decode 2 x 70",
         "60m prefill 1 x 65",

@@ -7,6 +7,7 @@ import jax
 from jax import Array
 
 from jpaged.models.kv_view import KVView
+from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.linear import Linear
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -39,15 +40,10 @@ class Attention:
         """
         with jax.named_scope("qkv"):
             qkv = self.qkv(x)
-        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]  # [K, G, D], [K, D], [K, D]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            with jax.named_scope("rope"):
-                q, k = rotary(q, k)
-        q = q.reshape(*x.shape[:-1], -1, q.shape[-1])
+        heads = Heads(q_norm=self.q_norm, k_norm=self.k_norm, rotary=rotary)
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
         options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": sinks}
-        o, kv = kv.attend(self.group, index, q, k, v, **options)
+        # q, k, v = heads(qkv), which the view does as it keeps the keys and values.
+        o, kv = kv.attend(self.group, index, qkv, heads, **options)
         with jax.named_scope("out"):
             return self.out(o.reshape(*x.shape[:-1], -1)), kv

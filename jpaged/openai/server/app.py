@@ -17,6 +17,7 @@ from jpaged.openai.server.bodies import Detokenize, ServedChat, ServedCompletion
 from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
+from jpaged.openai.server.response_bodies import ServedResponse
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import ApiError, Exchange, Gone, encode
 
@@ -41,6 +42,7 @@ class Server:
         posts: dict[str, Handler] = {
             "/v1/chat/completions": lambda e: self._generation.serve(e, ServedChat),
             "/v1/completions": lambda e: self._generation.serve(e, ServedCompletion),
+            "/v1/responses": lambda e: self._generation.serve(e, ServedResponse),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }

@@ -12,6 +12,7 @@ from jpaged.request.collect import completion
 from jpaged.request.outputs import CompletionChunk, CompletionOutput, RequestOutput
 
 DONE = b"data: [DONE]\n\n"
+CONTENT = {"content"}
 
 
 class Events:
@@ -44,6 +45,11 @@ class Events:
         # All events begin alike: written once.
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        # And those with nothing but text end alike too.
+        self._opening = b',"finish_reason":null,"logprobs":null,'
+        self._opening += b'"delta":{"content":' if is_chat else b'"text":'
+        self._closing = (b"}}" if is_chat else b"}") + self._tail
+        self._is_plain = form.top is None and not form.token_ids
         self._make_reader = reader
         self._readers: dict[int, Reader] = {}  # of the choices that have had an event
         self._echoed: set[int] = set()
@@ -56,7 +62,11 @@ class Events:
             self._readers[choice] = self._make_reader()
             if self._is_chat:
                 begun = self._event(choice, delta={"role": "assistant", "content": ""})
-        piece, deltas = self._piece(choice, chunk), self._deltas(choice, chunk)
+        deltas = self._deltas(choice, chunk)
+        if self._is_text_alone(choice, chunk, deltas):
+            text = "".join(delta.get("content", "") for delta in deltas)
+            return begun + self._text_event(choice, text) if text else begun
+        piece = self._piece(choice, chunk)
         if self._is_chat:
             if piece["finish_reason"] == "stop" and self._readers[choice].calls:
                 piece["finish_reason"] = "tool_calls"
@@ -66,7 +76,7 @@ class Events:
             piece["delta"] = last
         else:
             text = "".join(delta.get("content", "") for delta in deltas)
-            if self._echo is not None and choice not in self._echoed:
+            if self._echo is not None and self._echoes(choice):
                 self._echoed.add(choice)
                 text = self._echo[prompt] + text
             told = bool(text)
@@ -74,6 +84,21 @@ class Events:
         if told or chunk.finish_reason or self._form.top is not None or "token_ids" in piece:
             return begun + self._event(choice, **piece)
         return begun
+
+    def _echoes(self, choice: int) -> bool:
+        """Whether the prompt is to come before the next text of a choice."""
+        return self._echo is not None and choice not in self._echoed
+
+    def _is_text_alone(self, choice: int, chunk: CompletionChunk, deltas: list[Delta]) -> bool:
+        """Whether there is nothing to say of a piece but its text, as of nearly all."""
+        if not self._is_plain or chunk.finish_reason is not None or chunk.text_delta is None:
+            return False
+        return not self._echoes(choice) and all(delta.keys() == CONTENT for delta in deltas)
+
+    def _text_event(self, choice: int, text: str) -> bytes:
+        """As _event, of a piece with text alone."""
+        middle = b'{"index":%d%b%b%b' % (choice, self._opening, encode(text), self._closing)
+        return self._head + middle
 
     def _deltas(self, choice: int, chunk: CompletionChunk) -> list[Delta]:
         reader = self._readers[choice]

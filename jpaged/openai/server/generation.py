@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jpaged.async_llm import AsyncLLM
-from jpaged.engine_thread import Inbox, News
+from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
 from jpaged.openai import responses
 from jpaged.openai.json_text import json_object
@@ -22,6 +22,8 @@ from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
 from jpaged.openai.server.echo import put_prompt, text_of
 from jpaged.openai.server.events import Events, total_usage
 from jpaged.openai.server.metrics import Metrics, Watch
+from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
+from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import (
     EVENTS,
@@ -32,7 +34,7 @@ from jpaged.openai.server.wire import (
     encode,
     overloaded,
 )
-from jpaged.openai.tool_grammar import tool_grammar
+from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
@@ -76,9 +78,12 @@ class Generation:
         """Read, run and answer one request. Raises its error, and Gone."""
         with closing(self.room.hold()) as held:
             await exchange.read(held)
-            await exchange.while_connected(self._serve(exchange, kind, held))
+            with closing(self._llm.expect()) as coming:
+                await exchange.while_connected(self._serve(exchange, kind, held, coming))
 
-    async def _serve(self, exchange: Exchange, kind: type[Served], held: Held) -> None:
+    async def _serve(
+        self, exchange: Exchange, kind: type[Served], held: Held, coming: Coming
+    ) -> None:
         arrived = time.monotonic()
         async with asyncio.timeout(self._settings.request_timeout_s):
             body = await self._llm.prepare(self._read, kind, exchange.text)
@@ -91,8 +96,8 @@ class Generation:
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
-                run = self._llm.run(asked.prompts, asked.params, streaming=body.stream)
-                async with run as inbox:
+                how: dict[str, Any] = {"streaming": body.stream, "coming": coming}
+                async with self._llm.run(asked.prompts, asked.params, **how) as inbox:
                     news = await inbox.take()
                     if body.stream:
                         await self._stream(exchange, asked, inbox, news, watch)
@@ -167,15 +172,7 @@ class Generation:
     async def _stream(
         self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
     ) -> None:
-        events = Events(
-            **asked.how,
-            is_chat=asked.body.is_chat,
-            form=asked.form,
-            n=asked.params.n,
-            with_usage=asked.body.wants_usage,
-            echo=asked.echo,
-            reader=asked.reader,
-        )
+        events = _events(self._llm, asked)
         outputs: list[RequestOutput] = []
         while True:
             written: list[bytes] = []
@@ -191,9 +188,32 @@ class Generation:
             if len(outputs) == len(asked.prompts):
                 break
             if any(written):
-                await exchange.write(b"".join(written))
+                await exchange.write_piece(b"".join(written))
             news = await inbox.take()
         await exchange.write(b"".join(written) + events.end(outputs), more=False)
+
+
+def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
+    """What makes events of the answer's pieces. llm: its tokenizer is asked for."""
+    if isinstance(asked.body, ServedResponse):
+        return _response(llm, asked, asked.body.asked)
+    return Events(
+        **asked.how,
+        is_chat=asked.body.is_chat,
+        form=asked.form,
+        n=asked.params.n,
+        with_usage=asked.body.wants_usage,
+        echo=asked.echo,
+        reader=asked.reader,
+    )
+
+
+def _response(llm: Any, asked: Asked, body: ResponseBody) -> ResponseEvents:
+    def count(text: str) -> int:
+        return len(llm.tokenizer.encode(text, add_special_tokens=False))
+
+    how = {"reader": asked.reader(), "count": count, **asked.how}
+    return ResponseEvents(asked=body, params=asked.params, **how)
 
 
 def _check_sizes(body: Served, params: SamplingParams) -> None:
@@ -233,9 +253,12 @@ def _understood(
     if isinstance(body, ServedChat):
         end = text_of(llm, prompts[0], last=8)
         reader = partial(format.reader, end, tools=bool(body.callable_tools))
-        params = _held_to_calls(llm, body, params, format, end)
         if format.style == "harmony":  # its parts are told apart by special tokens
             params = dataclasses.replace(params, skip_special_tokens=False)
+            if params.structured is not None:
+                told = form_of_channels(params.structured)
+                params = dataclasses.replace(params, structured=told)
+        params = _held_to_calls(llm, body, params, format, end)
     if params.structured is not None and find_spec("llguidance") is None:
         refused = "an answer of a given form: this server has no jpaged[structured]"
         raise BodyError(refused, code="unsupported_field")
@@ -264,12 +287,10 @@ def _held_to_calls(
         thinks=format.thinks,
         is_thinking=format.is_thinking(end),
     )
-    if format.style == "none" or (demanded and grammar is None):
+    if grammar is None:
         said = "tools: the chat template of this model has none that could be called"
-        if format.style != "none":
-            said = "tools: calls of this model cannot be demanded, nor be held to a schema"
         raise BodyError(said, param="tools", code="unsupported_field")
-    if grammar is None or params.structured is not None:
+    if params.structured is not None:
         return params
     held = dataclasses.replace(params, structured={"grammar": grammar})
     return held if demanded or _can_be_held(llm, held) else params
@@ -298,6 +319,8 @@ def _output(item: Any) -> RequestOutput:
 
 def _whole(llm: Any, asked: Asked, outputs: list[RequestOutput]) -> bytes:
     """The body of an answer, the choices of all prompts one after the other."""
+    if isinstance(asked.body, ServedResponse):
+        return encode(_response(llm, asked, asked.body.asked).whole(outputs[0]))
     make: Any = responses.chat_completion if asked.body.is_chat else responses.completion
     only_prompt = isinstance(asked.body, ServedCompletion) and asked.body.only_prompt
     bodies = [make(output, asked.form, **asked.how) for output in outputs]

@@ -166,6 +166,16 @@ class Exchange:
     async def write(self, body: bytes, *, more: bool = True) -> None:
         await self._out({"type": "http.response.body", "body": body, "more_body": more})
 
+    async def write_piece(self, body: bytes) -> None:
+        """The same of a piece of a stream, of which there are as many as tokens. A chunk changes
+        nothing of what ASGI and h11 know of an answer, so it goes past them.
+        """
+        state = self.scope["state"]
+        if state["flow"].write_paused or self.scope["http_version"] != "1.1":
+            await self.write(body)
+        elif not state["transport"].is_closing():
+            state["transport"].write(b"%x\r\n%b\r\n" % (len(body), body))
+
     async def answer(
         self, body: bytes, status: int = 200, kind: bytes = JSON, headers: Headers = ()
     ) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -45,6 +46,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     unsupported,
     zero_unseen,
 )
+from kernels_pallas.paged_attention.pool_layout import pad
 
 MAX_SPLITS = 128
 START = 3  # KV tiles that could be read while an item starts and ends
@@ -103,6 +105,8 @@ def decode(
     P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
     G, C, N = H // K, DECODE_C, pool.shape[0] // options.num_layers
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
+    # KV heads whose queries are copied together. Rows of a product stay apart: others do no harm.
+    shared = 8 // G if H % 8 == 0 and 8 % G == 0 else 1
     slots = multiprocessors() * resident(D)
     reach = block_table_SM.shape[1] * P
     reach = reach if window is None else min(reach, window + C - 1)
@@ -177,8 +181,8 @@ def decode(
                     lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
                 plgpu.commit_smem()
                 heads = pl.ds(head * G, G)
-                o_ref = out_refs[0].at[row, split, heads]
-                plgpu.copy_smem_to_gmem(o_sm.at[pl.ds(0, G)], o_ref)
+                own = pl.ds(lax.rem(head, jnp.int32(shared)) * G, G)
+                plgpu.copy_smem_to_gmem(o_sm.at[own], out_refs[0].at[row, split, heads])
                 if are_parts:
                     lse_ref = out_refs[1].at[row, split, head]
                     plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref)
@@ -194,7 +198,7 @@ def decode(
                 place = lax.rem(turn, jnp.int32(places))
                 if turns > 1:
                     pl.when(turn >= 2)(lambda: plgpu.barrier_wait(q_empty.at[place]))
-                queries = q_ref.at[row, head]
+                queries = q_ref.at[row, lax.div(head, jnp.int32(shared))]
                 plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
                 base, table = layer_ref[0] * N, table_ref.at[row]
                 where = (pool_ref, base, table, context, head)
@@ -208,7 +212,8 @@ def decode(
 
     outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
     q_and_o = tiled_smem((places, Q, D), dtype), plgpu.SMEM((Q, D), out_dtype)
-    q = jnp.pad(q_SHD.astype(dtype).reshape(S, K, G, D), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
+    q = q_SHD.astype(dtype).reshape(S, K // shared, shared * G, D)
+    q = pad(q, (S, K // shared, rows, D))
     order_S = jnp.argsort(-context_lens_S).astype(jnp.int32)
     o, *lse = launch(
         kernel,
@@ -236,5 +241,7 @@ def decode(
     )
     if not are_parts:
         return o[:, 0].astype(q_SHD.dtype)
-    o = combine(o.reshape(S, X, K, G, D), lse[0][..., :G], sinks_H)
+    own_KG = (np.arange(K)[:, None] % shared) * G + np.arange(G)[None, :]
+    lse_SXKG = jnp.take_along_axis(lse[0], jnp.asarray(own_KG)[None, None], axis=3)
+    o = combine(o.reshape(S, X, K, G, D), lse_SXKG, sinks_H)
     return o.reshape(S, H, D).astype(q_SHD.dtype)

@@ -1,0 +1,239 @@
+"""The body of POST /v1/responses, and the chat that it comes to."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from jpaged.openai.forms import Strict
+from jpaged.openai.protocol import Body, BodyError, Integer, Number, refuse, short
+from jpaged.openai.server.bodies import ServedChat
+
+# Fields that are not built, each with the values that ask for nothing (null always does).
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "include": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "prompt": (),
+    "max_tool_calls": (),
+    "stream_options": (),
+    "context_management": (),
+    "moderation": (),
+    "verbosity": (),
+}
+# What would be kept from one request to the next.
+KEPT = ("previous_response_id", "conversation", "store")
+HARMLESS = {
+    *("user", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "prompt_cache_options"),
+}
+# vLLM's fields that a chat has by the same name.
+PASSED = (
+    *("seed", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("chat_template_kwargs", "cache_salt"),
+)
+# Whose fault an error of the chat is here.
+BLAMED = {
+    "messages": "input",
+    "response_format": "text",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+}
+
+
+class TextFormat(Strict):
+    """As response_format, with the fields of a schema beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.name is not None and self.schema_ is not None):
+            raise ValueError("type json_schema goes with name and schema, and no other does")
+        return self
+
+    @property
+    def of_a_chat(self) -> dict[str, Any]:
+        """As response_format."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class Text(Strict):
+    format: TextFormat = TextFormat(type="text")
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    effort: str | None = None
+    summary: None = None
+
+
+def _function(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ValueError("must be a list of functions")
+    if unknown := sorted(tool.keys() - {"type", "name", "parameters", "strict", "description"}):
+        raise ValueError(f"{unknown[0]!r} is not supported")
+    return tool
+
+
+class ResponseBody(Body):
+    """What is asked. input: a text, or items: messages, calls of functions and their outputs, and
+    reasoning, as answers have them.
+    """
+
+    model: str | None = None
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Integer | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    stream: bool = False
+    text: Text = Text()
+    tools: list[Annotated[dict[str, Any], BeforeValidator(_function)]] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in KEPT:
+            if data.get(name) not in (None, False):
+                said = "this server keeps no responses: send the whole conversation as input"
+                refuse(f"{name}={short(data[name])}: {said}", name)
+        for name in NOT_BUILT.keys() & data.keys():
+            if data[name] is not None and data[name] not in NOT_BUILT[name]:
+                refuse(f"{name}={short(data[name])} is not supported", name)
+        left_out = {*KEPT, *NOT_BUILT, *HARMLESS, *PASSED}
+        return {k: v for k, v in data.items() if k not in left_out}
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The body of a chat that asks for the same."""
+        found: dict[str, Any] = {
+            "model": self.model,
+            "messages": self._messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "reasoning_effort": self.reasoning.effort,
+            "tool_choice": _choice(self.tool_choice) if self.tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        if self.text.format.type != "text":
+            found["response_format"] = self.text.format.of_a_chat
+        if self.tools:
+            found["tools"] = [
+                {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+                for tool in self.tools
+            ]
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def _messages(self) -> list[dict[str, Any]]:
+        begin = [] if self.instructions is None else [_message("system", self.instructions)]
+        if isinstance(self.input, str):
+            return [*begin, _message("user", self.input)]
+        messages: list[dict[str, Any]] = begin
+        for place, item in enumerate(self.input):
+            try:
+                _add(messages, item)
+            except (KeyError, TypeError, ValueError) as e:
+                said = f"needs {e}" if isinstance(e, KeyError) else str(e)
+                raise BodyError(f"input: item {place}: {said}", param="input") from None
+        return messages
+
+
+class ServedResponse(ServedChat):
+    """The same as a chat. asked: as it came."""
+
+    _asked: ResponseBody = PrivateAttr()
+
+    @property
+    def asked(self) -> ResponseBody:
+        return self._asked
+
+    @classmethod
+    def read(cls, data: Any) -> Self:
+        asked = ResponseBody.read(data)
+        passed = {name: data[name] for name in PASSED if name in data}
+        try:
+            body = super().read(passed | asked.chat)
+        except BodyError as e:
+            param = BLAMED.get(e.param or "", e.param)
+            raise BodyError(str(e), param=param, code=e.code) from None
+        body._asked = asked
+        return body
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Take in an item. What an assistant thought, said and called one after the other is one
+    message. Raises KeyError and ValueError for what is none.
+    """
+    last = messages[-1] if messages else {}
+    kind = item.get("type", "message")
+    match kind:
+        case "message" if item["role"] != "assistant":
+            messages.append(_message(item["role"], _text(item["content"])))
+            return
+        case "function_call_output":
+            output = _message("tool", _text(item["output"]))
+            messages.append(output | {"tool_call_id": item["call_id"]})
+            return
+        case "message" | "function_call" | "reasoning":
+            goes_on = last.get("role") == "assistant" and (
+                kind == "function_call" or (kind == "message" and last.keys() == THOUGHT)
+            )
+            if not goes_on:
+                messages.append(last := {"role": "assistant"})
+        case _:
+            raise ValueError(f"type {short(kind)} is not supported")
+    if kind == "message":
+        last["content"] = _text(item["content"])
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        last["reasoning_content"] = _text(parts)
+    else:
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
+
+
+THOUGHT = {"role", "reasoning_content"}
+PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+def _text(content: Any) -> str:
+    """The text of a content, which may come in parts."""
+    if isinstance(content, str):
+        return content
+    given = content if isinstance(content, list) else [content]
+    parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {} for part in given]
+    if not all(part.get("type") in PARTS for part in parts):
+        raise ValueError("has a part that is not text")
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("has a part without text")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _choice(choice: Any) -> Any:
+    """tool_choice as a chat has it."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice

@@ -1,0 +1,216 @@
+"""The answer to POST /v1/responses: its items, whole, and as events while they grow."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jpaged.openai.parts import Delta, Reader
+from jpaged.openai.server.events import total_usage
+from jpaged.openai.server.response_bodies import ResponseBody
+from jpaged.openai.server.wire import encode
+from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.sampling_params import SamplingParams
+
+Kind = Literal["reasoning", "message", "function_call"]
+Event = tuple[str, dict[str, Any]]  # its type, and what it says
+
+PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+PART = {"reasoning": "reasoning_text", "message": "output_text"}
+
+
+class Items:
+    """What a model thinks, says and calls, one item after the other. output: those so far."""
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._open: Kind | None = None  # of the last one, while it grows
+        self._pieces: list[str] = []
+
+    def push(self, delta: Delta) -> list[Event]:
+        """Take in a piece."""
+        found: list[Event] = []
+        if text := delta.get("reasoning_content"):
+            found += self._grow("reasoning", text)
+        if text := delta.get("content"):
+            found += self._grow("message", text)
+        for call in delta.get("tool_calls", []):
+            function = call["function"]
+            if "id" in call:
+                named = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+                found += self._begin("function_call", named)
+            if function["arguments"]:
+                found += self._grow("function_call", function["arguments"])
+        return found
+
+    def finish(self, *, is_whole: bool) -> list[Event]:
+        """Nothing more comes: because it is whole, or cut off. An answer has an item at least."""
+        begun = [] if self.output else self._begin("message", {})
+        return begun + self._end("completed" if is_whole else "incomplete")
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        where = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+        return where if self._open == "function_call" else where | {"content_index": 0}
+
+    def _begin(self, kind: Kind, more: dict[str, Any]) -> list[Event]:
+        ended = self._end("completed")
+        item = {"id": f"{PREFIX[kind]}_{secrets.token_hex(12)}", "type": kind, **more}
+        if kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
+        item["status"] = "in_progress"
+        self.output.append(item)
+        self._open, self._pieces = kind, []
+        # As it is now: it grows.
+        added = {"output_index": len(self.output) - 1, "item": dict(item)}
+        found = [*ended, ("response.output_item.added", added)]
+        if kind != "function_call":
+            told = self._where | {"part": self._part("")}
+            found.append(("response.content_part.added", told))
+        return found
+
+    def _grow(self, kind: Kind, text: str) -> list[Event]:
+        begun = [] if self._open == kind else self._begin(kind, {})
+        self._pieces.append(text)
+        return [*begun, (f"{self._stem}.delta", self._where | {"delta": text} | self._logprobs)]
+
+    def _end(self, status: str) -> list[Event]:
+        if self._open is None:
+            return []
+        item, whole, where = self.output[-1], "".join(self._pieces), self._where
+        found: list[Event]
+        if self._open == "function_call":
+            item["arguments"] = whole
+            found = [(f"{self._stem}.done", where | {"arguments": whole, "name": item["name"]})]
+        else:
+            item["content"] = [self._part(whole)]
+            found = [(f"{self._stem}.done", where | {"text": whole} | self._logprobs)]
+            found.append(("response.content_part.done", where | {"part": self._part(whole)}))
+        item["status"] = status
+        self._open = None
+        done = {"output_index": where["output_index"], "item": item}
+        return [*found, ("response.output_item.done", done)]
+
+    @property
+    def _stem(self) -> str:
+        stems = {"reasoning": "reasoning_text", "message": "output_text"}
+        return f"response.{stems.get(self._open or '', 'function_call_arguments')}"
+
+    @property
+    def _logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self._open == "message" else {}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        assert self._open is not None
+        part = {"type": PART[self._open], "text": text}
+        return part | {"annotations": [], "logprobs": []} if self._open == "message" else part
+
+
+class ResponseEvents:
+    """One answer, as server-sent events of its pieces or as a whole.
+
+    count: tokens of a text, to tell those of the reasoning.
+    """
+
+    def __init__(
+        self,
+        *,
+        asked: ResponseBody,
+        params: SamplingParams,
+        name: str,
+        model: str,
+        reader: Reader,
+        count: Callable[[str], int],
+    ):
+        self._asked, self._params, self._reader, self._count = asked, params, reader, count
+        self._head = {"id": f"resp_{name}", "object": "response", "created_at": int(time.time())}
+        self._model = model
+        self._items = Items()
+        self._number = 0
+
+    def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
+        """The events of a chunk: none where it has nothing to say yet."""
+        found = self._begun()
+        deltas = self._reader.push(chunk.text_delta) if chunk.text_delta else []
+        if chunk.finish_reason:
+            deltas = deltas + self._reader.finish()
+        for delta in deltas:
+            found += self._items.push(delta)
+        return self._written(found)
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        """What comes after the last chunk."""
+        [done] = outputs[0].outputs
+        is_whole = done.finish_reason != "length"
+        found = self._begun() + self._items.finish(is_whole=is_whole)
+        status = "completed" if is_whole else "incomplete"
+        response = self._response(status, outputs)
+        return self._written([*found, (f"response.{status}", {"response": response})])
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The body of an answer that is no stream."""
+        [done] = output.outputs
+        is_whole = done.finish_reason != "length"
+        for delta in [*self._reader.push(done.text or ""), *self._reader.finish()]:
+            self._items.push(delta)
+        self._items.finish(is_whole=is_whole)
+        return self._response("completed" if is_whole else "incomplete", [output])
+
+    def _begun(self) -> list[Event]:
+        """What comes before the first piece."""
+        if self._number:
+            return []
+        response = {"response": self._response("in_progress", None)}
+        return [("response.created", response), ("response.in_progress", response)]
+
+    def _written(self, events: list[Event]) -> bytes:
+        found = b""
+        for kind, said in events:
+            body = encode({"type": kind, "sequence_number": self._number} | said)
+            found += b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
+            self._number += 1
+        return found
+
+    def _response(self, status: str, outputs: list[RequestOutput] | None) -> dict[str, Any]:
+        asked, form = self._asked, self._asked.text.format
+        cut_off = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut_off,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata,
+            "model": self._model,
+            "output": [] if outputs is None else self._items.output,
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": self._params.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": asked.tool_choice,
+            "tools": [{"parameters": None, "strict": None} | tool for tool in asked.tools],
+            "top_p": self._params.top_p,
+            "truncation": "disabled",
+            "usage": None if outputs is None else self._usage(outputs),
+        }
+
+    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        total = total_usage(outputs)
+        thought = sum(
+            self._count(part["text"])
+            for item in self._items.output
+            if item["type"] == "reasoning"
+            for part in item["content"]
+        )
+        return {
+            "input_tokens": total["prompt_tokens"],
+            "input_tokens_details": total["prompt_tokens_details"],
+            "output_tokens": total["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": total["total_tokens"],
+        }

@@ -1,0 +1,189 @@
+"""What lies between a layer's first product and its attention, in one kernel for CUDA cards:
+queries and keys are normed and rotated, keys and values go to their slots of the pool, in place.
+
+XLA makes four kernels of it, each of which a decode step waits for. A program takes one KV head of
+B tokens. The pairs that a rotation turns lie half of the rotated dimensions apart, so a row comes
+in pieces: the first and the second of the pairs, and what is not rotated.
+
+It is for pools without padding whose values have the dtype of the product (`unsupported` says so of
+others), in Pallas' Triton backend.
+
+Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, G query heads of each, X
+= G + 2, D head dim, R rotated dimensions; B tokens of a program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from kernels_pallas.paged_attention.interface import Shapes
+from kernels_pallas.paged_attention.pool_layout import PoolLayout, plain_pool_layout
+
+ELEMENTS = 1024  # of queries that a program takes, 8 a thread: B is what fits
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNorm:
+    """Root mean square norms over D, of queries and of keys. has_offset: x is multiplied by 1 +
+    scale. in_f32: it is so before it is rounded.
+    """
+
+    eps: float
+    has_offset: bool = False
+    in_f32: bool = False
+
+
+def unsupported(shapes: Shapes, pool_layout: Callable[[int, int], PoolLayout]) -> str | None:
+    """Why this cannot write what an attention kernel of this pool_layout reads, or None."""
+    if shapes.scaled:
+        return shapes.scaled
+    if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"dtype {jnp.dtype(shapes.dtype)}"
+    heads = shapes.num_kv_heads, shapes.head_dim
+    if pool_layout(*heads) != plain_pool_layout(*heads):
+        return "a pool with padding"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("norm", "num_layers", "interpret"))
+def write_heads(
+    qkv_TKXD: Array,
+    pool: Array,
+    layer: Array | int,
+    slot_mapping_T: Array,
+    *,
+    scales: tuple[Array, Array] | None = None,
+    norm: HeadNorm | None = None,
+    rotation: tuple[Array, Array] | None = None,
+    num_layers: int = 1,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """Queries [T, K * G, D], normed and rotated, and the pool with the keys, so too, and the values
+    in their slots of one layer.
+
+    qkv_TKXD: of each KV head its G query heads, its key and its value. pool [L*N, P, 2K, D];
+    slot_mapping_T int32: block * P + slot, no slot twice; keys and values of tokens whose index is
+    outside [0, N*P) are dropped. scales: of the norms of queries and of keys, [D] each. rotation:
+    cos and sin, f32 [T, R/2], of pairs (i, i + R/2) of the first R dimensions.
+    """
+    (T, K, X, D), rows = qkv_TKXD.shape, pool.shape[0]
+    P, G = pool.shape[1], X - 2
+    heads = pl.next_power_of_2(G)
+    tokens = max(1, min(ELEMENTS // (heads * pl.next_power_of_2(D)), pl.next_power_of_2(T)))
+    assert (scales is None) == (norm is None)
+    kernel = functools.partial(
+        _kernel,
+        heads=heads,
+        tokens=tokens,
+        slots=rows // num_layers * P,
+        norm=norm,
+        half=0 if rotation is None else rotation[0].shape[-1],
+    )
+    q, flat = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(T, tokens), K),
+        out_shape=(
+            jax.ShapeDtypeStruct((T, K, G, D), qkv_TKXD.dtype),
+            jax.ShapeDtypeStruct((rows * P, 2 * K, D), pool.dtype),
+        ),
+        input_output_aliases={0: 1},
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        name="write_heads",
+    )(
+        jnp.reshape(pool, (rows * P, 2 * K, D)),
+        qkv_TKXD,
+        slot_mapping_T,
+        jnp.reshape(jnp.asarray(layer, jnp.int32), (1,)),
+        *(scales or ()),
+        *(rotation or ()),
+    )
+    return q.reshape(T, K * G, D), flat.reshape(pool.shape)
+
+
+def _kernel(
+    _,
+    qkv_ref,
+    slots_ref,
+    layer_ref,
+    *refs,
+    heads: int,
+    tokens: int,
+    slots: int,
+    norm: HeadNorm | None,
+    half: int,
+):
+    *more, q_ref, pool_ref = refs
+    scale_refs, turn_refs = (more[:2], more[2:]) if norm is not None else ((None, None), more)
+    (T, _, _, D), head, G = qkv_ref.shape, pl.program_id(1), q_ref.shape[2]
+    first, dtype = pl.program_id(0) * tokens, qkv_ref.dtype
+    # First dimension and number of dimensions of each piece of a row.
+    pieces = [(0, half), (half, half), (2 * half, D - 2 * half)]
+    pieces = [piece for piece in pieces if piece[1] > 0]
+
+    def lanes(start, size):
+        """A piece's dimensions, and which of them it has: sizes are powers of 2 here."""
+        at = jnp.arange(pl.next_power_of_2(size))
+        return start + at, at < size
+
+    def place(ref, rows, piece, real_R):
+        """A piece of rows of an array, and which of it there is."""
+        at, real = lanes(*piece)
+        index = (*(i[:, None] if getattr(i, "ndim", 0) else i for i in rows), at[None, :])
+        return ref.at[index], real_R[:, None] & real[None, :]
+
+    def load(ref, rows, piece, real_R):
+        at, mask = place(ref, rows, piece, real_R)
+        return plgpu.load(at, mask=mask, other=0)
+
+    def store(ref, rows, piece, real_R, x):
+        at, mask = place(ref, rows, piece, real_R)
+        plgpu.store(at, x, mask=mask)
+
+    def prepared(token_R, nth_R, real_R, scale_ref):
+        """Pieces of rows, normed and rotated."""
+        rows = token_R, head, nth_R
+        x = [load(qkv_ref, rows, piece, real_R) for piece in pieces]
+        if norm is not None:
+            x = [part.astype(jnp.float32) for part in x]
+            total_R = sum(jnp.sum(part * part, axis=1) for part in x)
+            factor_R1 = jax.lax.rsqrt(total_R / D + norm.eps)[:, None]
+            x = [
+                scaled(part * factor_R1, piece, scale_ref, norm)
+                for part, piece in zip(x, pieces, strict=True)
+            ]
+        if half:
+            cos, sin = (load(ref, (token_R,), (0, half), real_R) for ref in turn_refs)
+            a, b = (part.astype(jnp.float32) for part in x[:2])
+            x = [(a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype), *x[2:]]
+        return x
+
+    def scaled(part, piece, scale_ref, norm: HeadNorm):
+        within = jnp.float32 if norm.in_f32 else dtype
+        at, real = lanes(*piece)
+        scale = plgpu.load(scale_ref.at[at], mask=real, other=0).astype(within)[None, :]
+        scale = 1 + scale if norm.has_offset else scale
+        return (part.astype(within) * scale).astype(dtype)
+
+    at_R = jnp.arange(tokens * heads)
+    token_R, nth_R = first + jax.lax.div(at_R, heads), jax.lax.rem(at_R, heads)
+    real_R = (token_R < T) & (nth_R < G)
+    queries = prepared(token_R, nth_R, real_R, scale_refs[0])
+    for piece, x in zip(pieces, queries, strict=True):
+        store(q_ref, (token_R, head, nth_R), piece, real_R, x)
+
+    token_B = first + jnp.arange(tokens)
+    slot_B = plgpu.load(slots_ref.at[token_B], mask=token_B < T, other=-1)
+    real_B = (slot_B >= 0) & (slot_B < slots)
+    row_B = layer_ref[0] * slots + slot_B
+    keys = prepared(token_B, G, real_B, scale_refs[1])
+    for piece, x in zip(pieces, keys, strict=True):
+        store(pool_ref, (row_B, 2 * head), piece, real_B, x)
+    values = load(qkv_ref, (token_B, head, G + 1), (0, D), real_B)
+    store(pool_ref, (row_B, 2 * head + 1), (0, D), real_B, values)
