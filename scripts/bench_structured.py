@@ -20,7 +20,7 @@ import re
 import statistics
 import sys
 import time
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +173,14 @@ def judged(
         if answer.finish_reason == "stop":
             try:
                 judge = jsonschema.Draft202012Validator(exact(json.dumps(schemas[name])))
-                judge.validate(exact(answer.text or ""))
+                with localcontext(prec=1000):
+                    judge.validate(exact(answer.text or ""))
                 kind = "valid"
             except (ValueError, jsonschema.ValidationError) as e:
                 kind = "INVALID"
                 print(f"{name}: {answer.text!r}: {str(e).splitlines()[0]}")
-            except re.error:  # a pattern that is ECMAScript's, not Python's
+            # A pattern that is ECMAScript's, not Python's; or a number with a huge exponent.
+            except (re.error, InvalidOperation):
                 kind = UNJUDGED
         found[name, kind] += 1
     return found

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_structured import judged, suite
+from bench_structured import UNJUDGED, judged, suite
 
 
 def test_schemas_of_the_suite(tmp_path: Path) -> None:
@@ -36,12 +36,15 @@ def test_what_becomes_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
         out("0.3000"),
         out("0.00005"),
         out("6.0"),
+        out("9" * 50),
+        out("1e5000"),
     ]
-    found = judged(schemas, ["a", "a", "a", "a", "a", "b", "c", "c", "a"], outs)
+    found = judged(schemas, ["a", "a", "a", "a", "a", "b", "c", "c", "a", "c", "c"], outs)
     assert found == {
         ("a", "valid"): 2,
-        ("c", "valid"): 1,
+        ("c", "valid"): 2,
         ("c", "INVALID"): 1,
+        ("c", UNJUDGED): 1,
         ("a", "INVALID"): 2,
         ("a", "cut off"): 1,
         ("a", "refused"): 1,
