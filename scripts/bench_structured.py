@@ -16,9 +16,11 @@ import argparse
 import collections
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +131,8 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
         outs = llm.generate(prompts, asked, on_error="return", use_tqdm=False)
         tokens += sum(len(out.outputs[0].token_ids) for out in outs)
         found += judged(schemas, names, outs)
-        left = [name for name in left if not found[name, "refused"]]
-    kinds = (*ENDED, "cut off", "refused")
+        left = [n for n in left if not found[n, "refused"] and not found[n, UNJUDGED]]
+    kinds = (*ENDED, "cut off", "refused", UNJUDGED)
     if len(schemas) <= len(SCHEMAS):
         for name in schemas:
             print(f"{name:8} " + ", ".join(f"{found[name, kind]} {kind}" for kind in kinds))
@@ -145,7 +147,18 @@ def documents(schemas: dict[str, Any], count: int, args: argparse.Namespace) -> 
     return total["INVALID"]
 
 
-ENDED = ("valid", "INVALID")
+ENDED, UNJUDGED = ("valid", "INVALID"), "without a judge"
+
+
+def exact(text: str) -> Any:
+    """JSON with numbers as they are written: 0.3 is a multiple of 0.0001, of floats it is none."""
+
+    def number(digits: str) -> int | Decimal:
+        value = Decimal(digits)
+        is_whole = value.adjusted() < 400 and value == value.to_integral_value()
+        return int(value) if is_whole else value
+
+    return json.loads(text, parse_float=number)
 
 
 def judged(
@@ -159,12 +172,14 @@ def judged(
         answer, kind = out.outputs[0], "cut off" if out.error is None else "refused"
         if answer.finish_reason == "stop":
             try:
-                judge = jsonschema.Draft202012Validator(schemas[name])
-                judge.validate(json.loads(answer.text or ""))
+                judge = jsonschema.Draft202012Validator(exact(json.dumps(schemas[name])))
+                judge.validate(exact(answer.text or ""))
                 kind = "valid"
             except (ValueError, jsonschema.ValidationError) as e:
                 kind = "INVALID"
                 print(f"{name}: {answer.text!r}: {str(e).splitlines()[0]}")
+            except re.error:  # a pattern that is ECMAScript's, not Python's
+                kind = UNJUDGED
         found[name, kind] += 1
     return found
 
@@ -172,7 +187,6 @@ def judged(
 def prefix_tokenizer(size: int) -> Any:
     """A byte-level tokenizer of so many tokens: beginnings of the words in Python's own library."""
     import os
-    import re
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -37,7 +37,6 @@ Phase = Literal["prefill", "sample", "decode", "draft"]
 Features = Literal["plain", "filtered", "full", "prompt"]
 DRAWS: tuple[Features, ...] = ("plain", "filtered", "full")  # of a draw, each with more
 GUESSES: tuple[Features, ...] = DRAWS[:2]  # of a draft, whose draws nobody needs to get right
-MASKED: tuple[Features, ...] = DRAWS[1:]  # of a draw under masks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -179,8 +178,7 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
     assert config.decode_steps is not None
     drawing = [e.seq for e in plan.entries if e.draws]
     masks = any(seq.structured is not None for seq in drawing)
-    draws: list[Features] = [*(MASKED[:1] if masks else DRAWS[:1])]
-    draws.extend(seq.sampling_params.draw for seq in drawing)
+    draws: list[Features] = [DRAWS[0], *(seq.sampling_params.draw for seq in drawing)]
     features = max(draws, key=DRAWS.index)
     rows = _ceil(config.seq_buckets, plan.num_draws)
     tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
@@ -244,8 +242,6 @@ def _widest(buckets: Sequence[Bucket]) -> Bucket:
     features = max((b.features for b in buckets), key=(*DRAWS, "prompt").index)
     tokens, rows = max(b.tokens for b in buckets), max(b.rows for b in buckets)
     masks = any(b.masks for b in buckets)
-    if masks and buckets[0].phase == "sample":
-        features = max(features, MASKED[0], key=DRAWS.index)
     how = {"features": features, "masks": masks, "loras": max(b.loras for b in buckets)}
     return dataclasses.replace(buckets[0], tokens=tokens, rows=rows, **how)
 
@@ -272,13 +268,13 @@ def bucket_table(
         steps: dict[str, Any] = {"steps": config.decode_steps}
         for features in DRAWS:
             yield Bucket(phase="sample", **size, features=features)
+            if config.structured_output:
+                yield Bucket(phase="sample", **size, features=features, masks=True)
             if not config.pinned and (features == "plain" or not config.separate_draw):
                 for each in shapes:
                     yield Bucket(phase="decode", **(size | each | steps), features=features)
         for features in GUESSES if has_draft_model(config) else ():
             yield _draft_bucket(config, S, features, shape)
-        for features in MASKED if config.structured_output else ():
-            yield Bucket(phase="sample", **size, features=features, masks=True)
         comes_apart = config.structured_output or config.separate_draw is None
         if comes_apart and not config.pinned and not config.separate_draw:
             for each in shapes:

@@ -136,18 +136,30 @@ def sample(
     mode_S = controls.logprobs_mode_S
     processed_S = mode_S == PROCESSED
     tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
-    if full is None and mask_SW is None:
-        source_max_S, same_S = max_S, processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
-    else:
+    source_max_S, same_S = max_S, processed_S
+    if full is not None:
         raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
-        source_max_S, same_S = jnp.where(processed_S, max_S, raw_max_S), processed_S
+        source_max_S = jnp.where(processed_S, max_S, raw_max_S)
+    elif mask_SW is None:
+        same_S = processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
     none_S = jnp.full_like(max_S, NEG_INF)
 
-    def summed() -> Array:
+    def summed(source_max_S: Array) -> Array:
         p_SV = weights(logits_SV, source_max_S, tau_S, none_S)
         return jnp.where(same_S, total_S, total(tile_sums(p_SV, vocabulary)))
 
-    sum_S = lax.cond(jnp.all(same_S), lambda: total_S, summed)
+    sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
+    if full is None and mask_SW is not None:
+        # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
+        # unless some are so far above it that their exponentials overflow.
+        is_over_S = jnp.isposinf(sum_S) & ~same_S
+
+        def again() -> tuple[Array, Array]:
+            raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
+            max_again_S = jnp.where(is_over_S, raw_max_S, source_max_S)
+            return max_again_S, jnp.where(is_over_S, summed(max_again_S), sum_S)
+
+        source_max_S, sum_S = lax.cond(jnp.any(is_over_S), again, lambda: (source_max_S, sum_S))
     mass_S = None
     if mask_SW is not None:
         is_tempered_S = mode_S == TEMPERED

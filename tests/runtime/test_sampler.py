@@ -590,3 +590,35 @@ def test_the_lists_are_as_wide_as_asked() -> None:
 
 def shapes(rows: int, vocab: int) -> tuple[jax.Array, Controls, FullControls]:
     return jnp.zeros((rows, vocab), jnp.float32), controls(rows), full_controls(rows, vocab)
+
+
+@pytest.mark.parametrize("mode", [RAW, TEMPERED])
+def test_raw_logprobs_of_what_a_mask_allows(mode: int) -> None:
+    """However far the raw logits are above all that it allows; and a row's bits are its own."""
+    vocab, rng = 1003, np.random.default_rng(3)
+    above = np.array([0.0, 30.0, 85.0, 100.0, 400.0, 400.0])
+    z = rng.standard_normal((len(above), vocab)).astype(np.float32)
+    z[:, 7] += above.astype(np.float32)  # which is forbidden
+    allowed = np.zeros((len(above), 1024), bool)
+    allowed[:, 40:90] = True
+    allowed[-1, 7] = True  # but here
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    settings = {"temperature": 0.7, "logprobs_mode": mode}
+
+    def drawn(rows: Any) -> Sampled:
+        each = controls(len(above), **settings)
+        each = jax.tree.map(lambda a: a[rows], each)
+        return jax.jit(sample)(jnp.asarray(z[rows]), each, None, jnp.asarray(words[rows]))
+
+    found = drawn(slice(None))
+    tau = 1.0 if mode == RAW else 0.7
+    scaled = z.astype(np.float64) / tau
+    exact = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
+    tokens = np.asarray(found.token_S)
+    assert allowed[np.arange(len(above)), tokens].all() and tokens[-1] == 7
+    expected = exact[np.arange(len(above)), tokens]
+    np.testing.assert_allclose(found.logprob_S, expected, rtol=2e-6, atol=2e-5)
+    for row in range(len(above)):
+        alone = drawn(slice(row, row + 1))
+        assert np.array_equal(alone.token_S, found.token_S[row : row + 1])
+        assert np.array_equal(alone.logprob_S, found.logprob_S[row : row + 1])

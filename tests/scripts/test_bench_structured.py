@@ -24,7 +24,8 @@ def test_what_becomes_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
             outputs=[SimpleNamespace(text=text, finish_reason=reason)], error=error
         )
 
-    schemas = {"a": {"type": "integer"}, "b": False}
+    schemas = {"a": {"type": "integer", "multipleOf": 0.0001}, "b": False}
+    schemas |= {"c": {"multipleOf": 0.0001}}
     outs = [
         out("6"),
         out("{}"),
@@ -32,13 +33,18 @@ def test_what_becomes_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
         out("12", "length"),
         out("", "error", ValueError()),
         out("1"),
+        out("0.3000"),
+        out("0.00005"),
+        out("6.0"),
     ]
-    found = judged(schemas, ["a", "a", "a", "a", "a", "b"], outs)
+    found = judged(schemas, ["a", "a", "a", "a", "a", "b", "c", "c", "a"], outs)
     assert found == {
-        ("a", "valid"): 1,
+        ("a", "valid"): 2,
+        ("c", "valid"): 1,
+        ("c", "INVALID"): 1,
         ("a", "INVALID"): 2,
         ("a", "cut off"): 1,
         ("a", "refused"): 1,
         ("b", "INVALID"): 1,
     }
-    assert capsys.readouterr().out.count("\n") == 3
+    assert capsys.readouterr().out.count("\n") == 4
