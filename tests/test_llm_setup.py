@@ -111,7 +111,7 @@ def test_the_tokenizer_is_loaded_when_it_is_needed(
 ) -> None:
     loads = []
     monkeypatch.setattr(
-        "jpaged.request.processor.load_tokenizer",
+        "jpaged.request.processor.kept_tokenizer",
         lambda source: loads.append(source) or make_tokenizer(None),
     )
     llm = LLM(folder, **vars(engine(num_blocks=16)))
