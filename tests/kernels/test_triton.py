@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from tests.kernels import aot_cuda
 from tests.kernels.bounds import again, watch
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
@@ -57,6 +59,24 @@ def test_unsupported(dtype: str, head_dim: int) -> None:
     assert triton.unsupported(case.shapes, None)
     with pytest.raises(NotImplementedError, match=r"triton: (dtype float32|head_dim 80): only"):
         call(triton, case, build(case))
+
+
+@pytest.mark.parametrize(("blocks", "fits"), [(1 << 17, True), (3 << 16, False), (3 << 17, True)])
+def test_a_pool_in_8_bits_whose_offsets_overflow(blocks: int, fits: bool) -> None:
+    """Blocks of 2**14 bytes."""
+
+    def shape(*sizes: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    values = shape(blocks, 16, 8, 128, dtype=jnp.int8)
+    pool = ScaledPool(values, shape(blocks, 16, 8, dtype=jnp.float32))
+    run = functools.partial(triton.decode, options=Options(scale=0.1))
+    args = (shape(2, 4, 128, dtype=jnp.bfloat16), pool, 0, shape(2, 4), shape(2))
+    if fits:
+        jax.eval_shape(run, *args)
+    else:
+        with pytest.raises(NotImplementedError, match=r"between.*: change num_blocks"):
+            jax.eval_shape(run, *args)
 
 
 def lower(function: Callable[..., Any], *args: Any) -> str:
