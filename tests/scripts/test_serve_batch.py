@@ -393,7 +393,8 @@ def test_a_broken_pipe_is_quiet(tmp_path):
         process.stdout.readline()
         process.stdout.close()
         assert process.wait(timeout=60) == 141
-        assert process.stderr.read() == b""
+        # A busy machine may have come to a line of progress.
+        assert all(line.startswith(b"[") for line in process.stderr)
 
 
 class TestEmbeddedModel:
