@@ -26,6 +26,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that there is no 
 
 import dataclasses
 import fnmatch
+import gc
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ import hypothesis
 import jax
 import pytest
 
+import jpaged
 from jpaged.runtime import runner
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.mesh import Placement
@@ -75,6 +77,7 @@ HOST_SETTINGS = {
     "peer_timeout_s": 1.0,
 }
 KEPT_TABLES = 48  # each executable holds memory maps, of which a process may have 65,530
+MANY_MAPS = 30_000  # after which a worker lets go of what it has compiled; without, it crashes
 
 
 class SharedSteps:
@@ -118,3 +121,20 @@ setattr(runner, "CompiledSteps", SHARED)  # noqa: B010
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures of any scope, which make engines too."""
     SHARED.is_on = item.get_closest_marker("own_steps") is None
+
+
+def _memory_maps() -> int:
+    """Of this process; 0 where the system does not tell."""
+    file = Path("/proc/self/maps")
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between files, when their engines are gone."""
+    is_last = nextitem is not None and nextitem.path != item.path
+    if is_last and _memory_maps() > MANY_MAPS:
+        SHARED.tables.clear()
+        jpaged.release(compiled=True)
+        jax.clear_caches()
+        gc.collect()
