@@ -33,7 +33,7 @@ WINGS = {
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
     # finite in them
-    "checkpoint": 1390,
+    "checkpoint": 1395,
     # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
     "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it; 360 of them for

@@ -25,6 +25,8 @@ class KeptTokenizer:
         from tokenizers import Tokenizer
 
         self.backend_tokenizer = Tokenizer.from_str(backend)
+        self.backend_tokenizer.no_truncation()  # as transformers encodes, whatever a file says
+        self.backend_tokenizer.no_padding()
         self.eos_token_id = eos_token_id
         self._folder = folder
 
@@ -83,6 +85,9 @@ def _digest(folder: Path) -> str:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether its fast tokenizer does all the work: texts are not cleaned up afterwards."""
-    has_backend = getattr(tokenizer, "backend_tokenizer", None) is not None
-    return has_backend and not getattr(tokenizer, "clean_up_tokenization_spaces", True)
+    """Whether its fast tokenizer does all the work: texts are not cleaned up afterwards, special
+    tokens are not split.
+    """
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return False
+    return not (tokenizer.clean_up_tokenization_spaces or tokenizer.split_special_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from jpaged.checkpoint import kept_tokenizer as module
 from jpaged.checkpoint.kept_tokenizer import KeptTokenizer, kept_tokenizer, whole
@@ -100,6 +101,19 @@ def test_one_that_cleans_texts_up_is_not_kept(folder: Path) -> None:
     config.write_text(json.dumps(cleans))
     kept_tokenizer(folder)
     assert not isinstance(kept_tokenizer(folder), KeptTokenizer)
+
+
+def test_a_file_that_cuts_and_pads(folder: Path) -> None:
+    """transformers does neither unless asked."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8, pad_token="<end>", pad_id=257)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    first, second = kept_tokenizer(folder), kept_tokenizer(folder)
+    assert isinstance(second, KeptTokenizer)
+    for text in ("h", "hello, hello"):
+        assert second.encode(text) == first.encode(text)
+    assert len(second.encode("hello, hello")) > 8 and len(second.encode("h")) == 1
 
 
 def test_none(tmp_path: Path) -> None:
