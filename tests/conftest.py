@@ -27,6 +27,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that there is no 
 import dataclasses
 import fnmatch
 import gc
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,7 @@ HOST_SETTINGS = {
     "compilation_cache_dir": None,
     "peer_timeout_s": 1.0,
 }
+OPTIMISE_LESS = jax.config.read("jax_disable_most_optimizations")  # as the Makefile asks
 KEPT_TABLES = 48  # each executable holds memory maps, of which a process may have 65,530
 MANY_MAPS = 30_000  # after which a worker lets go of what it has compiled; without, it crashes
 
@@ -94,7 +96,9 @@ class SharedSteps:
             return CompiledSteps(setting, where, form, draft)
         config = dataclasses.replace(setting.config, **HOST_SETTINGS)
         leaves, treedef = jax.tree.flatten((form, draft))
-        key = (dataclasses.replace(setting, config=config), where, tuple(leaves), treedef)
+        setting_of_all = dataclasses.replace(setting, config=config)
+        level = jax.config.read("jax_disable_most_optimizations")
+        key = (setting_of_all, level, where, tuple(leaves), treedef)
         if key not in self.tables:
             self.tables[key] = CompiledSteps(setting, where, form, draft)
             if len(self.tables) > KEPT_TABLES:
@@ -104,12 +108,18 @@ class SharedSteps:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what middle.txt and slow.txt name."""
-    for mark in ("middle", "slow"):
+    """Mark what middle.txt, slow.txt and as_users.txt name."""
+    for mark in ("middle", "slow", "as_users"):
         lines = (Path(__file__).parent / f"{mark}.txt").read_text().splitlines()
-        patterns = [line.replace("[", "[[]") for line in lines if line and line[0] != "#"]
+        named: dict[str, list[str]] = {}
+        for line in lines:
+            if line and line[0] != "#":
+                pattern = fnmatch.translate(line.replace("[", "[[]"))
+                named.setdefault(line.split("::")[0], []).append(pattern)
+        patterns = {file: re.compile("|".join(those)) for file, those in named.items()}
         for item in items:
-            if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
+            pattern = patterns.get(item.nodeid.split("::")[0])
+            if pattern is not None and pattern.match(item.nodeid):
                 item.add_marker(mark)
 
 
@@ -121,6 +131,8 @@ setattr(runner, "CompiledSteps", SHARED)  # noqa: B010
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures of any scope, which make engines too."""
     SHARED.is_on = item.get_closest_marker("own_steps") is None
+    less = OPTIMISE_LESS and item.get_closest_marker("as_users") is None
+    jax.config.update("jax_disable_most_optimizations", less)
 
 
 def _memory_maps() -> int:
