@@ -75,7 +75,7 @@ class SamplingParams:
         """The least of the steps that can serve the request; see engine.buckets.Bucket."""
         if self.has_penalties or self.logit_bias or self.min_tokens or self.logprobs is not None:
             return "full"
-        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        filters = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         return "filtered" if filters else "plain"
 
     def validate(self, config: EngineConfig, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jpaged.models.served import VOCAB_TILE
+from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
@@ -42,13 +43,14 @@ def token_logprobs(
     max_logprobs: int = 0,
     tile: int = 64,
     vocabulary: Vocabulary = WHOLE,
+    one_pass: OnePass | None = None,
 ) -> TokenLogprobs:
     """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are
     never whole.
 
     logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by
     it (0 counts as 1). mask_TW: what may come, see Vocabulary.allowed; None is all. targets_T
-    outside the vocabulary are clipped into it. vocabulary: how V lies.
+    outside the vocabulary are clipped into it. vocabulary: how V lies. one_pass: see `sample`.
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
@@ -58,9 +60,14 @@ def token_logprobs(
         for mask_tW in masks:
             logits_tV = jnp.where(vocabulary.allowed(mask_tW, logits_tV), logits_tV, NEG_INF)
         targets_t = jnp.clip(targets_t, 0, vocabulary.tokens(logits_tV) - 1)
-        max_t = finite_max(tile_max(logits_tV, SUM_TILE, vocabulary))
-        p_tV = weights(logits_tV, max_t, tau_t, jnp.full_like(max_t, NEG_INF))
-        sum_t = total(tile_sums(p_tV, vocabulary))
+        none_t = jnp.full_like(tau_t, NEG_INF)
+        if one_pass is None:
+            max_t = finite_max(tile_max(logits_tV, SUM_TILE, vocabulary))
+            sum_t = total(kept_sums(logits_tV, max_t, tau_t, none_t, None, vocabulary))
+        else:
+            sums = one_pass.read(logits_tV, tau_t, none_t)
+            max_t = finite_max(vocabulary.gather(sums.max_SN))
+            sum_t = total(vocabulary.gather(sums.against(max_t)))
         value_t = vocabulary.pick(logits_tV, targets_t)
         top_tK, top_ids_tK = top_values(logits_tV, max_logprobs, vocabulary)
         logprob_t, rank_t = (
@@ -128,6 +135,22 @@ def weights(z_SX: Array, max_S: Array, temp_S: Array, floor_S: Array) -> Array:
     """
     exp_SX = jnp.exp((z_SX - max_S[:, None]) / temp_S[:, None])
     return jnp.where(z_SX >= floor_S[:, None], exp_SX, jnp.float32(0))
+
+
+def kept_sums(
+    z_SV: Array,
+    max_S: Array,
+    tau_S: Array,
+    floor_S: Array,
+    one_pass: OnePass | None,
+    vocabulary: Vocabulary = WHOLE,
+) -> Array:
+    """The sums of `weights`, a tile each: of this device's tiles, or gathered where its vocabulary
+    is given.
+    """
+    if one_pass is None:
+        return tile_sums(weights(z_SV, max_S, tau_S, floor_S), vocabulary)
+    return vocabulary.gather(one_pass.read(z_SV, tau_S, floor_S).against(max_S))
 
 
 def total(sums_SN: Array) -> Array:

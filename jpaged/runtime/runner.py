@@ -25,6 +25,7 @@ from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
+from jpaged.runtime.one_pass import choose_one_pass
 from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.transfers import Transfers
@@ -361,6 +362,7 @@ def _setting(
         tensor_axis=axis,
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),
+        one_pass=choose_one_pass(config, model.vocab_size // placement.axis_size, placement.device),
     )
 
 

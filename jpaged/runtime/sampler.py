@@ -25,6 +25,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     finite_max,
     first_true,
     gather_tiles,
+    kept_sums,
     logprob,
     pick,
     rank,
@@ -35,6 +36,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     total,
     weights,
 )
+from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
@@ -103,6 +105,7 @@ def sample(
     max_logprobs: int = 0,
     vocabulary: Vocabulary = WHOLE,
     filters: bool = True,
+    one_pass: OnePass | None = None,
 ) -> Sampled:
     """Draw one token a row, and its log-probability.
 
@@ -111,7 +114,7 @@ def sample(
     none of them gets the same bits from both. mask_SW int32: a bit a token of the whole
     vocabulary, 0 forbids it; comes after all else. max_logprobs (K) is at most V. vocabulary: how V
     lies; of a share the results are those of the whole, on every device. filters: whether any row
-    may have a top_k or a top_p.
+    may have a top_k, a top_p or a min_p. one_pass: who sums, other than XLA.
     """
     greedy_S = controls.temperature_S <= 0
     # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide
@@ -122,10 +125,18 @@ def sample(
     z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
     if mask_SW is not None:
         z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
-    tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
-    max_S = finite_max(tile_max_SN)
-    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
-    own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
+    sums = None
+    if filters or one_pass is None:
+        tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
+        max_S = finite_max(tile_max_SN)
+        floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
+        own_SN = kept_sums(z_SV, max_S, temp_S, floor_S, one_pass)
+    else:
+        floor_S = jnp.full_like(temp_S, NEG_INF)
+        sums = one_pass.read(z_SV, temp_S, floor_S)
+        tile_max_SN = vocabulary.gather(sums.max_SN)
+        max_S = finite_max(tile_max_SN)
+        own_SN = sums.against(max_S)
     rows = (max_S, temp_S, floor_S, greedy_S)
     gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
     token_S, sums_SN = _draw(z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary)
@@ -145,10 +156,14 @@ def sample(
     none_S = jnp.full_like(max_S, NEG_INF)
 
     def summed(source_max_S: Array) -> Array:
-        p_SV = weights(logits_SV, source_max_S, tau_S, none_S)
-        return jnp.where(same_S, total_S, total(tile_sums(p_SV, vocabulary)))
+        sums_SN = kept_sums(logits_SV, source_max_S, tau_S, none_S, one_pass, vocabulary)
+        return jnp.where(same_S, total_S, total(sums_SN))
 
-    sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
+    if sums is not None and full is None and mask_SW is None:
+        plain_SN = vocabulary.gather(sums.plain_against(max_S))
+        sum_S = jnp.where(same_S, total_S, total(plain_SN))
+    else:
+        sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
     if full is None and mask_SW is not None:
         # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
         # unless some are so far above it that their exponentials overflow.
@@ -324,6 +339,8 @@ def _thresholds(
     filters: bool = True,
 ) -> Array:
     """The smallest logit that each row keeps, -inf where it keeps all."""
+    if not filters:
+        return jnp.full_like(max_S, NEG_INF)
     vocab = vocabulary.tokens(z_SV)
     min_p_S = jnp.where(greedy_S, jnp.float32(0), controls.min_p_S)
     top_p_S = jnp.where(greedy_S, jnp.float32(1), controls.top_p_S)
@@ -364,8 +381,6 @@ def _thresholds(
             lambda: _search_rows(z_SV, *rows, vocabulary),
         )
 
-    if not filters:
-        return lax.optimization_barrier(floor_S)  # the same bits as from the branch below
     return lax.cond(jnp.any((top_k_S > 0) | (top_p_S < 1)), search, lambda: floor_S)
 
 

@@ -26,6 +26,7 @@ from jpaged.models.params import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.paged_kv import PagedKV, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -34,7 +35,7 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
-    products, experts: who multiplies beside XLA.
+    products, experts: who multiplies beside XLA. one_pass: who sums over the vocabulary.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
     None. vocabulary: how that lies. draft: of a draft model, whose pools come last among `pools`.
@@ -48,6 +49,7 @@ class StepSetting:
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
+    one_pass: OnePass | None = None
     draft: "StepSetting | None" = None
 
     @property
@@ -385,7 +387,7 @@ def _draw(
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
         how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
-        how["filters"] = step.bucket.features != "plain"
+        how |= {"filters": step.bucket.features != "plain", "one_pass": step.to.one_pass}
         sampled = sample(logits_SV, controls, full, mask_SW, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
@@ -466,6 +468,7 @@ def _score_prompt(
         mask_TW,
         max_logprobs=step.to.config.max_logprobs,
         vocabulary=step.to.vocabulary,
+        one_pass=step.to.one_pass,
     )
     return {
         "prompt_logprobs": scored.logprob_T,

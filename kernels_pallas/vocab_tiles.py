@@ -1,0 +1,69 @@
+"""What a draw needs of each tile of the vocabulary, in one reading of the logits: its maximum, and
+its sums of exponentials against that maximum. In Pallas' Triton backend, for CUDA cards.
+
+XLA reads the logits for the maxima, for the sums, and again for logprobs at another temperature.
+Sums against a tile's own maximum need none of the row's, and are scaled to it afterwards, when all
+that is left is a number a tile. A program takes TILES tiles of one row, so that a row's bits depend
+on that row alone.
+
+Shapes: S rows, V tokens of the vocabulary (or of a device's share of it), N tiles of C tokens.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+TILES = 16  # of a program: 16 logits a thread, four of them at a time
+
+
+def unsupported(rows: int, vocab: int) -> str | None:
+    """Why so many logits cannot be read, or None: Triton's offsets have 32 bits."""
+    if rows * vocab >= 2**31:
+        return f"{rows} rows x {vocab} logits, of which there may be {2**31 - 1}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("tile", "interpret"))
+def read_tiles(
+    z_SV: Array, tau_S: Array, floor_S: Array, *, tile: int, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """Of each tile, f32 [S, N]: the maximum m; the sum of exp((z - m) / tau) over z >= floor; the
+    sum of exp(z - m) over all. Both sums are 0 where m is -inf; NaN counts for nothing in them.
+
+    z_SV f32, -inf allowed. tau_S f32 > 0. tile: C, a power of 2.
+    """
+    S, V = z_SV.shape
+    assert tile == pl.next_power_of_2(tile) and unsupported(S, V) is None
+    N = pl.cdiv(V, tile)
+    out = jax.ShapeDtypeStruct((S, N), jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_kernel, tile=tile),
+        grid=(S, pl.cdiv(N, TILES)),
+        out_shape=(out, out, out),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        name="read_tiles",
+    )(z_SV, tau_S, floor_S)
+
+
+def _kernel(z_ref, tau_ref, floor_ref, max_ref, sum_ref, plain_ref, *, tile: int):
+    row, first = pl.program_id(0), pl.program_id(1) * TILES
+    at_N = first + jnp.arange(TILES)
+    at_NC = at_N[:, None] * tile + jnp.arange(tile)[None, :]
+    real_NC = at_NC < z_ref.shape[1]
+    z_NC = plgpu.load(z_ref.at[row, at_NC], mask=real_NC, other=float("-inf"))
+    tau, floor = tau_ref[row], floor_ref[row]
+    max_N = jnp.max(z_NC, axis=1)
+    # Of -inf alone nothing is left: -inf less 0. Elsewhere it is the maximum that is taken off.
+    below_NC = z_NC - jnp.where(max_N == float("-inf"), jnp.float32(0), max_N)[:, None]
+    sums_N = [
+        jnp.sum(jnp.where(z_NC >= least, jnp.exp(x_NC), jnp.float32(0)), axis=1)
+        for least, x_NC in ((floor, below_NC / tau), (float("-inf"), below_NC))
+    ]
+    real_N = at_N < max_ref.shape[1]
+    for ref, x_N in zip((max_ref, sum_ref, plain_ref), (max_N, *sums_N), strict=True):
+        plgpu.store(ref.at[row, at_N], x_N, mask=real_N)
