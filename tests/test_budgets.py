@@ -27,8 +27,9 @@ WINGS = {
     # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models, 20 for modules of
     # nnx apart, 40 for first steps that wait for who is coming and for beams of a form, 65 for one
     # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
-    # with weights in 8 and 4 bits that XLA fuses and for plans of such files
-    "request path": 10735,
+    # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 75 for a draw that
+    # reads the logits once on a GPU
+    "request path": 10810,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not

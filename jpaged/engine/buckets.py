@@ -48,12 +48,12 @@ class Bucket:
     times, drawing included; tokens equal rows. With `separate_draw` it is the model alone, and a
     "sample" of as many rows follows. With `mixed` rows that decode are rows of one token
     in a prefill too; where steps are pinned there is no decode, and they all are. draft: a decode
-    by the draft model, drawing included. tables, blocks:
-    block tables of a row, one a group of layers, and their width M. features "filtered"
-    has top_k and top_p, "full" penalties, biases, bans and top lists too: a step that looked for
-    them itself would have a GPU wait for the host in its middle. loras: slots of adapters, 0 where
-    no row has one. masks: a draw that is told what each row may draw; a decode that leaves its draw
-    to one (as all do with `separate_draw`); a prefill that scores under masks.
+    by the draft model, drawing included. tables, blocks: block tables of a row, one a group of
+    layers, and their width M. features "filtered" has top_k, top_p and min_p, "full" penalties,
+    biases, bans and top lists too: a step that looked for them itself would have a GPU wait for the
+    host in its middle. loras: slots of adapters, 0 where no row has one.
+    masks: a draw that is told what each row may draw; a decode that leaves its draw to one (as all
+    do with `separate_draw`); a prefill that scores under masks.
     """
 
     phase: Phase

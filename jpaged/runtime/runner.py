@@ -24,8 +24,8 @@ from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import put
 from jpaged.runtime.one_pass import choose_one_pass
+from jpaged.runtime.processes import put
 from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.transfers import Transfers

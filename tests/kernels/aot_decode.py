@@ -4,9 +4,9 @@
 
 compiles the step of 256 rows of Qwen3-0.6B with 2 and with 3 layers, for a card that is not there,
 and prints a JSON line for each: graphs, the pieces that the host launches one after another (where
-a loop or a branch lies between two, it waits for the card), and kernels. The last line is of the
-step that looks for top_k and top_p, which must be several graphs: the control. Exit status 1 where
-the plain step is not one.
+a loop or a branch lies between two, it waits for the card), kernels, and how often the logits are
+read. The last line is of the step that looks for top_k and top_p, which must be several graphs and
+reads them more than once: the control. Exit status 1 where the plain step is not one, or does.
 """
 
 import dataclasses
@@ -39,6 +39,17 @@ def launched(thunks: str) -> dict[str, int]:
     }
 
 
+def readings(hlo: str, shape: str) -> int:
+    """Kernels of a compiled module that read all of an array; such as gather do not."""
+    computations = hlo.split("\n\n")
+    fused = (
+        head.startswith("%fused") and shape in head.split("->")[0] and "gather(" not in body
+        for head, _, body in (each.partition("\n") for each in computations)
+    )
+    calls = re.findall(r"custom-call\(.*operand_layout_constraints=\{([^)]*)\}", hlo)
+    return sum(fused) + sum(shape in operands for operands in calls)
+
+
 def compiled(model: ModelConfig, features: Features, folder: Path) -> dict[str, int]:
     config = EngineConfig(max_model_len=4096, max_num_seqs=ROWS, num_blocks=300).resolve(model)
     size: dict[str, Any] = {"tokens": ROWS, "rows": ROWS, "tables": 1}
@@ -47,11 +58,12 @@ def compiled(model: ModelConfig, features: Features, folder: Path) -> dict[str, 
     with absent_device("cuda", "sm_90a") as device:
         placement = Placement(mesh=None, axis=None, device=device)
         params = abstract_params(model, "bfloat16", placement.replicated)
-        Runner(model, config, placement, params).steps.lower(bucket).compile()
+        program = Runner(model, config, placement, params).steps.lower(bucket).compile()
     (file,) = folder.glob(THUNKS)
     thunks = file.read_text()
     file.unlink()
-    return launched(thunks)
+    logits = f"f32[{ROWS},{model.vocab_size}]"
+    return launched(thunks) | {"readings": readings(program.as_text(), logits)}
 
 
 def main() -> int:
@@ -66,6 +78,7 @@ def main() -> int:
             model = dataclasses.replace(MODELS["0.6b"], num_layers=layers)
             found = compiled(model, features, Path(folder))
             good &= (found["graphs"] == 1) == (features == "plain")
+            good &= (found["readings"] == 1) == (features == "plain")
             name = f"decode {features}, {layers} layers"
             print(json.dumps({"name": name} | found), flush=True)
     return 0 if good else 1

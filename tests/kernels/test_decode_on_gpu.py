@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts._common import cannot_compile
-from tests.kernels.aot_decode import launched
+from tests.kernels.aot_decode import launched, readings
 
 THUNKS = """
 000: kCommandBuffer [source | next=003 (1)]
@@ -24,6 +24,31 @@ condition:
 """
 
 
+HLO = """HloModule jit_decode
+
+%fused_computation.product (param_0: bf16[9,4], param_1: bf16[2,4]) -> f32[2,9] {
+  ROOT %dot = f32[2,9]{1,0} dot(%param_1, %param_0)
+}
+
+%fused_reduce (param_0: f32[2,9]) -> f32[2] {
+  ROOT %reduce = f32[2]{0} reduce(%param_0, %constant)
+}
+
+%fused_select (param_0: f32[2,9], param_1: s32[2]) -> f32[2,3] {
+  ROOT %gather = f32[2,3]{1,0} gather(%param_0, %param_1)
+}
+
+ENTRY %main (weight: bf16[9,4]) -> f32[2] {
+  %call = (f32[2]) custom-call(%product, %tau), custom_call_target="triton", \
+operand_layout_constraints={f32[2,9]{1,0}, f32[2]{0}}
+}
+"""
+
+
+def test_readings_are_counted() -> None:
+    assert readings(HLO, "f32[2,9]") == 2 and readings(HLO, "f32[3,9]") == 0
+
+
 def test_thunks_are_counted() -> None:
     assert launched(THUNKS) == {"graphs": 2, "kernels": 4}
 
@@ -33,7 +58,8 @@ def test_thunks_are_counted() -> None:
 def test_decode_is_one_graph() -> None:
     """Nothing in it waits for the host, where nobody asks for top_k or top_p: the control does.
     Four products, of which XLA splits two and adds their parts up with the residual; beside these
-    two norms, what prepares attention, attention, and the gate: 11 kernels a layer.
+    two norms, what prepares attention, attention, and the gate: 11 kernels a layer. The logits are
+    read once.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -44,3 +70,4 @@ def test_decode_is_one_graph() -> None:
     two, three, control = (json.loads(line) for line in child.stdout.splitlines())
     assert two["graphs"] == three["graphs"] == 1 < control["graphs"]
     assert three["kernels"] - two["kernels"] <= 11
+    assert two["readings"] == three["readings"] == 1 < control["readings"]

@@ -222,7 +222,9 @@ def test_everything_in_range_passes(params: SamplingParams):
     [
         ({}, "plain"),
         ({"temperature": 0.0, "top_k": 3, "top_p": 0.5}, "plain"),
-        ({"temperature": 0.5, "min_p": 0.1, "seed": 3, "top_k": -1}, "plain"),
+        ({"temperature": 0.5, "seed": 3, "top_k": -1}, "plain"),
+        ({"temperature": 0.0, "min_p": 0.1}, "plain"),
+        ({"temperature": 0.5, "min_p": 0.1}, "filtered"),
         ({"top_p": 0.9}, "filtered"),
         (
             {
