@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from jpaged.checks import FLOAT32_MAX
 from jpaged.errors import RequestError
 from jpaged.openai.forms import FormFields
 from jpaged.request.sampling_params import SamplingParams
@@ -78,7 +79,13 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "repetition_detection": (),
 }
-CODES = ("unsupported_field", "unsupported_url")  # of errors; others are an invalid value
+MOST_FIELDS, MOST_TOOLS = 256, 1024
+MOST_NAMES = 8  # of unknown fields that an error tells
+CODES = (
+    "unsupported_field",
+    "unsupported_url",
+    "unknown_field",
+)  # of errors; others are an invalid value
 # Arguments of apply_chat_template that are no variables of a template: templates come from the
 # tokenizer only.
 RESERVED = {
@@ -119,10 +126,18 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
 
 
-def _token_id(key: Any) -> int:
-    if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
-        raise ValueError(f"{short(key)} is not a token id")
-    return int(key)
+def _biases(given: Any) -> Any:
+    """Token ids to numbers. The first that is neither ends it: pydantic would tell of each."""
+    if not isinstance(given, dict):
+        return given
+    found = {}
+    for key, value in given.items():
+        if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
+            raise ValueError(f"{short(key)} is not a token id")
+        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
+            raise ValueError(f"{short(key)}: {short(value)} is no number for a logit")
+        found[int(key)] = value
+    return found
 
 
 def _truncation(value: int) -> int:
@@ -176,6 +191,11 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Tokens = Annotated[list[Integer], FailFast()]
+Tools = Annotated[
+    list[Annotated[dict[str, Any], AfterValidator(_described)]],
+    FailFast(),
+    Field(max_length=MOST_TOOLS),
+]
 Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
 
 
@@ -189,6 +209,8 @@ class Body(BaseModel):
     def _given(cls, data: Any) -> Any:
         if isinstance(data, dict):
             known = cls.model_fields
+            if len(data) > MOST_FIELDS:
+                refuse(f"{len(data)} fields are more than any request has", None, "unknown_field")
             return {k: v for k, v in data.items() if v is not None or k not in known}
         return data
 
@@ -206,9 +228,9 @@ class Body(BaseModel):
 def _told(error: ValidationError, data: Any) -> BodyError:
     found = error.errors(include_url=False, include_input=False)
     wrong = [e for e in found if e["type"] != "extra_forbidden"]
-    if not wrong:
+    if not wrong and all(len(e["loc"]) == 1 for e in found):
         return unknown_fields([str(e["loc"][0]) for e in found])
-    first = wrong[0]
+    first, *_ = wrong = wrong or found
     if not first["loc"]:
         return BodyError(first["msg"], param=first.get("ctx", {})["param"], code=first["type"])
     param = str(first["loc"][0])
@@ -216,7 +238,8 @@ def _told(error: ValidationError, data: Any) -> BodyError:
         return BodyError(f"a request needs {param}; this one has none", param=param)
     # A union has an error for each of its types.
     reasons = dict.fromkeys(_reason(e) for e in wrong if e["loc"][0] == param)
-    code = first["type"] if first["type"] in CODES else "invalid_value"
+    code = "unknown_field" if first["type"] == "extra_forbidden" else first["type"]
+    code = code if code in CODES else "invalid_value"
     message = f"{param}={short(data.get(param))}: {' or '.join([*reasons][:2])}"
     return BodyError(message, param=param, code=code)
 
@@ -229,7 +252,9 @@ def _reason(error: Any) -> str:
 
 
 def unknown_fields(names: list[str], where: str = "") -> BodyError:
-    told = ", ".join(sorted(map(short, names)))
+    told = ", ".join(sorted(map(short, sorted(names)[:MOST_NAMES])))
+    if len(names) > MOST_NAMES:
+        told += f" and {len(names) - MOST_NAMES} more"
     return BodyError(f"unknown field {told}{where}", param=min(names)[:60], code="unknown_field")
 
 
@@ -249,7 +274,7 @@ class SamplingFields(Body):
     seed: Integer | None = None
     max_tokens: Integer | None = None
     min_tokens: Integer | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FailFast()] | None = None
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Integer | None = None
@@ -257,7 +282,7 @@ class SamplingFields(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: dict[Annotated[int, BeforeValidator(_token_id)], Number] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured: dict[str, Any] | None = None
@@ -285,7 +310,7 @@ class GenerationRequest(SamplingFields, FormFields):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[Integer, AfterValidator(_truncation)] | None = None
     cache_salt: str | None = None
-    tools: list[Annotated[dict[str, Any], AfterValidator(_described)]] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     reasoning_effort: str | None = None
 
@@ -391,7 +416,7 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FailFast()] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
