@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, LiteralString, NoReturn, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -22,8 +20,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jpaged.checks import FLOAT32_MAX
 from jpaged.errors import RequestError
+from jpaged.openai.fields import (
+    Arguments,
+    Biases,
+    Content,
+    Integer,
+    Number,
+    Prompt,
+    Tokens,
+    Tools,
+    Truncation,
+    Variables,
+    short,
+)
 from jpaged.openai.forms import FormFields
 from jpaged.request.sampling_params import SamplingParams
 
@@ -79,32 +89,10 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "repetition_detection": (),
 }
-MOST_FIELDS, MOST_TOOLS = 256, 1024
+MOST_FIELDS = 256
 MOST_NAMES = 8  # of unknown fields that an error tells
-CODES = (
-    "unsupported_field",
-    "unsupported_url",
-    "unknown_field",
-)  # of errors; others are an invalid value
-# Arguments of apply_chat_template that are no variables of a template: templates come from the
-# tokenizer only.
-RESERVED = {
-    "conversation",
-    "chat_template",
-    "tools",
-    "documents",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "messages",
-}
+# Of errors; others are an invalid value.
+CODES = ("unsupported_field", "unsupported_url", "unknown_field")
 
 
 class BodyError(RequestError):
@@ -118,85 +106,6 @@ class BodyError(RequestError):
 def refuse(message: str, param: str | None, code: LiteralString = "unsupported_field") -> NoReturn:
     """Raise a validator's error of a body as a whole, blamed on a field."""
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
-
-
-def short(value: Any) -> str:
-    """A value for a message, cut in the middle when it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
-
-
-def _biases(given: Any) -> Any:
-    """Token ids to numbers. The first that is neither ends it: pydantic would tell of each."""
-    if not isinstance(given, dict):
-        return given
-    found = {}
-    for key, value in given.items():
-        if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
-            raise ValueError(f"{short(key)} is not a token id")
-        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
-            raise ValueError(f"{short(key)}: {short(value)} is no number for a logit")
-        found[int(key)] = value
-    return found
-
-
-def _truncation(value: int) -> int:
-    if value < -1 or value == 0:
-        raise ValueError(
-            "must be a positive integer, or -1 for as many tokens as leave room for the answer"
-        )
-    return value
-
-
-def _one_prompt(value: Any) -> Any:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]  # OpenAI's list of prompts, with one in it
-    if isinstance(value, list) and any(isinstance(v, str | list) for v in value):
-        raise ValueError("one prompt a request: write one request for each")
-    return value
-
-
-def _joined(content: Any) -> Any:
-    """The text of a message that comes in parts."""
-    if not isinstance(content, list):
-        return content
-    parts = [p if isinstance(p, dict) and p.get("type") == "text" else {} for p in content]
-    if not all(isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("has a part that is not text")
-    return "\n".join(part["text"] for part in parts)
-
-
-def _arguments(given: Any) -> Any:
-    """What a call was given, as the object that templates write, not as its JSON."""
-    if not isinstance(given, str):
-        return given or {}
-    try:
-        return json.loads(given) if given else {}
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _variables(value: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(RESERVED & set(value)):
-        raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
-    return value
-
-
-def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(tool.get("function"), dict):
-        raise ValueError("must be a list of functions")
-    return tool
-
-
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Tokens = Annotated[list[Integer], FailFast()]
-Tools = Annotated[
-    list[Annotated[dict[str, Any], AfterValidator(_described)]],
-    FailFast(),
-    Field(max_length=MOST_TOOLS),
-]
-Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
 
 
 class Body(BaseModel):
@@ -282,7 +191,7 @@ class SamplingFields(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured: dict[str, Any] | None = None
@@ -308,7 +217,7 @@ class GenerationRequest(SamplingFields, FormFields):
     model: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[Integer, AfterValidator(_truncation)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     cache_salt: str | None = None
     tools: Tools | None = None
     tool_choice: Any = None
@@ -397,7 +306,7 @@ class Function(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+    arguments: Arguments = {}
 
 
 class ToolCall(BaseModel):
@@ -412,7 +321,7 @@ class Message(Body):
     """
 
     role: Annotated[str, Field(min_length=1)]
-    content: Annotated[str, BeforeValidator(_joined)] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
@@ -454,7 +363,7 @@ class Conversation(ChosenLogprobs):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Integer | None = None  # OpenAI's new name of max_tokens, which wins
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] | None = None
+    chat_template_kwargs: Variables | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 

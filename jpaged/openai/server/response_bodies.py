@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
+from jpaged.openai.fields import Integer, Number, short
 from jpaged.openai.forms import Strict
-from jpaged.openai.protocol import Body, BodyError, Integer, Number, refuse, short
+from jpaged.openai.protocol import Body, BodyError, refuse
 from jpaged.openai.server.bodies import ServedChat
 
 # Fields that are not built, each with the values that ask for nothing (null always does).
