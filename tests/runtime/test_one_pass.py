@@ -150,7 +150,7 @@ def test_hopeless_rows_leave_the_others_alone() -> None:
 def test_where_it_is_taken() -> None:
     cpu = jax.devices()[0]
 
-    def choice(attention: str, vocab: int = 1000) -> OnePass | None:
+    def choice(attention: Any, vocab: int = 1000) -> OnePass | None:
         config = EngineConfig(attention=attention, seq_buckets=(8,))
         return choose_one_pass(config, vocab, cpu)
 
