@@ -23,7 +23,8 @@ class OnePass:
     def read(self, z_SV: Array, tau_S: Array, floor_S: Array) -> "TileSums":
         kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
         how = {"tile": VOCAB_TILE, "interpret": self.interpret}
-        return TileSums(*kernel.read_tiles(z_SV, tau_S, floor_S, **how), tau_S)
+        max_SN, sum_SN, plain_SN = kernel.read_tiles(z_SV, tau_S, floor_S, **how)
+        return TileSums(max_SN, sum_SN, plain_SN, tau_S)
 
 
 @dataclasses.dataclass(frozen=True)
