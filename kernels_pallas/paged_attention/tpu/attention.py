@@ -135,8 +135,8 @@ def prefill(
     shapes = shapes_of(q_THD, pool, block_table_SM, dataclasses.replace(options, num_kv_heads=K))
     interpret = interpretation("TPU attention", unsupported, shapes, options)
     needed = pool_layout(K, D)
-    if interpret and isinstance(pool, ScaledPool) and not pool.slots_last:
-        pool = needed.pack_scaled(pool)
+    if isinstance(pool, ScaledPool):
+        pool = needed.pack_scaled(pool) if interpret and not pool.slots_last else pool
     elif interpret and pool.shape[2:] != (needed.rows, needed.width):
         pool = needed.pack(pool)
     _, P, Y, X = pool.shape
@@ -214,7 +214,8 @@ def prefill(
         .reshape(K, -1, X)
     )
     query_tile = pl.BlockSpec((K, Q, X), lambda item, base, row_A, tile_A, *_: (0, tile_A[item], 0))
-    values, scales = pool, []
+    values: Any = pool
+    scales: list[Array] = []
     if isinstance(pool, ScaledPool):
         values, scales = pool.values, [pool.scales]
     # The same bytes; otherwise XLA would copy the pool, and the kernel makes it flat.

@@ -6,6 +6,7 @@ of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane; Z scales o
 """
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,6 +49,7 @@ def kernel(
     is whose. arrived, fetched: a semaphore a buffer, a table.
     """
     *more, words, top, total, acc, tables, turn, arrived, fetched = refs
+    blocks_of_scales: Any = None
     if kv_dtype is None:
         *sinks, o, blocks = more
         copied = ((pool, blocks),)
