@@ -69,12 +69,18 @@ class Session:
         grows: bool,
         draft: Params | None = None,
     ):
+        if params.config.is_head:
+            raise ConfigError(
+                "an EAGLE-3 head is no model: pass it as speculative={'method': 'eagle', 'model': "
+                "...} of the model that it guesses for"
+            )
         self.model_config = params.config
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
         self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
-        self.draft = draft_model(draft, params.config, self.engine_config, self.placement)
+        where = self.placement
+        self.draft = draft_model(draft, params.config, self.engine_config, where, dtype)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
         self.adapters.grows = grows and not config.max_loras
@@ -291,7 +297,7 @@ def accept_draft(session: Session, draft: Any) -> Params | None:
     if draft is None:
         return None
     if session.draft is None:
-        raise ConfigError("draft weights need speculative={'method': 'draft'}")
+        raise ConfigError("draft weights need speculative={'method': 'draft' or 'eagle'}")
     return session.draft.accept(draft)
 
 

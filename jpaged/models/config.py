@@ -120,9 +120,34 @@ class ModelConfig:
             )
 
     @property
+    def has_embed(self) -> bool:
+        """Whether tokens have a weight of their own."""
+        return True
+
+    @property
     def has_lm_head(self) -> bool:
         """Whether logits have a weight of their own."""
         return not self.tie_word_embeddings
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is no model but guesses for one, as a HeadConfig of models/eagle.py does."""
+        return False
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it stands alone."""
+        return not self.is_head
+
+    @property
+    def has_draft_lm_head(self) -> bool:
+        """Whether it has logits of a part of the vocabulary, as some heads do."""
+        return False
+
+    @property
+    def more_axes(self) -> dict[str, int]:
+        """Sizes of axes that a decoder does not have, by their letters."""
+        return {}
 
     @property
     def embedding_scale(self) -> float:
