@@ -2,11 +2,12 @@
 written apart from the serving code, dense and in float64.
 """
 
-import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
@@ -20,7 +21,7 @@ from tests.tiny import CONFIG, make_params
 
 def head_config(target: ModelConfig = CONFIG, **changes: Any) -> HeadConfig:
     """A head of Llama's layer for a model, with as many tokens unless draft_tokens says which."""
-    own = {f.name: getattr(target, f.name) for f in dataclasses.fields(ModelConfig)}
+    own: dict[str, Any] = vars(target).copy()
     own |= {"family": "llama", "num_layers": 1, "qk_norm": False, "eos_token_ids": ()}
     own |= {"tie_word_embeddings": False, "sliding_windows": ()}
     own |= {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
@@ -34,16 +35,19 @@ def part_of(vocab: int, count: int, seed: int = 0) -> bytes:
     return np.sort(ids).astype(np.int32).tobytes()
 
 
-def counting(target: ModelConfig, seed: int = 0, dtype: Any = np.float32) -> Params:
-    """A model whose likeliest token is mostly the one after the last."""
+def counting(
+    target: ModelConfig, seed: int = 0, dtype: Any = np.float32, *, exact: bool = False
+) -> Params:
+    """A model whose likeliest token is the one after the last (exact), or mostly so."""
+    share = 0.0 if exact else 0.2
     params = make_params(seed, target, dtype)
     embed = np.asarray(params["embed"]["weight"], np.float32)
     head = np.roll(embed, 1, axis=0) * 6 / target.hidden_size
     layers = {
         i: {
             **layer,
-            "attention": {**layer["attention"], "out": 0.2 * layer["attention"]["out"]},
-            "mlp": {**layer["mlp"], "down": 0.2 * layer["mlp"]["down"]},
+            "attention": {**layer["attention"], "out": share * layer["attention"]["out"]},
+            "mlp": {**layer["mlp"], "down": share * layer["mlp"]["down"]},
         }
         for i, layer in params["layers"].items()
     }
@@ -138,24 +142,32 @@ def dense_guesses(params: Params, head: Params, tokens: list[int], count: int) -
     """What a head guesses after these tokens, each the likeliest."""
     config = head.config
     assert isinstance(config, HeadConfig)
-    model = bind(params.config, dict(params))
-    length = params.config.max_position_embeddings
-    padded = jnp.asarray([*tokens, *[0] * (length - len(tokens))])[None]
-    positions = jnp.arange(length)[None]
-    *_, states = model.tapped(padded, positions, DenseKV.of(params.config), config.aux_layers)
-    joined = np.concatenate([np.asarray(x[0], np.float64) for x in states], axis=-1)
+    padded = np.zeros((1, params.config.max_position_embeddings), np.int32)
+    padded[0, : len(tokens)] = tokens
+    states = _states(params, padded, config.aux_layers)
+    joined = np.concatenate([wide(x[0]) for x in states], axis=-1)
     hidden = list((joined @ wide(head["fc"]["weight"]).T)[: len(tokens) - 1])
     embed = wide((head if config.own_embed else params)["embed"]["weight"])
+    own = head if config.own_lm_head else params
+    lm_head = own["embed" if own.config.tie_word_embeddings else "lm_head"]["weight"]
     ids = np.frombuffer(config.draft_tokens, np.int32)
     after, made = tokens[1:], list[int]()
     for _ in range(count):
         x = _layer(config, head["layers"]["0"], embed[after], np.stack(hidden))[-1]
         normed = _norm(x, head["norm"]["scale"], config)
-        logits = wide((head if config.own_lm_head else params)["lm_head"]["weight"]) @ normed
+        logits = wide(lm_head) @ normed
         best = int(logits.argmax())
         made.append(int(ids[best]) if len(ids) else best)
         hidden, after = [*hidden, x], [*after, made[-1]]
     return made
+
+
+@functools.partial(jax.jit, static_argnames="layers")
+def _states(params: Params, tokens: Any, layers: tuple[int, ...]) -> list[Any]:
+    """The hidden states that go into these layers, by the dense forward."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+    model = bind(params.config, dict(params))
+    return model.tapped(tokens, positions, DenseKV.of(params.config), layers)[-1]
 
 
 def wide(x: Any) -> np.ndarray:

@@ -27,13 +27,13 @@ WINGS = {
     # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models, 20 for modules of
     # nnx apart, 40 for first steps that wait for who is coming and for beams of a form, 65 for one
     # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
-    # with weights in 8 and 4 bits that XLA fuses and for plans of such files
-    "request path": 10735,
+    # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 300 for EAGLE-3 heads
+    "request path": 11036,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
-    # finite in them
-    "checkpoint": 1395,
+    # finite in them, 110 for EAGLE-3 heads
+    "checkpoint": 1505,
     # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
     "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it; 360 of them for

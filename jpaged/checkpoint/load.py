@@ -129,7 +129,7 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         return head_config(folder, raw) if is_head(raw) else ModelConfig.from_hf(raw)
     except ConfigError as e:
-        raise ConfigError(f"{folder}: {e}") from e
+        raise type(e)(f"{folder}: {e}") from e
 
 
 def find_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:

@@ -98,7 +98,7 @@ class HeadSteps:
         row_T, positions_T = _places(packed, is_decode=is_decode)
         at = (packed.block_tables_GSM[-1], self.setting.config.block_size, pool.hidden)
         slots_T = slot_mapping(row_T, positions_T, *at)
-        hidden = write_kv(pool.hidden, 0, hidden_TE[:, None], slots_T)
+        hidden = write_kv(pool.hidden, 0, hidden_TE, slots_T)
         return dataclasses.replace(pool, hidden=hidden)
 
     def _hidden_at(self, pool: HeadPool, packed: Packed, position_S: Array) -> Array:

@@ -29,12 +29,17 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadPool:
-    """The pool of an EAGLE-3 head: keys and values of its entries, and in hidden [N, P, 1, E] the
+    """The pool of an EAGLE-3 head: keys and values of its entries, and in hidden [N, P, E] the
     hidden state of the model at each position.
     """
 
     kv: Any
     hidden: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the keys and values."""
+        return self.kv.shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ class PoolSpec:
         """
         if self.hidden_size:
             kv = dataclasses.replace(self, hidden_size=0).of_rows(rows)
-            hidden = (rows, self.block_size, 1, self.hidden_size)
+            hidden = (rows, self.block_size, self.hidden_size)
             return HeadPool(kv=kv, hidden=jax.ShapeDtypeStruct(hidden, self.dtype))
         shape = (rows, *self.shape[1:])
         if self.kv_dtype is None:

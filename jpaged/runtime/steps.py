@@ -150,8 +150,8 @@ class _Step:
         return (params, None) if self.to.draft is None else params
 
     def advance(
-        self, params: Any, kv: tuple[Array, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[Any, Array, tuple[Array, ...]]:
+        self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+    ) -> tuple[Any, Array, tuple[Any, ...]]:
         """What draws by the hidden states of these tokens, those, and all pools with their keys and
         values. slot_T: as in bind.
         """
@@ -196,8 +196,8 @@ class _HeadStep(_Step):
     """Of a head, which guesses beside the model that it takes embeddings from."""
 
     def advance(
-        self, params: Any, kv: tuple[Array, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[Any, Array, tuple[Array, ...]]:
+        self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+    ) -> tuple[Any, Array, tuple[Any, ...]]:
         assert self.target is not None and slot_T is None
         (params, head), (pool,) = params, kv
         target = _Step(self.bucket, self.target).bind(params, packed.num_rows)
