@@ -27,18 +27,20 @@ WINGS = {
     # 8 and 4 bits and for experts in them, 260 for drafts, 335 for draft models, 20 for modules of
     # nnx apart, 40 for first steps that wait for who is coming and for beams of a form, 65 for one
     # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
-    # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 300 for EAGLE-3 heads
-    "request path": 11036,
+    # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 110 for forms that
+    # are tried in a process of their own, 300 for EAGLE-3 heads
+    "request path": 11146,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
-    # finite in them, 110 for EAGLE-3 heads
-    "checkpoint": 1505,
-    # With the bodies of openai/, which a server shares: 658 of them, 90 for the forms of answers.
-    "batch": 2615,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
+    # finite in them, 105 for EAGLE-3 heads
+    "checkpoint": 1500,
+    # With the bodies of openai/, which a server shares: 693 of them, 90 for the forms of answers.
+    "batch": 2655,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it; 360 of them for
-    # /v1/responses, 60 for calls and forms in channels, 25 for pieces that cost little.
-    "server": 2095,
+    # /v1/responses, 60 for calls and forms in channels, 25 for pieces that cost little, 5 for forms
+    # that take long to compile.
+    "server": 2100,
     # asked: 2200; 370 of them to check and model kernels on a card, 40 to time experts on CPU,
     # 50 for what a form of weights costs in quality, 10 for replicas on chips that are not there,
     # 70 to time adapters, 160 for a server under load, 190 to validate answers of a given form and

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from jpaged.openai.protocol import BodyError, short
+from jpaged.openai.fields import short
+from jpaged.openai.protocol import BodyError
 
 
 def json_object(text: str, *, max_depth: int | None = None) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, LiteralString, NoReturn, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -23,6 +21,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jpaged.errors import RequestError
+from jpaged.openai.fields import (
+    Arguments,
+    Biases,
+    Content,
+    Integer,
+    Number,
+    Prompt,
+    Tokens,
+    Tools,
+    Truncation,
+    Variables,
+    short,
+)
 from jpaged.openai.forms import FormFields
 from jpaged.request.sampling_params import SamplingParams
 
@@ -78,26 +89,10 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "repetition_detection": (),
 }
-CODES = ("unsupported_field", "unsupported_url")  # of errors; others are an invalid value
-# Arguments of apply_chat_template that are no variables of a template: templates come from the
-# tokenizer only.
-RESERVED = {
-    "conversation",
-    "chat_template",
-    "tools",
-    "documents",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "messages",
-}
+MOST_FIELDS = 256
+MOST_NAMES = 8  # of unknown fields that an error tells
+# Of errors; others are an invalid value.
+CODES = ("unsupported_field", "unsupported_url", "unknown_field")
 
 
 class BodyError(RequestError):
@@ -113,72 +108,6 @@ def refuse(message: str, param: str | None, code: LiteralString = "unsupported_f
     raise PydanticCustomError(code, "{message}", {"param": param, "message": message})
 
 
-def short(value: Any) -> str:
-    """A value for a message, cut in the middle when it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
-
-
-def _token_id(key: Any) -> int:
-    if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
-        raise ValueError(f"{short(key)} is not a token id")
-    return int(key)
-
-
-def _truncation(value: int) -> int:
-    if value < -1 or value == 0:
-        raise ValueError(
-            "must be a positive integer, or -1 for as many tokens as leave room for the answer"
-        )
-    return value
-
-
-def _one_prompt(value: Any) -> Any:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]  # OpenAI's list of prompts, with one in it
-    if isinstance(value, list) and any(isinstance(v, str | list) for v in value):
-        raise ValueError("one prompt a request: write one request for each")
-    return value
-
-
-def _joined(content: Any) -> Any:
-    """The text of a message that comes in parts."""
-    if not isinstance(content, list):
-        return content
-    parts = [p if isinstance(p, dict) and p.get("type") == "text" else {} for p in content]
-    if not all(isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("has a part that is not text")
-    return "\n".join(part["text"] for part in parts)
-
-
-def _arguments(given: Any) -> Any:
-    """What a call was given, as the object that templates write, not as its JSON."""
-    if not isinstance(given, str):
-        return given or {}
-    try:
-        return json.loads(given) if given else {}
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _variables(value: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(RESERVED & set(value)):
-        raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
-    return value
-
-
-def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(tool.get("function"), dict):
-        raise ValueError("must be a list of functions")
-    return tool
-
-
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Tokens = Annotated[list[Integer], FailFast()]
-Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
-
-
 class Body(BaseModel):
     """Strict, without unknown fields; what is null was not given."""
 
@@ -189,6 +118,8 @@ class Body(BaseModel):
     def _given(cls, data: Any) -> Any:
         if isinstance(data, dict):
             known = cls.model_fields
+            if len(data) > MOST_FIELDS:
+                refuse(f"{len(data)} fields are more than any request has", None, "unknown_field")
             return {k: v for k, v in data.items() if v is not None or k not in known}
         return data
 
@@ -206,9 +137,9 @@ class Body(BaseModel):
 def _told(error: ValidationError, data: Any) -> BodyError:
     found = error.errors(include_url=False, include_input=False)
     wrong = [e for e in found if e["type"] != "extra_forbidden"]
-    if not wrong:
+    if not wrong and all(len(e["loc"]) == 1 for e in found):
         return unknown_fields([str(e["loc"][0]) for e in found])
-    first = wrong[0]
+    first, *_ = wrong = wrong or found
     if not first["loc"]:
         return BodyError(first["msg"], param=first.get("ctx", {})["param"], code=first["type"])
     param = str(first["loc"][0])
@@ -216,7 +147,8 @@ def _told(error: ValidationError, data: Any) -> BodyError:
         return BodyError(f"a request needs {param}; this one has none", param=param)
     # A union has an error for each of its types.
     reasons = dict.fromkeys(_reason(e) for e in wrong if e["loc"][0] == param)
-    code = first["type"] if first["type"] in CODES else "invalid_value"
+    code = "unknown_field" if first["type"] == "extra_forbidden" else first["type"]
+    code = code if code in CODES else "invalid_value"
     message = f"{param}={short(data.get(param))}: {' or '.join([*reasons][:2])}"
     return BodyError(message, param=param, code=code)
 
@@ -229,7 +161,9 @@ def _reason(error: Any) -> str:
 
 
 def unknown_fields(names: list[str], where: str = "") -> BodyError:
-    told = ", ".join(sorted(map(short, names)))
+    told = ", ".join(sorted(map(short, sorted(names)[:MOST_NAMES])))
+    if len(names) > MOST_NAMES:
+        told += f" and {len(names) - MOST_NAMES} more"
     return BodyError(f"unknown field {told}{where}", param=min(names)[:60], code="unknown_field")
 
 
@@ -249,7 +183,7 @@ class SamplingFields(Body):
     seed: Integer | None = None
     max_tokens: Integer | None = None
     min_tokens: Integer | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FailFast()] | None = None
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Integer | None = None
@@ -257,7 +191,7 @@ class SamplingFields(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: dict[Annotated[int, BeforeValidator(_token_id)], Number] | None = None
+    logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured: dict[str, Any] | None = None
@@ -283,9 +217,9 @@ class GenerationRequest(SamplingFields, FormFields):
     model: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: Annotated[Integer, AfterValidator(_truncation)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     cache_salt: str | None = None
-    tools: list[Annotated[dict[str, Any], AfterValidator(_described)]] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     reasoning_effort: str | None = None
 
@@ -372,7 +306,7 @@ class Function(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+    arguments: Arguments = {}
 
 
 class ToolCall(BaseModel):
@@ -387,11 +321,11 @@ class Message(Body):
     """
 
     role: Annotated[str, Field(min_length=1)]
-    content: Annotated[str, BeforeValidator(_joined)] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FailFast()] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -429,7 +363,7 @@ class Conversation(ChosenLogprobs):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Integer | None = None  # OpenAI's new name of max_tokens, which wins
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] | None = None
+    chat_template_kwargs: Variables | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 

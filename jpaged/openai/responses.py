@@ -15,7 +15,7 @@ from jpaged.errors import CapacityError, RequestError
 from jpaged.openai.protocol import SAMPLING, BodyError
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
 
-LEAST = -9999.0  # JSON has no -inf; the figure is the one that OpenAI's API uses
+LEAST = -9999.0  # JSON has no -inf and no NaN; the figure is the one that OpenAI's API uses
 
 
 class TopLogprob(TypedDict):
@@ -264,7 +264,7 @@ def token_logprobs(done: CompletionOutput, form: AnswerForm) -> list[TokenLogpro
 
 
 def finite(logprob: float) -> float:
-    return max(float(logprob), LEAST)
+    return float(logprob) if logprob > LEAST else LEAST
 
 
 def _of_prompt(output: RequestOutput, form: AnswerForm) -> OfPrompt:

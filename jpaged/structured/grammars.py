@@ -17,6 +17,7 @@ from jpaged.checks import check_whole
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.structured import spec
+from jpaged.structured.trial import MOST_BYTES, MOST_SECONDS, Trial
 
 # Of one request; what is above them is its error, before it is its neighbours' time and memory.
 LIMITS = {
@@ -54,25 +55,43 @@ class Grammars:
         self._lib = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)  # pyright: ignore[reportArgumentType]
         self._threads = llguidance.LLExecutor(os.cpu_count() or 1)
-        self._kept: OrderedDict[str, Any] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
+        self._trial = Trial(LIMITS)
+        # Compiled, or refused; least recently used first.
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self.words = -(-vocab_size // 32)
         self.eos_ids = eos_ids
 
     def matcher(self, structured: Mapping[str, Any]) -> "Matcher":
         """At the beginning of a form. RequestError, with llguidance's words, where it is none."""
         text = spec.grammar_of(structured)
+        found = self._take(text)
+        if found is None:
+            with self._compiling:  # requests are made in several threads: who waited may find it
+                found = self._take(text) or self._compiled(spec.kind_of(structured), text)
+                with self._lock:
+                    self._kept[text] = found
+                    if len(self._kept) > KEPT:
+                        self._kept.popitem(last=False)
         with self._lock:
-            fresh = self._kept.pop(text, None)
-        if fresh is None:
-            fresh = self._lib.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-            if fresh.is_error():
-                raise spec.error(spec.kind_of(structured), fresh.get_error())
-        with self._lock:  # requests are made in several threads
-            self._kept[text] = fresh
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return Matcher(self, fresh, fresh.deep_copy())
+            if not isinstance(found, RequestError):
+                return Matcher(self, found, found.deep_copy())
+        raise RequestError(str(found))
+
+    def _take(self, text: str) -> Any:
+        """What is kept of a form, as the one that was used last; None where there is nothing."""
+        with self._lock:
+            if text in self._kept:
+                self._kept.move_to_end(text)
+            return self._kept.get(text)
+
+    def _compiled(self, kind: str, text: str) -> Any:
+        """llguidance's, or the error of what it refuses or cannot compile in time."""
+        if not self._trial.ends(kind, text):
+            most = f"{MOST_SECONDS} s of a processor, {MOST_BYTES >> 30} GiB or a thread's stack"
+            return spec.error(kind, f"takes more than {most} to compile")
+        fresh = self._lib.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        return spec.error(kind, fresh.get_error()) if fresh.is_error() else fresh
 
     def fill(self, matchers: Sequence[tuple["Matcher", int]], masks_SW: np.ndarray) -> None:
         """Set the rows of these matchers to what may come next: a bit a token. The quick ones are

@@ -8,7 +8,8 @@ from jpaged.errors import RequestError
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPACT = "disable_any_whitespace"
-MOST_CHARACTERS = 1_000_000  # of a schema, pattern or grammar
+# Of a schema, pattern or grammar: each step may look at all of a text that leaves no choice.
+MOST_CHARACTERS = 250_000
 
 
 def check(structured: Any) -> None:
@@ -25,17 +26,23 @@ def grammar_of(structured: Mapping[str, Any]) -> str:
     try:
         if kind in ("json_schema", "json_object"):
             schema = schema_text(value) if kind == "json_schema" else '{"type": "object"}'
+            _check_size(kind, schema)
             compact: Any = {"whitespace_flexible": False} if structured.get(COMPACT) else {}
             text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=compact)
         elif kind == "choice":
-            text = llguidance.grammar_from("choice", json.dumps(list(value)))
+            _check_size(kind, choices := json.dumps(list(value)))
+            text = llguidance.grammar_from("choice", choices)
         else:
+            _check_size(kind, value)
             text = llguidance.grammar_from("regex" if kind == "regex" else "grammar", value)
     except (ValueError, TypeError, RecursionError) as e:
         raise error(kind, e) from e
+    return text
+
+
+def _check_size(kind: str, text: str) -> None:
     if len(text) > MOST_CHARACTERS:
         raise error(kind, f"{len(text)} characters are above {MOST_CHARACTERS}")
-    return text
 
 
 def error(kind: str, what: Any) -> RequestError:

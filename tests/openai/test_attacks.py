@@ -187,8 +187,10 @@ def test_more_connections_than_there_may_be(live: Live):
         for _ in range(400):
             stack.enter_context(live.connect())
         listener: Any = live.listener
-        assert len(listener.server_state.connections) <= LIMITS["max_connections"] + 1
         until = time.monotonic() + 10
+        while len(listener.server_state.connections) > LIMITS["max_connections"] + 1:
+            assert time.monotonic() < until, "what is closed is let go at its own time"
+            time.sleep(0.01)
         status = 0
         while status != 200 and time.monotonic() < until:
             with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from jpaged.openai.responses import (
     Failure,
     chat_completion,
     completion,
+    finite,
 )
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -55,6 +56,33 @@ def test_a_refusal_names_the_field_and_its_value() -> None:
 
 def test_what_is_wrong_is_told_before_what_is_unknown() -> None:
     assert refused(CompletionRequest, prompt="a", lable=1, n="x")[0] == "n"
+
+
+def test_unknown_fields_are_named_as_far_as_that_helps() -> None:
+    message = SAID[0] | {"nome": "x"}
+    found = refused(ChatCompletionRequest, messages=[message])
+    assert found[:2] == ("messages", "unknown_field") and "0.nome: " in found[2]
+    _, _, said = refused(CompletionRequest, prompt="a", **{f"x{i}": 1 for i in range(20)})
+    assert said == "unknown field 'x0', 'x1', 'x10', 'x11', 'x12', 'x13', 'x14', 'x15' and 12 more"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"5": True}, "'5': True is no number"),
+        ({"5": 10**400}, "is no number"),
+        ({"5": float("nan")}, "is no number"),
+        ({"-5": 1}, "'-5' is not a token id"),
+        ({"9" * 5000: 1}, "logit_bias="),
+        ([1], "logit_bias=[1]: Input should be a valid dictionary"),
+    ],
+)
+def test_biases(given: Any, said: str) -> None:
+    assert said in refused(CompletionRequest, prompt="a", logit_bias=given)[2]
+
+
+def test_a_logprob_that_is_no_number() -> None:
+    assert [*map(finite, (-0.5, float("-inf"), float("nan")))] == [-0.5, -9999.0, -9999.0]
 
 
 def test_sampling_has_what_was_given_and_nothing_else() -> None:

@@ -1,7 +1,9 @@
 """Tools whose schemas hold the model to them, and answers of a form, over HTTP."""
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -134,13 +136,59 @@ def test_a_schema_that_cannot_be_is_its_requests_error(live: Live):
         assert status == 400 and "structured" in answer["error"]["message"]
     free = {"tools": [{"type": "function", "function": bad}], "max_tokens": 3}
     assert live.request(CHAT, ASK | free)[0] == 200
+
+
+def doubling(times: int, *, by_reference: bool) -> dict[str, Any]:
+    """Two of what is two of ...: by references, of which each is short, or written out."""
     deep: dict[str, Any] = {"type": "string"}
-    for _ in range(12):
+    defs: dict[str, Any] = {}
+    for i in range(times):
         deep = {"anyOf": [{"type": "object", "properties": {"a": deep, "b": deep}}]}
-    status, answer, _ = live.request(
-        CHAT, ASK | {"tools": [TOOLS[0] | {"function": {"name": "f", "parameters": deep}}]}
-    )
-    assert status in (200, 400)  # in bounded time either way
+        if by_reference:
+            defs[f"d{i}"], deep = deep, {"$ref": f"#/$defs/d{i}"}
+    return deep | ({"$defs": defs} if defs else {})
+
+
+PAIRS = [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(12)]
+CHAIN = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(6000)}
+MULTIPLE = {"type": "integer", "multipleOf": 1_000_003}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        (doubling(12, by_reference=False), None),
+        (doubling(12, by_reference=True), False),
+        ({"allOf": PAIRS}, True),  # whose alternatives multiply
+        ({"$defs": CHAIN, "$ref": "#/$defs/d0"}, True),  # too deep for any thread's stack
+        ({"properties": {"n": MULTIPLE}, "required": ["n"]}, True),
+    ],
+    ids=["written out", "by reference", "alternatives", "chain", "multiple"],
+)
+def test_a_tool_that_doubles_is_told_in_time(schema: dict[str, Any], is_refused: bool | None):
+    """Refused with an error of its own, or served; in a bounded time of a processor, and others
+    are served meanwhile.
+    """
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = ASK | {"tools": [tool], "max_tokens": 5}
+    other = ASK | {"tools": None, "max_tokens": 5, "seed": 1}
+    with make_live(TEMPLATE) as live, ThreadPoolExecutor() as threads:
+        expected = live.post(CHAT, other)["choices"]
+        began = time.process_time()
+        asked = [
+            threads.submit(live.request, CHAT, body | {"tool_choice": "required"}) for _ in range(5)
+        ]
+        assert live.post(CHAT, other)["choices"] == expected
+        for found in asked:
+            status, answer, _ = found.result()
+            if status != 200:
+                assert status == 400 and answer["error"]["param"] == "tools"
+                assert answer["error"]["message"].startswith("tools: structured: grammar: ")
+            assert is_refused in (None, status == 400), answer
+        # Not demanded, it is no reason to refuse.
+        assert live.request(CHAT, body)[0] == 200
+        assert time.process_time() - began < 30
+        live.assert_nothing_left()
 
 
 def test_a_form_is_that_of_the_library():

@@ -5,15 +5,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
+from jpaged.openai.fields import Integer, Tokens, short
 from jpaged.openai.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    Integer,
-    Tokens,
     refuse,
-    short,
 )
 from jpaged.request.sampling_params import SamplingParams
 

@@ -5,7 +5,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +39,7 @@ from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
 
+MOST_COMPILING = 2  # forms at once; the other threads that prepare requests are for those without
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
@@ -73,6 +74,7 @@ class Generation:
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
         self._choices = 0  # admitted, and not ended
+        self._compiling = asyncio.Semaphore(MOST_COMPILING)
 
     async def serve(self, exchange: Exchange, kind: type[Served]) -> None:
         """Read, run and answer one request. Raises its error, and Gone."""
@@ -92,7 +94,8 @@ class Generation:
             with self._admitted(_num_prompts(body) * params.n):
                 adapter = model if model in self._llm.adapters else None
                 told = (body, params, model, adapter, self._format)
-                asked = await self._llm.prepare(_understood, *told)
+                async with self._compiling if _has_form(body, params) else nullcontext():
+                    asked = await self._llm.prepare(_understood, *told)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
@@ -228,6 +231,13 @@ def _check_sizes(body: Served, params: SamplingParams) -> None:
         raise BodyError(f"cache_salt: longer than {MOST_OF_A_SALT}", param="cache_salt")
 
 
+def _has_form(body: Served, params: SamplingParams) -> bool:
+    """Whether a form is to be compiled, which may take seconds."""
+    return params.structured is not None or (
+        isinstance(body, ServedChat) and bool(body.callable_tools)
+    )
+
+
 def _num_prompts(body: Served) -> int:
     return len(body.prompt) if isinstance(body, ServedCompletion) else 1
 
@@ -262,6 +272,8 @@ def _understood(
     if params.structured is not None and find_spec("llguidance") is None:
         refused = "an answer of a given form: this server has no jpaged[structured]"
         raise BodyError(refused, code="unsupported_field")
+    if params.structured is not None:
+        llm.calls.processor.matcher(params.structured)  # the request will find it compiled
     if adapter is not None:
         prompts = [answered_by(adapter, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
@@ -293,16 +305,15 @@ def _held_to_calls(
     if params.structured is not None:
         return params
     held = dataclasses.replace(params, structured={"grammar": grammar})
-    return held if demanded or _can_be_held(llm, held) else params
-
-
-def _can_be_held(llm: Any, params: SamplingParams) -> bool:
-    """Whether the form of an answer is one that can be kept to, here and with this tokenizer."""
     try:
-        llm.calls.processor.matcher(params.structured)
-    except (RequestError, ConfigError):
-        return False
-    return True
+        llm.calls.processor.matcher(held.structured)
+    except ConfigError:  # llguidance is missing
+        return held if demanded else params
+    except RequestError as e:
+        if not demanded:
+            return params
+        raise BodyError(f"tools: {e}", param="tools") from e
+    return held
 
 
 def _output(item: Any) -> RequestOutput:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
+from jpaged.openai.fields import Integer, Number, short
 from jpaged.openai.forms import Strict
-from jpaged.openai.protocol import Body, BodyError, Integer, Number, refuse, short
+from jpaged.openai.protocol import Body, BodyError, refuse
 from jpaged.openai.server.bodies import ServedChat
 
 # Fields that are not built, each with the values that ask for nothing (null always does).
@@ -21,6 +22,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "verbosity": (),
 }
+MOST_METADATA = 16  # OpenAI's own
 # What would be kept from one request to the next.
 KEPT = ("previous_response_id", "conversation", "store")
 HARMLESS = {
@@ -84,24 +86,33 @@ def _function(tool: Any) -> Any:
     return tool
 
 
+def _few(metadata: Any) -> Any:
+    if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
+        raise ValueError(f"has {len(metadata)} entries, {MOST_METADATA} at most")
+    return metadata
+
+
+Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_function)]], FailFast()]
+
+
 class ResponseBody(Body):
     """What is asked. input: a text, or items: messages, calls of functions and their outputs, and
     reasoning, as answers have them.
     """
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Integer | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     stream: bool = False
     text: Text = Text()
-    tools: list[Annotated[dict[str, Any], BeforeValidator(_function)]] = Field(default_factory=list)
+    tools: Functions = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,113 @@
+"""Types of a body's fields, and what pydantic alone does not check of them."""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+
+from jpaged.checks import FLOAT32_MAX
+
+MOST_TOOLS = 1024
+# Arguments of apply_chat_template that are no variables of a template: templates come from the
+# tokenizer only.
+RESERVED = {
+    "conversation",
+    "chat_template",
+    "tools",
+    "documents",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "messages",
+}
+
+
+def short(value: Any) -> str:
+    """A value for a message, cut in the middle when it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
+
+
+def _biases(given: Any) -> Any:
+    """Token ids to numbers. The first that is neither ends it: pydantic would tell of each."""
+    if not isinstance(given, dict):
+        return given
+    found = {}
+    for key, value in given.items():
+        if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
+            raise ValueError(f"{short(key)} is not a token id")
+        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
+            raise ValueError(f"{short(key)}: {short(value)} is no number for a logit")
+        found[int(key)] = value
+    return found
+
+
+def _truncation(value: int) -> int:
+    if value < -1 or value == 0:
+        raise ValueError(
+            "must be a positive integer, or -1 for as many tokens as leave room for the answer"
+        )
+    return value
+
+
+def _one_prompt(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]  # OpenAI's list of prompts, with one in it
+    if isinstance(value, list) and any(isinstance(v, str | list) for v in value):
+        raise ValueError("one prompt a request: write one request for each")
+    return value
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message that comes in parts."""
+    if not isinstance(content, list):
+        return content
+    parts = [p if isinstance(p, dict) and p.get("type") == "text" else {} for p in content]
+    if not all(isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("has a part that is not text")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _arguments(given: Any) -> Any:
+    """What a call was given, as the object that templates write, not as its JSON."""
+    if not isinstance(given, str):
+        return given or {}
+    try:
+        return json.loads(given) if given else {}
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _variables(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(RESERVED & set(value)):
+        raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
+    return value
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(tool.get("function"), dict):
+        raise ValueError("must be a list of functions")
+    return tool
+
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Tokens = Annotated[list[Integer], FailFast()]
+Tools = Annotated[
+    list[Annotated[dict[str, Any], AfterValidator(_described)]],
+    FailFast(),
+    Field(max_length=MOST_TOOLS),
+]
+Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
+Biases = Annotated[dict[int, float], BeforeValidator(_biases)]
+Truncation = Annotated[Integer, AfterValidator(_truncation)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
+Content = Annotated[str, BeforeValidator(_joined)]
+Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
