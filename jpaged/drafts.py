@@ -43,6 +43,16 @@ class DraftModel:
         return self.model_config, self.weights.tree(self.params)
 
 
+def no_head(config: ModelConfig) -> ModelConfig:
+    """The architecture of a model; ConfigError for that of a head."""
+    if config.is_head:
+        raise ConfigError(
+            "an EAGLE-3 head is no model: pass it as speculative={'method': 'eagle', 'model': ...} "
+            "of the model that it guesses for"
+        )
+    return config
+
+
 def _fitted(params: Params, target: ModelConfig) -> Params:
     """Those of a head for the model that it is of; others as they are."""
     config = params.config

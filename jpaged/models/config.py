@@ -79,6 +79,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # of a mixture: those with an MLP
     sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    # Whether it stands alone, or guesses for another as a HeadConfig of models/eagle.py does.
+    is_model, is_head = True, False
 
     def __post_init__(self) -> None:
         at_least(
@@ -128,16 +130,6 @@ class ModelConfig:
     def has_lm_head(self) -> bool:
         """Whether logits have a weight of their own."""
         return not self.tie_word_embeddings
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is no model but guesses for one, as a HeadConfig of models/eagle.py does."""
-        return False
-
-    @property
-    def is_model(self) -> bool:
-        """Whether it stands alone."""
-        return not self.is_head
 
     @property
     def has_draft_lm_head(self) -> bool:

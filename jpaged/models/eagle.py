@@ -43,10 +43,7 @@ class HeadConfig(ModelConfig):
     own_embed: bool = False
     own_lm_head: bool = True
     norm_before_residual: bool = False
-
-    @property
-    def is_head(self) -> bool:
-        return True
+    is_model, is_head = False, True
 
     @property
     def has_embed(self) -> bool:
