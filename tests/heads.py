@@ -25,8 +25,8 @@ def head_config(target: ModelConfig = CONFIG, **changes: Any) -> HeadConfig:
     own |= {"family": "llama", "num_layers": 1, "qk_norm": False, "eos_token_ids": ()}
     own |= {"tie_word_embeddings": False, "sliding_windows": ()}
     own |= {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
-    layers = (0, target.num_layers // 2, target.num_layers)
-    return HeadConfig(**(own | {"aux_layers": layers} | changes))
+    own["aux_layers"] = (0, target.num_layers // 2, target.num_layers)
+    return HeadConfig(**{**own, **changes})
 
 
 def part_of(vocab: int, count: int, seed: int = 0) -> bytes:

@@ -67,13 +67,14 @@ def guesses_of(
     return seen
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("target", "changes"),
     [
         (MODEL, {"draft_vocab_size": 40, "draft_tokens": part_of(97, 40)}),
-        pytest.param(DEEP, {"own_embed": True}, marks=pytest.mark.middle),
-        pytest.param(DEEP, {"own_lm_head": False}, marks=pytest.mark.middle),
-        pytest.param(LLAMA, {"norm_before_residual": True}, marks=pytest.mark.middle),
+        (DEEP, {"own_embed": True}),
+        (DEEP, {"own_lm_head": False}),
+        (LLAMA, {"norm_before_residual": True}),
     ],
 )
 def test_it_guesses_as_written_apart(
@@ -100,12 +101,10 @@ def test_a_head_that_knows_is_right() -> None:
     params = counting(MODEL, exact=True)
     head = counting_head(params, exact=True)
     prompts = [[5, 6, 7], [40, 41], [70]]
-    plain = LLM(params, **SIZES).generate(prompts, greedy(24), use_tqdm=False)
     llm = LLM(params, **{**SIZES, "speculative": eagle(head, 1)})
     outs = llm.generate(prompts, greedy(24), use_tqdm=False)
     stats = llm.stats()
-    assert tokens_of(outs) == tokens_of(plain)
-    assert tokens_of(plain)[0][:3] == [8, 9, 10]
+    assert tokens_of(outs) == [[(p[-1] + i) % 97 for i in range(1, 25)] for p in prompts]
     assert stats["accepted_tokens"] == stats["drafted_tokens"] >= 30
     assert stats["wasted_tokens"] == 0 and stats["acceptance_rate"] == 1.0
     assert stats["steps"] < 0.7 * 24 and stats["draft_steps"] == stats["verify_steps"]
