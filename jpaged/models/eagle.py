@@ -115,10 +115,10 @@ class Head:
         with their keys and values. tokens: each the one after its position. hidden: of the
         position, [T, E].
         """
-        config, weights, axis = self.config, self._weights(), self.serving.tensor_axis
+        config, weights = self.config, self._weights()
         tree = self.tree if config.own_embed else self.target.tree
         with jax.named_scope("embed"):
-            x = embed(tree["embed"]["weight"], tokens, axis).astype(hidden.dtype)
+            x = embed(tree["embed"]["weight"], tokens, self.serving, None).astype(hidden.dtype)
         own, length = weights.at("layers").at("0"), self.serving.max_len or tokens.shape[-1]
         layer, norm, hidden_norm = own.layer(0), own.norm("input_norm"), own.norm("hidden_norm")
         assert norm is not None and hidden_norm is not None and layer.post_norm is not None
