@@ -21,7 +21,8 @@ CHOICES = {  # of fields that may be None
 }
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
-    '"num_tokens": 8}, or by a smaller model: {"method": "draft", "model": FOLDER}'
+    '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, or by an EAGLE-3 '
+    'head: {"method": "eagle", "model": FOLDER}'
 )
 
 
@@ -35,24 +36,26 @@ class Speculative:
     """How rows guess tokens ahead, which one step then checks: outputs are those without.
 
     method: "ngram" looks a row's last tokens up in its own text, "draft" asks a smaller model of
-    the same vocabulary. num_tokens: guessed at most. adaptive: only where it saves time, by what
-    was measured. model: the folder of a draft model, None where its weights are passed (LLM takes
-    them in its place, generate as draft=).
+    the same vocabulary, "eagle" an EAGLE-3 head of this model. num_tokens: guessed at most.
+    adaptive: only where it saves time, by what was measured. model: the folder of a draft model or
+    head, None where its weights are passed (LLM takes them in its place, generate as draft=).
     """
 
-    method: Literal["ngram", "draft"] = "ngram"
+    method: Literal["ngram", "draft", "eagle"] = "ngram"
     num_tokens: int = 8
     adaptive: bool = True
     model: str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, self, "num_tokens")
-        if self.method in ("eagle", "mtp"):
+        if self.method in ("mtp", "medusa"):
             raise UnsupportedError(
-                f"speculative: method={self.method!r} is not built: use 'ngram' or 'draft'"
+                f"speculative: method={self.method!r} is not built: use 'ngram', 'draft' or 'eagle'"
             )
-        if self.method not in ("ngram", "draft"):
-            raise ConfigError(f"speculative: method={self.method!r}: must be 'ngram' or 'draft'")
+        if self.method not in ("ngram", "draft", "eagle"):
+            raise ConfigError(
+                f"speculative: method={self.method!r}: must be 'ngram', 'draft' or 'eagle'"
+            )
         if isinstance(self.model, Path):
             object.__setattr__(self, "model", str(self.model))
         if self.model is not None and not isinstance(self.model, str):
@@ -60,8 +63,10 @@ class Speculative:
                 f"speculative: model of type {type(self.model).__name__}: a config takes a folder; "
                 "pass weights to LLM(speculative=...) or generate(draft=...)"
             )
-        if self.model is not None and self.method != "draft":
-            raise ConfigError(f"speculative: model={self.model!r}: only with method='draft'")
+        if self.model is not None and not self.has_model:
+            raise ConfigError(
+                f"speculative: model={self.model!r}: only with method='draft' or 'eagle'"
+            )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive={self.adaptive!r}: must be True or False")
 
@@ -86,7 +91,7 @@ class Speculative:
     @property
     def has_model(self) -> bool:
         """Whether a model drafts."""
-        return self.method == "draft"
+        return self.method != "ngram"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

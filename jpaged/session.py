@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jpaged.adapters import Adapters, check_fits, check_name, grown
 from jpaged.config import EngineConfig
-from jpaged.drafts import draft_model
+from jpaged.drafts import draft_model, no_head
 from jpaged.engine.engine import Engine
 from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
@@ -69,12 +69,13 @@ class Session:
         grows: bool,
         draft: Params | None = None,
     ):
-        self.model_config = params.config
+        self.model_config = no_head(params.config)
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
         self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
-        self.draft = draft_model(draft, params.config, self.engine_config, self.placement)
+        how = self.engine_config, self.placement, dtype
+        self.draft = draft_model(draft, params.config, *how)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
         self.adapters.grows = grows and not config.max_loras
@@ -291,7 +292,7 @@ def accept_draft(session: Session, draft: Any) -> Params | None:
     if draft is None:
         return None
     if session.draft is None:
-        raise ConfigError("draft weights need speculative={'method': 'draft'}")
+        raise ConfigError("draft weights need speculative={'method': 'draft' or 'eagle'}")
     return session.draft.accept(draft)
 
 

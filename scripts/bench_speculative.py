@@ -1,7 +1,7 @@
 """What drafts from a row's own text, or a draft model's, gain and cost: tokens a second with and
 without them.
 
-    python scripts/bench_speculative.py [CHECKPOINT] [--draft FOLDER] [--tokens-ahead 4 7]
+    python scripts/bench_speculative.py [CHECKPOINT] [--draft | --eagle FOLDER] [--tokens-ahead 4 7]
 
 Of two texts: `copies` asks for what the prompt has just shown (code, with the embedded model's own
 way of repeating itself), `new` is the head of something else. Engines take turns; the best of
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("checkpoint", nargs="?", type=Path, default=MODEL_PATH)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft", help="folder of a draft model; default: a row's own text")
+    parser.add_argument("--eagle", help="folder of an EAGLE-3 head in its place")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens-ahead", type=int, nargs="+", default=[4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             asked: dict[str, Any] = {"num_tokens": ahead, "adaptive": not args.always}
             if args.draft:
                 asked |= {"method": "draft", "model": args.draft}
+            if args.eagle:
+                asked |= {"method": "eagle", "model": args.eagle}
             engines[ahead] = jpaged.LLM(
                 params,
                 max_num_seqs=max(32, 2 * rows),

@@ -29,13 +29,14 @@ WINGS = {
     # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
     # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 110 for forms that
     # are tried in a process of their own, 125 for adapters of the embedding, the head and experts,
-    # 35 for replicas that guess, 75 for a draw that reads the logits once on a GPU
-    "request path": 11080,
+    # 35 for replicas that guess, 300 for EAGLE-3 heads, 75 for a draw that reads the logits once
+    # on a GPU
+    "request path": 11385,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
-    # finite in them, 55 for adapters of the embedding, the head and experts
-    "checkpoint": 1450,
+    # finite in them, 55 for adapters of the embedding, the head and experts, 105 for EAGLE-3 heads
+    "checkpoint": 1556,
     # With the bodies of openai/, which a server shares: 693 of them, 90 for the forms of answers.
     "batch": 2655,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it; 360 of them for

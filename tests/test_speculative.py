@@ -20,6 +20,7 @@ from jpaged import (
 )
 from jpaged.api import kept_sessions
 from jpaged.config import Speculative
+from tests.heads import counting, counting_head
 from tests.test_lora import make_lora
 from tests.tiny import ENGINE, assert_idle, compiles, config, make_params, make_prompts
 
@@ -114,7 +115,7 @@ def test_lossless(of_draft: ModelConfig) -> None:
 
 
 @pytest.mark.middle
-@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "eagle"])
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [
@@ -127,11 +128,14 @@ def test_lossless(of_draft: ModelConfig) -> None:
     ],
 )
 def test_every_control_to_the_bit(method: str, dtype: str, changes: dict[str, Any]) -> None:
-    params = make_params(0, MODEL, dtype)
-    # Near the model, and yet another.
-    near = jax.tree.map(lambda a, b: a + 0.1 * b, params, make_params(1, MODEL, dtype))
+    params = make_params(0, MODEL, dtype) if method != "eagle" else counting(MODEL, 0, dtype)
+    how = GUESSING
+    if method == "draft":  # near the model, and yet another
+        other = make_params(1, MODEL, dtype)
+        how = drafting(jax.tree.map(lambda a, b: a + 0.1 * b, params, other))
+    elif method == "eagle":
+        how = {**drafting(counting_head(params)), "method": "eagle"}
     plain = served(params, **changes)
-    how = GUESSING if method == "ngram" else drafting(near)
     guessing = served(params, **changes, speculative=how)
     assert guessing.engine_config.deterministic
     for llm in (plain, guessing):
@@ -191,7 +195,7 @@ def test_a_full_batch_drafts_nothing() -> None:
 
 def test_what_is_refused() -> None:
     params = make_params(0, MODEL)
-    for method in ("eagle", "mtp"):
+    for method in ("medusa", "mtp"):
         with pytest.raises(UnsupportedError, match=f"method='{method}' is not built"):
             LLM(params, speculative={"method": method})
     other = make_params(1, config(vocab_size=90))
@@ -202,13 +206,13 @@ def test_what_is_refused() -> None:
         LLM(params, **{**SMALL, "speculative": drafting(short)})
     with pytest.raises(ConfigError, match="method='draft' needs a model"):
         LLM(params, **{**SMALL, "speculative": {"method": "draft"}})
-    with pytest.raises(ConfigError, match="only with method='draft'"):
+    with pytest.raises(ConfigError, match="only with method='draft' or 'eagle'"):
         LLM(params, speculative={"model": "folder"})
     with pytest.raises(ConfigError, match="a config takes a folder"):
         EngineConfig(speculative={"method": "draft", "model": params})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="draft weights need"):
         jpaged.generate(params, PROMPTS, engine_config=ENGINE, draft=params)
-    with pytest.raises(ConfigError, match="method='x': must be 'ngram'"):
+    with pytest.raises(ConfigError, match="method='x': must be 'ngram', 'draft'"):
         EngineConfig(speculative={"method": "x"})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="must be a dict of method, num_tokens, adaptive, model"):
         LLM(params, speculative={"tokens": 4})

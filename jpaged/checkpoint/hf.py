@@ -22,7 +22,7 @@ from jpaged.checkpoint.packed import RAW, packed_part, parts_of, tensors_of
 from jpaged.checkpoint.stacked import stacked_parts
 from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, first_line, store
 from jpaged.checks import read_json
-from jpaged.errors import CheckpointError
+from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import format_of
@@ -55,7 +55,14 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     checked.
     """
     entries = find_entries(folder)
-    if FAMILIES[config.family].text_of is not None:
+    if config.is_head:
+        entries = head_entries(entries)
+    elif "fc.weight" in entries:
+        raise UnsupportedError(
+            f"{folder}: with its fc.weight it is a head of EAGLE 1 or 2: of heads that guess, "
+            "EAGLE-3's are supported"
+        )
+    elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
     table = stored_names(config)
     stacked: dict[str, list[Part]] = {}
@@ -67,7 +74,8 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     for stored in (stored for parts in table.values() for stored in parts):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
         wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
-    kind = format_of(read_json(folder / "config.json", CheckpointError))
+    raw = read_json(folder / "config.json", CheckpointError)
+    kind = None if config.is_head else format_of(raw)
     allowed: dict[str, tuple[str, ...]] = {
         name: ("U8",) for name in wanted if name.endswith(PACKED)
     }
@@ -101,6 +109,18 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
 
     whole = {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
     return whole | stacked
+
+
+def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The tensors of an EAGLE-3 head under the names of a model of one layer; which tokens it can
+    guess (see checkpoint/eagle.py) is none of them.
+    """
+    found = {}
+    for name, entry in entries.items():
+        short = re.sub(r"^(model\.)?(midlayer|layers\.0)\.", "model.layers.0.", name)
+        short = re.sub(r"^(model\.)?(embed_tokens|norm)\.", r"model.\2.", short)
+        found[re.sub(r"^model\.(?=fc\.|lm_head\.|d2t|t2d)", "", short)] = entry
+    return {name: entry for name, entry in found.items() if name not in ("d2t", "t2d")}
 
 
 def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:

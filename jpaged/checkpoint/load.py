@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jpaged.checkpoint.eagle import head_config, is_head
 from jpaged.checkpoint.hf import INDEX, SINGLE, hf_parts
 from jpaged.checkpoint.hub import local_folder
 from jpaged.checkpoint.orbax import find_orbax, orbax_parts
@@ -126,9 +127,9 @@ def read_config(folder: Path) -> ModelConfig:
         )
     raw = read_json(folder / "config.json", CheckpointError)
     try:
-        return ModelConfig.from_hf(raw)
+        return head_config(folder, raw) if is_head(raw) else ModelConfig.from_hf(raw)
     except ConfigError as e:
-        raise ConfigError(f"{folder}: {e}") from e
+        raise type(e)(f"{folder}: {e}") from e
 
 
 def find_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:

@@ -79,6 +79,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # of a mixture: those with an MLP
     sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    # Whether it stands alone, or guesses for another as a HeadConfig of models/eagle.py does.
+    is_model, is_head = True, False
 
     def __post_init__(self) -> None:
         at_least(
@@ -120,9 +122,24 @@ class ModelConfig:
             )
 
     @property
+    def has_embed(self) -> bool:
+        """Whether tokens have a weight of their own."""
+        return True
+
+    @property
     def has_lm_head(self) -> bool:
         """Whether logits have a weight of their own."""
         return not self.tie_word_embeddings
+
+    @property
+    def has_draft_lm_head(self) -> bool:
+        """Whether it has logits of a part of the vocabulary, as some heads do."""
+        return False
+
+    @property
+    def more_axes(self) -> dict[str, int]:
+        """Sizes of axes that a decoder does not have, by their letters."""
+        return {}
 
     @property
     def embedding_scale(self) -> float:

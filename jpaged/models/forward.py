@@ -69,7 +69,7 @@ def _scaled(x: Array, factor: float) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weights:
+class Weights:
     """A node of the canonical tree, the specs of what is in it, and the modules made of them.
 
     adapters: the tables of what is in it.
@@ -81,7 +81,7 @@ class _Weights:
     tree: Mapping[str, Any]
     adapters: AdapterRows | None = None
 
-    def at(self, name: str) -> "_Weights":
+    def at(self, name: str) -> "Weights":
         """A node below."""
         below = {"specs": self.specs[name], "tree": self.tree[name]}
         return dataclasses.replace(self, **below, adapters=self.adapters_at(name))
@@ -204,8 +204,17 @@ class Forward:
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        view: KVView = DenseKV.of(self.config) if kv is None else kv
-        weights = self._weights()
+        x, view, _ = self.tapped(tokens, positions, DenseKV.of(self.config) if kv is None else kv)
+        return x, view
+
+    def tapped(
+        self, tokens: Array, positions: Array, kv: KVView, taps: tuple[int, ...] = ()
+    ) -> tuple[Array, KVView, list[Array]]:
+        """So, and the hidden states [..., T, E] that go into these layers; one past the last layer
+        is what comes out of it, before the final norm.
+        """
+        view, tapped = kv, dict[int, Array]()
+        weights = self.weights()
         length = weights.serving.max_len or tokens.shape[-1]
         kinds: list[Any] = [self.config.rope_kind(i) for i in range(self.config.num_layers)]
         rotaries = {
@@ -218,13 +227,15 @@ class Forward:
             x = embed(table.tree["weight"], tokens, *how)
             x = _scaled(x, self.config.embedding_scale)
         for i, (group, index) in enumerate(kv_places(self.config)):
+            tapped |= {i: x} if i in taps else {}
             layer = weights.at("layers").at(str(i)).layer(group)
             x, view = _run_layer(layer, x, rotaries[kinds[i]], view, np.int32(index))
-        return _normed(weights.norm("norm"), x), view
+        tapped[len(kinds)] = x
+        return _normed(weights.norm("norm"), x), view, [tapped[i] for i in taps]
 
     def logits(self, x: Array) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""
-        weights = self._weights()
+        weights = self.weights()
         head = weights.at("embed" if self.config.tie_word_embeddings else "lm_head")
         # A tied head has adapters of its own.
         head = dataclasses.replace(head, adapters=weights.adapters_at("lm_head"))
@@ -236,11 +247,11 @@ class Forward:
                 logits = jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
             return logits
 
-    def _weights(self) -> _Weights:
+    def weights(self) -> Weights:
         # A layer takes its own adapters, not those of all.
         plain = dataclasses.replace(self.serving, adapters=None)
         specs = nest(param_table(self.config))
-        return _Weights(self.config, plain, specs, self.tree, self.serving.adapters)
+        return Weights(self.config, plain, specs, self.tree, self.serving.adapters)
 
 
 @jax.jit

@@ -45,7 +45,7 @@ ADAPTED = (
 EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
 EXPERTS = ("mlp.experts.gate_up", "mlp.experts.down")
 EXTRA = {"embedding": (EMBEDDING,), "head": (HEAD,), "experts": EXPERTS}
-OF_HEAD = next(spec for spec in TABLE if spec.name == HEAD)
+OF_HEAD = next(spec for spec in TABLE if (spec.name, spec.when) == (HEAD, "has_lm_head"))
 SIDE = re.compile(r"(.+)\.(?:(a|A|lora_a|lora_A|0)|b|B|lora_b|lora_B|1)")
 
 

@@ -160,6 +160,7 @@ QKV = (
     Part("k", "K 1 D, E", "self_attn.k_proj.weight"),
     Part("v", "K 1 D, E", "self_attn.v_proj.weight"),
 )
+HEAD_QKV = tuple(part._replace(axes=part.axes.replace("E", "E+E")) for part in QKV)
 QKV_BIAS = (
     Part("q_bias", "K G D", "self_attn.q_proj.bias"),
     Part("k_bias", "K 1 D", "self_attn.k_proj.bias"),
@@ -188,10 +189,13 @@ GATE_UP_BIAS = (
 
 
 TABLE = (
-    ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight", sharding="vocab"),
+    ParamSpec("fc.weight", "E, A", "fc.weight", "normal", "is_head"),
+    ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight", "normal", "has_embed", "vocab"),
     *_in_each_layer(
         ParamSpec("input_norm.scale", "E", "input_layernorm.weight", "ones", "pre_norms"),
-        ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", None, "kv_heads"),
+        ParamSpec("hidden_norm.scale", "E", "hidden_norm.weight", "ones", "is_head"),
+        ParamSpec("attention.qkv", "K G+2 D, E+E", HEAD_QKV, "normal", "is_head", "kv_heads"),
+        ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", "is_model", "kv_heads"),
         ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "qkv_bias", "kv_heads"),
         ParamSpec(
             "attention.q_norm.scale",
@@ -279,6 +283,7 @@ TABLE = (
         ),
     ),
     ParamSpec("norm.scale", "E", "model.norm.weight", "ones"),
+    ParamSpec("lm_head.weight", "W, E", "lm_head.weight", "normal", "has_draft_lm_head"),
     ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "has_lm_head", "vocab"),
 )
 
@@ -317,6 +322,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "X": config.num_experts,
         "I": config.expert_size,
         "R": config.shared_expert_size,
+        **config.more_axes,
     }
 
 

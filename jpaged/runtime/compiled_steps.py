@@ -125,7 +125,7 @@ class CompiledSteps:
             return form, specs
         drafts = param_specs(setting.draft.model, where.axis, where.axis_size)
         drafts = specs_of(self.draft, drafts)
-        if bucket.phase == "draft":
+        if bucket.phase == "draft" and not setting.taps:
             return self.draft, drafts
         return (form, self.draft), (specs, drafts)
 

@@ -22,6 +22,7 @@ from jpaged.checks import read_json
 from jpaged.config import EngineConfig, has_head_adapters
 from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
+from jpaged.models.eagle import STATES, HeadConfig, fitted
 from jpaged.models.hf_config import format_of
 from jpaged.models.hf_quantization import Format
 from jpaged.models.kv_view import kv_groups
@@ -68,8 +69,9 @@ def plan_memory(
     dtype is what the model is stored in where it names none, else bfloat16. Of files in 8 or 4 bits
     all weights of products but the head's are taken to be (mxfp4: those of experts). device: the
     jax.Device that steps are compiled for, or several of them to share the model; jax's by default.
-    draft: a model that guesses for it. limits: of a card that is not here; None is what the device
-    has. compiled=False takes the upper bound of what steps need, which is proved for CPUs only.
+    draft: a model that guesses for it, or the config of an EAGLE-3 head's Params. limits: of a card
+    that is not here; None is what the device has. compiled=False takes the upper bound of what
+    steps need, which is proved for CPUs only.
     Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
@@ -83,8 +85,10 @@ def plan_memory(
     drafts: DraftOf | None = None
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
-        own = settings.dtype or stored_dtype(draft)
-        form = form_of(served_config(guesses, where.axis_size), where, own, settings.quantization)
+        own, kept_in = settings.dtype or stored_dtype(draft), settings.quantization
+        if isinstance(guesses, HeadConfig):
+            guesses, own, kept_in = fitted(guesses, model), dtype, None
+        form = form_of(served_config(guesses, where.axis_size), where, own, kept_in)
         drafts = guesses, form
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
@@ -332,6 +336,9 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
         experts += 64 * pairs
         experts += min(pairs, MOST_PAIRS) * (24 * model.expert_size + 16 * model.hidden_size)
         experts += 8 * tokens * model.hidden_size * model.num_layers
+    if isinstance(model, HeadConfig):  # the model's hidden states, joined ones, and pairs
+        widest = 2 * STATES * model.target_hidden_size + 8 * model.hidden_size
+        experts += 4 * (tokens + short) * widest + 4 * rows * (model.vocab_size + tokens)
     ids = 2 * config.max_logprobs + config.max_logit_bias
     # What adapters make of the tokens, of up to three parts.
     adapted = 3 * config.max_loras * table_rank(config) if config.max_loras else 0

@@ -26,12 +26,29 @@ from jpaged.runtime.mesh import Placement
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadPool:
+    """The pool of an EAGLE-3 head: keys and values of its entries, and in hidden [N, P, E] the
+    hidden state of the model at each position.
+    """
+
+    kv: Any
+    hidden: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the keys and values."""
+        return self.kv.shape
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolSpec:
     """The pool of one group of layers, and the kernel that reads it.
 
     dtype: of queries, and of the pool unless kv_dtype names another, of 8 bits with scales. shards:
-    devices that the KV heads are split over.
+    devices that the KV heads are split over. hidden_size: of what a HeadPool has beside, 0 for any
+    other.
     """
 
     group: KVGroup
@@ -41,6 +58,7 @@ class PoolSpec:
     dtype: jnp.dtype
     kv_dtype: jnp.dtype | None = None
     shards: int = 1
+    hidden_size: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -54,7 +72,13 @@ class PoolSpec:
         return (rows, self.block_size, self.shards * token.rows, token.width)
 
     def of_rows(self, rows: int) -> Any:
-        """So many rows of the pool as ShapeDtypeStructs: one, or a ScaledPool of two."""
+        """So many rows of the pool as ShapeDtypeStructs: one, or a ScaledPool or HeadPool of
+        several.
+        """
+        if self.hidden_size:
+            kv = dataclasses.replace(self, hidden_size=0).of_rows(rows)
+            hidden = (rows, self.block_size, self.hidden_size)
+            return HeadPool(kv=kv, hidden=jax.ShapeDtypeStruct(hidden, self.dtype))
         shape = (rows, *self.shape[1:])
         if self.kv_dtype is None:
             return jax.ShapeDtypeStruct(shape, self.dtype)
@@ -96,6 +120,7 @@ def pool_specs(
             dtype=jnp.dtype(dtype),
             kv_dtype=kv_dtype,
             shards=where.axis_size,
+            hidden_size=model.hidden_size if model.is_head else 0,
         )
         for at, group in enumerate(kv_groups(model))
     )

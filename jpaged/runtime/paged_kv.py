@@ -1,7 +1,7 @@
 """PagedKV: one step's view of the KV cache, which the layers write to and attend through."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,42 +75,60 @@ class PagedKV:
         return o, dataclasses.replace(self, pools=pools)
 
 
+class Packed(NamedTuple):
+    """The tokens of a step, those of a row together: tables and lengths as PagedKV has them.
+    num_rows: int32 scalar, tokens that are real, before the padding.
+    """
+
+    tokens_T: Array
+    block_tables_GSM: Array
+    context_lens_S: Array
+    query_start_loc_S1: Array
+    num_rows: Array
+
+
 def view_of(
     specs: tuple[PoolSpec, ...],
     pools: tuple[Any, ...],
-    *,
-    block_tables_GSM: Array,
-    context_lens_S: Array,
-    query_start_loc_S1: Array,
+    packed: Packed,
     row_T: Array,
     positions_T: Array,
+    *,
     is_decode: bool,
 ) -> PagedKV:
     """The view of a step over packed tokens at these rows and positions (-1: padding)."""
     groups = []
-    for spec, pool, table_SM in zip(specs, pools, block_tables_GSM, strict=True):
+    rows = (packed.query_start_loc_S1, packed.context_lens_S)
+    for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
         prepared = None
         if not is_decode:
-            prepared = spec.kernel.prepare(
-                query_start_loc_S1,
-                context_lens_S,
-                num_tokens=row_T.shape[0],
-                sliding_window=spec.group.window,
-            )
-        slots_T = _slot_mapping(row_T, positions_T, table_SM, spec.block_size, pool)
+            window = spec.group.window
+            how: dict[str, Any] = {"num_tokens": row_T.shape[0], "sliding_window": window}
+            prepared = spec.kernel.prepare(*rows, **how)
+        slots_T = slot_mapping(row_T, positions_T, table_SM, spec.block_size, pool)
         group = GroupView(block_table_SM=table_SM, slot_mapping_T=slots_T, prepared=prepared)
         groups.append(group)
     return PagedKV(
         pools=pools,
         groups=tuple(groups),
-        context_lens_S=context_lens_S,
-        query_start_loc_S1=query_start_loc_S1,
+        context_lens_S=packed.context_lens_S,
+        query_start_loc_S1=packed.query_start_loc_S1,
         specs=specs,
         is_decode=is_decode,
     )
 
 
-def _slot_mapping(
+def locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple[Array, Array]:
+    """Row and position of each packed token; row S and position -1 for padding."""
+    ends_S = start_loc_S1[1:]
+    tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)
+    row_T = jnp.sum(ends_S[None, :] <= tokens_T[:, None], axis=1, dtype=jnp.int32)
+    offset_S = context_lens_S - ends_S  # the row's last token ends both its chunk and its context
+    positions_T = tokens_T + jnp.take(offset_S, row_T, mode="clip")
+    return row_T, jnp.where(row_T < ends_S.shape[0], positions_T, -1)
+
+
+def slot_mapping(
     row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, pool: Any
 ) -> Array:
     """Where each token's KV goes, as block * P + slot; padding goes past the end of the pool."""

@@ -83,7 +83,7 @@ class Runner:
         self.pools = setting.pools
         self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
         self.transfers = Transfers(placement)
-        dtype = params["embed"]["weight"].dtype
+        dtype = dtype_of(params)
         self.adapters = AdapterTables(setting.model, config, placement, dtype)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
@@ -275,7 +275,10 @@ def _prepare(runner: Runner, buckets: list[Bucket], *, full: bool) -> None:
 def _drafted(runner: Runner, batch: Batch, packed: Array) -> Handle:
     step = runner._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
     state = runner._lent(batch.bucket)
-    kv, out = step(runner.draft_params, state.kv, state.rows, packed)
+    params = runner.draft_params
+    if runner.steps.setting.taps:  # a head has the model's own embeddings
+        params = (runner.params, params)
+    kv, out = step(params, state.kv, state.rows, packed)
     runner._state = DeviceState(kv=kv, rows=state.rows)
     return Handle(batch=batch, outs=(out,), done=out)
 
@@ -349,7 +352,7 @@ def _setting(
 ) -> StepSetting:
     """Kernels, products and pools of a model at a place, chosen once."""
     assert config.num_blocks is not None
-    dtype, size = params["embed"]["weight"].dtype, model.vocab_size
+    dtype, size = dtype_of(params), model.vocab_size
     model = served_config(model, placement.axis_size)
     axis = placement.tensor_axis
     return StepSetting(
@@ -365,6 +368,11 @@ def _setting(
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),
         one_pass=choose_one_pass(config, model.vocab_size // placement.axis_size, placement.device),
     )
+
+
+def dtype_of(params: Any) -> Any:
+    """Of the weights of a model, or of a head."""
+    return params["fc" if "fc" in params else "embed"]["weight"].dtype
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:

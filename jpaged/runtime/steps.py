@@ -19,15 +19,17 @@ from jpaged.config import EngineConfig
 from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
+from jpaged.models.eagle import HeadConfig
 from jpaged.models.forward import Forward, bind
 from jpaged.models.layers.linear import ExpertProducts, Products, Serving
 from jpaged.models.layers.low_rank import AdapterRows
 from jpaged.models.params import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
+from jpaged.runtime.head_steps import HeadSteps
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.one_pass import OnePass
-from jpaged.runtime.paged_kv import PagedKV, view_of
+from jpaged.runtime.paged_kv import Packed, PagedKV, locate, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
@@ -58,6 +60,12 @@ class StepSetting:
         return self.pools if self.draft is None else self.pools[: -len(self.draft.pools)]
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose inputs a head takes (models/eagle.py)."""
+        head = None if self.draft is None else self.draft.model
+        return head.aux_layers if isinstance(head, HeadConfig) else ()
+
+    @property
     def mask_words(self) -> int:
         """int32 of a row's mask: a bit a token, padding of the vocabulary included."""
         return -(-self.model.vocab_size // 32)
@@ -71,7 +79,8 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
     decode that draws apart(params, kv, rows, packed) -> as of a prefill
-    draft(params of the draft model, kv, rows, packed) -> (kv, out); rows stay as they are
+    draft(params of the draft model, kv, rows, packed) -> (kv, out); rows stay as they are. Of a
+        head: params as of the other steps
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
     rows without counts for plain buckets. What a step returns of them was donated to it. params:
@@ -92,6 +101,7 @@ class _Step:
     bucket: Bucket
     to: StepSetting
     is_draft: bool = False
+    target: StepSetting | None = None  # of the model that a draft is for
 
     def unpack(self, packed: Array) -> dict[str, Array]:
         """The inputs by name, sliced as packing.pack laid them out."""
@@ -141,55 +151,61 @@ class _Step:
         """The model's and the draft model's, of what a step takes."""
         return (params, None) if self.to.draft is None else params
 
-    def followed(
-        self,
-        params: Any,
-        kv: tuple[Array, ...],
-        tokens_T: Array,
-        tables_GSM: Array,
-        context_lens_S: Array,
-        start_loc_S1: Array,
-        num_rows: Array,
-    ) -> tuple[Array, ...]:
-        """The draft model's pools, once it has computed the same tokens; () without one."""
-        if self.to.draft is None:
-            return ()
-        bucket = dataclasses.replace(self.bucket, loras=0)
-        step = _Step(bucket, self.to.draft, is_draft=True)
-        view, _, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
-        decoder = step.bind(params, num_rows)
-        with jax.named_scope("draft"):
-            _, written = decoder(jnp.maximum(tokens_T, 0), jnp.maximum(positions_T, 0), view)
+    def advance(
+        self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+    ) -> tuple[Any, Array, tuple[Any, ...]]:
+        """What draws by the hidden states of these tokens, those, and all pools with their keys and
+        values. slot_T: as in bind.
+        """
+        params, draft = self.pair(params)
+        view, _, positions_T = self.view(kv, packed)
+        decoder = self.bind(params, packed.num_rows, slot_T)
+        at = packed.tokens_T, jnp.maximum(positions_T, 0)
+        x_TE, written, states = decoder.tapped(*at, view, self.to.taps)
         assert isinstance(written, PagedKV)
-        return written.pools
+        pools = written.pools
+        if self.to.taps:
+            head = HeadSteps(self.to.draft, draft, decoder)
+            pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
+        elif self.to.draft is not None:  # computes the same tokens
+            step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
+            with jax.named_scope("draft"):
+                pools += step.advance(draft, kv, packed)[2]
+        return decoder, x_TE, pools
 
     def logits(self, decoder: Forward, x: Array) -> Array:
         """Of final hidden states: those that this device has of each row."""
         return self.to.vocabulary.masked(decoder.logits(x))
 
-    def view(
-        self, kv: tuple[Array, ...], tables_GSM: Array, context_lens_S: Array, start_loc_S1: Array
-    ) -> tuple[PagedKV, Array, Array]:
+    def view(self, kv: tuple[Array, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
         """The step's view of the model's own pools, the first or (of a draft model) last of all,
         and the row and position (-1: padding) of each token.
         """
         is_decode = self.bucket.phase != "prefill"
-        kv, tables_GSM = kv[self.own], tables_GSM[self.own]
         if is_decode:
-            row_T, positions_T = jnp.arange(self.bucket.rows, dtype=jnp.int32), context_lens_S - 1
+            row_T = jnp.arange(self.bucket.rows, dtype=jnp.int32)
+            positions_T = packed.context_lens_S - 1
         else:
-            row_T, positions_T = _locate(start_loc_S1, context_lens_S, self.bucket.tokens)
-        view = view_of(
-            self.to.own_pools,
-            kv,
-            block_tables_GSM=tables_GSM,
-            context_lens_S=context_lens_S,
-            query_start_loc_S1=start_loc_S1,
-            row_T=row_T,
-            positions_T=positions_T,
-            is_decode=is_decode,
-        )
+            where = (packed.query_start_loc_S1, packed.context_lens_S)
+            row_T, positions_T = locate(*where, self.bucket.tokens)
+        own = packed._replace(block_tables_GSM=packed.block_tables_GSM[self.own])
+        pools = self.to.own_pools
+        view = view_of(pools, kv[self.own], own, row_T, positions_T, is_decode=is_decode)
         return view, row_T, positions_T
+
+
+class _HeadStep(_Step):
+    """Of a head, which guesses beside the model that it takes embeddings from."""
+
+    def advance(
+        self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+    ) -> tuple[Any, Array, tuple[Any, ...]]:
+        assert self.target is not None and slot_T is None
+        (params, head), (pool,) = params, kv
+        target = _Step(self.bucket, self.target).bind(params, packed.num_rows)
+        steps = HeadSteps(self.to, head, target)
+        x_SE, pool = steps.guess(packed, pool)
+        return steps.head(packed.num_rows), x_SE, (pool,)
 
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
@@ -200,10 +216,9 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         packed: Array,
         mask_TW: Array | None = None,
     ):
-        fields, (params, draft) = step.unpack(packed), step.pair(params)
+        fields, tokens = step.unpack(packed), step.bucket.tokens
         start_loc_S1, context_lens_S = fields["query_start_loc"], fields["context_lens"]
-        tables_GSM = fields["block_tables"]
-        view, row_T, positions_T = step.view(kv, tables_GSM, context_lens_S, start_loc_S1)
+        row_T, _ = locate(start_loc_S1, context_lens_S, tokens)
         tokens_T = fields["tokens"]
         # A token that is still in flight is known to the device alone.
         device_row_T = jnp.take(fields["device_rows"], row_T, mode="clip")
@@ -212,16 +227,14 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         slot_T = None
         if "adapters" in fields:
             slot_T = jnp.take(fields["adapters"], row_T, mode="clip")
-        decoder = step.bind(params, start_loc_S1[-1], slot_T)
-        x_TE, written = decoder(tokens_T, jnp.maximum(positions_T, 0), view)
-        assert isinstance(written, PagedKV)
-        where = (tables_GSM, context_lens_S, start_loc_S1, start_loc_S1[-1])
-        kv = (*written.pools, *step.followed(draft, kv, tokens_T, *where))
+        where = (fields["block_tables"], context_lens_S, start_loc_S1, start_loc_S1[-1])
+        _, x_TE, kv = step.advance(params, kv, Packed(tokens_T, *where), slot_T)
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if step.bucket.features == "prompt":
-            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
+            own, _ = step.pair(params)
+            out = step.pack(_score_prompt(step, own, x_TE, fields, row_T, slot_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
         return kv, hidden_RE, fields["sample"], out
 
@@ -256,16 +269,10 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
     padding = step.to.config.seq_buckets[-1] - rows_S
 
     def decode(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
-        fields, (params, draft) = step.unpack(packed), step.pair(params)
+        fields = step.unpack(packed)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
-        starts_S1, tables_GSM = jnp.arange(rows_S + 1, dtype=jnp.int32), fields["block_tables"]
-        view, _, positions_S = step.view(kv, tables_GSM, context_lens_S, starts_S1)
-        decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
-        x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
-        assert isinstance(written, PagedKV)
-        where = (tables_GSM, context_lens_S, starts_S1, _last_row(context_lens_S))
-        kv = (*written.pools, *step.followed(draft, kv, last_S, *where))
+        _, x_SE, kv = step.advance(params, kv, *_one_each(fields, last_S, context_lens_S))
         hidden_RE = jnp.pad(jax.lax.optimization_barrier(x_SE), ((0, padding), (0, 0)))
         return kv, hidden_RE, fields["sample"], None
 
@@ -273,10 +280,8 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
 
 
 def _make_decode(step: _Step) -> Callable[..., Any]:
-    start_loc_S1 = np.arange(step.bucket.rows + 1, dtype=np.int32)
-
     def decode(params: Any, state: DeviceState, packed: Array):
-        fields, (params, draft) = step.unpack(packed), step.pair(params)
+        fields = step.unpack(packed)
         at_S = fields["device_rows"]
 
         def body(carry: Any) -> Any:
@@ -284,14 +289,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             i, last_S, steps_S, state, outputs = carry
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
-            tables_GSM = fields["block_tables"]
-            starts_S1 = jnp.asarray(start_loc_S1)
-            view, _, positions_S = step.view(state.kv, tables_GSM, context_lens_S, starts_S1)
-            decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
-            x_SE, written = decoder(jnp.maximum(last_S, 0), jnp.maximum(positions_S, 0), view)
-            assert isinstance(written, PagedKV)
-            where = (tables_GSM, context_lens_S, starts_S1, _last_row(context_lens_S))
-            kv = (*written.pools, *step.followed(draft, state.kv, last_S, *where))
+            where = _one_each(fields, last_S, context_lens_S)
+            decoder, x_SE, kv = step.advance(params, state.kv, *where)
             open_after_S = fields["open_after"] - i
             logits_SV = step.logits(decoder, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
@@ -318,10 +317,8 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
 
 def _make_draft(step: _Step) -> Callable[..., Any]:
     assert step.to.draft is not None
-    decode, count = (
-        _make_decode(_Step(step.bucket, step.to.draft, is_draft=True)),
-        len(step.to.own_pools),
-    )
+    kind, count = _HeadStep if step.to.taps else _Step, len(step.to.own_pools)
+    decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True, target=step.to))
 
     def draft(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
         # What it keeps of its rows is nobody's.
@@ -418,6 +415,15 @@ def _next_inputs(fields: dict[str, Array], rows: RowState) -> tuple[Array, Array
     return last_S, jnp.where(is_here_S, take(rows.context_len_R), fields["context_lens"])
 
 
+def _one_each(
+    fields: dict[str, Array], last_S: Array, context_lens_S: Array
+) -> tuple[Packed, Array | None]:
+    """A token of each row, and the slots of their adapters."""
+    starts_S1 = jnp.arange(last_S.shape[0] + 1, dtype=jnp.int32)
+    where = (fields["block_tables"], context_lens_S, starts_S1, _last_row(context_lens_S))
+    return Packed(jnp.maximum(last_S, 0), *where), fields.get("adapters")
+
+
 def _none(step: _Step) -> int:
     """A row of the device that there is not: what is written there is dropped."""
     return step.to.config.max_num_seqs
@@ -427,16 +433,6 @@ def _last_row(context_lens_S: Array) -> Array:
     """How many rows there are up to the last that is not padding."""
     rows_S = jnp.arange(1, 1 + context_lens_S.shape[0])
     return jnp.max(jnp.where(context_lens_S > 0, rows_S, 0)).astype(jnp.int32)
-
-
-def _locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple[Array, Array]:
-    """Row and position of each packed token; row S and position -1 for padding."""
-    ends_S = start_loc_S1[1:]
-    tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    row_T = jnp.sum(ends_S[None, :] <= tokens_T[:, None], axis=1, dtype=jnp.int32)
-    offset_S = context_lens_S - ends_S  # the row's last token ends both its chunk and its context
-    positions_T = tokens_T + jnp.take(offset_S, row_T, mode="clip")
-    return row_T, jnp.where(row_T < ends_S.shape[0], positions_T, -1)
 
 
 def _outputs(sampled: Sampled) -> dict[str, Array]:

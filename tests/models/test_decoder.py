@@ -20,7 +20,7 @@ from jpaged.models.params import Params
 from jpaged.models.trees import to_tree
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.paged_kv import PagedKV, view_of
+from jpaged.runtime.paged_kv import Packed, PagedKV, view_of
 from tests.tiny import CONFIG, config, engine, make_params, make_prompts
 
 VARIANTS = {
@@ -85,16 +85,15 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
         for i, (row, p) in enumerate(at):
             tokens[i], row_T[i], positions[i] = rows[row][p], row, p
         starts = np.cumsum([0] + [end - start for start, end in spans])
-        kv = view_of(
-            specs,
-            pools,
+        packed = Packed(
+            tokens_T=jnp.asarray(tokens),
             block_tables_GSM=jnp.asarray(np.stack([table] * len(specs))),
             context_lens_S=jnp.asarray([end for _, end in spans], jnp.int32),
             query_start_loc_S1=jnp.asarray(starts, jnp.int32),
-            row_T=jnp.asarray(row_T),
-            positions_T=jnp.asarray(positions),
-            is_decode=decode,
+            num_rows=jnp.int32(len(at)),
         )
+        at_T = (jnp.asarray(row_T), jnp.asarray(positions))
+        kv = view_of(specs, pools, packed, *at_T, is_decode=decode)
         hidden, kv = paged(
             model_config, tree, jnp.asarray(tokens), jnp.asarray(positions.clip(0)), kv
         )

@@ -1,0 +1,202 @@
+"""EAGLE-3 heads for tests: small ones, their files as they are published, and the guesses of one
+written apart from the serving code, dense and in float64.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jpaged import ModelConfig, Params
+from jpaged.models.eagle import HeadConfig
+from jpaged.models.forward import bind
+from jpaged.models.kv_view import DenseKV
+from tests.tiny import CONFIG, make_params
+
+
+def head_config(target: ModelConfig = CONFIG, **changes: Any) -> HeadConfig:
+    """A head of Llama's layer for a model, with as many tokens unless draft_tokens says which."""
+    own: dict[str, Any] = vars(target).copy()
+    own |= {"family": "llama", "num_layers": 1, "qk_norm": False, "eos_token_ids": ()}
+    own |= {"tie_word_embeddings": False, "sliding_windows": ()}
+    own |= {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size}
+    own["aux_layers"] = (0, target.num_layers // 2, target.num_layers)
+    return HeadConfig(**{**own, **changes})
+
+
+def part_of(vocab: int, count: int, seed: int = 0) -> bytes:
+    """Ids of some tokens of a vocabulary, ascending."""
+    ids = np.random.default_rng([9, seed]).permutation(vocab)[:count]
+    return np.sort(ids).astype(np.int32).tobytes()
+
+
+def counting(
+    target: ModelConfig, seed: int = 0, dtype: Any = np.float32, *, exact: bool = False
+) -> Params:
+    """A model whose likeliest token is the one after the last (exact), or mostly so."""
+    share = 0.0 if exact else 0.2
+    params = make_params(seed, target, dtype)
+    embed = np.asarray(params["embed"]["weight"], np.float32)
+    head = np.roll(embed, 1, axis=0) * 6 / target.hidden_size
+    layers = {
+        i: {
+            **layer,
+            "attention": {**layer["attention"], "out": share * layer["attention"]["out"]},
+            "mlp": {**layer["mlp"], "down": share * layer["mlp"]["down"]},
+        }
+        for i, layer in params["layers"].items()
+    }
+    own = {"norm": {"scale": jnp.ones_like(params["norm"]["scale"])}, "layers": layers}
+    own["lm_head"] = {"weight": jnp.asarray(head, dtype)}
+    return Params(dict(params) | own, target)
+
+
+def counting_head(params: Params, *, exact: bool = False) -> Params:
+    """A head for that model which guesses the token after the next, by the embedding alone (exact)
+    or nearly.
+    """
+    config = head_config(params.config, own_embed=False)
+    dtype, E = params["embed"]["weight"].dtype, config.hidden_size
+    head = make_params(5, config, dtype)
+    share = 0.0 if exact else 0.2
+    (layer,) = head["layers"].values()
+    layer = {
+        **layer,
+        "attention": {**layer["attention"], "out": share * layer["attention"]["out"]},
+        "mlp": {**layer["mlp"], "down": share * layer["mlp"]["down"]},
+    }
+    fc = np.zeros((E, 3 * E), np.float32)
+    fc[:, :E] = np.eye(E)  # of what goes into the first layer
+    lm_head = np.roll(np.asarray(params["lm_head"]["weight"], np.float32), 1, axis=0)
+    own = {"fc": {"weight": jnp.asarray(fc, dtype)}, "layers": {"0": layer}}
+    own["lm_head"] = {"weight": jnp.asarray(lm_head, dtype)}
+    own["norm"] = {"scale": jnp.ones(E, dtype)}
+    return Params(dict(head) | own, config)
+
+
+def write_head(folder: Path, params: Params, *, speculators: bool = False) -> Path:
+    """Its files as the head's own project publishes them, or as speculators does."""
+    config = params.config
+    assert isinstance(config, HeadConfig)
+    layer = params["layers"]["0"]
+    qkv, G = np.asarray(layer["attention"]["qkv"]), config.group_size
+    wide = qkv.shape[-1]
+    own = {
+        "self_attn.q_proj": qkv[:, :G].reshape(-1, wide),
+        "self_attn.k_proj": qkv[:, G].reshape(-1, wide),
+        "self_attn.v_proj": qkv[:, G + 1].reshape(-1, wide),
+        "self_attn.o_proj": np.asarray(layer["attention"]["out"]).reshape(config.hidden_size, -1),
+        "mlp.gate_proj": layer["mlp"]["gate_up"][0],
+        "mlp.up_proj": layer["mlp"]["gate_up"][1],
+        "mlp.down_proj": layer["mlp"]["down"],
+        "input_layernorm": layer["input_norm"]["scale"],
+        "hidden_norm": layer["hidden_norm"]["scale"],
+        "post_attention_layernorm": layer["post_norm"]["scale"],
+    }
+    prefix = "layers.0" if speculators else "midlayer"
+    tensors = {f"{prefix}.{name}.weight": value for name, value in own.items()}
+    tensors |= {"fc.weight": params["fc"]["weight"], "norm.weight": params["norm"]["scale"]}
+    if config.own_lm_head:
+        tensors["lm_head.weight"] = params["lm_head"]["weight"]
+    if config.own_embed:
+        tensors["embed_tokens.weight"] = params["embed"]["weight"]
+    tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    if config.draft_tokens:
+        ids = np.frombuffer(config.draft_tokens, np.int32)
+        tensors["d2t"] = ids.astype(np.int64) - np.arange(len(ids))
+        tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    raw: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    more: dict[str, Any] = {"draft_vocab_size": config.draft_vocab_size}
+    if config.aux_layers:
+        more["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layers)
+    if speculators:
+        more |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        more |= {"speculators_config": {"algorithm": "eagle3"}, "transformer_layer_config": raw}
+        more["norm_before_residual"] = config.norm_before_residual
+        raw = {}
+    else:
+        more["architectures"] = ["LlamaForCausalLMEagle3"]
+    (folder / "config.json").write_text(json.dumps(raw | more))
+    return folder
+
+
+def dense_guesses(params: Params, head: Params, tokens: list[int], count: int) -> list[int]:
+    """What a head guesses after these tokens, each the likeliest."""
+    config = head.config
+    assert isinstance(config, HeadConfig)
+    padded = np.zeros((1, params.config.max_position_embeddings), np.int32)
+    padded[0, : len(tokens)] = tokens
+    states = _states(params, padded, config.aux_layers)
+    joined = np.concatenate([wide(x[0]) for x in states], axis=-1)
+    hidden = list((joined @ wide(head["fc"]["weight"]).T)[: len(tokens) - 1])
+    embed = wide((head if config.own_embed else params)["embed"]["weight"])
+    own = head if config.own_lm_head else params
+    lm_head = own["embed" if own.config.tie_word_embeddings else "lm_head"]["weight"]
+    ids = np.frombuffer(config.draft_tokens, np.int32)
+    after, made = tokens[1:], list[int]()
+    for _ in range(count):
+        x = _layer(config, head["layers"]["0"], embed[after], np.stack(hidden))[-1]
+        normed = _norm(x, head["norm"]["scale"], config)
+        logits = wide(lm_head) @ normed
+        best = int(logits.argmax())
+        made.append(int(ids[best]) if len(ids) else best)
+        hidden, after = [*hidden, x], [*after, made[-1]]
+    return made
+
+
+@functools.partial(jax.jit, static_argnames="layers")
+def _states(params: Params, tokens: Any, layers: tuple[int, ...]) -> list[Any]:
+    """The hidden states that go into these layers, by the dense forward."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+    model = bind(params.config, dict(params))
+    return model.tapped(tokens, positions, DenseKV.of(params.config), layers)[-1]
+
+
+def wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def _norm(x: np.ndarray, scale: Any, config: ModelConfig) -> np.ndarray:
+    mean = (x * x).mean(axis=-1, keepdims=True)
+    return x / np.sqrt(mean + config.rms_norm_eps) * wide(scale)
+
+
+def _layer(config: HeadConfig, layer: Any, embedded: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    T, D, G = len(hidden), config.head_dim, config.group_size
+    normed = _norm(hidden, layer["hidden_norm"]["scale"], config)
+    pair = np.concatenate([_norm(embedded, layer["input_norm"]["scale"], config), normed], -1)
+    qkv = np.einsum("kgde,te->tkgd", wide(layer["attention"]["qkv"]), pair)
+    angles = np.arange(T)[:, None] / config.rope_theta ** (np.arange(0, D, 2) / D)
+    cos, sin = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
+    a, b = np.split(qkv[:, :, :-1], 2, axis=-1)
+    turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    q, k, v = turned[:, :, :G], turned[:, :, G], qkv[:, :, -1]
+    scores = np.einsum("tkgd,skd->kgts", q, k) / np.sqrt(D)
+    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    o = np.einsum("kgts,skd->tkgd", weights, v)
+    x = normed if config.norm_before_residual else hidden
+    x = x + np.einsum("ekgd,tkgd->te", wide(layer["attention"]["out"]), o)
+    gate, up = np.einsum(
+        "gfe,te->gtf", wide(layer["mlp"]["gate_up"]), _norm(x, layer["post_norm"]["scale"], config)
+    )
+    return x + (gate / (1 + np.exp(-gate)) * up) @ wide(layer["mlp"]["down"]).T

@@ -1,0 +1,249 @@
+"""EAGLE-3 heads: they guess what a dense writing of them guesses, and change no token."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jpaged
+from jpaged import LLM, ConfigError, EngineConfig, Params, SamplingParams, UnsupportedError
+from jpaged.engine.buckets import Bucket
+from jpaged.engine.drafting import ModelDrafter
+from jpaged.errors import CheckpointError
+from jpaged.models.eagle import HeadConfig
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner
+from tests.heads import (
+    counting,
+    counting_head,
+    dense_guesses,
+    head_config,
+    part_of,
+    write_head,
+)
+from tests.hlo import in_place, pool_copies
+from tests.tiny import (
+    CONFIG,
+    ENGINE,
+    compiles,
+    config,
+    engine,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
+
+MODEL = config(num_layers=1)
+DEEP = config(num_layers=3, tie_word_embeddings=True)
+LLAMA = config(family="llama", qk_norm=False, num_layers=1)
+SIZES: dict[str, Any] = vars(ENGINE)
+
+
+def eagle(head: Any, num_tokens: int = 3) -> dict[str, Any]:
+    return {"method": "eagle", "model": head, "num_tokens": num_tokens, "adaptive": False}
+
+
+def greedy(count: int, **how: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **how})
+
+
+def guesses_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each row that guessed from now on, and its guesses."""
+    seen: list[tuple[list[int], list[int]]] = []
+    take = ModelDrafter.take
+
+    def spy(drafter: ModelDrafter, plan: Any, result: Any) -> None:
+        rows = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
+        seen.extend((list(e.seq.token_ids), tokens[:n]) for e, n, tokens in rows)
+        take(drafter, plan, result)
+
+    monkeypatch.setattr(ModelDrafter, "take", spy)
+    return seen
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize(
+    ("target", "changes"),
+    [
+        (MODEL, {"draft_vocab_size": 40, "draft_tokens": part_of(97, 40)}),
+        (DEEP, {"own_embed": True}),
+        (DEEP, {"own_lm_head": False}),
+        (LLAMA, {"norm_before_residual": True}),
+    ],
+)
+def test_it_guesses_as_written_apart(
+    monkeypatch: pytest.MonkeyPatch, target: Any, changes: dict[str, Any]
+) -> None:
+    """After prompts of one token, of whole blocks and of several chunks, after refused guesses,
+    beside rows that share their blocks, and with prefixes that were computed before.
+    """
+    params, head = make_params(0, target), make_params(3, head_config(target, **changes))
+    seen = guesses_of(monkeypatch)
+    llm = LLM(params, **{**SIZES, "speculative": eagle(head)})
+    prompts = make_prompts(1, 8, 21, 5)
+    prompts.append([*prompts[2][:11], 3, 4])
+    for at, asked in ((0, greedy(8)), (2, greedy(8)), (3, greedy(8)), (2, greedy(6, n=2))):
+        llm.generate(prompts[at : at + 2], asked, use_tqdm=False)
+    assert llm.stats()["cached_tokens"] > 0
+    assert len(seen) > 30 and {len(guesses) for _, guesses in seen} >= {1, 2, 3}
+    for tokens, guesses in seen:
+        assert guesses == dense_guesses(params, head, tokens, len(guesses)), tokens
+
+
+def test_a_head_that_knows_is_right() -> None:
+    """Of a model that counts, the head that counts too: every guess comes true."""
+    params = counting(MODEL, exact=True)
+    head = counting_head(params, exact=True)
+    prompts = [[5, 6, 7], [40, 41], [70]]
+    llm = LLM(params, **{**SIZES, "speculative": eagle(head, 1)})
+    outs = llm.generate(prompts, greedy(24), use_tqdm=False)
+    stats = llm.stats()
+    assert tokens_of(outs) == [[(p[-1] + i) % 97 for i in range(1, 25)] for p in prompts]
+    assert stats["accepted_tokens"] == stats["drafted_tokens"] >= 30
+    assert stats["wasted_tokens"] == 0 and stats["acceptance_rate"] == 1.0
+    assert stats["steps"] < 0.7 * 24 and stats["draft_steps"] == stats["verify_steps"]
+
+
+@pytest.mark.parametrize("speculators", [False, True], ids=["midlayer", "speculators"])
+def test_published_files(tmp_path: Path, speculators: bool) -> None:
+    """Names, ids of the draft vocabulary, what is left to the model; and where it does not say."""
+    tokens = part_of(97, 40)
+    own = {"draft_vocab_size": 40, "draft_tokens": tokens, "own_embed": not speculators}
+    head = make_params(3, head_config(norm_before_residual=speculators, **own))
+    loaded = jpaged.load_params(write_head(tmp_path / "a", head, speculators=speculators))
+    assert loaded.config == head.config
+    jax.tree.map(np.testing.assert_array_equal, dict(loaded), dict(head))
+    whole = make_params(3, head_config(aux_layers=(), own_lm_head=speculators))
+    folder = write_head(tmp_path / "b", whole, speculators=speculators)
+    assert jpaged.load_params(folder).config == (
+        whole.config if not speculators else head_config(aux_layers=())
+    )
+    raw = json.loads((folder / "config.json").read_text())
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 0, 3]}  # those whose outputs
+    (folder / "config.json").write_text(json.dumps(raw))
+    loaded = jpaged.load_params(folder)
+    assert isinstance(loaded.config, HeadConfig) and loaded.config.aux_layers == (2, 1, 4)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    params = make_params(0, MODEL)
+    head = make_params(3, head_config(MODEL))
+
+    def refused(match: str, how: Any, error: type[Exception] = ConfigError, **more: Any) -> None:
+        with pytest.raises(error, match=match):
+            LLM(params, **{**SIZES, **more, "speculative": how})
+
+    refused("method='eagle' needs a model: a folder", {"method": "eagle"})
+    refused("is no EAGLE-3 head", eagle(params), UnsupportedError)
+    refused("is an EAGLE-3 head: use 'eagle'", {"method": "draft", "model": head})
+    wider = make_params(3, head_config(config(vocab_size=90)))
+    refused("for vocab_size=90: the model has 97", eagle(wider))
+    wider = make_params(3, head_config(MODEL, target_hidden_size=48))
+    refused("target_hidden_size=48: the model has hidden_size=32", eagle(wider))
+    narrow = make_params(3, head_config(MODEL, hidden_size=16))
+    refused("hidden_size=16 without an embedding", eagle(narrow))
+    refused(r"layers \(2, 0, -2\)", eagle(make_params(3, head_config(MODEL, aux_layers=()))))
+    with pytest.raises(ConfigError, match="an EAGLE-3 head is no model"):
+        LLM(head, **SIZES)
+    folder = write_head(tmp_path / "head", head)
+    raw = json.loads((folder / "config.json").read_text())
+
+    def spelled(match: str, error: type[Exception] = UnsupportedError, **changes: Any) -> None:
+        (folder / "config.json").write_text(json.dumps(raw | changes))
+        refused(match, eagle(folder), error)
+
+    spelled("'MedusaModel' is not supported", architectures=["MedusaModel"], draft_vocab_size=1)
+    spelled("norm_before_fc=True", norm_before_fc=True)
+    spelled("of 2 layers: only of one", num_hidden_layers=2)
+    spelled("of 'gemma3_text' layers", model_type="gemma3_text")
+    spelled("and no d2t", CheckpointError, draft_vocab_size=40)
+    spelled("must be a list of 3 layers", ConfigError, eagle_aux_hidden_state_layer_ids="2")
+    older = {name: value for name, value in raw.items() if name != "draft_vocab_size"}
+    (folder / "config.json").write_text(json.dumps(older | {"architectures": ["LlamaForCausalLM"]}))
+    refused("a head of EAGLE 1 or 2", eagle(folder), UnsupportedError)
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": np.full(97, 1)}, folder / "model.safetensors")
+    refused("past vocab_size=97", eagle(folder), CheckpointError)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused("other files than safetensors", eagle(folder), CheckpointError)
+
+
+def test_on_a_mesh_it_is_refused() -> None:
+    params, head = make_params(0, MODEL), make_params(3, head_config(MODEL))
+    with pytest.raises(UnsupportedError, match="method='eagle' on 2 devices that share the model"):
+        LLM(params, **{**SIZES, "speculative": eagle(head), "tensor_parallel_size": 2})
+
+
+@pytest.mark.middle
+@pytest.mark.own_steps
+def test_it_compiles_nothing_later() -> None:
+    params = counting(MODEL)
+    how = {**SIZES, "speculative": eagle(counting_head(params)), "strict": True}
+    llm = LLM(params, **how)
+    with compiles() as names:
+        llm.generate(make_prompts(3, 9, 20), [greedy(12)] * 3, use_tqdm=False)
+        llm.generate(make_prompts(3, 9), greedy(12, temperature=0.7, top_p=0.9), use_tqdm=False)
+    assert names == [] and llm.stats()["verify_steps"] > 0
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("phase", ["prefill", "decode", "draft"])
+def test_its_pool_is_updated_in_place(phase: Any) -> None:
+    """The hidden states beside the keys and values too."""
+    how = engine(num_blocks=8191, speculative={"method": "eagle"}).resolve(CONFIG)
+    head = head_config(CONFIG)
+    trees = [dict(make_params(0, model)) for model in (CONFIG, head)]
+    where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    runner = Runner(CONFIG, how, where, trees[0], (head, trees[1]))
+    tokens, steps = (16 if phase == "prefill" else 8), (3 if phase == "draft" else 1)
+    size: Any = {"tokens": tokens, "rows": 8, "tables": 2, "blocks": 16, "steps": steps}
+    compiled = runner.steps.lower(Bucket(phase=phase, **size)).compile()
+    copies, is_small = in_place(compiled, runner.pools)
+    (hidden,) = (x for x in jax.tree.leaves(runner.steps.kv) if x.shape[-1] == head.hidden_size)
+    assert copies == pool_copies(compiled.as_text(), hidden.size) == [] and is_small
+
+
+@pytest.mark.middle
+def test_new_heads_and_new_models() -> None:
+    """Either is served at once, without a compile; the head goes with the model's embeddings."""
+    params = counting(MODEL)
+    poor, good = make_params(3, head_config(MODEL)), counting_head(params, exact=True)
+    good = Params(dict(good), poor.config)
+    how: Any = {"method": "eagle", "num_tokens": 1, "adaptive": False}
+    settings: Any = {"engine_config": EngineConfig(**{**SIZES, "speculative": how})}
+    prompts = [[5, 6, 7], [40, 41]]
+    wanted = jpaged.generate(params, prompts, greedy(12), draft=poor, **settings)
+    with compiles() as names:
+        outs = jpaged.generate(params, prompts, greedy(12), draft=good, **settings)
+    assert names == [] and tokens_of(outs) == tokens_of(wanted)
+    jpaged.release(compiled=True)
+    llm = LLM(params, **{**SIZES, "speculative": {**how, "model": poor}})
+    llm.generate(prompts, greedy(12), use_tqdm=False)
+    rate = llm.stats()["acceptance_rate"]
+    llm.update_params(params, draft=good)
+    llm.reset_prefix_cache()
+    llm.sleep()
+    llm.wake()
+    assert tokens_of(llm.generate(prompts, greedy(12), use_tqdm=False)) == tokens_of(wanted)
+    assert llm.stats()["acceptance_rate"] > rate
+    other = make_params(1, MODEL)
+    llm.update_params(other)
+    plain = LLM(other, **SIZES).generate(prompts, greedy(12), use_tqdm=False)
+    assert tokens_of(llm.generate(prompts, greedy(12), use_tqdm=False)) == tokens_of(plain)
+
+
+@pytest.mark.middle
+def test_the_memory_plan_counts_it() -> None:
+    how = EngineConfig(**{**SIZES, "num_blocks": None, "speculative": {"method": "eagle"}})
+    alone = jpaged.plan_memory(MODEL, how, compiled=False)
+    both = jpaged.plan_memory(MODEL, how, draft=head_config(MODEL), compiled=False)
+    assert both.weights > alone.weights and both.needs.total > alone.needs.total
+    (own, _), (heads, _) = both.pool.groups
+    assert heads == own + ENGINE.block_size * MODEL.hidden_size * 2  # bf16 hidden states
