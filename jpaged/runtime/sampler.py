@@ -26,6 +26,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     first_true,
     gather_tiles,
     logprob,
+    masked_tile_max,
     pick,
     rank,
     tile_max,
@@ -120,22 +121,32 @@ def sample(
         greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30))
     )
     z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
-    if mask_SW is not None:
-        z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
-    tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
-    max_S = finite_max(tile_max_SN)
-    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
-    own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
-    rows = (max_S, temp_S, floor_S, greedy_S)
-    gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
-    token_S, sums_SN = _draw(z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary)
-    total_S = total(sums_SN)
-
     # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
     # exponentials), row by row.
     mode_S = controls.logprobs_mode_S
     processed_S = mode_S == PROCESSED
     tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
+    # A draw that is plain but for its mask makes what is allowed anew in each of its passes.
+    mask_only_SW = mask_SW if full is None and not filters else None
+    if mask_SW is not None and mask_only_SW is None:
+        z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
+    if mask_only_SW is None:
+        tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
+    else:
+        tile_max_SN = masked_tile_max(logits_SV, mask_only_SW, vocabulary)
+    max_S = finite_max(tile_max_SN)
+    floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
+    rows, raw_S = (max_S, temp_S, floor_S, greedy_S), None
+    if mask_only_SW is None:
+        own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
+    else:
+        how = (tau_S, processed_S, vocabulary)
+        own_SN, raw_S = _sums_with_and_without(logits_SV, mask_only_SW, *rows[:3], *how)
+    gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
+    drawn_from = (z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary, mask_only_SW)
+    token_S, sums_SN = _draw(*drawn_from)
+    total_S = total(sums_SN)
+
     source_max_S, same_S = max_S, processed_S
     if full is not None:
         raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
@@ -148,7 +159,10 @@ def sample(
         p_SV = weights(logits_SV, source_max_S, tau_S, none_S)
         return jnp.where(same_S, total_S, total(tile_sums(p_SV, vocabulary)))
 
-    sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
+    if raw_S is None:
+        sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
+    else:
+        sum_S = jnp.where(same_S, total_S, raw_S)
     if full is None and mask_SW is not None:
         # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
         # unless some are so far above it that their exponentials overflow.
@@ -226,6 +240,44 @@ def _apply_full(logits_SV: Array, full: FullControls, vocabulary: Vocabulary) ->
     return z_SV.at[rows_S1, ban_SX].set(NEG_INF, mode="drop")
 
 
+def _sums_with_and_without(
+    logits_SV: Array,
+    mask_SW: Array,
+    max_S: Array,
+    temp_S: Array,
+    floor_S: Array,
+    tau_S: Array,
+    same_S: Array,
+    vocabulary: Vocabulary,
+) -> tuple[Array, Array]:
+    """The sums of the tiles of this device that the draw is from, and of each row that of all
+    logits at temperature tau, which is anything where `same_S`.
+    """
+    none_S = jnp.full_like(max_S, NEG_INF)
+    allowed_SV = vocabulary.allowed(mask_SW, logits_SV)
+
+    def at_once() -> tuple[Array, Array]:
+        """One exponential of each logit, and one pass: XLA:CPU makes no two results in a loop, but
+        a complex one.
+        """
+        p_SV = weights(logits_SV, max_S, temp_S, none_S)
+        kept_SV = allowed_SV & (logits_SV >= floor_S[:, None])
+        both_SN = tile_sums(lax.complex(jnp.where(kept_SV, p_SV, jnp.float32(0)), p_SV))
+        return jnp.real(both_SN), total(vocabulary.gather(jnp.imag(both_SN)))
+
+    def apart() -> tuple[Array, Array]:
+        z_SV = jnp.where(allowed_SV, logits_SV, NEG_INF)
+        own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
+
+        def summed() -> Array:
+            return total(tile_sums(weights(logits_SV, max_S, tau_S, none_S), vocabulary))
+
+        return own_SN, lax.cond(jnp.all(same_S), lambda: jnp.zeros_like(max_S), summed)
+
+    is_one = jnp.all(same_S | (tau_S == temp_S)) & ~jnp.all(same_S)
+    return lax.cond(is_one, at_once, apart)
+
+
 def _noise(controls: Controls, own_tiles: int, vocabulary: Vocabulary) -> Array:
     """Noise of the SUM_TILE places in a tile, then of each tile that this device has."""
     if vocabulary.axis is None:
@@ -268,14 +320,15 @@ def _draw(
     greedy_S: Array,
     gumbel_SX: Array,
     vocabulary: Vocabulary = WHOLE,
+    mask_SW: Array | None = None,
 ) -> tuple[Array, Array]:
     """Gumbel-max in two levels: a tile of the vocabulary by its log-sum-exp, then a token of it.
     Returns the token, and the sums of all tiles.
 
     Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
     rounding noise in the logits turns hardly more draws than it must. own_SN: sums of the tiles
-    that this device has. gumbel_SX: see _noise. Greedy rows take the first tile, and in it the
-    first token, with the row's maximum.
+    that this device has. gumbel_SX: see _noise. mask_SW: of what z_SV knows nothing of. Greedy rows
+    take the first tile, and in it the first token, with the row's maximum.
     """
     vocab, tiles = vocabulary.tokens(z_SV), tile_max_SN.shape[1]
     in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
@@ -285,6 +338,8 @@ def _draw(
     tile_S = jnp.minimum(tile_S, tiles - 1)
 
     z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE, vocabulary)
+    if mask_SW is not None:
+        z_SC = jnp.where(vocabulary.bits(mask_SW, ids_SC), z_SC, NEG_INF)
     p_SC = weights(z_SC, max_S, temp_S, floor_S)
     # The tile's largest logit is kept whenever any of the tile is.
     at_S = jnp.where(greedy_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))

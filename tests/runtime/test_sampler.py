@@ -2,6 +2,7 @@
 batches.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -622,3 +623,30 @@ def test_raw_logprobs_of_what_a_mask_allows(mode: int) -> None:
         alone = drawn(slice(row, row + 1))
         assert np.array_equal(alone.token_S, found.token_S[row : row + 1])
         assert np.array_equal(alone.logprob_S, found.logprob_S[row : row + 1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, [1.0, 0.7]], ids=["one", "several"])
+@pytest.mark.parametrize("mode", [RAW, PROCESSED, [RAW, TEMPERED, PROCESSED]])
+def test_a_mask_alone_takes_fewer_passes_to_the_same_bits(temperature: Any, mode: Any) -> None:
+    """As the step whose rows may have filters too, which stores what the mask allows."""
+    rows, vocab, rng = 12, 1003, np.random.default_rng(4)
+    z = (3 * rng.standard_normal((rows, vocab))).astype(np.float32)
+    z[1, ::2], z[2, 5], z[3, 7] = -np.inf, np.nan, 400.0
+    allowed = rng.random((rows, 1024)) < 0.2
+    allowed[3, 7], allowed[4], allowed[5], allowed[6] = False, True, False, False
+    allowed[6, vocab - 1] = True
+    words = jnp.asarray(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+    of_rows: dict[str, Any] = {"temperature": np.resize(temperature, rows)}
+    of_rows["logprobs_mode"] = np.resize(mode, rows)
+    of_rows["temperature"][7] = 0.0
+    of_rows["min_p"] = np.where(np.arange(rows) == 8, 0.1, 0.0)
+    each = controls(rows, **of_rows)
+    fewer, more = (
+        jax.jit(functools.partial(sample, filters=filters))(jnp.asarray(z), each, None, words)
+        for filters in (False, True)
+    )
+    for name in ("token_S", "logprob_S", "allowed_logprob_S"):
+        np.testing.assert_array_equal(getattr(fewer, name), getattr(more, name))
+    drawn = np.asarray(fewer.token_S)
+    some = np.arange(rows) != 5
+    assert allowed[np.arange(rows), drawn][some].all()
