@@ -16,7 +16,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
-from jpaged.models.lora import Adapter, Pair, Target, pairs_of, targets
+from jpaged.models.lora import EXTRA, Adapter, Pair, Target, extra_of, pairs_of, targets
 from jpaged.models.served import Change, served_config
 from jpaged.models.trees import to_tree
 
@@ -52,7 +52,7 @@ class Adapters:
             pairs = load_adapter(source, self.model)
         else:
             pairs = jax.device_get(pairs_of(source, self.model, caller="generate"))
-        parts = targets(self.model)
+        parts = targets(self.model, EXTRA)
         data = {part: self._served(pair, parts[part]) for part, pair in pairs.items()}
         rank = max(pair.rank for pair in pairs.values())
         return AdapterVersion(name=name, version=next(self._versions), rank=rank, data=data)
@@ -80,7 +80,8 @@ class Adapters:
 
         def changed(x: Any, axes: list[str]) -> Any:
             repeats = change.repeats if "K" in axes else 1
-            own = dataclasses.replace(change, axes=tuple(axes), repeats=repeats)
+            rows = change.rows if "V" in axes else 0
+            own = dataclasses.replace(change, axes=tuple(axes), repeats=repeats, rows=rows)
             return own(np.asarray(x))
 
         return Pair(
@@ -94,7 +95,8 @@ def grown(config: EngineConfig, adapters: list[AdapterVersion]) -> EngineConfig:
     rank = 1 << (max(adapter.rank for adapter in adapters) - 1).bit_length()
     least = config.max_lora_rank if config.max_loras else LEAST_RANK
     sizes = {"max_loras": max(count, config.max_loras), "max_lora_rank": max(rank, least)}
-    return dataclasses.replace(config, **sizes)
+    extra = set(config.lora_extra).union(*(extra_of(adapter.data) for adapter in adapters))
+    return dataclasses.replace(config, **sizes, lora_extra=tuple(extra))
 
 
 def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None:
@@ -104,6 +106,12 @@ def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None
             raise ConfigError("max_loras=0: pass max_loras=, the adapters of a step at most")
         if adapter.rank > (most := config.max_lora_rank):
             raise ConfigError(f"an adapter of rank {adapter.rank} is above max_lora_rank={most}")
+        if missing := extra_of(adapter.data) - set(config.lora_extra):
+            wanted = tuple(sorted({*config.lora_extra, *missing}))
+            raise ConfigError(
+                f"lora_extra={config.lora_extra}: the adapter changes the {min(missing)}; pass "
+                f"lora_extra={wanted} to have tables for it"
+            )
 
 
 def _leaves(source: Any) -> Leaves:

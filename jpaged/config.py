@@ -13,6 +13,12 @@ from jpaged.models.config import ModelConfig
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 
 ATTENTION = ("auto", *IMPLEMENTATIONS)
+LORA_EXTRA = ("embedding", "head", "experts")
+CHOICES = {  # of fields that may be None
+    "dtype": ("float32", "bfloat16", "float16"),
+    "quantization": ("int8", "int4", "fp8"),
+    "kv_cache_dtype": ("int8", "fp8"),
+}
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
     '"num_tokens": 8}, or by a smaller model: {"method": "draft", "model": FOLDER}'
@@ -117,6 +123,9 @@ class EngineConfig:
     )
     max_loras: int = _knob(0, "adapters that a step can have: slots of its tables; 0 is none")
     max_lora_rank: int = _knob(16, "the largest rank of an adapter, which all are padded to")
+    lora_extra: tuple[Literal["embedding", "head", "experts"], ...] = _knob(
+        (), "what adapters may change beside attention and MLP; each has tables, which take memory"
+    )
     kv_cache_dtype: Literal["int8", "fp8"] | None = _knob(
         None,
         "keys and values kept in 8 bits, with a scale a token and head: about twice the blocks; "
@@ -206,14 +215,10 @@ class EngineConfig:
                 if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                     raise ConfigError(f"{name}={sizes}: must be positive and strictly ascending")
                 object.__setattr__(self, name, tuple(sizes))
-        if self.dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16, float16 or None")
-        if self.quantization not in (None, "int8", "int4", "fp8"):
-            raise ConfigError(
-                f"quantization={self.quantization!r}: must be int8, int4, fp8 or None"
-            )
-        if self.kv_cache_dtype not in (None, "int8", "fp8"):
-            raise ConfigError(f"kv_cache_dtype={self.kv_cache_dtype!r}: must be int8, fp8 or None")
+        for name, values in CHOICES.items():
+            if (value := getattr(self, name)) not in (None, *values):
+                raise ConfigError(f"{name}={value!r}: must be {', '.join(values)} or None")
+        object.__setattr__(self, "lora_extra", _lora_extra(self.lora_extra))
         if self.attention not in ATTENTION:
             raise ConfigError(
                 f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"
@@ -288,6 +293,11 @@ def has_draft_model(config: EngineConfig) -> bool:
     return config.speculative is not None and config.speculative.has_model
 
 
+def has_head_adapters(config: EngineConfig) -> bool:
+    """Whether a draw needs to know its rows' adapters."""
+    return config.max_loras > 0 and "head" in config.lora_extra
+
+
 # Tokens and rows of every step with deterministic=True where the bits of a product's rows depend on
 # their number.
 PINNED = 64
@@ -297,6 +307,12 @@ def _powers(least: int, most: int) -> tuple[int, ...]:
     """From one power of two to another: all between them, and the sizes halfway."""
     count = (most // least).bit_length() - 1
     return *(size << i for i in range(count) for size in (least, least * 3 // 2)), most
+
+
+def _lora_extra(kinds: Any) -> tuple[str, ...]:
+    if isinstance(kinds, str) or not set(kinds) <= set(LORA_EXTRA):
+        raise ConfigError(f"lora_extra={kinds!r}: must be a tuple of {', '.join(LORA_EXTRA)}")
+    return tuple(kind for kind in LORA_EXTRA if kind in kinds)
 
 
 # At most a third of a step is padding (half of the smallest ones), and never fewer than 8 rows: a

@@ -50,7 +50,8 @@ def _values_of(hint: Any) -> dict[str, Any]:
     """How a flag takes the values of a type: a number, text, one of several words, a list of
     numbers, on or off; "none" where None is one of them.
     """
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
+    is_one = typing.get_origin(hint) is tuple or not typing.get_args(hint)
+    kinds = [hint] if is_one else [k for k in typing.get_args(hint) if k is not type(None)]
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     kind = kinds[0]
@@ -59,6 +60,9 @@ def _values_of(hint: Any) -> dict[str, Any]:
     if kind is Speculative:
         return {"type": Speculative.parse, "metavar": "JSON"}
     if typing.get_origin(kind) is tuple:
+        each = typing.get_args(kind)[0]
+        if typing.get_origin(each) is Literal:
+            return {"choices": typing.get_args(each), "nargs": "+"}
         return {"type": int, "nargs": "+", "metavar": "N"}
     if type(None) not in typing.get_args(hint):
         return {"type": kind}

@@ -194,8 +194,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--max-error-rate {args.max_error_rate}: must be from 0 to below 1")
     if args.ray is None and (args.replicas != 1 or args.replica_resources or args.replica_hosts):
         parser.error("--replicas, --replica-hosts and --replica-resources need --ray")
-    if args.ray is not None and (args.check or args.adapter):
-        parser.error("--check and --adapter are of one engine on this machine: leave out --ray")
+    if args.ray is not None and args.check:
+        parser.error("--check is of one engine on this machine: leave out --ray")
     if args.report is not None and not os.path.isdir(os.path.dirname(args.report) or "."):
         parser.error(f"--report {args.report}: no such folder")
     if args.retry_failed and args.existing != "resume":
@@ -310,8 +310,8 @@ def make_llm(args: argparse.Namespace) -> Any:
                 hosts=args.replica_hosts,
                 resources=args.replica_resources,
                 max_retries=args.replica_retries,
-                seed=args.seed,
-                **args.engine,
+                adapters=adapters.folders(args.adapter),
+                **{"seed": args.seed, **args.engine},
             )
         import jpaged
 

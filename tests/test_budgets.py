@@ -28,13 +28,14 @@ WINGS = {
     # nnx apart, 40 for first steps that wait for who is coming and for beams of a form, 65 for one
     # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
     # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 110 for forms that
-    # are tried in a process of their own
-    "request path": 10845,
+    # are tried in a process of their own, 125 for adapters of the embedding, the head and experts,
+    # 35 for replicas that guess
+    "request path": 11005,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
-    # finite in them
-    "checkpoint": 1395,
+    # finite in them, 55 for adapters of the embedding, the head and experts
+    "checkpoint": 1450,
     # With the bodies of openai/, which a server shares: 693 of them, 90 for the forms of answers.
     "batch": 2655,  # asked: 1500; 80 of them for runs over processes, 25 for adapters
     # A server with its parts of answers, and the command that starts it; 360 of them for
@@ -46,8 +47,8 @@ WINGS = {
     # 70 to time adapters, 160 for a server under load, 190 to validate answers of a given form and
     # time their masks, 40 to time forms of weights on a card, 35 on a CPU, 85 to time drafts,
     # 50 to tell the server's processor time from the model's and the client's, 40 for the
-    # official suite of schemas
-    "scripts": 3860,
+    # official suite of schemas, 15 for a table of adapters' cost
+    "scripts": 3875,
 }
 KERNEL_FILE = 300
 

@@ -344,3 +344,11 @@ def test_engine_config_resolves_once() -> None:
 def test_engine_config_refusals(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**change).resolve(ModelConfig.from_hf(hf("qwen2")))
+
+
+def test_what_adapters_may_change() -> None:
+    ends = ("embedding", "head")
+    assert EngineConfig(lora_extra=("head", "embedding", "head")).lora_extra == ends
+    for wrong in (("lm_head",), "head"):
+        with pytest.raises(ConfigError, match=r"lora_extra=.*: must be a tuple of embedding, head"):
+            EngineConfig(lora_extra=wrong)  # pyright: ignore[reportArgumentType]

@@ -31,6 +31,9 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
         elif field.name.endswith("_buckets"):
             wanted[field.name] = [64, 512, 9000]
             flags += [flag, "64", "512", "9000"]
+        elif field.name == "lora_extra":
+            wanted[field.name] = ["head", "embedding"]
+            flags += [flag, "head", "embedding"]
         elif field.name == "speculative":
             wanted[field.name] = Speculative(num_tokens=3)
             flags += [flag, '{"method": "ngram", "num_tokens": 3}']

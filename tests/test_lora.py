@@ -33,10 +33,18 @@ PROMPTS = make_prompts(1, 4, 17, 30)
 SIZES: dict[str, Any] = vars(ENGINE)
 
 
-def make_lora(seed: int, rank: int = 4, model: Any = ONE_LAYER, parts: Any = None) -> Any:
-    """Pairs of every part that can have one, strong enough to change tokens."""
+def make_lora(
+    seed: int,
+    rank: int = 4,
+    model: Any = ONE_LAYER,
+    parts: Any = None,
+    extra: tuple[str, ...] = (),
+) -> Any:
+    """Pairs of every part that can have one, strong enough to change tokens; extra: as in
+    EngineConfig.lora_extra.
+    """
     rng, found = np.random.default_rng([7, seed]), {}
-    for name, target in targets(model).items():
+    for name, target in targets(model, extra).items():
         if parts is None or any(part in name for part in parts):
             outputs, inputs = target.sides(model)
             a = rng.standard_normal((rank, *inputs)) / np.sqrt(np.prod(inputs))
@@ -212,7 +220,7 @@ def test_what_is_refused(params: Params, llm: jpaged.LLM) -> None:
     refused({"layers.0.attention.q": (q["b"], q["a"])}, r"A is of shape")
     refused({"layers.0.attention.x": q}, r"is no weight of this model: a layer has attention.k")
     refused({"layers.7.attention.q": q}, r"is no weight of this model")
-    refused({"lm_head.weight": q}, r"this weight cannot have an adapter")
+    refused({"norm.scale": q}, r"this weight cannot have an adapter")
     refused({"layers.0.attention.q": {**q, "m": q["a"]}}, r"expected a pair")
     refused(make_lora(1, rank=5), r"rank 5 is above max_lora_rank=4")
     refused(Adapter(good, float("nan")), r"scale=nan")

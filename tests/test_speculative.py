@@ -145,6 +145,22 @@ def test_every_control_to_the_bit(method: str, dtype: str, changes: dict[str, An
 
 
 @pytest.mark.middle
+def test_replicas_guess_together() -> None:
+    """Every control, over replicas whose steps are one dispatch: the bits of one that guesses
+    nothing.
+    """
+    params = make_params(0, MODEL, "bfloat16")
+    found = []
+    for how in (None, GUESSING):
+        llm = served(params, speculative=how, data_parallel_size=2)
+        llm.add_adapter("a", make_lora(1, model=MODEL))
+        found.append(run(llm))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == set()
+    stats = llm.stats()
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+
+
+@pytest.mark.middle
 def test_windows() -> None:
     """What a refused draft has pushed out of a window is still there."""
     params = make_params(0, WINDOWED)
@@ -198,8 +214,8 @@ def test_what_is_refused() -> None:
         LLM(params, speculative={"tokens": 4})
     with pytest.raises(ConfigError, match="num_tokens=0"):
         LLM(params, speculative={"num_tokens": 0})
-    with pytest.raises(ConfigError, match="only with one replica in one process"):
-        LLM(params, **{**SMALL, "data_parallel_size": 2})
+    with pytest.raises(ConfigError, match="a draft model only with one replica in one process"):
+        LLM(params, **{**SMALL, "speculative": drafting(params), "data_parallel_size": 2})
     assert EngineConfig(speculative=Speculative()) == EngineConfig(speculative={})  # pyright: ignore[reportArgumentType]
 
 

@@ -20,7 +20,7 @@ def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) ->
     model = ModelConfig.coerce(config)
     leaves = dict(find_leaves(tree))
     table, taken, found = name_map(family, leaves, model), set(), {}
-    for name, target in targets(model).items():
+    for name, target in targets(model, ("embedding", "head")).items():
         if target.part.name not in table:
             continue
         path, axes, *_ = table[target.part.name]

@@ -8,14 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoint.hf import OF_TEXT, map_entry, read_header, stored_names
+from jpaged.checkpoint.hf import OF_TEXT, Entry, Stored, map_entry, read_header, stored_names
+from jpaged.checkpoint.tensors import DTYPES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
-from jpaged.models.lora import Pairs, adapted_specs, fitted, targets
+from jpaged.models.lora import (
+    EMBEDDING,
+    EXTRA,
+    HEAD,
+    OF_HEAD,
+    Pair,
+    Pairs,
+    adapted_specs,
+    fitted,
+    targets,
+)
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
-SIDE = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+SIDE = re.compile(
+    r"base_model\.model\.(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
+)
+# PEFT puts the base's own weights of an adapted embedding or head into the file too.
+BASE = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 # What changes the base weights, so that an adapter on top of the plain ones is another model.
 CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Fields of the config that must be off: what each would need.
@@ -41,13 +56,37 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Pairs:
     if not (folder / FILE).is_file() and (folder / "adapter_model.bin").is_file():
         raise CheckpointError(f"{folder}: adapter_model.bin is a pickle; save it as safetensors")
     sides: dict[str, dict[str, np.ndarray]] = {}
+    stored = stored_names(model)
+    stored.setdefault(HEAD, [Stored(OF_HEAD.parts[0].hf_name, OF_HEAD.shape(model), (), 0)])
     for name, entry in read_header(folder / FILE).items():
+        if (base := BASE.fullmatch(name)) is not None:
+            _check_base(folder, _module(base[1]), entry, stored)
+            continue
         match = SIDE.fullmatch(name)
         if match is None:
             raise CheckpointError(f"{folder / FILE}: {name} is no lora_A or lora_B of a weight")
-        module = OF_TEXT.sub(r"\1", match[1] + ".weight").removesuffix(".weight")
-        sides.setdefault(module, {})[match[2]] = map_entry(entry, entry.shape)
-    return _pairs(folder, config, sides, model)
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{folder / FILE}: {name} is of dtype {entry.dtype}")
+        side = match[2] or match[3]
+        sides.setdefault(_module(match[1]), {})[side] = map_entry(entry, entry.shape)
+    return _pairs(folder, config, sides, stored, model)
+
+
+def _module(name: str) -> str:
+    """As a model of text alone names it."""
+    return OF_TEXT.sub(r"\1", name + ".weight").removesuffix(".weight")
+
+
+def _check_base(
+    folder: Path, module: str, entry: Entry, stored: Mapping[str, list[Stored]]
+) -> None:
+    known = {place.name: place.shape for kind in (EMBEDDING, HEAD) for place in stored[kind]}
+    wanted = known.get(f"{module}.weight")
+    if entry.shape != wanted:
+        raise CheckpointError(
+            f"{folder / FILE}: {module}.base_layer is of shape {entry.shape}, the model's is of "
+            f"{wanted}: a base that was changed cannot be served"
+        )
 
 
 def _check(folder: Path, config: Mapping[str, Any]) -> None:
@@ -71,25 +110,39 @@ def _pairs(
     folder: Path,
     config: Mapping[str, Any],
     sides: dict[str, dict[str, np.ndarray]],
+    stored: Mapping[str, list[Stored]],
     model: ModelConfig,
 ) -> Pairs:
     found: Pairs = {}
-    parts, stored = targets(model), stored_names(model)
-    taken = set()
-    for ours, spec in adapted_specs(model).items():
-        for part, place in zip(spec.parts, stored[ours], strict=True):
-            module = place.name.removesuffix(".weight")
-            if module not in sides:
+    parts, taken = targets(model, EXTRA), set()
+
+    def pair_of(place: Stored) -> Pair | None:
+        module = place.name.removesuffix(".weight")
+        if module not in sides:
+            return None
+        taken.add(module)
+        pair = sides[module]
+        if missing := {"A", "B"} - pair.keys():
+            raise CheckpointError(f"{folder / FILE}: {module} lacks lora_{missing.pop()}")
+        scale = np.float32(_scale(folder, config, module, pair["A"].shape[0]))
+        a, b = (np.asarray(pair[side], np.float32) for side in "AB")
+        return Pair(a, b * scale)
+
+    for ours, spec in adapted_specs(model, EXTRA).items():
+        count = len(stored[ours]) // len(spec.parts)  # as many as there are experts, else one
+        for at, part in enumerate(spec.parts):
+            places, name = stored[ours][at * count : (at + 1) * count], spec.at(part.name)
+            pairs = [pair_of(place) for place in places]
+            if all(pair is None for pair in pairs):
                 continue
-            taken.add(module)
-            pair = sides[module]
-            if missing := {"A", "B"} - pair.keys():
-                raise CheckpointError(f"{folder / FILE}: {module} lacks lora_{missing.pop()}")
-            rows = slice(place.first, place.first + place.shape[0])
-            scale = np.float32(_scale(folder, config, module, pair["A"].shape[0]))
-            name = spec.at(part.name)
-            a, b = (np.asarray(pair[side], np.float32) for side in "AB")
-            found[name] = fitted(name, a, b[rows] * scale, parts[name], model)
+            if ".experts." in name:
+                pair = _of_experts(folder, name, pairs, places)
+            else:
+                (pair,), (place,) = pairs, places
+                assert pair is not None
+                if name != EMBEDDING:
+                    pair = pair._replace(b=pair.b[place.first : place.first + place.shape[0]])
+            found[name] = fitted(name, *pair, parts[name], model)
     if left := sorted(sides.keys() - taken):
         raise CheckpointError(
             f"{folder / FILE}: {left[0]} is no weight of this model that can have an adapter"
@@ -97,6 +150,22 @@ def _pairs(
     if not found:
         raise CheckpointError(f"{folder / FILE}: holds no adapter")
     return found
+
+
+def _of_experts(folder: Path, name: str, pairs: list[Pair | None], places: list[Stored]) -> Pair:
+    """One pair of those of each expert, of the largest rank; zeros for experts without."""
+    rank = max(pair.rank for pair in pairs if pair is not None)
+    outputs, inputs = places[0].shape
+    a = np.zeros((rank, len(pairs), inputs), np.float32)
+    b = np.zeros((len(pairs), outputs, rank), np.float32)
+    for x, pair in enumerate(pairs):
+        if pair is None:
+            continue
+        if pair.a.shape[1:] != (inputs,) or pair.b.shape[:1] != (outputs,):
+            shapes = f"A {pair.a.shape} and B {pair.b.shape}"
+            raise CheckpointError(f"{folder / FILE}: {name} of expert {x}: {shapes}")
+        a[: pair.rank, x], b[x, :, : pair.rank] = pair
+    return Pair(a, b.reshape(-1, rank))
 
 
 def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:

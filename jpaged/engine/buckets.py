@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jpaged.config import EngineConfig, has_draft_model
+from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
 
 # Static controls of a row, one int32 column each: (name, dtype). Packed once a request, then copied
@@ -109,13 +109,16 @@ def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sect
     neither shape multiplies the other's: the prefill hands it on, and so does a decode without its
     draw. logits_indices: places among the
     packed tokens after which a token is drawn. follows: 1 for a row whose last token is the one
-    that its device row drew last. adapters: of each row its slot, `loras` where it has none.
+    that its device row drew last. adapters: of each row its slot, max_loras where it has none; of a
+    draw where the head can have adapters.
     """
     assert config.seq_buckets is not None
     rows, most = bucket.rows, config.seq_buckets[-1]
     shapes: dict[str, tuple[int, ...]]
     if bucket.phase == "sample":
         shapes = {"context_lens": (most,), **_row_shapes(most, config, full=True)}
+        if has_head_adapters(config):
+            shapes["adapters"] = (most,)
         return _lay_out(shapes | {"follows": (most,)})
     shapes = {"tokens": (bucket.tokens,), "context_lens": (rows,)}
     shapes["block_tables"] = (bucket.tables, rows, bucket.blocks)
@@ -190,7 +193,9 @@ def choose_buckets(plan: Plan, config: EngineConfig) -> Buckets:
         return _draft_bucket(config, rows, guesses, kind), None
     sample = None
     if drawing:
-        sample = Bucket(phase="sample", tokens=rows, rows=rows, features=features, masks=masks)
+        size: dict[str, Any] = {"tokens": rows, "rows": rows, "features": features}
+        loras = _loras_of_draw(config, any(seq.adapter is not None for seq in drawing))
+        sample = Bucket(phase="sample", **size, masks=masks, loras=loras)
     if plan.phase == "decode" and not config.pinned:
         if config.separate_draw or masks:
             kind["masks"] = not config.separate_draw
@@ -219,7 +224,7 @@ def _draft_bucket(
 def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     """The smallest buckets of the table that hold what each of these holds, all of one phase."""
     if any(b.masks and b.phase == "decode" for b, _ in chosen):  # the others' draws go apart too
-        chosen = [drawn_apart(bucket, sample) for bucket, sample in chosen]
+        chosen = [drawn_apart(bucket, config, sample) for bucket, sample in chosen]
     bucket = _widest([bucket for bucket, _ in chosen])
     if bucket.phase == "prefill":
         rows = next(rows for rows in _prefill_rows(bucket.tokens, config) if rows >= bucket.rows)
@@ -228,11 +233,16 @@ def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
     return bucket, _widest(samples) if samples else None
 
 
-def drawn_apart(bucket: Bucket, sample: Bucket | None = None) -> Buckets:
+def _loras_of_draw(config: EngineConfig, has_adapters: bool) -> int:
+    return config.max_loras if has_adapters and has_head_adapters(config) else 0
+
+
+def drawn_apart(bucket: Bucket, config: EngineConfig, sample: Bucket | None = None) -> Buckets:
     """A decode whose draw is apart, of one that draws itself."""
     if bucket.masks:
         return bucket, sample
     size: dict[str, Any] = {"tokens": bucket.tokens, "rows": bucket.rows}
+    size["loras"] = _loras_of_draw(config, bucket.loras > 0)
     sample = Bucket(phase="sample", **size, features=bucket.features)
     return dataclasses.replace(bucket, features="plain", masks=True), sample
 
@@ -267,9 +277,10 @@ def bucket_table(
         size: dict[str, Any] = {"tokens": S, "rows": S}
         steps: dict[str, Any] = {"steps": config.decode_steps}
         for features in DRAWS:
-            yield Bucket(phase="sample", **size, features=features)
-            if config.structured_output:
-                yield Bucket(phase="sample", **size, features=features, masks=True)
+            for loras in dict.fromkeys((0, _loras_of_draw(config, has_adapters=True))):
+                yield Bucket(phase="sample", **size, features=features, loras=loras)
+                if config.structured_output:
+                    yield Bucket(phase="sample", **size, features=features, masks=True, loras=loras)
             if not config.pinned and (features == "plain" or not config.separate_draw):
                 for each in shapes:
                     yield Bucket(phase="decode", **(size | each | steps), features=features)

@@ -104,7 +104,8 @@ def _key(verifies: bool, size: int) -> tuple[bool, int]:
 
 
 class Drafter:
-    """The drafts of one engine. most: tokens of a step, so of its rows and drafts together.
+    """The drafts of one engine, or of those of Replicas together, whose steps are one dispatch.
+    most: tokens of a step of each, so of its rows and drafts together.
 
     drafted, accepted: tokens that were tried, and those that were right.
     """
@@ -120,23 +121,23 @@ class Drafter:
     def __deepcopy__(self, memo: Any) -> "Drafter":
         return self  # a snapshot is of sequences, not of what was learnt
 
-    def wants_tokens(self, rows: list[Sequence]) -> bool:
+    def wants_tokens(self, *replicas: list[Sequence]) -> bool:
         """Whether rows that decode may have drafts once the tokens in flight are known. Meanwhile
         it learns how good those would have been.
         """
-        return bool(self.chosen(rows))
+        return bool(self.chosen(*replicas))
 
-    def runs(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+    def runs(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
         """The last token of each row with a draft, and the draft."""
-        return {seq: [seq.token_ids[-1], *draft] for seq, draft in self.drafts(rows).items()}
+        return {seq: [seq.token_ids[-1], *draft] for seq, draft in self.drafts(*replicas).items()}
 
-    def drafts(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+    def drafts(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts that are worth a step with all these rows, of which none has tokens in
         flight.
         """
-        if any(seq.pending for seq in rows):
+        if any(seq.pending for rows in replicas for seq in rows):
             return {}
-        return self.chosen(rows)
+        return self.chosen(*replicas)
 
     def learn(self, seq: Sequence, drafted: int, right: int) -> None:
         """Take in how many tokens of a draft were right."""
@@ -161,25 +162,31 @@ class Drafter:
             "verify_steps": self.verify_steps,
         }
 
-    def chosen(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
-        """The drafts that are worth a step with all these rows, as far as is known of them."""
-        left = self.most - len(rows)
-        if left <= 0:
+    def chosen(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
+        """The drafts that are worth a step with all these rows, as far as is known of them.
+
+        Those of a replica share its room.
+        """
+        num_rows = sum(map(len, replicas))
+        room = sum(max(self.most - len(rows), 0) for rows in replicas)
+        if not room:
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
-        best = min(left, len(rows) * self.asked.num_tokens)
-        if not self._pays(len(rows), best, best):
+        best = min(room, num_rows * self.asked.num_tokens)
+        if not self._pays(num_rows, best, best):
             return {}
         found: dict[Sequence, list[int]] = {}
         expected = 0.0
-        for seq in rows:
-            tokens, rate = self._draft(seq, left)
-            if tokens:
-                found[seq] = tokens
-                left -= len(tokens)
-                expected += math.fsum(rate**i for i in range(1, len(tokens) + 1))
+        for rows in replicas:
+            left = self.most - len(rows)
+            for seq in rows:
+                tokens, rate = self._draft(seq, left)
+                if tokens:
+                    found[seq] = tokens
+                    left -= len(tokens)
+                    expected += math.fsum(rate**i for i in range(1, len(tokens) + 1))
         drafted = sum(map(len, found.values()))
-        return found if drafted and self._pays(len(rows), drafted, expected) else {}
+        return found if drafted and self._pays(num_rows, drafted, expected) else {}
 
     def _pays(self, rows: int, drafted: int, expected: float) -> bool:
         return not self.asked.adaptive or self.costs.pays(rows, drafted, expected)
@@ -218,10 +225,11 @@ class ModelDrafter(Drafter):
         self.draft_steps = 0
         self._made: dict[Sequence, tuple[int, list[int]]] = {}  # for rows of that length
 
-    def drafts(self, rows: list[Sequence]) -> dict[Sequence, list[int]]:
+    def drafts(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
         """What was taken for rows that are as they were then."""
         made, self._made = self._made, {}
-        now = {seq: made[seq] for seq in rows if seq in made and not seq.pending}
+        every = [seq for rows in replicas for seq in rows]
+        now = {seq: made[seq] for seq in every if seq in made and not seq.pending}
         return {seq: tokens for seq, (length, tokens) in now.items() if length == len(seq)}
 
     def take(self, plan: Plan, result: StepResult) -> None:
@@ -271,10 +279,21 @@ def drafter_of(config: EngineConfig) -> Drafter | None:
     return (ModelDrafter if asked.has_model else Drafter)(asked, most)
 
 
-def wants_tokens(queues: "Queues") -> bool:
-    """Whether the next plan would rather know the tokens in flight: rows may guess then."""
-    if queues.drafter is None or (queues.waiting and queues.free_rows):
+def wants_tokens(*replicas: "Queues") -> bool:
+    """Whether the next plan would rather know the tokens in flight: rows may guess then, where all
+    do nothing but decode.
+    """
+    drafter = replicas[0].drafter
+    if drafter is None or not all(map(_only_decodes, replicas)):
         return False
-    if any(seq.is_prefilling for seq in queues.running):
-        return False
-    return queues.drafter.wants_tokens([seq for seq in queues.running if seq.can_decode])
+    return drafter.wants_tokens(*map(decoding, replicas))
+
+
+def decoding(queues: "Queues") -> list[Sequence]:
+    """The rows that go on from their last token."""
+    return [seq for seq in queues.running if seq.can_decode]
+
+
+def _only_decodes(queues: "Queues") -> bool:
+    is_filling = queues.waiting and queues.free_rows
+    return not is_filling and not any(seq.is_prefilling for seq in queues.running)

@@ -76,7 +76,7 @@ class Engine:
     """All requests in flight over one pool.
 
     config: resolved, with num_blocks. depth: dispatches in flight; with 2 the next goes out before
-    the last one's tokens are read. replica: which of the device's. stats: totals that it adds to.
+    the last one's tokens are read. replica: which of the device's. stats, drafter: others' too.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Engine:
         depth: int = 1,
         replica: int = 0,
         stats: Stats | None = None,
+        drafter: Drafter | None = None,
     ):
         self.config = config
         self.runner = runner
@@ -96,7 +97,7 @@ class Engine:
         self._is_broken = False
         self.stats = Stats() if stats is None else stats
         self.in_flight = InFlight(depth, self.stats)
-        self.drafter = drafter_of(config)
+        self.drafter = drafter_of(config) if drafter is None else drafter
         self.scheduler = self._new_scheduler()
 
     def add(self, request: Request) -> None:
@@ -252,8 +253,7 @@ class Engine:
     def _commit_oldest(self, started: float) -> None:
         oldest = self.in_flight.take_oldest(self.runner, [self.scheduler.queues])
         (plan,), waiting = oldest.plans, time.perf_counter()
-        result = self.runner.fetch(oldest.handle)
-        fetched = time.perf_counter()
+        result, fetched = self.runner.fetch(oldest.handle), time.perf_counter()
         self.commit(plan, result)
         took = self.stats.time(plan, oldest.started, started, waiting, fetched)
         if self.drafter is not None:

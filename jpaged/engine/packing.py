@@ -87,9 +87,7 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
     num_draws = plan.num_draws
     _pack_tables(view, computed)
     if bucket.loras:
-        slots = [e.seq.adapter_slot for e in computed]
-        view["adapters"][: len(slots)] = [bucket.loras if at is None else at for at in slots]
-        view["adapters"][len(slots) :] = bucket.loras
+        _pack_adapters(view, computed, config)
     if bucket.phase != "prefill":
         rows = len(drawing)
         view["context_lens"][:rows] = [e.start + 1 for e in drawing]  # of the first step
@@ -262,6 +260,13 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
     _pack_device_rows(view, computed, config)
 
 
+def _pack_adapters(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:
+    none = config.max_loras
+    slots = [e.seq.adapter_slot for e in entries]
+    view["adapters"][: len(slots)] = [none if at is None else at for at in slots]
+    view["adapters"][len(slots) :] = none
+
+
 def _pack_device_rows(view: Views, entries: list[PlanEntry], config: EngineConfig) -> None:
     view["device_rows"][: len(entries)] = [e.seq.device_row for e in entries]
     view["device_rows"][len(entries) :] = config.max_num_seqs  # past the end: dropped
@@ -271,6 +276,8 @@ def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineCo
     """What drawing needs of each row, after a context of so many tokens."""
     rows, drawing = len(draws), [entry for entry, _ in draws]
     _pack_device_rows(view, drawing, config)
+    if "adapters" in view:
+        _pack_adapters(view, drawing, config)
     if "follows" in view:  # not where the decode draws itself
         view["follows"][:rows] = [e.decodes and _input_token(e) == ON_DEVICE for e in drawing]
     full = "bias" in view

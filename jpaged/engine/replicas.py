@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import choose_buckets, common_buckets
+from jpaged.engine.drafting import decoding, drafter_of, wants_tokens
 from jpaged.engine.engine import Device, Engine, EngineState
 from jpaged.engine.in_flight import InFlight
 from jpaged.engine.packing import join, pack
@@ -76,9 +77,9 @@ class Replicas:
         self.identity = object()  # what its snapshots are known by
         self.stats = Stats()
         own = dataclasses.replace(config, swap_space_gib=config.swap_space_gib / count)
-        self.engines = tuple(
-            Engine(own, runner, replica=replica, stats=self.stats) for replica in range(count)
-        )
+        self.drafter = drafter_of(config)
+        shared: Any = {"stats": self.stats, "drafter": self.drafter}
+        self.engines = tuple(Engine(own, runner, replica=i, **shared) for i in range(count))
         blocks = self.engines[0].scheduler.blocks
         self._router = Router(count, blocks.cache, remembered=count * blocks.num_blocks)
         self.in_flight = InFlight(depth, self.stats)
@@ -125,9 +126,13 @@ class Replicas:
         """
         with self._consistent():
             started = time.perf_counter()
+            if self.in_flight and wants_tokens(*self._queues):
+                self._drain(started)
             plans = self._schedule()
             if plans is not None:
                 self._dispatch(plans, started)
+                if any(plan.verifies for plan in plans):
+                    self._drain(started)  # where each row goes on is known then
             if plans is None and self.in_flight:
                 self._commit_oldest(started)
             while self.in_flight.is_full:
@@ -167,8 +172,7 @@ class Replicas:
     def snapshot(self) -> tuple[EngineState, ...]:
         """What is queued and running, of each replica; steps in flight are waited for first."""
         with self._consistent():
-            while self.in_flight:
-                self._commit_oldest(time.perf_counter())
+            self._drain(time.perf_counter())
             return tuple(engine.snapshot() for engine in self.engines)
 
     def restore(self, state: tuple[EngineState, ...]) -> None:
@@ -187,16 +191,7 @@ class Replicas:
 
     def report(self) -> dict[str, Any]:
         """What an Engine reports, blocks added up."""
-        reports = [engine.report() for engine in self.engines]
-        names = ("blocks_in_use", "num_blocks", "host_blocks", "host_blocks_in_use")
-        names += ("sequences_running", "sequences_waiting")
-        groups = [
-            {"window": own[0]["window"]}
-            | {name: sum(group[name] for group in own) for name in ("num_blocks", "in_use")}
-            for own in zip(*(report["kv_groups"] for report in reports), strict=True)
-        ]
-        sums = {name: sum(report[name] for report in reports) for name in names}
-        return reports[0] | sums | {"kv_groups": groups}
+        return _summed([engine.report() for engine in self.engines])
 
     def _holder(self, request_id: str) -> Engine | None:
         """The replica that has a request."""
@@ -219,7 +214,8 @@ class Replicas:
         if not found:
             return None
         phase = found[0].phase
-        if not self.config.pinned and all(e.decodes for plan in found for e in plan.entries):
+        joined = all(e.decodes and not e.run for plan in found for e in plan.entries)
+        if not self.config.pinned and joined:
             phase = "decode"  # prefills in which only rows that join them came about
         idle = Plan(phase=phase, entries=())
         return [idle if p is None else dataclasses.replace(p, phase=phase) for p in plans]
@@ -232,21 +228,21 @@ class Replicas:
         masked = any(seq.structured is not None for seq in running)
         steps = 1 if masked else self.config.decode_steps or 1
         for phase in self._turns.next(schedulers):
-            plans = [scheduler.schedule_for(phase, steps) for scheduler in schedulers]
+            runs: dict[Any, list[int]] = {}
+            if phase == "decode" and self.drafter is not None:
+                runs = self.drafter.runs(*map(decoding, self._queues))
+            plans = [
+                s.schedule_runs(runs) if runs else s.schedule_for(phase, steps) for s in schedulers
+            ]
             if any(plan is not None for plan in plans):
                 return plans
         return ()
 
     def _dispatch(self, plans: list[Plan], started: float) -> None:
-        config = self.config
+        config, whole = self.config, _joined(plans)
         chosen = [choose_buckets(plan, config) for plan in plans if plan.entries]
         buckets = self.runner.fit(common_buckets(chosen, config))
         batch = join([pack(plan, config, buckets) for plan in plans], config)
-        whole = Plan(
-            phase=plans[0].phase,
-            entries=tuple(entry for plan in plans for entry in plan.entries),
-            copies=tuple(copies for plan in plans for copies in plan.copies),
-        )
         used = sum(engine.scheduler.blocks.num_used for engine in self.engines)
         self.stats.count(whole, batch, used)
         for engine, plan in zip(self.engines, plans, strict=True):
@@ -261,4 +257,32 @@ class Replicas:
         for engine, plan, result in zip(self.engines, plans, results, strict=True):
             if plan.entries:
                 engine.commit(plan, result)
-        self.stats.time(plans[0], oldest.started, started, waiting, fetched)
+        whole = _joined(plans)
+        took = self.stats.time(whole, oldest.started, started, waiting, fetched)
+        if self.drafter is not None:
+            self.drafter.observe(whole, took)
+
+    def _drain(self, started: float) -> None:
+        while self.in_flight:
+            self._commit_oldest(started)
+
+
+def _summed(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("blocks_in_use", "num_blocks", "host_blocks", "host_blocks_in_use")
+    names += ("sequences_running", "sequences_waiting")
+    groups = [
+        {"window": own[0]["window"]}
+        | {name: sum(group[name] for group in own) for name in ("num_blocks", "in_use")}
+        for own in zip(*(report["kv_groups"] for report in reports), strict=True)
+    ]
+    sums = {name: sum(report[name] for report in reports) for name in names}
+    return reports[0] | sums | {"kv_groups": groups}
+
+
+def _joined(plans: Sequence[Plan]) -> Plan:
+    """What all replicas do in one dispatch, as one plan."""
+    return Plan(
+        phase=plans[0].phase,
+        entries=tuple(entry for plan in plans for entry in plan.entries),
+        copies=tuple(copies for plan in plans for copies in plan.copies),
+    )

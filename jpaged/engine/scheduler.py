@@ -103,6 +103,12 @@ class Scheduler:
                 entries = self._plan_prefill(budget)
         return self._made(phase, entries)
 
+    def schedule_runs(self, runs: dict[Sequence, list[int]]) -> Plan | None:
+        """A token of each row that decodes, or its run of guesses, which others have chosen."""
+        self._trim()
+        entries = run_entries(self.blocks, self._decoding_rows(), runs, guesses=True)
+        return self._made("prefill", entries)
+
     @property
     def can_prefill(self) -> bool:
         """Whether there are prompts that a prefill may take up."""

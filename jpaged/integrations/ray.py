@@ -22,6 +22,7 @@ from jpaged.llm import LLM
 from jpaged.openai.protocol import SAMPLING, Conversation, SamplingFields
 from jpaged.request.chat import Chat
 from jpaged.request.outputs import Logprob, RequestOutput
+from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
 
 try:
@@ -65,8 +66,9 @@ class JPagedPredictor:
     again, anywhere, gets the same text. Without it the seed is made of the prompt and how often it
     came before in its batch, so a retried batch repeats itself too, but equal prompts of two
     batches draw the same. sampling_column: a mapping for each row, over `sampling`; null fields are
-    not given. chat_template_kwargs: variables of the chat template. output_prefix: put before the
-    names of the added columns. The rest are EngineConfig's fields.
+    not given. adapters: the folder (or tree) of each, see docs/lora.md; adapter_column: the name of
+    each row's own, null for the model itself. chat_template_kwargs: variables of the chat template.
+    output_prefix: put before the names of the added columns. The rest are EngineConfig's fields.
 
     Added: generated_text, generated_token_ids, finish_reason (lists of these if n > 1),
     prompt_tokens, completion_tokens, cached_tokens, error and error_type (null where all went
@@ -82,17 +84,18 @@ class JPagedPredictor:
         prompt_column: str = "prompt",
         id_column: str | None = None,
         sampling_column: str | None = None,
+        adapters: Mapping[str, Any] | None = None,
+        adapter_column: str | None = None,
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         output_prefix: str = "",
         **engine_config: Any,
     ):
         self._llm = LLM(model, seed=seed, **engine_config)
-        self._prompt_column, self._id_column, self._sampling_column = (
-            prompt_column,
-            id_column,
-            sampling_column,
-        )
+        for name, source in (adapters or {}).items():
+            self._llm.add_adapter(name, source)
+        self._prompt_column, self._id_column = prompt_column, id_column
+        self._sampling_column, self._adapter_column = sampling_column, adapter_column
         self._seed, self._template, self._prefix = seed, chat_template_kwargs, output_prefix
         # max_tokens of a conversation (True) and of a prompt.
         self._longest: dict[bool, int | None] | None = None
@@ -150,6 +153,7 @@ class JPagedPredictor:
         """The request id of each row that can run, the error of each that cannot."""
         names = table.column_names
         needed = (self._prompt_column, self._id_column, self._sampling_column)
+        needed += (self._adapter_column,)
         for name in needed:
             if name is not None and name not in names:
                 raise ConfigError(
@@ -162,14 +166,21 @@ class JPagedPredictor:
         rows = [[None] * len(table) if name is None else table[name].to_pylist() for name in needed]
         seen = collections.Counter[str]()
         answers = []
-        for prompt, row_id, sampling in zip(*rows, strict=True):
+        for prompt, row_id, sampling, adapter in zip(*rows, strict=True):
             try:
-                answers.append(self._add(_prompt(prompt), row_id, sampling, seen))
+                answers.append(self._add(_prompt(prompt), row_id, sampling, adapter, seen))
             except Exception as e:  # whatever one row provokes is that row's error
                 answers.append(e)
         return answers
 
-    def _add(self, prompt: Any, row_id: Any, sampling: Any, seen: collections.Counter[str]) -> str:
+    def _add(
+        self,
+        prompt: Any,
+        row_id: Any,
+        sampling: Any,
+        adapter: str | None,
+        seen: collections.Counter[str],
+    ) -> str:
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
         given = _row_sampling(sampling)
         if self._longest is not None:
@@ -187,7 +198,9 @@ class JPagedPredictor:
                 name = f"id {row_id}"
             params = dataclasses.replace(params, seed=stable_seed(self._seed, name))
         if is_chat:
-            prompt = Chat(messages=prompt, template_kwargs=self._template)
+            prompt = Chat(messages=prompt, template_kwargs=self._template, adapter=adapter)
+        elif adapter is not None:
+            prompt = answered_by(adapter, prompt)
         return self._llm.add_request(prompt, params)
 
     def _columns(self, outputs: list[Any]) -> dict[str, tuple[Any, list[Any]]]:

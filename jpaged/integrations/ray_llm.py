@@ -84,7 +84,8 @@ class RayLLM:
     None is as many as its devices take. resources: what Ray sets aside for each actor, such as
     {"GPU": 1} or {"TPU": 4}; None is as many GPUs as it has devices or a host's TPU chips where the
     cluster has them, else a CPU. max_retries: how often a request is run again when its replica
-    dies, and a replica started again that answers nothing. The rest are EngineConfig's fields.
+    dies, and a replica started again that answers nothing. adapters: the folder of each that
+    prompts may name. The rest are EngineConfig's fields.
 
     A request that kills engines is found without its neighbours: after each loss requests run in
     smaller groups, at the last try alone. Raises ConfigError or CheckpointError for what would fail
@@ -104,6 +105,7 @@ class RayLLM:
         resources: Mapping[str, float] | None = None,
         max_retries: int = 3,
         start_timeout_s: float = 900.0,
+        adapters: Mapping[str, str | Path] | None = None,
         **engine_config: Any,
     ):
         check_counts(replicas=(replicas, 1), max_retries=(max_retries, 0), hosts=(hosts, 1))
@@ -120,7 +122,7 @@ class RayLLM:
         self._owns_ray = connect(address, replicas * (hosts or 1))
         self._slots = [Slot(number) for number in range(replicas)]
         try:
-            self._launch = launch_of(model, seed, engine_config, resources, hosts)
+            self._launch = launch_of(model, seed, engine_config, resources, hosts, adapters)
             for slot in self._slots:
                 slot.start(self._launch)
             self._wait_for_first(start_timeout_s)
@@ -198,8 +200,8 @@ class RayLLM:
         """LLM's figures, totals and blocks added up over the replicas, those that are gone too; and
         how many are up.
         """
-        total = summed(self._past, self._slots)
-        return total | {"replicas_lost": self._losses, "requests_retried": self._retried}
+        lost = {"replicas_lost": self._losses, "requests_retried": self._retried}
+        return summed(self._past, self._slots) | lost
 
     def close(self) -> None:
         """End every request and every replica, and Ray itself where this object started it."""
@@ -216,9 +218,8 @@ class RayLLM:
         until = time.perf_counter() + timeout_s
         while self._defaults is None:
             starting = {ref: slot for slot in self._slots for ref in slot.waits_for}
-            done, _ = ray.wait(
-                [*starting], num_returns=1, timeout=max(until - time.perf_counter(), 0)
-            )
+            left = max(until - time.perf_counter(), 0)
+            done, _ = ray.wait([*starting], num_returns=1, timeout=left)
             if not done:
                 raise ConfigError(none_up(timeout_s, self._launch))
             self._receive(starting[done[0]], done[0])
@@ -234,8 +235,7 @@ class RayLLM:
             is_own = isinstance(cause, JpagedError) and not isinstance(cause, PeerError)
             if slot.starting is not None and is_own:
                 raise cause from None  # the model or the settings: every replica would say the same
-            self._lost(slot, cause)
-            return
+            return self._lost(slot, cause)
         if ref in slot.others:
             slot.others.remove(ref)
             return

@@ -46,11 +46,12 @@ class Replica:
         model: str | None,
         seed: int,
         engine_config: dict[str, Any],
+        adapters: Mapping[str, str],
         coordinator: str | None = None,
         hosts: int = 1,
         rank: int = 0,
     ) -> SamplingParams:
-        """Load the model (None: the embedded one); its default sampling params.
+        """Load the model (None: the embedded one) and its adapters; its default sampling params.
 
         coordinator: the first actor's address, where the model lies over the devices of several.
         """
@@ -62,6 +63,8 @@ class Replica:
         if coordinator is not None:
             jax.distributed.initialize(coordinator, hosts, rank)
         self._llm = LLM(model, seed=seed, **engine_config)
+        for name, folder in adapters.items():
+            self._llm.add_adapter(name, folder)
         return self._llm.default_sampling_params()
 
     def exchange(
@@ -97,7 +100,7 @@ class Replica:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """How every replica is started. hosts: actors of a replica, one on each. resources: that Ray
-    sets aside for each actor.
+    sets aside for each actor. adapters: the folder of each.
     """
 
     model: str | None
@@ -105,6 +108,7 @@ class Launch:
     engine_config: dict[str, Any]
     resources: Mapping[str, float]
     hosts: int = 1
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
@@ -160,7 +164,7 @@ class Slot:
             "max_restarts": 0,  # new actors are started here, which knows what the old ones had
         }
         self.starts += 1
-        args = (how.model, how.seed, how.engine_config)
+        args = (how.model, how.seed, how.engine_config, how.adapters)
         if how.hosts == 1:
             self.actors = [ray.remote(Replica).options(**options).remote()]
             self.starting = self.actors[0].start.remote(*args)
@@ -242,6 +246,7 @@ def launch_of(
     engine_config: dict[str, Any],
     resources: Mapping[str, float] | None,
     hosts: int | None,
+    adapters: Mapping[str, str | Path] | None,
 ) -> Launch:
     """How to start replicas; resources and hosts None are what this cluster and the devices that an
     engine takes come to.
@@ -253,6 +258,7 @@ def launch_of(
         engine_config=engine_config,
         resources=dict(taken),
         hosts=hosts or most,
+        adapters={name: str(Path(folder).resolve()) for name, folder in (adapters or {}).items()},
     )
 
 

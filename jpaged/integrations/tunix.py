@@ -19,10 +19,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.api import generate, score
-from jpaged.checkpoint.name_maps import NameMap, params_from
+from jpaged.checkpoint.lora_maps import lora_from
+from jpaged.checkpoint.name_maps import NameMap, find_leaves, params_from
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
+from jpaged.models.lora import Adapter
 from jpaged.models.params import TENSOR_AXES, Params
 from jpaged.request.sampling_params import SamplingParams
 
@@ -67,7 +69,9 @@ class JPagedRollout(BaseRollout):
     must differ. mesh: where to serve; on the actor's own mesh its weights are read as they are at
     each call, on another they are those of the last update_params. rollout_config: bounds the
     context (kv_cache_size, or prompt and completion if these are more). lora_scale: alpha / rank of
-    the actor's LoRA parts, which are merged; needed if it has any. keep_eos: leave the EOS token in
+    the actor's LoRA parts; needed if it has any. They are served as an adapter: new ones go into
+    its slot at the next call, and the base weights stay as they are. merge_lora: merge them once a
+    version instead, for rollouts so long that it pays. keep_eos: leave the EOS token in
     the tokens, as tunix's vLLM engine does; its own sampler leaves it out. seed: of calls whose
     config has none; they differ from call to call. engine_config: jpaged's settings; max_model_len
     and dtype are set here. A pad token that the model draws ends a completion, since tunix's
@@ -84,6 +88,7 @@ class JPagedRollout(BaseRollout):
         family: str | NameMap = "tunix_qwen3",
         config: ModelConfig | None = None,
         lora_scale: float | None = None,
+        merge_lora: bool = False,
         keep_eos: bool = False,
         seed: int = 0,
         engine_config: EngineConfig | None = None,
@@ -108,7 +113,8 @@ class JPagedRollout(BaseRollout):
         _check(rollout_config, self.mesh)
         if config is None:
             config = _qwen3_config(rollout_actor, self._max_len)
-        self._weights = _Weights(rollout_actor, self.mesh, family, config, lora_scale)
+        how = (family, config, lora_scale, merge_lora)
+        self._weights = _Weights(rollout_actor, self.mesh, *how)
         self._calls = 0
         self._weights.current()
 
@@ -151,10 +157,12 @@ class JPagedRollout(BaseRollout):
             if c.seed is None
             else c.seed
         )
+        params, lora = self._weights.current()
         outs = generate(
-            self._weights.current(),
+            params,
             tokens,
             how,
+            lora=lora,
             mesh=self.mesh,
             seed=seed,
             engine_config=self._settings(c),
@@ -200,16 +208,16 @@ class JPagedRollout(BaseRollout):
             )
         sequences = [prompt + c[real].tolist() for prompt, real, c in rows]
         settings = self._settings(self._rollout_config)
-        params = self._weights.current()
-        scores = score(params, sequences, mesh=self.mesh, engine_config=settings)
+        params, lora = self._weights.current()
+        scores = score(params, sequences, lora=lora, mesh=self.mesh, engine_config=settings)
         out = np.zeros(completions.shape, np.float32)
         for i, (prompt, real, _) in enumerate(rows):
             out[i, real] = scores[i][len(prompt) - 1 :]
         return jnp.asarray(out)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take new weights, or new LoRA parts alone; the next call converts them. Nothing is copied
-        or moved here.
+        """Take new weights, or new LoRA parts alone, which leave all else as it is; the next call
+        converts what is new. Nothing is copied or moved here.
         """
         del filter_types  # what `params` was filtered by; it holds what it holds
         self._weights.update(params if isinstance(params, nnx.State) else nnx.State(params))
@@ -251,6 +259,25 @@ class JPagedRollout(BaseRollout):
         )
 
 
+class _Made[T]:
+    """What was made of arrays, for as long as they are the same."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None
+        self._made_from: list[weakref.ref[jax.Array]] = []
+
+    def is_of(self, arrays: list[jax.Array]) -> bool:
+        refs = self._made_from
+        same = len(refs) == len(arrays) and all(
+            ref() is x for ref, x in zip(refs, arrays, strict=True)
+        )
+        return self.value is not None and same
+
+    def keep(self, value: T, arrays: list[jax.Array]) -> T:
+        self.value, self._made_from = value, [weakref.ref(x) for x in arrays]
+        return value
+
+
 class _Weights:
     """The weights of an nnx module in our form: the module itself where it lies on the mesh that
     serves, else one of our own there, so that tunix sees that it has to sync.
@@ -263,15 +290,16 @@ class _Weights:
         family: str | NameMap,
         config: ModelConfig,
         lora_scale: float | None,
+        merge_lora: bool,
     ):
         self.module = actor
         self._mesh, self._family, self._config, self._lora_scale = mesh, family, config, lora_scale
+        self._merge_lora = merge_lora
         self._is_own = mesh is not None and not all(_lies_on(x, mesh) for x in self._arrays())
         if self._is_own:
             graph, state = nnx.split(actor)
             self.module = nnx.merge(graph, _placed(state, mesh))
-        self._params: Params | None = None
-        self._made_from: list[weakref.ref[jax.Array]] = []
+        self._params, self._lora = _Made[Params](), _Made[Adapter]()
 
     def update(self, params: nnx.State) -> None:
         """ConfigError if they hold what the module lacks."""
@@ -281,22 +309,31 @@ class _Weights:
             raise ConfigError(f"update_params: the new weights hold {name}, which the model lacks")
         nnx.update(self.module, params)
 
-    def current(self) -> Params:
-        """Made again when any array of the module is another one."""
-        arrays = self._arrays()
-        same = len(arrays) == len(self._made_from) and all(
-            ref() is x for ref, x in zip(self._made_from, arrays, strict=True)
-        )
-        if self._params is None or not same:
-            self._params = None  # free the last version's copies first
-            if self._is_own:
-                nnx.update(self.module, _placed(nnx.state(self.module, nnx.Param), self._mesh))
-                arrays = self._arrays()
-            self._params = params_from(
-                self.module, self._family, config=self._config, lora_scale=self._lora_scale
-            )
-            self._made_from = [weakref.ref(x) for x in arrays]
-        return self._params
+    def current(self) -> tuple[Params, Adapter | None]:
+        """The weights, and the LoRA parts if there are any: either is made again when any of its
+        arrays is another one.
+        """
+        if self._is_own:
+            nnx.update(self.module, _placed(nnx.state(self.module, nnx.Param), self._mesh))
+        base: dict[str, Any] = dict(find_leaves(self.module))
+        lora = {path: x for path, x in base.items() if path.endswith(("_lora_a", "_lora_b"))}
+        if lora and self._lora_scale is None:
+            raise ConfigError(f"the actor holds {min(lora)}: pass lora_scale= (alpha / rank)")
+        if self._merge_lora:
+            lora = {}
+        base = {path: x for path, x in base.items() if path not in lora}
+        how: Any = {"config": self._config}
+        if not self._params.is_of(arrays := list(base.values())):
+            self._params.value = None  # free the last version's copies first
+            made = params_from(base, self._family, **how, lora_scale=self._lora_scale)
+            self._params.keep(made, arrays)
+        params = self._params.value
+        assert params is not None
+        if lora and not self._lora.is_of(arrays := list(lora.values())):
+            assert self._lora_scale is not None
+            made = lora_from(lora, self._family, **how, scale=self._lora_scale)
+            self._lora.keep(made, arrays)
+        return params, self._lora.value if lora else None
 
     def _arrays(self) -> list[jax.Array]:
         return jax.tree.leaves(nnx.state(self.module, nnx.Param))

@@ -20,7 +20,7 @@ from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import embed
 from jpaged.models.layers.experts import Experts
 from jpaged.models.layers.linear import Linear, Serving
-from jpaged.models.layers.low_rank import AdapterRows, LowRank
+from jpaged.models.layers.low_rank import AdapterRows, ExpertLowRank, LowRank
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
@@ -84,9 +84,10 @@ class _Weights:
     def at(self, name: str) -> "_Weights":
         """A node below."""
         below = {"specs": self.specs[name], "tree": self.tree[name]}
-        return dataclasses.replace(self, **below, adapters=self._adapters_at(name))
+        return dataclasses.replace(self, **below, adapters=self.adapters_at(name))
 
-    def _adapters_at(self, name: str) -> AdapterRows | None:
+    def adapters_at(self, name: str) -> AdapterRows | None:
+        """The tables of a node below, or None."""
         if self.adapters is None or name not in self.adapters.tables:
             return None
         return dataclasses.replace(self.adapters, tables=self.adapters.tables[name])
@@ -110,17 +111,21 @@ class _Weights:
         spec: ParamSpec = self.specs[name]
         outputs, inputs = spec.sides
         split = spec.split_letter(self.config, self.serving.axis_size)
-        rows, low_rank = self._adapters_at(name), None
-        if rows is not None:
-            low_rank = LowRank(**rows.tables, slot_T=rows.slot_T, joined=spec.joined)
         return Linear(
             weight=self.tree[name],
             bias=self.tree.get(f"{name}_bias"),
             serving=self.serving,
-            adapters=low_rank,
+            adapters=self.low_rank(name),
             num_outputs=len(outputs),
             sum_over=self.serving.tensor_axis if split in inputs else None,
         )
+
+    def low_rank(self, name: str, kind: Any = LowRank) -> Any:
+        """What adapters add to a weight, or None."""
+        rows = self.adapters_at(name)
+        if rows is None:
+            return None
+        return kind(**rows.tables, slot_T=rows.slot_T, joined=self.specs[name].joined)
 
     def mlp(self, *, is_partial: bool = False) -> MLP:
         """This node as an MLP. is_partial: what devices give is summed by the caller."""
@@ -138,12 +143,14 @@ class _Weights:
             for name in names
         ]
         sums_shared = split == [True, True]
+        adapters = tuple(own.low_rank(name, ExpertLowRank) for name in ("gate_up", "down"))
         return Experts(
             router=self.linear("router"),
             weights=ExpertWeights(
                 gate_up=own.tree["gate_up"],
                 gate_up_bias=own.tree.get("gate_up_bias"),
                 down=own.tree["down"],
+                adapters=None if adapters == (None, None) else adapters,
             ),
             down_bias=own.tree.get("down_bias"),
             shared=self.at("shared").mlp(is_partial=sums_shared) if split[1:] else None,
@@ -206,7 +213,9 @@ class Forward:
             for kind in dict.fromkeys(kinds)
         }
         with jax.named_scope("embed"):
-            x = embed(weights.tree["embed"]["weight"], tokens, weights.serving.tensor_axis)
+            table = weights.at("embed")
+            how = (table.serving, table.low_rank("weight"))
+            x = embed(table.tree["weight"], tokens, *how)
             x = _scaled(x, self.config.embedding_scale)
         for i, (group, index) in enumerate(kv_places(self.config)):
             layer = weights.at("layers").at(str(i)).layer(group)
@@ -215,7 +224,10 @@ class Forward:
 
     def logits(self, x: Array) -> Array:
         """f32 logits [..., V] of final hidden states [..., E]."""
-        head = self._weights().at("embed" if self.config.tie_word_embeddings else "lm_head")
+        weights = self._weights()
+        head = weights.at("embed" if self.config.tie_word_embeddings else "lm_head")
+        # A tied head has adapters of its own.
+        head = dataclasses.replace(head, adapters=weights.adapters_at("lm_head"))
         with jax.named_scope("head"):
             logits = head.linear("weight")(x, jnp.float32)
             if self.config.logits_scaling != 1.0:

@@ -4,12 +4,16 @@ merged into the weights.
 An adapter has for some weights a pair: A [rank, *inputs] and B [*outputs, rank]; the weight counts
 as W + scale * B A. Weights are named as in models/params.py; a fused one has a pair for each of its
 parts ("layers.0.attention.q"), or one for all of them ("layers.0.attention.qkv").
+
+The embedding's pair is as PEFT has it: A [rank, V] and B [E, rank], whose product transposed it
+gains. Experts have pairs of their own: A [rank, X, *inputs] and B [X, *outputs, rank]. The head of
+a model that ties it to its embedding can have a pair nonetheless: it is the head's alone.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +25,7 @@ from jax.typing import DTypeLike
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import (
+    TABLE,
     Params,
     ParamSpec,
     Part,
@@ -36,6 +41,11 @@ ADAPTED = (
     *("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
     *("mlp.shared.gate_up", "mlp.shared.down"),
 )
+# Those that an engine has tables for only where it is asked, by the name of what they are.
+EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
+EXPERTS = ("mlp.experts.gate_up", "mlp.experts.down")
+EXTRA = {"embedding": (EMBEDDING,), "head": (HEAD,), "experts": EXPERTS}
+OF_HEAD = next(spec for spec in TABLE if spec.name == HEAD)
 SIDE = re.compile(r"(.+)\.(?:(a|A|lora_a|lora_A|0)|b|B|lora_b|lora_B|1)")
 
 
@@ -81,19 +91,41 @@ class Target(NamedTuple):
         return axes_shape(outputs, config), axes_shape(inputs, config)
 
 
-def targets(config: ModelConfig) -> dict[str, Target]:
-    """All that can have adapters in a model, by the names of the parts."""
+def targets(config: ModelConfig, extra: Collection[str] = ()) -> dict[str, Target]:
+    """What can have adapters in a model, by the names of the parts; extra: kinds of EXTRA too."""
     found = {}
-    for spec in adapted_specs(config).values():
+    for spec in adapted_specs(config, extra).values():
         for part, index in spec.places(config):
             found[spec.at(part.name)] = Target(spec, part, index)
     return found
 
 
-def adapted_specs(config: ModelConfig) -> dict[str, ParamSpec]:
-    """The weights that can have adapters, by name."""
-    table = param_table(config)
-    return {name: spec for name, spec in table.items() if _short(spec.name) in ADAPTED}
+def adapted_specs(config: ModelConfig, extra: Collection[str] = ()) -> dict[str, ParamSpec]:
+    """The weights that can have adapters, by name, with the axes that their pairs have.
+
+    extra: kinds of EXTRA too.
+    """
+    wanted = {*ADAPTED, *(name for kind in extra for name in EXTRA[kind])}
+    table = param_table(config) | {HEAD: OF_HEAD}
+    return {name: _adapted(spec) for name, spec in table.items() if _short(spec.name) in wanted}
+
+
+def extra_of(names: Iterable[str]) -> set[str]:
+    """The kinds of EXTRA among parts."""
+    kinds = {"embedding": EMBEDDING, "head": HEAD, "experts": "mlp.experts."}
+    return {kind for kind, name in kinds.items() if any(name in part for part in names)}
+
+
+def _adapted(spec: ParamSpec) -> ParamSpec:
+    """A weight in the axes of its pairs."""
+    if spec.name == EMBEDDING:  # of the V inputs of a token one is 1 and the others are 0
+        return dataclasses.replace(spec, axes="E, V")
+    if _short(spec.name) not in EXPERTS:
+        return spec
+    source = spec.source
+    if not isinstance(source, str):
+        source = tuple(part._replace(axes=part.axes.replace(",", ", X")) for part in source)
+    return dataclasses.replace(spec, axes=spec.axes.replace(",", ", X"), source=source)
 
 
 def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> Pairs:
@@ -111,7 +143,7 @@ def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> 
         sides.setdefault(match[1], {})["a" if match[2] else "b"] = leaf
     if not sides:
         raise ConfigError("lora has no weights")
-    fused, parts = adapted_specs(config), targets(config)
+    fused, parts = adapted_specs(config, EXTRA), targets(config, EXTRA)
     found: Pairs = {}
     for name, pair in sides.items():
         if missing := {"a", "b"} - pair.keys():
@@ -144,21 +176,33 @@ def scaled(pairs: Pairs, scale: float) -> Pairs:
 def merged(params: Params, lora: Any) -> Params:
     """Params of W + scale * B A in place of W: what an adapter stands for, differentiable in both.
 
-    lora: an Adapter or a tree of pairs.
+    lora: an Adapter or a tree of pairs. Where it changes the embedding or the head of a model that
+    ties them, they are two from then on.
     """
-    config = params.config
+    config, pairs = params.config, pairs_of(lora, params.config)
     flat = dict(_flat(dict(params)))
-    parts = targets(config)
-    for name, pair in pairs_of(lora, config).items():
+    if config.tie_word_embeddings and not pairs.keys().isdisjoint((EMBEDDING, HEAD)):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+        flat[HEAD] = flat[EMBEDDING]
+    parts = targets(config, EXTRA)
+    for name, pair in pairs.items():
         target = parts[name]
-        delta = jnp.tensordot(
-            jnp.asarray(pair.b, jnp.float32), jnp.asarray(pair.a, jnp.float32), axes=1
-        )
         at = target.spec.at(target.spec.name)
-        weight = flat[at]
-        changed = weight[target.place].astype(jnp.float32) + delta
-        flat[at] = weight.at[target.place].set(changed.astype(weight.dtype))
+        weight, place = flat[at], () if name == EMBEDDING else target.place
+        changed = weight[place].astype(jnp.float32) + _product(name, pair)
+        flat[at] = weight.at[place].set(changed.astype(weight.dtype))
     return Params(nest(flat), config, params.source)
+
+
+def _product(name: str, pair: Pair) -> Array:
+    """What a part's weight gains, f32."""
+    a, b = (jnp.asarray(x, jnp.float32) for x in pair)
+    if ".experts." in name:
+        inputs, outputs = a.shape[1:], b.shape[:-1]
+        a, b = (x.reshape(x.shape[0], inputs[0], -1) for x in (a, jnp.moveaxis(b, -1, 0)))
+        return jnp.einsum("rxo,rxi->xoi", b, a).reshape(*outputs, *inputs[1:])
+    delta = jnp.tensordot(b, a, axes=1)
+    return delta.T if name == EMBEDDING else delta
 
 
 def initial_lora(
@@ -170,18 +214,23 @@ def initial_lora(
     dtype: DTypeLike = jnp.float32,
 ) -> dict[str, Any]:
     """A tree of pairs to train from: A normal of deviation 1 / sqrt(inputs), B zeros, so that the
-    model begins as it is. parts: names within a layer.
+    model begins as it is. parts: names within a layer, "embed.weight" or "lm_head.weight".
     """
     parts, found = tuple(parts), {}
-    chosen = {n: t for n, t in targets(config).items() if _short(t.part.name) in parts}
+    every = targets(config, EXTRA)
+    chosen = {n: t for n, t in every.items() if _short(t.part.name) in parts}
     if unknown := set(parts) - {_short(target.part.name) for target in chosen.values()}:
         raise ConfigError(f"parts={parts}: {min(unknown)!r} has no adapters in this model")
     for each, (name, target) in zip(
         jax.random.split(key, len(chosen)), chosen.items(), strict=True
     ):
         outputs, inputs = target.sides(config)
-        a = jax.random.normal(each, (rank, *inputs), dtype)
-        found[f"{name}.a"] = a * jnp.asarray(math.prod(inputs) ** -0.5, dtype)
+        a, count = jax.random.normal(each, (rank, *inputs), dtype), math.prod(inputs)
+        if name == EMBEDDING:
+            count = 1
+        elif ".experts." in name:
+            count = inputs[-1]
+        found[f"{name}.a"] = a * jnp.asarray(count**-0.5, dtype)
         found[f"{name}.b"] = jnp.zeros((*outputs, rank), dtype)
     return nest(found)
 
@@ -207,7 +256,8 @@ def _shaped(name: str, a: Any, b: Any, outputs: tuple[int, ...], inputs: tuple[i
 
 def _unknown(name: str, config: ModelConfig) -> str:
     if name in param_table(config):
-        return f"lora[{name!r}]: this weight cannot have an adapter; {', '.join(ADAPTED)} can"
+        can = ", ".join((*ADAPTED, EMBEDDING, HEAD, *EXPERTS))
+        return f"lora[{name!r}]: this weight cannot have an adapter; {can} can"
     known = sorted({_short(target.part.name) for target in targets(config).values()})
     return f"lora[{name!r}] is no weight of this model: a layer has {', '.join(known)}"
 

@@ -36,7 +36,8 @@ def table_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
     """Of the tables of a model as a device has it."""
     if not config.max_loras:
         return 0
-    shapes = [_shapes(spec, model, config) for spec in adapted_specs(model).values()]
+    specs = adapted_specs(model, config.lora_extra)
+    shapes = [_shapes(spec, model, config) for spec in specs.values()]
     sizes = [math.prod(shape) for each in shapes for shape in (each["a"], *each["b"])]
     return jnp.dtype(dtype).itemsize * sum(sizes)
 
@@ -53,7 +54,8 @@ def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype
         pairs = zip(shapes["b"], specs["b"], strict=True)
         return {"a": struct(shapes["a"], specs["a"]), "b": tuple(struct(*pair) for pair in pairs)}
 
-    return nest({name: of_weight(name, spec) for name, spec in adapted_specs(model).items()})
+    specs = adapted_specs(model, config.lora_extra)
+    return nest({name: of_weight(name, spec) for name, spec in specs.items()})
 
 
 def with_tables(
@@ -68,12 +70,13 @@ def with_tables(
     if not bucket.loras:
         return form, specs
     tables = table_form(model, config, where, form["embed"]["weight"].dtype)
-    return (form, tables), (specs, table_specs(model, where))
+    return (form, tables), (specs, table_specs(model, config, where))
 
 
-def table_specs(model: ModelConfig, where: Placement) -> Any:
+def table_specs(model: ModelConfig, config: EngineConfig, where: Placement) -> Any:
     """How they lie: B is split where the outputs are, A where the inputs are."""
-    return nest({n: _specs(spec, model, where) for n, spec in adapted_specs(model).items()})
+    specs = adapted_specs(model, config.lora_extra)
+    return nest({name: _specs(spec, model, where) for name, spec in specs.items()})
 
 
 def own_tables(tables: Any) -> Any:
@@ -108,7 +111,7 @@ def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any
     where it has no pair. pairs, model: as served.
     """
     data = {}
-    for name, spec in adapted_specs(model).items():
+    for name, spec in adapted_specs(model, config.lora_extra).items():
         shapes = _shapes(spec, model, config)
         a = np.zeros(shapes["a"][:1] + shapes["a"][2:], dtype)
         b = tuple(np.zeros(shape[:-2] + shape[-1:], dtype) for shape in shapes["b"])
@@ -153,7 +156,11 @@ class AdapterTables:
         for replica, part in enumerate(batch.each):
             for slot, adapter in part.loads:
                 self.load(replica, slot, adapter.data)
-        return (params, self.arrays) if batch.bucket.loras else params
+        return self.beside(batch.bucket, params)
+
+    def beside(self, bucket: Bucket, params: Any) -> Any:
+        """What a step takes as params."""
+        return (params, self.arrays) if bucket.loras else params
 
     def allocate(self) -> None:
         """Have them, of zeros at first, and what writes to them."""
@@ -187,10 +194,11 @@ class AdapterTables:
             b = tuple(of_slot(spec, 0) for spec in table["b"])
             return {"a": of_slot(table["a"], 1), "b": b}
 
-        return jax.tree.map(of_weight, table_specs(self.model, self.where), is_leaf=_is_table)
+        specs = table_specs(self.model, self.config, self.where)
+        return jax.tree.map(of_weight, specs, is_leaf=_is_table)
 
     def _lower(self, slots: Array, placed: Any) -> Any:
-        where, specs = self.where, table_specs(self.model, self.where)
+        where, specs = self.where, table_specs(self.model, self.config, self.where)
         function: Any = write_adapter
         if where.tensor_axis is not None or where.replicas > 1:
             function = jax.shard_map(

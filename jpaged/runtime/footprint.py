@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, has_head_adapters
 from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_config import format_of
@@ -321,6 +321,8 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
     attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
     logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
+    if has_head_adapters(config):  # what they add is as large
+        logits += 4 * vocab * (rows + SCORE_TILE)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
     experts = 0
@@ -337,6 +339,8 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     indices = 4 * rows * (tokens + tables + ids)
     temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices
     temporaries += experts + TILES + 16 * tokens * adapted
+    if experts and "experts" in config.lora_extra:  # the adapters of an expert, taken out of theirs
+        temporaries += 8 * adapted * (model.hidden_size + model.expert_size)
     return Needs(
         temporaries=temporaries,
         state=state_bytes(model, config, block_bytes) + table_bytes(model, config, dtype),

@@ -7,6 +7,7 @@ is the tiles of the vocabulary, C the tokens gathered from some of them, X any a
 import dataclasses
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(
-    logits_fn: Callable[[Array], Array],
-    x_TE: Array,
+    logits_fn: Callable[[Any], Array],
+    x_TE: Any,
     targets_T: Array,
     temperature_T: Array,
     mode_T: Array,
@@ -47,15 +48,16 @@ def token_logprobs(
     """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are
     never whole.
 
-    logits_fn: [tile, E] -> f32 [tile, V]. mode_T RAW ignores the temperature, any other divides by
+    logits_fn: [tile, E] -> f32 [tile, V], or of more than that: a pytree of arrays that begin with
+    T, as x_TE then is. mode_T RAW ignores the temperature, any other divides by
     it (0 counts as 1). mask_TW: what may come, see Vocabulary.allowed; None is all. targets_T
     outside the vocabulary are clipped into it. vocabulary: how V lies.
     """
     tau_T = jnp.where((mode_T == RAW) | (temperature_T <= 0), jnp.float32(1), temperature_T)
 
-    def one_tile(args: tuple[Array, ...]) -> TokenLogprobs:
-        x_tE, targets_t, tau_t, *masks = args
-        logits_tV = logits_fn(x_tE)
+    def one_tile(args: tuple[Any, ...]) -> TokenLogprobs:
+        x, targets_t, tau_t, *masks = args
+        logits_tV = logits_fn(x)
         for mask_tW in masks:
             logits_tV = jnp.where(vocabulary.allowed(mask_tW, logits_tV), logits_tV, NEG_INF)
         targets_t = jnp.clip(targets_t, 0, vocabulary.tokens(logits_tV) - 1)
@@ -82,7 +84,8 @@ def token_logprobs(
 
     tau_T = jnp.maximum(tiled(tau_T), jnp.float32(1e-30))  # as `sample` does; the padding too
     masks = () if mask_TW is None else (tiled(mask_TW),)
-    out = lax.map(one_tile, (tiled(x_TE), tiled(targets_T), tau_T, *masks))
+    x = jax.tree.map(tiled, x_TE)
+    out = lax.map(one_tile, (x, tiled(targets_T), tau_T, *masks))
     return jax.tree.map(lambda a: a.reshape(tiles * tile, *a.shape[2:])[:tokens], out)
 
 

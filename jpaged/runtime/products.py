@@ -67,9 +67,12 @@ def resolve_for(
     """The config resolved for a model at a place, where who multiplies and who attends decides what
     deterministic serving takes. dtype: of the weights. is_plain: the params' experts are arrays.
     """
-    if config.speculative is not None and (where.replicas > 1 or are_many(where.mesh)):
-        # Replicas would wait for each other's guesses, and processes go by clocks that differ.
-        raise ConfigError("speculative: only with one replica in one process")
+    if (asked := config.speculative) is not None:
+        if asked.has_model and (where.replicas > 1 or are_many(where.mesh)):
+            # Replicas would wait for each other's guesses.
+            raise ConfigError("speculative: a draft model only with one replica in one process")
+        if asked.adaptive and are_many(where.mesh):  # they go by their clocks, which differ
+            raise ConfigError("speculative over several processes: pass 'adaptive': False")
     on_cpu = where.device.platform == "cpu"
     free = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     if not free.deterministic:
@@ -104,6 +107,7 @@ def is_batch_invariant(
     )
     return (
         (experts is None or rows_are_independent(experts))
+        and not (config.max_loras and "experts" in config.lora_extra)
         and all(map(is_width_supported, widths))
         and all(kernel.is_batch_invariant for kernel in kernels)
     )

@@ -149,7 +149,8 @@ class Runner:
         assert batch.sample is not None and handle.undrawn is not None and state is not None
         hidden, packed = handle.undrawn
         step = self._ran(batch.sample, batch.num_rows, batch.sample.rows * len(batch.each))
-        rows, out = step(self.params, hidden, self._lent(batch.sample).rows, packed, *masks)
+        params = self.adapters.beside(batch.sample, self.params)
+        rows, out = step(params, hidden, self._lent(batch.sample).rows, packed, *masks)
         self._take_back(DeviceState(kv=state.kv, rows=rows))
         return dataclasses.replace(handle, outs=(out, *handle.outs), undrawn=None)
 

@@ -39,7 +39,7 @@ class StandIns:
         in_two = self._steps.setting.config.separate_draw is None and bucket.phase == "decode"
         if in_two and not bucket.masks and found not in self._steps:
             self._ask_for(bucket, OFTEN_IN_TWO)
-            bucket, sample = drawn_apart(bucket)
+            bucket, sample = drawn_apart(bucket, self._steps.setting.config)
             found = self._standing_in(bucket)
         return found, None if sample is None else self._standing_in(sample)
 

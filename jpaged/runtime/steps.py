@@ -219,7 +219,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if step.bucket.features == "prompt":
-            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, mask_TW))
+            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
         return kv, hidden_RE, fields["sample"], out
 
@@ -234,7 +234,7 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     ):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
-        decoder = step.bind(params, _last_row(context_lens_S))
+        decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
         logits_SV = step.logits(decoder, hidden_RE[:num_rows])
         open_after_S = fields["open_after"]
         drawn = _draw(step, logits_SV, fields, context_lens_S, rows, open_after_S, mask_SW)
@@ -454,12 +454,18 @@ def _score_prompt(
     x_TE: Array,
     fields: dict[str, Array],
     row_T: Array,
+    slot_T: Array | None,
     mask_TW: Array | None,
 ) -> dict[str, Array]:
     temperature_S, mode_S = _cast(fields["scoring"][:, 0], np.float32), fields["scoring"][:, 1]
+
+    def logits(x: tuple[Array, Array | None]) -> Array:
+        x_tE, slot_t = x
+        return step.logits(step.bind(params, None, slot_t), x_tE)
+
     scored = token_logprobs(
-        functools.partial(step.logits, step.bind(params, None)),
-        x_TE,
+        logits,
+        (x_TE, slot_T),
         fields["targets"],
         jnp.take(temperature_S, row_T, mode="clip"),
         jnp.take(mode_S, row_T, mode="clip"),

@@ -17,11 +17,16 @@ class ExpertWeights:
     """As they lie in memory: gate_up [X, 2, I, E], its bias [X, 2, I] or None, down [X, E, I].
     Weights are arrays, or of what stands for one: with a shape, an expert by its index, and of that
     matrix().linear(x), its product in f32 with all its outputs as one axis.
+
+    adapters: None, or what tokens add to the products of gate_up and of down, None where nothing:
+    of_expert(expert, tokens)(x, product) is f32 of rows x, which are of these tokens. `tiles` alone
+    takes them.
     """
 
     gate_up: Any
     gate_up_bias: Array | None
     down: Any
+    adapters: tuple[Any, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

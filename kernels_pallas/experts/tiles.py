@@ -31,18 +31,26 @@ def experts(
     tiles_X = -(-by_expert.sizes_X // rows)
     last_X, start_X = jnp.cumsum(tiles_X), jnp.cumsum(by_expert.sizes_X) - by_expert.sizes_X
 
+    of_gate_up, of_down = weights.adapters or (None, None)
+
+    def product(x: Array, weight: Any, at: Array, token: Array, adapters: Any) -> Array:
+        y = _product(x, weight[at])
+        if adapters is None:
+            return y
+        return y + adapters.of_expert(at, token)(x, _rounded).reshape(y.shape)
+
     def one(i: Array, y_TE: Array) -> Array:
         at = jnp.sum(last_X <= i, dtype=jnp.int32)  # the expert
         place = (i - last_X[at] + tiles_X[at]) * rows + jnp.arange(rows)
         mine = place < by_expert.sizes_X[at]
         pair = by_expert.pair_P[jnp.minimum(start_X[at] + place, num_pairs - 1)]
         token = pair // num_choices
-        h = _product(x_TE[token], weights.gate_up[at])
+        h = product(x_TE[token], weights.gate_up, at, token, of_gate_up)
         if weights.gate_up_bias is not None:
             h = h + weights.gate_up_bias[at].reshape(1, -1).astype(jnp.float32)
         h = glu(h[:, :width], h[:, width:]).astype(x_TE.dtype)
         weight = jnp.where(mine, weight_TA.reshape(-1)[pair], 0.0)
-        y = _product(h, weights.down[at]) * weight[:, None]
+        y = product(h, weights.down, at, token, of_down) * weight[:, None]
         return y_TE.at[jnp.where(mine, token, T)].add(y, mode="drop")
 
     return lax.fori_loop(0, last_X[-1], one, jnp.zeros(x_TE.shape, jnp.float32))
@@ -52,6 +60,10 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     """About as many as an expert has on average, a power of two."""
     average = max(num_pairs // num_experts, 1)
     return min(max(1 << (average.bit_length() - 1), FEW), MANY)
+
+
+def _rounded(x: Array, weight: Array, dtype: Any) -> Array:
+    return _product(x, weight).astype(dtype)
 
 
 def _product(x: Array, weight: Any) -> Array:

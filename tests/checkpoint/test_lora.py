@@ -19,6 +19,14 @@ from jpaged.models.lora import Pairs, targets
 from tests.tiny import CONFIG, config, make_params
 
 RANK = 2
+MIXTRAL = config(
+    family="mixtral",
+    qk_norm=False,
+    num_experts=3,
+    experts_per_token=2,
+    expert_size=20,
+    norm_topk_prob=True,
+)
 PHI = config(family="phi3", qk_norm=False)
 
 
@@ -39,8 +47,12 @@ def tensors(model: Any = CONFIG, modules: tuple[str, ...] = ("q_proj", "down")) 
         if len(place.shape) == 2 and any(module in place.name for module in modules):
             rows = max(s.first + s.shape[0] for s in stored if s.name == place.name)
             name = f"base_model.model.{place.name.removesuffix('.weight')}"
-            for side, shape in (("A", (RANK, place.shape[1])), ("B", (rows, RANK))):
-                found[f"{name}.lora_{side}.weight"] = rng.standard_normal(shape, np.float32)
+            sides = {"A": (RANK, place.shape[1]), "B": (rows, RANK)}
+            end = "lora_{}.weight"
+            if "embed" in name:  # as PEFT has them: parameters, of the table transposed
+                end, sides = "lora_embedding_{}", {"A": (RANK, rows), "B": (place.shape[1], RANK)}
+            for side, shape in sides.items():
+                found[f"{name}.{end.format(side)}"] = rng.standard_normal(shape, np.float32)
     return found
 
 
@@ -64,6 +76,9 @@ def weights_of(params: Params) -> dict[str, np.ndarray]:
         (CONFIG, ("proj",), {"use_rslora": True}, 3 / 2**0.5),
         (CONFIG, ("v_proj",), {"alpha_pattern": {"v_proj": 1}}, 0.5),
         (PHI, ("qkv_proj", "gate_up_proj"), {}, 1.5),  # one pair for what we have in parts
+        (CONFIG, ("embed_tokens", "lm_head", "v_proj"), {}, 1.5),
+        (MIXTRAL, ("w1", "w2", "w3", "q_proj"), {"use_rslora": True}, 3 / 2**0.5),
+        (MIXTRAL, ("experts.1.w3", "experts.0.w2"), {}, 1.5),  # of some experts alone
     ],
 )
 def test_a_peft_folder(
@@ -79,8 +94,42 @@ def test_a_peft_folder(
         delta = np.zeros_like(weight)
         if f"{at}A.weight" in stored:
             delta = scale * stored[f"{at}B.weight"] @ stored[f"{at}A.weight"]
+        elif f"{at}embedding_A" in stored:
+            delta = scale * (stored[f"{at}embedding_B"] @ stored[f"{at}embedding_A"]).T
         np.testing.assert_allclose(after[name], weight + delta, atol=1e-5)
     assert len(pairs) >= model.num_layers
+
+
+def test_a_base_that_lies_in_the_folder(tmp_path: Path) -> None:
+    """PEFT writes it beside adapters of the embedding and the head; of another size it is refused,
+    and so is any other module's.
+    """
+    good = tensors(modules=("embed_tokens", "lm_head"))
+    shape = (CONFIG.vocab_size, CONFIG.hidden_size)
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    head = "base_model.model.lm_head.base_layer.weight"
+    found = load_adapter(
+        write(tmp_path / "a", {**good, name: np.ones(shape), head: np.ones(shape)}), CONFIG
+    )
+    assert set(found) == {"embed.weight", "lm_head.weight"}
+    other = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    for changed, at in ((shape[0] + 1, name), (shape[0], other)):
+        with pytest.raises(CheckpointError, match=r"base_layer is of shape .* was changed"):
+            load_adapter(write(tmp_path / "b", {**good, at: np.ones((changed, shape[1]))}), CONFIG)
+
+
+def test_the_head_of_a_tied_model(tmp_path: Path) -> None:
+    """A folder adapts it by its own name, and the embedding stays."""
+    tied = config(tie_word_embeddings=True)
+    stored = tensors(modules=("lm_head",))
+    pairs = load_adapter(write(tmp_path / "a", stored), tied)
+    params = make_params(0, tied)
+    merged = jpaged.merged(params, {name: tuple(pair) for name, pair in pairs.items()})
+    at = "base_model.model.lm_head.lora_"
+    delta = 1.5 * stored[f"{at}B.weight"] @ stored[f"{at}A.weight"]
+    embed = params["embed"]["weight"]
+    np.testing.assert_allclose(merged["lm_head"]["weight"], embed + delta, atol=1e-5)
+    assert merged["embed"]["weight"] is embed
 
 
 @pytest.mark.parametrize(
@@ -111,6 +160,10 @@ def test_tensors_that_are_refused(tmp_path: Path) -> None:
     refused({k: x for k, x in good.items() if k != f"{name}lora_B.weight"}, "lacks lora_B")
     refused({**good, f"{name}lora_magnitude_vector.weight": np.ones(3)}, "no lora_A or lora_B")
     refused({n.replace("q_proj", "embed"): x for n, x in good.items()}, "no weight of this model")
+    router = "base_model.model.model.layers.0.mlp.gate.lora_A.weight"
+    refused({router: np.ones((2, 3), np.float32)}, "no weight of this model")
+    refused({f"{name}lora_A.weight": np.ones((2, 3))}, "of dtype F64")
+    refused({n.replace("q_proj", "lm_head"): x for n, x in good.items()}, "no weight of this model")
     refused({**good, f"{name}lora_B.weight": np.ones((5, RANK), np.float32)}, "B is of shape")
     refused({}, "holds no adapter")
     with pytest.raises(CheckpointError, match=r"adapter_config.json"):
@@ -181,7 +234,7 @@ def test_trees_that_are_refused() -> None:
 
 
 def test_parts(tmp_path: Path) -> None:
-    """Names of all parts, of a mixture too: its experts have none, its shared one has."""
+    """Names of all parts, of a mixture too; its experts have them where that is asked."""
     mixture = config(
         family="qwen2_moe",
         qk_norm=False,
@@ -194,5 +247,6 @@ def test_parts(tmp_path: Path) -> None:
     names = set(targets(mixture))
     assert "layers.0.mlp.shared.gate" in names and "layers.1.mlp.gate" in names
     assert not any("experts" in name or "router" in name for name in names)
+    assert "layers.0.mlp.experts.up" in targets(mixture, ("experts",)).keys() - names
     pairs: Pairs = load_adapter(write(tmp_path / "a", tensors()), CONFIG)
     assert set(pairs) <= set(targets(CONFIG))

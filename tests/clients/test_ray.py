@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -162,6 +163,31 @@ def test_without_ids_a_batch_repeats_itself_and_its_equal_prompts_differ() -> No
             top[0]["logprob"] <= 0 for top in logprobs
         )
     assert failed["generated_text"] is failed["logprobs"] is None and "empty" in failed["error"]
+
+
+def test_rows_name_their_adapters() -> None:
+    """Prompts and conversations; one that is unknown is that row's error."""
+    config = jpaged.load_params(str(MODEL_PATH)).config
+    lora = jpaged.initial_lora(config, 2, jax.random.key(0))
+    lora = jax.tree.map(lambda x: x + 0.2, lora)
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    tables: dict[str, Any] = {"max_loras": 1, "max_lora_rank": 2}
+    how: dict[str, Any] = {"adapters": {"a": lora}, "adapter_column": "adapter", **tables, **SMALL}
+    predictor = JPagedPredictor(str(MODEL_PATH), sampling=greedy, **how)
+    chat = [{"role": "user", "content": "def f():"}]
+    prompts, names = ["import os", "import os", chat, "import os"], ["a", None, "a", "b"]
+    (texts,) = run(predictor, pa.table({"prompt": prompts[:2], "adapter": names[:2]}))
+    (chats,) = run(predictor, pa.table({"prompt": prompts[2:3], "adapter": names[2:3]}))
+    (bad,) = run(predictor, pa.table({"prompt": prompts[3:], "adapter": names[3:]}))
+    llm = predictor._llm
+    expected = [
+        *llm.generate([{"prompt": "import os", "adapter": "a"}, "import os"], greedy),
+        *llm.chat(chat, greedy, adapter="a"),
+    ]
+    found = [*texts["generated_text"].to_pylist(), *chats["generated_text"].to_pylist()]
+    assert found == [out.outputs[0].text for out in expected]
+    assert found[0] != found[1]
+    assert "adapter 'b' is unknown" in bad["error"][0].as_py()
 
 
 def test_what_is_wrong_with_every_row_raises() -> None:

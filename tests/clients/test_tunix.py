@@ -305,12 +305,13 @@ def add_lora(model: Qwen3) -> Qwen3:
     return lora
 
 
-def test_lora_is_merged_or_refused():
+@pytest.mark.parametrize("merge", [False, True])
+def test_lora_is_served_or_refused(merge: bool):
     plain = grpo.make_model(0, **SIZES)
     model = add_lora(plain)
     with pytest.raises(ConfigError, match=r"_lora_a: pass lora_scale="):
         make_rollout(model)
-    ours, theirs = make_rollout(model, lora_scale=2.0), make_vanilla(model)
+    ours, theirs = make_rollout(model, lora_scale=2.0, merge_lora=merge), make_vanilla(model)
     assert_same(ours.generate(PROMPTS, GREEDY), theirs.generate(PROMPTS, GREEDY))
     assert lists(ours.generate(PROMPTS, GREEDY)) != lists(
         make_vanilla(plain).generate(PROMPTS, GREEDY)
@@ -329,8 +330,15 @@ def test_lora_parts_alone_are_synced():
     parts = nnx.state(actor, nnx.LoRAParam)
     nnx.update(actor, jax.tree.map(lambda x: -2 * x, parts))
     cluster.sync_weights()
+    base, _ = cluster.rollout._weights.current()
     after = lists(cluster.generate(PROMPTS))
     assert after == lists(make_vanilla(actor).generate(PROMPTS, GREEDY)) != before
+    nnx.update(actor, jax.tree.map(lambda x: x / 2, nnx.state(actor, nnx.LoRAParam)))
+    with tiny.compiles() as names:
+        cluster.sync_weights()
+        cluster.generate(PROMPTS)
+    assert not any("assemble" in name for name in names), "the base is made again"
+    assert cluster.rollout._weights.current()[0] is base
 
 
 def test_unknown_parts_are_refused():

@@ -14,6 +14,7 @@ from tests.engine.host import CheckedEngine, Host, cases
 from tests.engine.mock import ROOTS, MockReplicas, expected, generated
 from tests.engine.test_interrupts import interrupted
 
+GUESSING: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
 COUNTS = cases((2, 3, 4), (2,))
 
 
@@ -90,6 +91,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "several steps": {"decode_steps": 3},
     "pinned": {"deterministic": True},
     "windows": {"windows": (None, 7)},
+    "guessing": {"speculative": GUESSING},
+    "guessing, crowded": {"speculative": GUESSING, "num_blocks": 16, "mixed": True},
+    "guessing, pinned": {"speculative": GUESSING, "deterministic": True},
+    "guessing, several steps": {"speculative": GUESSING, "decode_steps": 3},
 }
 
 
@@ -106,6 +111,24 @@ def test_each_request_is_as_if_alone(count: int, kind: str, depth: int) -> None:
     check_phases(team)
     assert len({id(e) for e in team.replicas.engines}) == count
     assert all(runner.dispatched for runner in team.device.runners), "all of them work"
+    if "speculative" in KINDS[kind]:
+        report = team.engine.report()
+        assert 0 < report["accepted_tokens"] < report["drafted_tokens"]
+
+
+def test_replicas_guess_together(depth: int) -> None:
+    """In steps that are fewer; one whose rows have no draft goes on by a token beside it."""
+    plain, team = Team(2, depth), Team(2, depth, speculative=GUESSING)
+    found: list[Any] = []
+    for each in (plain, team):
+        seqs = [each.add([1, 2, 3, i], 30) for i in range(3)]
+        each.run()
+        found.append([seq.token_ids for seq in seqs])
+    assert found[0] == found[1]
+    report = team.engine.report()
+    assert 0 < report["accepted_tokens"] < report["drafted_tokens"]
+    assert len(team.device.phases) < len(plain.device.phases) * 3 // 4
+    assert report["verify_steps"] > 0
 
 
 def run_prototype(count: int) -> float:

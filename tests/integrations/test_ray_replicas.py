@@ -7,6 +7,7 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -115,10 +116,14 @@ class EchoLLM:
 
     def __init__(self, model: Any, *, seed: int, **engine_config: Any):
         self.engine_config, self.left = engine_config, dict[str, int]()
+        self.adapters = dict[str, str]()
         self.dispatches = 0
 
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
+
+    def add_adapter(self, name: str, folder: str) -> None:
+        self.adapters[name] = folder
 
     def add_request(self, prompt: Any, params: SamplingParams, *, request_id: str) -> None:
         self.left[request_id] = 3
@@ -217,6 +222,16 @@ def test_what_is_asked_of_ray(place: str, cluster: Any, meets: list[Any]) -> Non
         assert not meets
     llm.close()
     assert all(actor.is_dead for actor in ray.actors) and not ray.groups
+
+
+def test_adapters_are_on_every_replica(cluster: Any, meets: list[Any], tmp_path: Path) -> None:
+    ray, kind = cluster(EIGHT, EIGHT)
+    llm = kind(None, replicas=2, hosts=2, adapters={"sql": tmp_path / "x" / ".."}, max_loras=1)
+    assert len(ray.actors) == 4
+    for actor in ray.actors:
+        assert actor.made._llm.adapters == {"sql": str(tmp_path)}
+        assert actor.made._llm.engine_config == {"max_loras": 1}
+    llm.close()
 
 
 def test_devices_that_do_not_divide(cluster: Any) -> None:

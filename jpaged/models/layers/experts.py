@@ -11,6 +11,7 @@ from jpaged.models.layers.linear import Linear
 from jpaged.models.layers.mlp import MLP, Activation, gated
 from jpaged.models.params import MeshAxis
 from jpaged.models.quantized import QuantizedWeight
+from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
@@ -47,6 +48,8 @@ class Experts:
             chosen = jnp.where(is_real[:, None], chosen, self.weights.gate_up.shape[0])
         glu = functools.partial(gated, self.activation)
         experts = every_expert if serving.experts is None else serving.experts.experts
+        if self.weights.adapters is not None:  # the others know of none
+            experts = tiles.experts
         with jax.named_scope("experts"):
             y = experts(rows, chosen, weight, self.weights, glu)
         shared = self._shared(rows)

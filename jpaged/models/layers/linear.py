@@ -70,6 +70,15 @@ class Serving:
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     adapters: AdapterRows | None = None
 
+    def product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
+        """x [..., E] times the weight transposed, accumulated in f32."""
+        if self.products is not None and self.products.supported(x, weight_NE):
+            count = x.shape[0] if self.num_rows is None else self.num_rows
+            return self.products.linear(x, weight_NE, count, dtype)
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        y = jax.lax.dot_general(x, weight_NE, contract, preferred_element_type=jnp.float32)
+        return y.astype(dtype)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,9 +106,9 @@ class Linear:
         if isinstance(self.weight, QuantizedWeight):
             y = self._quantized(x, self.weight.matrix(), wanted)
         else:
-            y = self._product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
+            y = self.serving.product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
         if self.adapters is not None:
-            y = y + self.adapters(x, self._product).reshape(y.shape)
+            y = y + self.adapters(x, self.serving.product).reshape(y.shape)
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
         y = y.reshape(*x.shape[:-1], *outputs)
@@ -114,11 +123,3 @@ class Linear:
         count = x.shape[0] if count is None else count
         parts = (weight.values, weight.scales, weight.zeros, weight.form)
         return products.quantized(x, *parts, count).astype(dtype)
-
-    def _product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
-        products, count = self.serving.products, self.serving.num_rows
-        if products is not None and products.supported(x, weight_NE):
-            return products.linear(x, weight_NE, x.shape[0] if count is None else count, dtype)
-        contract = (((x.ndim - 1,), (1,)), ((), ()))
-        y = jax.lax.dot_general(x, weight_NE, contract, preferred_element_type=jnp.float32)
-        return y.astype(dtype)

@@ -1,0 +1,208 @@
+"""JPagedRollout with LoRA parts, under tunix's interface without tunix: new parts go into an
+adapter's slot, without a merge and without a compile. tests/clients has the real one.
+"""
+
+import dataclasses
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jpaged
+from jpaged import ConfigError, SamplingParams, api
+from jpaged.checkpoint.name_maps import TUNIX_QWEN3, params_from
+from tests.tiny import compiles, config, engine
+
+MODEL = config(num_layers=1, vocab_size=260, eos_token_ids=(257,))
+ENGINE = engine(decode_steps=4, max_num_batched_tokens=64, token_buckets=(64,))
+PROMPTS, SCALE, RANK = ["ab", "hello world"], 2.0, 3
+SIZES = dict(zip("VEFKGD", (260, 32, 48, 2, 2, 16), strict=True))
+ADAPTED = ("attn.q_proj.w", "attn.o_proj.w", "mlp.gate_proj.kernel")
+
+
+pytestmark = pytest.mark.middle
+
+
+@dataclasses.dataclass
+class RolloutConfig:
+    max_tokens_to_generate: int = 8
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: Any = None
+    max_prompt_length: int = 16
+    kv_cache_size: int = 64
+    data_type: Any = None
+    eos_tokens: Any = None
+    tensor_parallel_size: int = -1
+    data_parallel_size: int = -1
+    expert_parallel_size: int = -1
+    return_logprobs: bool = True
+
+
+@dataclasses.dataclass
+class RolloutOutput:
+    text: list[str]
+    logits: Any
+    tokens: Any
+    left_padded_prompt_tokens: Any
+    logprobs: Any
+
+
+class Tokenizer:
+    """As tunix adapts one."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode("latin-1")
+
+    def bos_id(self) -> int:
+        return 0
+
+    def pad_id(self) -> int:
+        return 258
+
+    def eos_id(self) -> int:
+        return 257
+
+    def dedup_bos_ids(self, ids: list[int]) -> list[int]:
+        return ids
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> Iterator[Any]:
+    """The integration's class, over a tunix that is not there."""
+    names = {
+        "tunix.generate.tokenizer_adapter": {"TokenizerAdapter": Tokenizer},
+        "tunix.rl.rollout.base_rollout": {
+            "BaseRollout": object,
+            "RolloutConfig": RolloutConfig,
+            "RolloutOutput": RolloutOutput,
+        },
+    }
+    ours = "jpaged.integrations.tunix"
+    before = {name: sys.modules.pop(name, None) for name in (*names, ours)}
+    for name, members in names.items():
+        parents = [name[:at] for at, x in enumerate(name) if x == "."]
+        for parent in parents:
+            before.setdefault(parent, sys.modules.get(parent))
+            sys.modules[parent] = types.ModuleType(parent)
+        module = sys.modules[name] = types.ModuleType(name)
+        vars(module).update(members)
+    yield importlib.import_module(ours).JPagedRollout
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+    jpaged.release(compiled=True)
+
+
+class Node(nnx.Module):
+    """A tree of parameters as attributes."""
+
+    def put(self, path: list[str], leaf: nnx.Param) -> None:
+        name, *rest = path
+        if rest:
+            if not hasattr(self, name):
+                setattr(self, name, Node())
+            getattr(self, name).put(rest, leaf)
+        else:
+            setattr(self, name, leaf)
+
+
+def shape_of(axes: str) -> tuple[int, ...]:
+    tokens = axes.replace("(K G)", "H").split()
+    return tuple(SIZES["K"] * SIZES["G"] if x == "H" else SIZES[x] for x in tokens)
+
+
+def make_actor() -> Node:
+    """A Qwen3 by tunix's names and shapes, with LoRA parts as qwix adds them."""
+    rng, actor = np.random.default_rng(0), Node()
+
+    def put(path: str, shape: tuple[int, ...], kind: Any, scale: float) -> None:
+        x = jnp.asarray(rng.standard_normal(shape) * scale, jnp.float32)
+        actor.put(path.split("."), kind(x))
+
+    for name, (path, axes, *_) in TUNIX_QWEN3.items():
+        if name.endswith("bias"):
+            continue
+        path, shape = path.replace("{i}", "0"), shape_of(axes)
+        put(path, shape, nnx.Param, 1.0 if len(shape) == 1 else 0.2)
+        inputs = 2 if axes.startswith("(K G) D") else 1
+        if path.removeprefix("layers.0.") in ADAPTED:
+            put(f"{path}_lora_a", (*shape[:inputs], RANK), nnx.LoRAParam, 0.2)
+            put(f"{path}_lora_b", (RANK, *shape[inputs:]), nnx.LoRAParam, 0.2)
+    return actor
+
+
+def make_rollout(rollouts: Any, actor: Node, **how: Any) -> Any:
+    how = {"family": "tunix_qwen3", "config": MODEL, "lora_scale": SCALE} | how
+    settings: Any = {"tokenizer": Tokenizer(), "mesh": None, "engine_config": ENGINE}
+    return rollouts(rollout_actor=actor, rollout_config=RolloutConfig(), **settings, **how)
+
+
+def tokens_of(rollout: Any) -> list[list[int]]:
+    return [x.tolist() for x in rollout.generate(PROMPTS, RolloutConfig()).tokens]
+
+
+def merged_tokens(actor: Node) -> list[list[int]]:
+    """By weights that the parts are merged into."""
+    params = params_from(actor, "tunix_qwen3", config=MODEL, lora_scale=SCALE)
+    how = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[257, 258])
+    prompts = [Tokenizer().encode(prompt) for prompt in PROMPTS]
+    outs = jpaged.generate(params, prompts, how, engine_config=ENGINE)
+    ends = {257, 258}
+    return [[x for x in out.outputs[0].token_ids if x not in ends] for out in outs]
+
+
+def new_parts(actor: Node, factor: float) -> nnx.State:
+    return jax.tree.map(lambda x: x * factor, nnx.state(actor, nnx.LoRAParam))
+
+
+def test_new_parts_go_into_a_slot(rollouts: Any) -> None:
+    actor = make_actor()
+    ours = make_rollout(rollouts, actor)
+    first = tokens_of(ours)
+    ours.update_params(new_parts(actor, 0.9))
+    tokens_of(ours)
+    base, _ = ours._weights.current()
+    session = api.kept_sessions()[-1]
+    version, loads = session.weights.version, session.report()["adapter_loads"]
+    for factor in (-1.0, 0.5):
+        parts = new_parts(actor, factor)
+        with compiles() as names:
+            ours.update_params(parts, (nnx.LoRAParam,))
+            found = tokens_of(ours)
+        assert names == [], "neither a merge nor a step"
+        assert ours._weights.current()[0] is base
+        loads += 1
+        assert session.report()["adapter_loads"] == loads
+        assert session.weights.version == version
+        assert tokens_of(ours) == found, "the same parts are the same version"
+        assert session.report()["adapter_loads"] == loads
+        assert found == merged_tokens(actor) != first
+
+
+def test_logprobs_are_the_adapters_too(rollouts: Any) -> None:
+    actor = make_actor()
+    ours, merged = (make_rollout(rollouts, actor, merge_lora=merge) for merge in (False, True))
+    prompts = np.array([[258, 5, 6], [7, 8, 9]])
+    completions = np.array([[10, 11], [12, 258]])
+    found, wanted = (each.get_per_token_logps(prompts, completions) for each in (ours, merged))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert merged._weights.current()[1] is None is not ours._weights.current()[1]
+    assert tokens_of(ours) == tokens_of(merged) == merged_tokens(actor)
+
+
+def test_a_scale_is_needed(rollouts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"_lora_a: pass lora_scale="):
+        make_rollout(rollouts, make_actor(), lora_scale=None)
