@@ -129,7 +129,9 @@ def sample(
     # A draw that is plain but for its mask makes what is allowed anew in each of its passes.
     mask_only_SW = mask_SW if full is None and not filters else None
     if mask_SW is not None and mask_only_SW is None:
+        # Stored: else each search for a threshold makes it anew.
         z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
+        z_SV = lax.optimization_barrier(z_SV)
     if mask_only_SW is None:
         tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
     else:
