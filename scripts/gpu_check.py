@@ -64,7 +64,7 @@ def jobs(part: str, out: Path, dry: bool) -> list[Job]:
                 ),
                 seconds=seconds * slow,
             )
-            for name, seconds in (("mosaic_gpu", 70), ("triton", 40))
+            for name, seconds in (("mosaic_gpu", 90), ("triton", 60))
             for phase in ("decode", "prefill")
         ]
         return [timed("marks", 60), *checks]

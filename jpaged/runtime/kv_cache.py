@@ -58,8 +58,10 @@ class PoolSpec:
         shape = (rows, *self.shape[1:])
         if self.kv_dtype is None:
             return jax.ShapeDtypeStruct(shape, self.dtype)
-        scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
-        return ScaledPool(jax.ShapeDtypeStruct(shape, self.kv_dtype), scales)
+        layout, values = self.kernel.pool_layout, jax.ShapeDtypeStruct(shape, self.kv_dtype)
+        lines, columns = layout.scales(self.block_size)
+        scales = jax.ShapeDtypeStruct((rows, lines, self.shards * columns), jnp.float32)
+        return ScaledPool(values, scales, layout.slots_last)
 
     @property
     def block_bytes(self) -> int:
@@ -134,7 +136,8 @@ def reach(group: KVGroup, config: EngineConfig) -> int:
 
 def spec(where: Placement) -> PartitionSpec:
     """KV heads over the tensor axis, a contiguous split of axis 2 keeps each head's K and V
-    together; and the pools of all replicas one after the other. So lie scales too.
+    together; and the pools of all replicas one after the other. So lie scales too, whatever their
+    axis 2 is: a device's lie together.
     """
     return PartitionSpec(where.data_axes or None, None, where.tensor_axis)
 

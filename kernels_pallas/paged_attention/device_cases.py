@@ -78,6 +78,54 @@ DEVICE = (
     ),
 )
 
+# Keys and values in 8 bits, in blocks of a whole tile and of more, of each width of a head: small
+# enough for interpreters too.
+IN_TILES = (
+    Case(
+        name="decode_int8",
+        contexts=(63, 64, 65, 0, 200),
+        P=64,
+        D=64,
+        dtype=_BF16,
+        kv_dtype="int8",
+    ),
+    Case(
+        name="decode_fp8_sinks_window",
+        contexts=(70, 0, 150),
+        K=1,
+        P=128,
+        D=128,
+        dtype=_BF16,
+        sliding_window=70,
+        sinks=True,
+        kv_dtype="float8_e4m3fn",
+    ),
+    Case(
+        name="decode_fp8_f16_cap",
+        contexts=(127, 129),
+        H=8,
+        P=128,
+        D=128,
+        dtype="float16",
+        soft_cap=3.0,
+        kv_dtype="float8_e4m3fn",
+    ),
+    Case(
+        name="decode_int8_d256",
+        contexts=(70, 5),
+        K=1,
+        P=64,
+        D=256,
+        dtype=_BF16,
+        kv_dtype="int8",
+    ),
+)
+# The same where rings wrap and blocks take turns.
+DEVICE_IN_8_BITS = tuple(
+    dataclasses.replace(case, name=f"{case.name}_{kv_dtype}", kv_dtype=kv_dtype)
+    for case, kv_dtype in zip(DEVICE[:3], ("int8", "int8", "float8_e4m3fn"), strict=True)
+)
+
 # What is timed on a GPU, what tells most first, decode and prefill in turn.
 BENCH = (
     _timed(128, 2048),

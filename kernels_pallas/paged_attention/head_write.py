@@ -46,7 +46,8 @@ def unsupported(shapes: Shapes, pool_layout: Callable[[int, int], PoolLayout]) -
     if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"dtype {jnp.dtype(shapes.dtype)}"
     heads = shapes.num_kv_heads, shapes.head_dim
-    if pool_layout(*heads) != plain_pool_layout(*heads):
+    layout, plain = pool_layout(*heads), plain_pool_layout(*heads)
+    if (layout.rows, layout.width) != (plain.rows, plain.width):
         return "a pool with padding"
     return None
 

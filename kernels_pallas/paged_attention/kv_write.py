@@ -6,7 +6,6 @@ Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, D he
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -22,25 +21,46 @@ def write_kv(
     P + slot, no slot twice. Padding tokens carry any index outside [0, N*P), by custom the whole
     pool's L*N*P, and are dropped.
     """
-    new = (
-        scaled(kv_T2KD, pool.dtype) if isinstance(pool, ScaledPool) else kv_T2KD.astype(pool.dtype)
-    )
-
-    def write(part: Array, rows: Array) -> Array:
-        return _write(part, layer, rows, slot_mapping_T, num_layers)
-
-    return jax.tree.map(write, pool, new)
+    where = (layer, slot_mapping_T, num_layers)
+    if not isinstance(pool, ScaledPool):
+        return _write(pool, kv_T2KD.astype(pool.dtype), *where)
+    new = scaled(kv_T2KD, pool.dtype, pool.scales_of_a_row)
+    if pool.slots_last:
+        scales = _write_columns(pool.scales, pool.shape[1], new.scales, *where)
+    else:
+        scales = _write(pool.scales, new.scales, *where)
+    return ScaledPool(_write(pool.values, new.values, *where), scales, pool.slots_last)
 
 
 def _write(
-    pool: Array, layer: Array | int, new: Array, slot_mapping_T: Array, num_layers: int
+    pool: Array, new: Array, layer: Array | int, slot_mapping_T: Array, num_layers: int
 ) -> Array:
+    """One scatter over flat rows."""
     rows, P, *token = pool.shape
-    slots, total = rows // num_layers * P, rows * P
-    inside_T = (slot_mapping_T >= 0) & (slot_mapping_T < slots)
-    # One scatter over flat rows; dropped rows get distinct indices past the end, so that all
-    # indices are unique.
-    past_T = total + jnp.arange(new.shape[0], dtype=slot_mapping_T.dtype)
-    row_T = jnp.where(inside_T, layer * slots + slot_mapping_T, past_T)
-    flat = pool.reshape(total, *token).at[row_T].set(new, mode="drop", unique_indices=True)
+    row_T = _places(rows * P, layer, slot_mapping_T, num_layers)
+    flat = pool.reshape(rows * P, *token).at[row_T].set(new, mode="drop", unique_indices=True)
     return flat.reshape(pool.shape)
+
+
+def _write_columns(
+    scales: Array,
+    P: int,
+    new_T2K: Array,
+    layer: Array | int,
+    slot_mapping_T: Array,
+    num_layers: int,
+) -> Array:
+    """The scales [L*N, 2K, P or more lanes] with those of each token in a column."""
+    row_T = _places(scales.shape[0] * P, layer, slot_mapping_T, num_layers)
+    at = (row_T // P, slice(None), row_T % P)
+    return scales.at[at].set(new_T2K, mode="drop", unique_indices=True)
+
+
+def _places(total: int, layer: Array | int, slot_mapping_T: Array, num_layers: int) -> Array:
+    """Of each token, the slot among all of the pool's; of one that is dropped, its own past the
+    end, so that all are unique.
+    """
+    slots = total // num_layers
+    inside_T = (slot_mapping_T >= 0) & (slot_mapping_T < slots)
+    past_T = total + jnp.arange(slot_mapping_T.shape[0], dtype=slot_mapping_T.dtype)
+    return jnp.where(inside_T, layer * slots + slot_mapping_T, past_T)

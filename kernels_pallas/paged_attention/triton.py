@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.paged_attention.common import LOG2E, NEG, combine, interpretation, rows_of
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
-from kernels_pallas.paged_attention.pool_layout import ScaledPool, plain_pool_layout
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, slots_last_layout
 
 MIN_ROWS = 16  # of a Triton matmul
 # half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
@@ -33,7 +33,7 @@ SLOTS = 64  # C
 PROGRAMS = 264  # that fill a card twice over: what decode splits its contexts for
 MAX_SPLITS = 16
 
-pool_layout = plain_pool_layout
+pool_layout = slots_last_layout
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
@@ -181,7 +181,8 @@ def _attend(
                 f"triton: {shapes.scaled} in a pool of {pool.values.size} bytes, which must not be "
                 "between 2**31 and 2**32: change num_blocks"
             )
-        values, scales = pool.values, (jnp.reshape(pool.scales, (blocks * P, K2)),)
+        assert pool.slots_last, "as its pool_layout has them"
+        values, scales = pool.values, (pool.scales,)
     outputs = (
         ((T, splits, K, G, D), jnp.float32 if splits > 1 else q_THD.dtype),
         ((T, splits, K, G), jnp.float32),
@@ -271,7 +272,8 @@ def _kernel(
             slot_C_ = step * C + slot_C
             following = blocks(step + 1)
             seen_C = (slot_C_ >= begin) & (slot_C_ < end)
-            slots = ((first_block_ref[0] + block_C) * P + lax.rem(slot_C_, P))[:, None]
+            of_block_C = lax.rem(slot_C_, P)
+            slots = ((first_block_ref[0] + block_C) * P + of_block_C)[:, None]
 
             def part(nth):
                 """Keys (0) or values (1), and their scales."""
@@ -279,7 +281,7 @@ def _kernel(
                 x = plgpu.load(at, mask=seen_C[:, None], other=jnp.zeros((), pool_ref.dtype))
                 if not scaled:
                     return x, None
-                at = scales[0].at[slots[:, 0], 2 * head + nth]
+                at = scales[0].at[first_block_ref[0] + block_C, 2 * head + nth, of_block_C]
                 return x.astype(q.dtype), plgpu.load(at, mask=seen_C, other=0.0)[None, :]
 
             k, of_keys = part(0)

@@ -27,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.mosaic_gpu import prefill_kernel
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import H200, absent_devices, hopper
 from tests.kernels import ptx
 
@@ -40,6 +41,14 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "decode_d128_g8_window": (128, 128, 8, 1, {"splits": 2, "sliding_window": 1000}),
     "decode_d64_g8_sinks_window": (64, 64, 64, 8, {"splits": 1, "sliding_window": 128, "sinks": 1}),
     "decode_d256_g4_cap": (256, 64, 8, 2, {"splits": 4, "soft_cap": 50.0}),
+    "decode_d64_g2_int8": (64, 64, 8, 4, {"splits": 1, "kv_dtype": jnp.int8}),
+    "decode_d128_g2_int8": (128, 64, 16, 8, {"splits": 1, "kv_dtype": jnp.int8}),
+    "decode_d128_g2_int8_splits": (128, 64, 16, 8, {"splits": 4, "kv_dtype": jnp.int8}),
+    "decode_d128_g4_fp8": (128, 128, 32, 8, {"splits": 2, "kv_dtype": jnp.float8_e4m3fn}),
+    "decode_d256_g4_int8_cap": (
+        *(256, 64, 8, 2),
+        {"splits": 4, "soft_cap": 50.0, "kv_dtype": jnp.int8},
+    ),
     "prefill_d64_g2": (64, 64, 8, 4, {}),
     "prefill_d64_g7_p8": (64, 8, 7, 1, {}),
     "prefill_d64_g8_sinks": (64, 64, 64, 8, {"sinks": 1}),
@@ -53,6 +62,7 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d256_g4_window": (256, 64, 8, 2, {"sliding_window": 1000}),
     "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"sliding_window": 1000, "soft_cap": 50.0}),
 }
+MASKS = ("sliding_window", "soft_cap")
 # name: a kernel, what is replaced in which module, by what
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
     "control_no_fences": ("prefill_d128_g2", plgpu, "commit_smem", lambda: None),
@@ -66,14 +76,17 @@ def kernel(name: str) -> tuple[Any, ...]:
     """
     D, P, H, K, more = KERNELS[name]
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
+    pool: Any = shape((4 * 1000, P, 2 * K, D), more.get("kv_dtype", jnp.bfloat16))
+    if "kv_dtype" in more:
+        pool = ScaledPool(pool, shape((4 * 1000, 2 * K, P), jnp.float32), slots_last=True)
     tables = (
-        shape((4 * 1000, P, 2 * K, D), jnp.bfloat16),
+        pool,
         shape((), i32),
         shape((32, 32), i32),
         shape((32,), i32),
     )
     splits = {"splits": more["splits"]} if "splits" in more else {}
-    masks = {key: value for key, value in more.items() if key not in ("splits", "sinks")}
+    masks = {key: value for key, value in more.items() if key in MASKS}
     options = Options(num_layers=4, scale=D**-0.5, interpret=False, **masks)
     if name.startswith("decode"):
         function = functools.partial(mosaic_gpu.decode, options=options, **splits)

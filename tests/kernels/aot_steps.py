@@ -4,6 +4,7 @@
     python -m tests.kernels.aot_steps tpu v5e:2x4 8 4     # 8 chips share the model, 4 layers of it
     python -m tests.kernels.aot_steps tpu v5e:2x4 2x4 4   # two replicas of 4 chips
     python -m tests.kernels.aot_steps cuda sm_90a 8 4
+    python -m tests.kernels.aot_steps cuda sm_90a 1 4 int8    # keys and values in 8 bits
 
 compiles prefill and decode and prints a JSON line for each: compile seconds, bytes of temporaries
 and weights on a chip, what passes between chips, and how many instructions would copy the pool.
@@ -13,7 +14,6 @@ pass but sums and gathers; else the exit status is 1.
 
 import dataclasses
 import json
-import math
 import sys
 import time
 from typing import Any
@@ -41,14 +41,20 @@ def not_donated(function: Any, *, donate_argnums: Any = (), **how: Any) -> Any:
     return JIT(function, **how)
 
 
-def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
+def main(
+    platform: str, chip: str, count: str = "1", layers: str = "28", kv_dtype: Any = None
+) -> int:
     stay_on_cpu()
     model, good = dataclasses.replace(MODELS["0.6b"], num_layers=int(layers)), True
     *replicas, share = map(int, count.split("x"))
     replicas = replicas[0] if replicas else 1
     blocks = BLOCKS * share * 28 // int(layers)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "num_blocks": blocks}
-    sizes |= {"data_parallel_size": replicas, "tensor_parallel_size": share}
+    sizes |= {
+        "kv_cache_dtype": kv_dtype,
+        "data_parallel_size": replicas,
+        "tensor_parallel_size": share,
+    }
     config = EngineConfig(**sizes).resolve(model)
     M = config.max_blocks_per_seq
     prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
@@ -67,7 +73,9 @@ def main(platform: str, chip: str, count: str = "1", layers: str = "28") -> int:
             with mock.patch.object(jax, "jit", not_donated if name == CONTROL else JIT):
                 compiled = runner.steps.lower(bucket).compile()
             text = compiled.as_text()
-            copies = len(pool_copies(text, math.prod(pool.shape) // placement.axis_size))
+            parts = jax.tree.leaves(pool.of_rows(pool.shape[0]))  # scales too, in 8 bits
+            sizes_of_parts = [part.size // placement.axis_size for part in parts]
+            copies = sum(len(pool_copies(text, size)) for size in sizes_of_parts)
             always, sometimes = collectives(text)
             good &= set(always | sometimes) <= {"all-reduce", "all-gather"}
             good &= (copies > 0) == (name == CONTROL)

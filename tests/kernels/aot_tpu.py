@@ -1,8 +1,8 @@
 """Lowering and compiling for a TPU that is not there.
 
 Lowering needs jax alone. A compile needs libtpu, which runs in a process of its own: `python -m
-tests.kernels.aot_tpu v5e:2x2` compiles every program below for that chip and prints one JSON line
-for each.
+tests.kernels.aot_tpu v5e:2x2` compiles every program below for that chip (or those that are named
+after it) and prints one JSON line for each.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from kernels_pallas.paged_attention import tpu
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import LIBTPU, absent_devices
 from tests.hlo import pool_copies
 
@@ -54,11 +55,18 @@ class Program:
     kernel: str = "own"
     loop: bool = False  # over the layers, instead of a copy of the kernel for each
     sinks: bool = False
+    kv_dtype: Any = None  # of 8 bits, with scales
 
-    @property
-    def pool(self) -> tuple[int, ...]:
-        layout = tpu.pool_layout(self.K, self.D)
-        return (LAYERS * self.N, self.P, layout.rows, layout.width)
+    def pool(self, sharding: Any = None) -> Any:
+        """As ShapeDtypeStructs."""
+        layout, blocks = tpu.pool_layout(self.K, self.D), LAYERS * self.N
+        shape = (blocks, self.P, layout.rows, layout.width)
+        values = jax.ShapeDtypeStruct(shape, self.kv_dtype or self.dtype, sharding=sharding)
+        if self.kv_dtype is None:
+            return values
+        shape = (blocks, *layout.scales(self.P))
+        scales = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        return ScaledPool(values, scales, layout.slots_last)
 
 
 PROGRAMS = (
@@ -82,6 +90,13 @@ PROGRAMS = (
     Program("decode_loop", 16, loop=True),
     Program("prefill_loop", 320, loop=True),
     Program("control_without_donation", 16, donate=False),
+    # In 8 bits. Scales are what has to be larger than VMEM.
+    Program("decode_d128_int8", 16, kv_dtype=jnp.int8, N=6000),
+    Program("prefill_d128_fp8", 320, kv_dtype=jnp.float8_e4m3fn, N=6000),
+    Program("decode_d64_k4_fp8", 16, K=4, D=64, P=16, N=20000, kv_dtype=jnp.float8_e4m3fn),
+    Program("prefill_d256_k2_int8", 320, K=2, D=256, P=16, N=22000, kv_dtype=jnp.int8),
+    Program("decode_loop_int8", 16, P=128, kv_dtype=jnp.int8, N=6000, loop=True),
+    Program("control_int8_without_donation", 16, kv_dtype=jnp.int8, N=6000, donate=False),
     Program("decode_jax", 16, kernel="jax"),
     Program("prefill_jax", 320, kernel="jax"),
 )
@@ -98,9 +113,9 @@ def step(program: Program) -> Callable[..., Any]:
     layout = tpu.pool_layout(program.K, program.D)
 
     def run(
-        pool: Array, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array
-    ) -> tuple[Array, Array]:
-        def run_layer(layer: Array | int, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        pool: Any, q_THD: Array, kv_T2KD: Array, slots_T: Array, *rows: Array
+    ) -> tuple[Any, Array]:
+        def run_layer(layer: Array | int, state: tuple[Any, Array]) -> tuple[Any, Array]:
             pool, x = state
             pool = write_kv(pool, layer, layout.pack(kv_T2KD), slots_T, num_layers=LAYERS)
             if program.T == program.S:
@@ -118,7 +133,7 @@ def step(program: Program) -> Callable[..., Any]:
     return run
 
 
-def arguments(program: Program, sharding: Any = None) -> Iterator[jax.ShapeDtypeStruct]:
+def arguments(program: Program, sharding: Any = None) -> Iterator[Any]:
     T, K, G, D, S, M, i32 = (
         program.T,
         program.K,
@@ -128,7 +143,8 @@ def arguments(program: Program, sharding: Any = None) -> Iterator[jax.ShapeDtype
         program.M,
         jnp.int32,
     )
-    floats = (program.pool, (T, K * G, D), (T, 2 * K, D))
+    floats = ((T, K * G, D), (T, 2 * K, D))
+    yield program.pool(sharding)
     yield from (jax.ShapeDtypeStruct(shape, program.dtype, sharding=sharding) for shape in floats)
     yield from (
         jax.ShapeDtypeStruct(shape, i32, sharding=sharding)
@@ -166,9 +182,9 @@ def compile_all(chip: str, timeout: float) -> dict[str, dict[str, Any]]:
     return {result["name"]: result for result in results}
 
 
-def main(chip: str) -> None:
+def main(chip: str, *names: str) -> None:
     mesh = Mesh(np.array(absent_devices("tpu", chip)[:1]), ("x",), axis_types=(AxisType.Auto,))
-    for program in PROGRAMS:
+    for program in (p for p in PROGRAMS if not names or p.name in names):
         start = time.perf_counter()
         # The abstract mesh tells Pallas which chip it is.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -184,7 +200,9 @@ def main(chip: str) -> None:
         result = {
             "name": program.name,
             "kernels": hlo.count('custom_call_target="tpu_custom_call"'),
-            "pool_copies": len(pool_copies(hlo, int(np.prod(program.pool)))),
+            "pool_copies": [
+                len(pool_copies(hlo, part.size)) for part in jax.tree.leaves(program.pool())
+            ],
             "temporary_bytes": memory.temp_size_in_bytes,
             "seconds": round(time.perf_counter() - start, 1),
         }
@@ -192,4 +210,4 @@ def main(chip: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

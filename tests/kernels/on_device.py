@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
-from kernels_pallas.paged_attention.device_cases import DEVICE
+from kernels_pallas.paged_attention.device_cases import DEVICE, DEVICE_IN_8_BITS, IN_TILES
 from scripts.gpu_jobs import run_cases
 from tests.kernels.suite import check
 
@@ -41,11 +41,13 @@ def checks(name: str, phase: str, *, dry: bool) -> dict[str, Callable[[], dict[s
     """
     implementation = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     found = {}
-    scaled = SCALED[:: 6 if dry else 1] if name == "triton" else ()
+    scaled = (*SCALED[::6], IN_TILES[0]) if dry else (*DEVICE_IN_8_BITS, *SCALED, *IN_TILES)
+    scaled = [c for c in scaled if implementation.unsupported(c.shapes, None) is None]
     for case in (*(DRY if dry else (*DEVICE, *GPU)), *scaled):
         if (case.queries is None) != (phase == "decode"):
             continue
-        splits = (None, 1, 2) if phase == "decode" and case in DEVICE else (None,)
+        is_long = case in (*DEVICE, *DEVICE_IN_8_BITS)
+        splits = (None, 1, 2) if phase == "decode" and is_long else (None,)
         for number in splits:
             own = {} if number is None else {"splits": number}
             key = f"{name} {case.name}" + "".join(f" splits={n}" for n in own.values())

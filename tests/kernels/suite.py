@@ -107,13 +107,18 @@ def call(
     how: dict[str, Any] | None = None,
     **own: Any,
 ) -> Any:
-    """The case's entry point of an implementation (a module or any object with the two functions).
+    """The case's entry point of an implementation (a module or any object with the two functions),
+    over a pool in 8 bits as its pool_layout has it.
 
     how: fields of its Options beside the case's. own: arguments that this implementation alone
     takes.
     """
     options = dataclasses.replace(case.options, **(how or {}))
     function = implementation.decode if case.queries is None else implementation.prefill
+    if isinstance(inputs.pool, ScaledPool) and hasattr(implementation, "pool_layout"):
+        layout = implementation.pool_layout(case.K, case.D)
+        if layout.slots_last and not inputs.pool.slots_last:
+            inputs = dataclasses.replace(inputs, pool=layout.pack_scaled(inputs.pool))
     own |= {} if inputs.sinks is None else {"sinks_H": inputs.sinks}
     return function(*inputs.args, options=options, **own)
 

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import xla
+from kernels_pallas.paged_attention import tpu, xla
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.kv_write import write_kv
-from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
+from kernels_pallas.paged_attention.pool_layout import (
+    PoolLayout,
+    ScaledPool,
+    scaled,
+    slots_last_layout,
+)
 from tests.hlo import pool_copies
 
 L, N, P, K, G, D, S, M = 3, 37, 8, 2, 2, 16, 8, 4
@@ -55,6 +60,30 @@ def test_writes_its_slots_and_nothing_else(dtype: Any) -> None:
         assert set(written) == {layer * N * P + s for s in slots if 0 <= s < N * P}
         arrays = jnp.asarray(pool), layer, jnp.asarray(kv), jnp.asarray(slots)
         assert np.array_equal(write_kv(*arrays, num_layers=L), new)
+
+
+@pytest.mark.parametrize("num_layers", [1, L])
+@pytest.mark.parametrize(
+    "layout", [slots_last_layout(K, D), tpu.pool_layout(K, D)], ids=["", "tpu"]
+)
+def test_scales_whose_slots_are_last(layout: PoolLayout, num_layers: int) -> None:
+    """In the places where a pool that is written plainly has them once it is laid out so; what is
+    padding stays.
+    """
+    rng = np.random.default_rng(0)
+    kv = jnp.asarray(rng.standard_normal((11, 2 * K, D)), jnp.float32)
+    slots = rng.permutation(N * P)[:11].astype(np.int32)
+    slots[[3, 6]] = L * N * P
+    plain = ScaledPool(
+        jnp.zeros((L * N, P, 2 * K, D), jnp.int8), jnp.zeros((L * N, P, 2 * K), jnp.float32)
+    )
+    how: Any = {"num_layers": num_layers}
+    expected = layout.pack_scaled(write_kv(plain, num_layers - 1, kv, jnp.asarray(slots), **how))
+    empty = layout.pack_scaled(plain)
+    found = write_kv(empty, num_layers - 1, layout.pack(kv), jnp.asarray(slots), **how)
+    assert found.slots_last and np.asarray(expected.scales).any()
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention import mosaic_gpu
 from kernels_pallas.paged_attention.cases import GPU, Case
+from kernels_pallas.paged_attention.device_cases import IN_TILES
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import split_count, work_item
@@ -61,6 +62,7 @@ INTERPRETED = SimpleNamespace(
     prepare=mosaic_gpu.prepare,
     prefill=_without_races(mosaic_gpu.prefill),
     decode=_without_races(mosaic_gpu.decode),
+    pool_layout=mosaic_gpu.pool_layout,
 )
 
 
@@ -242,6 +244,32 @@ def test_tiles_cover_each_token_once(group: int) -> None:
         elif queries:
             assert token >= starts[-1] and context == 0
     assert sorted(seen) == list(range(tokens))
+
+
+LONG_IN_8_BITS = dataclasses.replace(LONG, kv_dtype="int8")
+
+
+@pytest.mark.parametrize("values", ["random", "coded"])
+@pytest.mark.parametrize("case", IN_TILES, ids=str)
+def test_in_8_bits(case: Case, values: Any) -> None:
+    check(INTERPRETED, case, values)
+
+
+@pytest.mark.parametrize("values", ["random", "coded"])
+@pytest.mark.parametrize(("splits", "thread_blocks"), [(1, 3), (2, 1)])
+def test_thread_blocks_take_turns_in_8_bits(splits: int, thread_blocks: int, values: Any) -> None:
+    check(INTERPRETED, LONG_IN_8_BITS, values, splits=splits, thread_blocks=thread_blocks)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_prefill_in_8_bits_is_another_kernel(kv_dtype: str) -> None:
+    """With what it prepares once a step."""
+    case = dataclasses.replace(
+        SMALL_PREFILL, name="prefill", P=64, kv_dtype=kv_dtype, sliding_window=50
+    )
+    inputs = build(case)
+    check(mosaic_gpu, case)
+    check(mosaic_gpu, case, prepared=prepared(mosaic_gpu, case, inputs))
 
 
 # Mutations: each has to fail, or the checks above prove nothing.
@@ -429,6 +457,24 @@ SOURCES = {
         *("decode_kernel", "(slot >= low) & (slot < high)", "(slot >= low)"),
         *(SMALL_DECODE, {}),
     ),
+    "8 bits: scales of values for keys": (
+        *("decode_kernel", "scales_sm.at[stage, i]", "scales_sm.at[stage, 1 - i]"),
+        *(IN_TILES[0], {}),
+    ),
+    "8 bits: scales of another head": (
+        *("pieces", "pl.ds(2 * head, 2)", "pl.ds(0, 2)", IN_TILES[0], {}),
+    ),
+    "8 bits: scales of another part of a block": (
+        *("pieces", "pl.ds(2 * head, 2), part]", "pl.ds(2 * head, 2), pl.ds(0, C)]"),
+        *(IN_TILES[1], {}),
+    ),
+    "8 bits: unseen scales kept": (
+        *("decode_kernel", "jnp.where(seen, of_values, 0.0)", "of_values", IN_TILES[0], {}),
+    ),
+    "8 bits: a stage given back too early": (
+        *("pieces", "    plgpu.commit_smem()\n\n\ndef zero_unseen", "\n\ndef zero_unseen"),
+        *(LONG_IN_8_BITS, {"splits": 1, "thread_blocks": 1}),
+    ),
     "keys before a window": (
         *("prefill_kernel", "seen &= key > query - window", "pass", ENDS, {}),
     ),
@@ -455,6 +501,7 @@ def test_a_mutation_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = SimpleNamespace(
         decode=_without_races(mutants["decode_kernel"].decode),
         prefill=_without_races(mutants["prefill_kernel"].prefill),
+        pool_layout=mosaic_gpu.pool_layout,
     )
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)) as failed:
         for values in ("random", "coded"):
@@ -475,6 +522,7 @@ def test_a_mutation_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"block_size": 192}, "block_size 192"),
         ({"num_heads": 12}, "12 query heads"),
         ({"num_heads": 130, "num_kv_heads": 2}, "130 query heads"),
+        ({"kv_dtype": jnp.int8, "block_size": 32}, "with scales, block_size 32: only 64 and mul"),
     ],
 )
 def test_unsupported_says_why(change: dict[str, Any], reason: str) -> None:
@@ -497,6 +545,8 @@ def test_supported() -> None:
         {"dtype": jnp.float16},
         {"block_size": 256},
         {"num_heads": 56},
+        {"kv_dtype": jnp.int8},
+        {"kv_dtype": jnp.float8_e4m3fn, "block_size": 128},
     )
     for change in changes:
         assert mosaic_gpu.unsupported(dataclasses.replace(SUPPORTED, **change), None) is None
@@ -550,9 +600,10 @@ class TestCompiledForHopper:
     @pytest.mark.parametrize("name", aot_cuda.KERNELS)
     def test_spills(self, name: str, compiled: dict[str, dict[str, Any]]) -> None:
         """A window and a soft cap together take more registers than there are: some 20 of a thread
-        go to memory and back.
+        go to memory and back; a soft cap and 8 bits at a head_dim of 256, four.
         """
-        assert compiled[name]["spills"] <= (256 if name.endswith("window_cap") else 0)
+        most = {"decode_d256_g4_int8_cap": 16}.get(name, 0)
+        assert compiled[name]["spills"] <= (256 if name.endswith("window_cap") else most)
 
     @pytest.mark.parametrize("name", aot_cuda.KERNELS)
     def test_no_warpgroup_waits_for_registers(

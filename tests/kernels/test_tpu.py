@@ -110,6 +110,76 @@ def test_more_shapes(case: Case, interpret: pltpu.InterpretParams) -> None:
     check(Interpreted(interpret), case)
 
 
+# Keys and values in 8 bits: packed and padded heads, blocks that share lanes of scales and such as
+# have their own, rows that see nothing.
+IN_8_BITS = (
+    Case(
+        name="decode_int8",
+        contexts=(1, 15, 0, 16, 17, 64, 150),
+        H=8,
+        K=4,
+        D=64,
+        P=16,
+        dtype="bfloat16",
+        kv_dtype="int8",
+    ),
+    Case(
+        name="decode_fp8_sinks_window",
+        contexts=(20, 0, 150),
+        H=8,
+        D=128,
+        dtype="bfloat16",
+        sliding_window=100,
+        sinks=True,
+        kv_dtype="float8_e4m3fn",
+    ),
+    Case(
+        name="decode_f32_int8_cap",
+        contexts=(127, 129, 300),
+        D=80,
+        P=128,
+        soft_cap=3.0,
+        kv_dtype="int8",
+    ),
+    Case(name="decode_k3_fp8", contexts=(9, 30), H=9, K=3, D=40, kv_dtype="float8_e4m3fn"),
+    Case(
+        name="prefill_int8_window",
+        contexts=(9, 45, 20),
+        queries=(3, 27, 0),
+        D=128,
+        sliding_window=20,
+        extra_tokens=2,
+        kv_dtype="int8",
+    ),
+    Case(
+        name="prefill_fp8",
+        contexts=(9, 150),
+        queries=(9, 70),
+        H=8,
+        K=4,
+        D=64,
+        P=64,
+        dtype="bfloat16",
+        kv_dtype="float8_e4m3fn",
+    ),
+)
+
+
+@pytest.mark.parametrize("interpret", [NAN, RACES], ids=["nan", "races"])
+@pytest.mark.parametrize("values", ["random", "coded"])
+@pytest.mark.parametrize("case", IN_8_BITS, ids=str)
+def test_in_8_bits(case: Case, values: Any, interpret: pltpu.InterpretParams) -> None:
+    check(Interpreted(interpret), case, values)
+
+
+def test_every_float_of_8_bits() -> None:
+    """From its bits, by the kernel's own arithmetic; NaN becomes 480, which its scale makes NaN."""
+    bits = jnp.arange(256, dtype=jnp.uint8).astype(jnp.int8).reshape(2, 128)
+    meant = np.asarray(jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32))
+    found = np.asarray(jax.jit(kernel._of_e4m3fn)(bits.astype(jnp.int32)))
+    assert np.array_equal(found, np.where(np.isnan(meant), np.copysign(480, meant), meant))
+
+
 # Its table has more than the 128 blocks that a row of memory holds.
 BLOCKS_OF_ONE = next(case for case in DECODE if case.name == "decode_block1_g1")
 # What is replaced, by what.
@@ -134,6 +204,13 @@ MUTATIONS = {
     "the table of another item": [("tables[lax.rem(item, 2)", "tables[1 - lax.rem(item, 2)")],
     "a table not awaited": [('fetch(item + 1, "wait")', "pass")],
     "the end of a table": [("lax.div(u, 128), lax.rem(u, 128)", "0, lax.rem(u, 128)")],
+    "8 bits: scales of another block": [("lane >= i * P", "lane > i * P")],
+    "8 bits: scales of keys for values": [("by[2 * h + 1 : 2 * h + 2]", "by[2 * h : 2 * h + 1]")],
+    "8 bits: unseen scales kept": [
+        ("jnp.where((at >= begin) & (at < end), x, jnp.zeros_like(x))", "x")
+    ],
+    "8 bits: scales of another tile": [("scales_of(slot, j", "scales_of(1 - slot, j")],
+    "8 bits: a block not widened": [("lax.fori_loop(0, U, block", "lax.fori_loop(1, U, block")],
 }
 
 
@@ -152,6 +229,7 @@ def test_a_mutation_fails(name: str, interpret: pltpu.InterpretParams) -> None:
     exec(SOURCE, mutant.__dict__)
     mutant.__dict__["own_kernel"] = wrong.kernel
     case = BLOCKS_OF_ONE if name == "the end of a table" else WINDOW
+    case = IN_8_BITS[4] if name.startswith("8 bits") else case
     try:
         check(Interpreted(interpret, mutant), case)
         failed = _race_found()
@@ -212,6 +290,9 @@ def test_pool_rows() -> None:
         ({"H": 5}, "5 query heads over 2"),
         ({"P": 1024, "K": 16, "H": 16, "D": 128}, "vector memory"),
         ({"extra_blocks": 200_000}, "scalar memory"),
+        ({"kv_dtype": "int8"}, "int8 with scales, 2 KV heads of 64: two rows"),
+        ({"kv_dtype": "int8", "P": 4, "D": 128}, "int8 with scales, block_size 4: only 8, 16"),
+        ({"kv_dtype": "int8", "P": 192, "D": 128}, "int8 with scales, block_size 192: only 8, 16"),
     ],
 )
 @pytest.mark.parametrize("queries", [None, (3, 5)])
@@ -247,6 +328,9 @@ def test_refuses_other_devices_and_pools() -> None:
         call(tpu, case, build(case), how={"interpret": NAN}, kernel="jax")
     case = Case(name="sinks", contexts=(9,), D=128, sinks=True)
     with pytest.raises(NotImplementedError, match="jax's kernel takes no sinks"):
+        call(tpu, case, build(case), how={"interpret": False}, kernel="jax")
+    case = Case(name="scales", contexts=(9,), D=128, kv_dtype="int8")
+    with pytest.raises(NotImplementedError, match="jax's kernel takes no keys and values in int8"):
         call(tpu, case, build(case), how={"interpret": False}, kernel="jax")
 
 
@@ -365,5 +449,6 @@ def test_compiles_and_leaves_the_pool_in_place(chip: str) -> None:
     for program in aot_tpu.PROGRAMS:
         result = results[program.name]
         assert result["kernels"] == (1 if program.loop else aot_tpu.LAYERS)
-        # The control: without donation the pool must be copied, once.
-        assert result["pool_copies"] == (0 if program.donate else 1), program.name
+        # The control: without donation the pool must be copied, once, and so must its scales.
+        parts = 1 if program.kv_dtype is None else 2
+        assert result["pool_copies"] == [0 if program.donate else 1] * parts, program.name

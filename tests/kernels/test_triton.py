@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
+from scripts._common import H200
 from tests.kernels import aot_cuda
 from tests.kernels.bounds import again, watch
 from tests.kernels.suite import PagedAttentionSuite, build, call, check
@@ -69,7 +71,7 @@ def test_a_pool_in_8_bits_whose_offsets_overflow(blocks: int, fits: bool) -> Non
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     values = shape(blocks, 16, 8, 128, dtype=jnp.int8)
-    pool = ScaledPool(values, shape(blocks, 16, 8, dtype=jnp.float32))
+    pool = ScaledPool(values, shape(blocks, 8, 16, dtype=jnp.float32), slots_last=True)
     run = functools.partial(triton.decode, options=Options(scale=0.1))
     args = (shape(2, 4, 128, dtype=jnp.bfloat16), pool, 0, shape(2, 4), shape(2))
     if fits:
@@ -79,11 +81,14 @@ def test_a_pool_in_8_bits_whose_offsets_overflow(blocks: int, fits: bool) -> Non
             jax.eval_shape(run, *args)
 
 
-def lower(function: Callable[..., Any], *args: Any) -> str:
-    """StableHLO for an A100."""
+A100 = ("NVIDIA A100", 108)
+
+
+def lower(function: Callable[..., Any], *args: Any, device: tuple[str, int] = A100) -> str:
+    """StableHLO for a card."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
-        return aot_cuda.lower(function, *args, device=("NVIDIA A100", 108))
+        return aot_cuda.lower(function, *args, device=device)
 
 
 @pytest.mark.parametrize(("G", "D", "P"), [(1, 64, 128), (2, 128, 64), (7, 64, 16), (8, 256, 64)])
@@ -105,6 +110,58 @@ def test_lowers_for_cuda(G: int, D: int, P: int, soft_cap: float | None) -> None
         lower(lambda *a: triton.prefill(*a, options=options), q(256), pool, *rest, shape(9)),
     ):
         assert "triton" in text and f"{256 if 'tensor<256x' in text else 8}" in text
+
+
+def loads_of(text: str) -> set[str]:
+    """Types of what the Triton module that a kernel is lowered to loads by whole tiles."""
+    return set(re.findall(r'tt\.load .*: tensor<\d+x\d+x!tt\.ptr<(\w+)>> "masked_load', text))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "loaded"),
+    [(jnp.int8, "i8"), (jnp.float8_e4m3fn, "f8E4M3FN"), (None, "bf16")],
+    ids=["int8", "fp8", "control"],
+)
+def test_lowers_in_8_bits(
+    kv_dtype: Any,
+    loaded: str,
+    phase: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bytes are what the kernel loads, and nothing outside of it widens the pool. The controls: a
+    pool in bf16; and one that is widened first.
+    """
+    pallas_call = functools.partial(triton.pl.pallas_call, debug=True)  # prints the module
+    monkeypatch.setattr(triton.pl, "pallas_call", pallas_call)
+
+    def shape(*sizes: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    pool = shape(200, 64, 8, 128, dtype=kv_dtype or jnp.bfloat16)
+    if kv_dtype is not None:
+        pool = ScaledPool(pool, shape(200, 8, 64, dtype=jnp.float32), slots_last=True)
+    options = Options(num_layers=2, scale=0.1, interpret=False)
+    q = shape(8 if phase == "decode" else 256, 8, 128, dtype=jnp.bfloat16)
+    rows = (shape(), shape(8, 20), shape(8), *([] if phase == "decode" else [shape(9)]))
+
+    def attend(q: Any, pool: Any, *rows: Any, widened: bool = False) -> Any:
+        if widened:
+            values = pool.values.astype(jnp.bfloat16)
+            pool = values * pool.scales.swapaxes(1, 2)[..., None].astype(jnp.bfloat16)
+        return getattr(triton, phase)(q, pool, *rows, options=options)
+
+    triton._attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    device = H200 if kv_dtype == jnp.float8_e4m3fn else A100  # which has no such floats
+    outside = lower(attend, q, pool, *rows, device=device)
+    assert loads_of(capsys.readouterr().out) == {loaded} | {"bf16"}  # queries
+    widening = re.compile(r"stablehlo\.convert .*: \(tensor<200x64x8x128x")
+    assert not widening.search(outside)
+    if kv_dtype is not None:
+        first = functools.partial(attend, widened=True)
+        assert widening.search(lower(first, q, pool, *rows, device=device))
+        assert loads_of(capsys.readouterr().out) == {"bf16"}
 
 
 MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -47,11 +47,14 @@ def choose(
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_auto_takes_one_that_has_scales(kv: Any) -> None:
+    assert choose(HOPPER, kv_cache_dtype=kv, block_size=64).name == "mosaic_gpu"
     assert choose(HOPPER, kv_cache_dtype=kv).name == "triton"
     assert choose(CPU, kv_cache_dtype=kv).name == ON_CPU
     assert choose(CPU, kv_cache_dtype=kv, dtype=jnp.float32).name == "xla"
-    with pytest.warns(UserWarning, match="keys and values in .* with scales"):
-        assert choose(TPU, kv_cache_dtype=kv).name == "xla"
+    wide = dataclasses.replace(MODEL, num_kv_heads=4)
+    assert choose(TPU, model=wide, kv_cache_dtype=kv).name == "tpu"
+    with pytest.warns(UserWarning, match="keys and values in .* with scales, 2 KV heads of 64"):
+        assert choose(TPU, model=wide, kv_cache_dtype=kv, shards=2).name == "xla"
 
 
 def test_ampere_has_no_fp8() -> None:
@@ -182,6 +185,37 @@ def test_the_engine_on_each_kernel(attention: str, expected: list[Any]) -> None:
     if attention == "native" and (reason := unavailable()):
         pytest.skip(reason)
     assert serve(attention) == expected
+
+
+def served_in_8_bits(model: ModelConfig, **settings: Any) -> list[Any]:
+    """Tokens and logprobs of rows that are prefilled in chunks, forked and decoded."""
+    sizes = SETTINGS | {"max_model_len": 128, "kv_cache_dtype": "int8"} | settings
+    llm = LLM(make_params(5, model), **sizes)
+    how = SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=5, ignore_eos=True)
+    outs = llm.generate(make_prompts(9, 40), how, use_tqdm=False)
+    llm.close()
+    return [(c.token_ids, c.token_logprobs) for out in outs for c in out.outputs]
+
+
+@pytest.mark.parametrize(
+    ("attention", "settings"),
+    [
+        ("triton", {}),
+        ("triton", {"tensor_parallel_size": 2}),
+        ("tpu", {}),
+        ("mosaic_gpu", {"block_size": 64}),
+    ],
+    ids=["triton", "triton, two devices", "tpu", "mosaic_gpu"],
+)
+def test_the_engine_in_8_bits(attention: str, settings: dict[str, Any]) -> None:
+    """The same tokens as XLA's; each kernel has its own places for scales."""
+    model = dataclasses.replace(MODEL, num_kv_heads=4, max_position_embeddings=128)
+    ours = served_in_8_bits(model, attention=attention, **settings)
+    for (tokens, found), (same, expected) in zip(
+        ours, served_in_8_bits(model, attention="xla"), strict=True
+    ):
+        assert tokens == same
+        assert np.abs(found - expected).max() < 0.05
 
 
 SCALED = dataclasses.replace(MODEL, query_pre_attn_scalar=5.0)

@@ -24,7 +24,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from kernels_pallas.paged_attention import mosaic_gpu, reference
 from kernels_pallas.paged_attention.cases import GPU, SCALED, Case
-from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
+from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY, IN_TILES
 from tests.kernels import aot_cuda, on_device
 from tests.kernels.suite import Inputs, call, check
 from tests.tiny import CONFIG
@@ -105,6 +105,7 @@ def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.Mon
     case = dataclasses.replace(DECODE, name="long")
     monkeypatch.setattr(on_device, "GPU", (DECODE,))
     monkeypatch.setattr(on_device, "DEVICE", (case,))
+    monkeypatch.setattr(on_device, "DEVICE_IN_8_BITS", ())
 
     def check(implementation: Any, case: Case, values: str, **own: Any) -> None:
         if own == {"splits": 2}:
@@ -119,7 +120,7 @@ def test_a_wrong_kernel_fails_the_checks(tmp_path: Path, monkeypatch: pytest.Mon
         "triton long splits=1",
         "triton long splits=2",
         f"triton {DECODE.name}",
-        *(f"triton {case.name}" for case in SCALED if "decode" in case.name),
+        *(f"triton {case.name}" for case in (*SCALED, *IN_TILES) if "decode" in case.name),
     ]
     assert "coded: " in found["triton long"]["wrong"] and found["triton long splits=1"]["right"]
     assert found["triton long splits=2"]["not_taken"] == "not this one"

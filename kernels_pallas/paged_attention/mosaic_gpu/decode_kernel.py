@@ -6,6 +6,10 @@ as the card holds go through the list, each its share: while one computes the en
 copies are those of the next, so that short contexts too are read without a pause. (At D = 256
 shared memory has no room for that: there each item is a thread block.)
 
+Keys and values in 8 bits are copied as they lie, with their scales; before its products, the
+computing warpgroup makes a tile of 16 bits of them in shared memory, from where alone a wgmma takes
+its second operand. Scores and weights are what scales multiply.
+
 A context is split over several items where rows are too few to fill the card; the parts meet in a
 combine outside. How many is static: it follows from the shapes.
 
@@ -14,7 +18,7 @@ Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, H query h
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +34,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     SMEM_BYTES,
     Q,
     add_values,
+    along_slots,
     drain,
     fold,
     iota,
@@ -44,9 +49,10 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     stream_tiles,
     tiled_smem,
     unsupported,
+    widen,
     zero_unseen,
 )
-from kernels_pallas.paged_attention.pool_layout import pad
+from kernels_pallas.paged_attention.pool_layout import ScaledPool, pad
 
 MAX_SPLITS = 128
 START = 3  # KV tiles that could be read while an item starts and ends
@@ -82,7 +88,7 @@ def resident(head_dim: int) -> int:
 @functools.partial(jax.jit, static_argnames=("options", "splits", "thread_blocks", "fastest"))
 def decode(
     q_SHD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -102,7 +108,9 @@ def decode(
     S, H, D = q_SHD.shape
     shapes, window = shapes_of(q_SHD, pool, block_table_SM, options), options.sliding_window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)
-    P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
+    P, K, dtype = pool.shape[1], pool.shape[2] // 2, jnp.dtype(shapes.dtype)
+    in_8_bits = isinstance(pool, ScaledPool)
+    assert not in_8_bits or pool.slots_last, "as pool_layout has them"
     G, C, N = H // K, DECODE_C, pool.shape[0] // options.num_layers
     rows = -(-G // 8) * 8  # of q that are copied: the unit of a swizzled tile
     # KV heads whose queries are copied together. Rows of a product stay apart: others do no harm.
@@ -120,10 +128,15 @@ def decode(
     # it holds the queries of two, so that the next one's are there in time, and results apart.
     places, result = min(turns, 2), Q * D * out_dtype.itemsize
     fixed = 4096 + result + (2 * Q * D * dtype.itemsize if turns > 1 else 0)
-    stages = (SMEM_BYTES // resident(D) - fixed) // (C * 2 * D * dtype.itemsize)
+    stage = C * 2 * D * dtype.itemsize
+    if in_8_bits:  # one tile in 16 bits, and stages of 8 bits with scales
+        fixed, stage = fixed + stage, C * (2 * D + 8)
+    stages = (SMEM_BYTES // resident(D) - fixed) // stage
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, *refs):
-        (*out_refs, (kv_sm, (q_sm, o_sm), lse_sm), barriers) = refs
+        (*out_refs, (ring_sm, (q_sm, o_sm), lse_sm), barriers) = refs
+        (pool_ref, *scales_ref) = pool_ref if in_8_bits else (pool_ref,)
+        (kv_sm, *more_sm) = ring_sm if in_8_bits else (ring_sm,)
         q_full, q_empty, full, empty = barriers
         order_ref, contexts_ref = work_refs
         block, warpgroup = (lax.axis_index(name) for name in ("block", "warpgroup"))
@@ -162,13 +175,24 @@ def decode(
                     # Slots of the tile that are seen.
                     low, high = begin - (first + i) * C, context - (first + i) * C
                     plgpu.barrier_wait(full.at[stage])
-                    pl.when((low > 0) | (high < C))(lambda: zero_unseen(kv_sm.at[stage], low, high))
-                    s = scaled(scores(q_sm.at[place], kv_sm.at[stage]), options)
+                    tile, of_keys, of_values = kv_sm.at[stage], None, None
+                    if in_8_bits:
+                        scales_sm, tile = more_sm
+                        of_keys, of_values = (along_slots(scales_sm.at[stage, i]) for i in (0, 1))
+                        widen(kv_sm.at[stage], tile)
+                        plgpu.barrier_arrive(empty.at[stage])
+                    pl.when((low > 0) | (high < C))(lambda: zero_unseen(tile, low, high))
+                    s = scores(q_sm.at[place], tile)
+                    s = scaled(s if of_keys is None else s * of_keys, options)
                     slot = iota((Q, C), 1)
-                    s = jnp.where((slot >= low) & (slot < high), s, NEG)
-                    p, acc, m, total = fold(s, acc, m, total, dtype)
-                    acc = add_values(acc, p, kv_sm.at[stage], interpret)
-                    plgpu.barrier_arrive(empty.at[stage])
+                    seen = (slot >= low) & (slot < high)
+                    s = jnp.where(seen, s, NEG)
+                    if of_values is not None:
+                        of_values = jnp.where(seen, of_values, 0.0)
+                    p, acc, m, total = fold(s, acc, m, total, dtype, of_values)
+                    acc = add_values(acc, p, tile, interpret)
+                    if not in_8_bits:
+                        plgpu.barrier_arrive(empty.at[stage])
                     return acc, m, total
 
                 acc, m, total = lax.fori_loop(0, count, body, softmax_start(D))
@@ -202,7 +226,8 @@ def decode(
                 plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
                 base, table = layer_ref[0] * N, table_ref.at[row]
                 where = (pool_ref, base, table, context, head)
-                stream_tiles(*where, first, count, done, kv_sm, full, empty)
+                scales = (*scales_ref, *more_sm[:1])
+                stream_tiles(*where, first, count, done, kv_sm, full, empty, *scales)
                 return done + count
 
             done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
@@ -212,6 +237,13 @@ def decode(
 
     outputs = [((S, X, H, D), out_dtype), ((S, X, K, rows), jnp.float32)]
     q_and_o = tiled_smem((places, Q, D), dtype), plgpu.SMEM((Q, D), out_dtype)
+    kv_ring: Any = tiled_smem((stages, C, 2 * D), dtype)
+    if in_8_bits:
+        kv_ring = (
+            tiled_smem((stages, C, 2 * D), pool.dtype, width=D),
+            plgpu.SMEM((stages, 2, C), jnp.float32),
+            tiled_smem((C, 2 * D), dtype),
+        )
     q = q_SHD.astype(dtype).reshape(S, K // shared, shared * G, D)
     q = pad(q, (S, K // shared, rows, D))
     order_S = jnp.argsort(-context_lens_S).astype(jnp.int32)
@@ -228,14 +260,14 @@ def decode(
         out_type=[jax.ShapeDtypeStruct(*output) for output in outputs[: 2 if are_parts else 1]],
         scratch_types=(
             (
-                tiled_smem((stages, C, 2 * D), dtype),
+                kv_ring,
                 plgpu.RefUnion(*q_and_o) if turns == 1 else q_and_o,
                 plgpu.SMEM((Q,), jnp.float32),
             ),
             (
                 plgpu.Barrier(num_barriers=places),
                 plgpu.Barrier(num_barriers=places),
-                *ring(stages, C // P, 1),
+                *ring(stages, 2 if in_8_bits else C // P, 1),
             ),
         ),
     )

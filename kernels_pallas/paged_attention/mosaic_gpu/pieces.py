@@ -14,8 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.common import LOG2E, NEG
 from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 Q = 64  # rows of a wgmma
 DECODE_C = 64
@@ -42,8 +44,6 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         return f"compute capability {capability}: wgmma is Hopper's alone (9.0)"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}: only bfloat16 and float16"
-    if shapes.scaled:
-        return f"{shapes.scaled}: wgmma would take queries and weights in 8 bits too"
     if head_dim not in (64, 128, 256):
         return f"head_dim {head_dim}: only 64, 128 and 256"
     if block_size % 8 > 0 or (block_size % PREFILL_C > 0 and PREFILL_C % block_size > 0):
@@ -51,13 +51,16 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
     if num_heads % num_kv_heads > 0 or num_heads > Q * num_kv_heads:
         heads = f"{num_heads} query heads over {num_kv_heads} KV heads"
         return f"{heads}: only 1 to {Q} whole heads each"
-    return None
+    if shapes.scaled and block_size % DECODE_C > 0:
+        sizes = f"only {DECODE_C} and multiples of {PREFILL_C}"
+        return f"{shapes.scaled}, block_size {block_size}: {sizes}"
+    return triton.unsupported(shapes, device) if shapes.scaled else None  # for prefill
 
 
 def launch(
     kernel: Callable[..., None],
     q: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     block_table_SM: Array,
     work: Any,
     layer: Array | int,
@@ -67,8 +70,9 @@ def launch(
     warpgroups: int,
     **types: Any,
 ) -> Any:
-    """Runs a kernel over q, the pool as [L*N, P, K, 2D], the table, what each row or tile has to do
-    (an array or several), and the layer. The last axis of the grid is the fastest.
+    """Runs a kernel over q, the pool as [L*N, P, K, 2D] (in 8 bits, with its scales [L*N, 2K, P]),
+    the table, what each row or tile has to do (an array or several), and the layer. The last axis
+    of the grid is the fastest.
     """
     if interpret:
         types["interpret"] = plgpu.InterpretGPUParams() if interpret is True else interpret
@@ -83,7 +87,9 @@ def launch(
     )
     layer_1 = jnp.asarray(layer, jnp.int32).reshape(1)
     _, P, K2, D = pool.shape
-    return call(q, pool.reshape(-1, P, K2 // 2, 2 * D), block_table_SM, work, layer_1)
+    values, scales = (pool.values, pool.scales) if isinstance(pool, ScaledPool) else (pool, None)
+    values = jnp.reshape(values, (-1, P, K2 // 2, 2 * D))
+    return call(q, values if scales is None else (values, scales), block_table_SM, work, layer_1)
 
 
 def ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
@@ -94,21 +100,26 @@ def ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.B
     return full, plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
 
 
-def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory in the layout that wgmma reads and TMA writes without bank conflicts."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
-    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> Any:
+    """Shared memory in the layout that wgmma reads and TMA writes without bank conflicts. width: of
+    the columns that are sliced off, whole tiles of which it is to be.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    row = min(128, width * itemsize)  # bytes
+    tiling = plgpu.TilingTransform((8, row // itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(row)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def stream_tiles(
-    pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty
+    pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty, *scales
 ) -> None:
     """Copies KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon
     as a stage is free.
 
     base: of the layer's pool rows. done: tiles that went through the ring before. Past the
-    context's end comes its last block again: the table may end there.
+    context's end comes its last block again: the table may end there. scales: of a pool in 8 bits
+    theirs, and the ring for them; there, a block is a tile or more.
     """
     (stages, C, _), P = kv_sm.shape, pool_ref.shape[1]
     last = lax.div(context - 1, jnp.int32(P))
@@ -125,12 +136,14 @@ def stream_tiles(
         pl.when(done + i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         for j, block in enumerate(blocks):
             # A whole block or, where that is larger, the tile's part of it.
-            src = pool_ref.at[block, :, head]
+            part = slice(None)
             if P > C:
-                src = pool_ref.at[
-                    block, pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C), head
-                ]
+                part = pl.ds(pl.multiple_of(lax.rem(slot, jnp.int32(P)), C), C)
+            src = pool_ref.at[block, part, head]
             plgpu.copy_gmem_to_smem(src, kv_sm.at[stage, pl.ds(j * P, min(C, P))], full.at[stage])
+            if scales:
+                of_head = scales[0].at[block, pl.ds(2 * head, 2), part]
+                plgpu.copy_gmem_to_smem(of_head, scales[1].at[stage], full.at[stage])
 
 
 def drain(used, places: int, empty) -> None:
@@ -179,12 +192,15 @@ def scaled(s: Array, options: Options) -> Array:
     return tanh * (soft_cap * LOG2E)
 
 
-def fold(s, acc, m, total, dtype) -> tuple[Array, Array, Array, Array]:
-    """Weights of a tile's scores, and the state of the softmax brought to the new maximum."""
+def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Array, Array, Array]:
+    """Weights of a tile's scores, times `scales` of the values where they have such, and the state
+    of the softmax brought to the new maximum.
+    """
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
     total = total * alpha + jnp.sum(p, axis=1)
+    p = p if scales is None else p * scales
     return p.astype(dtype), acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), m_new, total
 
 
@@ -210,6 +226,27 @@ def add_values(
 def normalized(acc, total) -> Array:
     """What the softmax weighs to; zeros where nothing was seen."""
     return acc * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), acc.shape, [0])
+
+
+def along_slots(scales_sm) -> Array:
+    """A tile's scales [C], as a row of scores has them."""
+    of_slot = plgpu.load(scales_sm, layout=WGMMA.reduce(0))
+    return lax.broadcast_in_dim(of_slot, (Q, *scales_sm.shape), [1])
+
+
+def widen(narrow_sm, kv_sm) -> None:
+    """A tile of 8 bits in the 16 that a product takes from shared memory."""
+    dtype, C, D = kv_sm.dtype, kv_sm.shape[0], kv_sm.shape[1] // 2
+    at_once = (jnp.dtype(narrow_sm.dtype), jnp.dtype(dtype)) in (
+        (jnp.dtype(jnp.int8), jnp.dtype(jnp.bfloat16)),
+        (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float16)),
+    )
+    width = min(D, 128)
+    for c, d in itertools.product(range(0, C, 64), range(0, 2 * D, width)):
+        piece = pl.ds(c, 64), pl.ds(d, width)
+        x = plgpu.load(narrow_sm.at[piece], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        kv_sm.at[piece][...] = (x if at_once else x.astype(jnp.float32)).astype(dtype)
+    plgpu.commit_smem()
 
 
 def zero_unseen(kv_sm, low, high) -> None:

@@ -4,11 +4,15 @@ They share KV tiles: they hold 64 queries of two query heads of one KV head or, 
 is odd, 128 queries of one. Which queries comes from a table of ragged tiles, of `prepare`, that all
 layers of a step share.
 
+A tile in 8 bits would have to become one of 16 in shared memory, for which this ring leaves no
+room: the kernel of triton.py serves such a pool.
+
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim; C slots of a KV tile, Q rows of a product, A query tiles.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.common import NEG, interpretation, rows_of
 from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
 from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
@@ -39,6 +44,7 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
     unsupported,
     zero_unseen,
 )
+from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 # Registers of a thread of the two computing warpgroups and of the copying one. 384 threads start
 # with 168, and a thread block gets no more than it started with: 65,536 at 32 would wait for ever.
@@ -52,14 +58,17 @@ def prepare(
     num_tokens: int,
     shapes: Shapes,
     sliding_window: int | None,
-) -> Array:
+) -> Any:
     """The query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of the
     first, context.
 
     The same for all layers. The most work comes first, so that the last tiles to start are short.
     Padding tokens make tiles of context 0, which write zeros; A is static, and tiles of the surplus
-    have no queries. num_tokens is T.
+    have no queries. num_tokens is T. For a pool in 8 bits, what triton.py prepares.
     """
+    if shapes.scaled:
+        how = {"num_tokens": num_tokens, "shapes": shapes, "sliding_window": sliding_window}
+        return triton.prepare(query_start_loc_S1, context_lens_S, **how)
     del sliding_window
     S, B = context_lens_S.shape[0], 2 * Q // _tile_heads(shapes.num_heads, shapes.num_kv_heads)
     starts_R = query_start_loc_S1  # R = S + 1 rows: padding is the last
@@ -81,20 +90,25 @@ def prepare(
 @functools.partial(jax.jit, static_argnames="options")
 def prefill(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
     query_start_loc_S1: Array,
-    prepared: Array | None = None,
+    prepared: Any = None,
     *,
     options: Options,
     sinks_H: Array | None = None,
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
-    Raises NotImplementedError with the reason that `unsupported` gives.
+    Over a pool in 8 bits it is that of triton.py. Raises NotImplementedError with the reason that
+    `unsupported` gives.
     """
+    if isinstance(pool, ScaledPool):
+        rows = (block_table_SM, context_lens_S, query_start_loc_S1)
+        how = {"options": options, "sinks_H": sinks_H}
+        return triton.prefill(q_THD, pool, layer, *rows, prepared, **how)
     T, H, D = q_THD.shape
     shapes, window = shapes_of(q_THD, pool, block_table_SM, options), options.sliding_window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)

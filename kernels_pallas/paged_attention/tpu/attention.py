@@ -24,7 +24,7 @@ from kernels_pallas.paged_attention.interface import (
     prepare_nothing,
     shapes_of,
 )
-from kernels_pallas.paged_attention.pool_layout import PoolLayout, pad
+from kernels_pallas.paged_attention.pool_layout import PoolLayout, ScaledPool, pad
 from kernels_pallas.paged_attention.tpu.kernel import kernel as own_kernel
 
 KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
@@ -43,7 +43,7 @@ def pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
     """(Y, X), the last two dimensions of a pool that XLA updates in place on TPU.
 
     Heads of up to 64 are packed: K in the first 64 lanes of a row, V in the others. Longer ones
-    have a row for each.
+    have a row for each. In 8 bits, scales lie along lanes as scores do, which they multiply.
     """
     if head_dim <= 64:
         rows, width, head_width = num_kv_heads, 128, 64
@@ -51,7 +51,8 @@ def pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
         rows, width = 2 * num_kv_heads, -(-head_dim // 128) * 128
         head_width = width
     rows = next((n for n in (2, 4) if rows <= n), -(-rows // 8) * 8)
-    return PoolLayout(rows=rows, width=width, head_width=head_width)
+    how = {"slots_last": True, "lanes": LANES}
+    return PoolLayout(rows=rows, width=width, head_width=head_width, **how)
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
@@ -62,8 +63,9 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         shapes.num_rows,
         shapes.blocks_per_row,
     )
-    token_bytes = layout.rows * layout.width * dtype.itemsize
-    vmem = 3 * max(shapes.block_size, 128) * token_bytes
+    # Two buffers and the words; in 8 bits, words of 32.
+    token_bytes = layout.rows * layout.width * (6 if shapes.scaled else 3 * dtype.itemsize)
+    vmem = max(shapes.block_size, 128) * token_bytes
     vmem += 16 * _query_bytes(shapes.num_heads, layout.width, dtype.itemsize)
     # Two rows of the table; of each row its context, its start and an item of two numbers or more.
     smem = 4 * (2 * -(-blocks_per_row // LANES) * LANES + 6 * num_rows)
@@ -73,8 +75,12 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         return f"{kind}: only TPU v5 and newer"
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype {dtype}: only bfloat16 and float32"
-    if shapes.scaled:
-        return f"{shapes.scaled}: only one array of 16 or 32 bits"
+    if shapes.scaled and (shapes.block_size % 8 or _of_lanes(shapes.block_size) is None):
+        sizes = f"only 8, 16, 32, 64 and multiples of {LANES}"
+        return f"{shapes.scaled}, block_size {shapes.block_size}: {sizes}"
+    if shapes.scaled and layout.rows < 4:
+        of = f"{shapes.num_kv_heads} KV heads of {shapes.head_dim}"
+        return f"{shapes.scaled}, {of}: two rows, which in 8 bits take the memory of four"
     if shapes.num_heads % shapes.num_kv_heads > 0:
         return f"{heads}: only whole numbers of them"
     if vmem > VMEM * 3 // 4:
@@ -84,6 +90,13 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
         table = f"a block table of {num_rows} x {blocks_per_row}"
         return f"{table}: {smem >> 10} KiB of scalar memory"
     return None
+
+
+def _of_lanes(block_size: int) -> int | None:
+    """Blocks that fill lanes together: 1 of whole lanes; None where none do."""
+    if block_size % LANES == 0:
+        return 1
+    return None if LANES % block_size else LANES // block_size
 
 
 def _query_bytes(H: int, X: int, itemsize: int) -> int:
@@ -96,7 +109,7 @@ def _query_bytes(H: int, X: int, itemsize: int) -> int:
 @_jit
 def prefill(
     q_THD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,
@@ -110,10 +123,10 @@ def prefill(
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
-    pool [L*N, P, Y, X], or [L*N, P, 2K, D], which the interpreter pads first. tiles: (B, U), by
-    default made to fit. kernel: "jax" is the one that comes with jax, which knows no packed or
-    padded heads, no sinks and no interpreter. NotImplementedError, with the reason, for what cannot
-    run.
+    pool [L*N, P, Y, X], or [L*N, P, 2K, D], which the interpreter pads first; or a ScaledPool of
+    such. tiles: (B, U), by default made to fit. kernel: "jax" is the one that comes with jax, which
+    knows no packed or padded heads, no scales, no sinks and no interpreter. NotImplementedError,
+    with the reason, for what cannot run.
     """
     del prepared
     T, H, D = q_THD.shape
@@ -122,7 +135,9 @@ def prefill(
     shapes = shapes_of(q_THD, pool, block_table_SM, dataclasses.replace(options, num_kv_heads=K))
     interpret = interpretation("TPU attention", unsupported, shapes, options)
     needed = pool_layout(K, D)
-    if interpret and pool.shape[2:] != (needed.rows, needed.width):
+    if isinstance(pool, ScaledPool):
+        pool = needed.pack_scaled(pool) if interpret and not pool.slots_last else pool
+    elif interpret and pool.shape[2:] != (needed.rows, needed.width):
         pool = needed.pack(pool)
     _, P, Y, X = pool.shape
     reason = None
@@ -138,12 +153,16 @@ def prefill(
         )
     if kernel == "jax" and sinks_H is not None:
         reason = "jax's kernel takes no sinks"
+    if kernel == "jax" and shapes.scaled:
+        reason = f"jax's kernel takes no {shapes.scaled}"
     if reason:
         raise NotImplementedError(f"TPU attention: {reason}")
-    G, itemsize = H // K, pool.dtype.itemsize
+    G, dtype, itemsize = H // K, jnp.dtype(shapes.dtype), jnp.dtype(shapes.dtype).itemsize
     # Q is a multiple of 16: whole tiles of bf16.
     B = max(8, min(T // S, QUERY_TILE // _query_bytes(H, X, itemsize), 512 // G))
-    U = max(1, min(max(KV_TILE // (Y * X * itemsize), 128), 512) // P)
+    U = max(1, min(max(KV_TILE // (Y * X * pool.dtype.itemsize), 128), 512) // P)
+    if shapes.scaled:  # whole lanes of scales
+        U = -(-U // (_of_lanes(P) or 1)) * (_of_lanes(P) or 1)
     B, U = tiles or (max(1 << B.bit_length() - 1, 16 if G % 2 else 8), U)
     live_T = jnp.arange(T, dtype=_i32) < query_start_loc_S1[-1]
     first_block = jnp.asarray(layer * (pool.shape[0] // options.num_layers), _i32)
@@ -171,7 +190,8 @@ def prefill(
         )
         return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)
 
-    Q, C, W, count = B * G, U * P, Y * itemsize // 4, -(-T // B)
+    Q, C, count = B * G, U * P, -(-T // B)
+    W = Y if shapes.scaled else Y * itemsize // 4
     items_S = jnp.where(
         (ends_S > starts_S) & (context_lens_S > 0), (ends_S - 1) // B - starts_S // B + 1, 0
     )
@@ -188,16 +208,20 @@ def prefill(
     table = pad(block_table_SM, (S, -(-M // LANES) * LANES)).reshape(S, -1, LANES)
 
     q = (
-        pad(q_THD.astype(pool.dtype), (count * B, H, X))
+        pad(q_THD.astype(dtype), (count * B, H, X))
         .reshape(-1, K, G, X)
         .swapaxes(0, 1)
         .reshape(K, -1, X)
     )
     query_tile = pl.BlockSpec((K, Q, X), lambda item, base, row_A, tile_A, *_: (0, tile_A[item], 0))
+    values: Any = pool
+    scales: list[Array] = []
+    if isinstance(pool, ScaledPool):
+        values, scales = pool.values, [pool.scales]
     # The same bytes; otherwise XLA would copy the pool, and the kernel makes it flat.
     if Y % 8 == 0 or X == 128:
-        pool = pool.reshape(-1, P * Y, X)
-    buffers = pltpu.VMEM((2, U, *pool.shape[1:]), pool.dtype)
+        values = values.reshape(-1, P * Y, X)
+    buffers = [pltpu.VMEM((2, U, *x.shape[1:]), x.dtype) for x in (values, *scales)]
     words = pltpu.VMEM((X // 128, C * W, 128), jnp.float32 if W == Y else jnp.uint32)
     state = [pltpu.VMEM((K, Q, lanes), jnp.float32) for lanes in (128, 128, X)]
     sinks = []
@@ -210,16 +234,21 @@ def prefill(
         "sliding_window": options.sliding_window,
         "soft_cap": options.soft_cap,
         "packed": D <= 64,
+        "kv_dtype": pool.dtype.name if scales else None,
     }
     o = pl.pallas_call(
         functools.partial(own_kernel, B=B, W=W, **how),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=item_A.shape,
-            in_specs=[query_tile, *[pl.BlockSpec(memory_space=pl.ANY)] * 2, *[whole] * len(sinks)],
+            in_specs=[
+                query_tile,
+                *[pl.BlockSpec(memory_space=pl.ANY)] * (2 + len(scales)),
+                *[whole] * len(sinks),
+            ],
             out_specs=query_tile,
             scratch_shapes=[
-                buffers,
+                *buffers,
                 words,
                 *state,
                 pltpu.SMEM((2, *table.shape[1:]), _i32),
@@ -234,7 +263,7 @@ def prefill(
         ),
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
         name="paged_attention",
-    )(*scalars, q, pool, table, *sinks)
+    )(*scalars, q, values, table, *scales, *sinks)
     lead = 64 if D <= 64 else 0  # packed: what the probabilities make of V's lanes
     o_THD = o.reshape(K, -1, G, X).swapaxes(0, 1).reshape(-1, H, X)[:T, :, lead : lead + D]
     return jnp.where(live_T[:, None, None], o_THD, 0)
@@ -243,7 +272,7 @@ def prefill(
 @_jit
 def decode(
     q_SHD: Array,
-    pool: Array,
+    pool: Array | ScaledPool,
     layer: Array | int,
     block_table_SM: Array,
     context_lens_S: Array,

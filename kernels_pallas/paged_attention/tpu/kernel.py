@@ -2,10 +2,11 @@
 
 Shapes: S rows, M blocks a row, L layers, N pool blocks, P block size, K KV heads, G query heads of
 each; Y, X the last two dimensions of the pool; A items, B tokens of a query tile, Q = B*G, U blocks
-of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane.
+of a KV tile, C = U*P tokens, W 32-bit words of a token in each lane; Z scales of a token.
 """
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -35,16 +36,26 @@ def kernel(
     sliding_window: int | None,
     soft_cap: float | None,
     packed: bool,
+    kv_dtype: str | None,
 ) -> None:
     """base [2]: the layer's first block, number of items. q, o [K, Q, X]. pool [L*N, ...] and table
-    [S, M/128, 128] in HBM. refs: sinks [K, Q, 128], where there are any, o and the scratch.
+    [S, M/128, 128] in HBM. refs: in 8 bits (kv_dtype) scales
+    [L*N, Z, P or more] in HBM; sinks [K, Q, 128], where there are any; o and the scratch.
 
-    Scratch: blocks [2, U, ...], the two buffers. words [X/128, C*W, 128], a KV tile as 32-bit
-    words, zero where unseen. top and total [K, Q, 128], each value in all lanes. acc [K, Q, X].
-    tables [2, M/128, 128]: of this item's row, and of the next one's. turn [1], KV tiles met so
-    far, whose parity says which buffer is whose. arrived, fetched: a semaphore a buffer, a table.
+    Scratch: blocks [2, U, ...], the two buffers, and those of scales, where there are any. words
+    [X/128, C*W, 128], a KV tile as 32-bit words, zero where unseen, or in f32 what 8 bits say. top
+    and total [K, Q, 128], each value in all lanes. acc [K, Q, X]. tables [2, M/128, 128]: of this
+    item's row, and of the next one's. turn [1], KV tiles met so far, whose parity says which buffer
+    is whose. arrived, fetched: a semaphore a buffer, a table.
     """
-    *sinks, o, blocks, words, top, total, acc, tables, turn, arrived, fetched = refs
+    *more, words, top, total, acc, tables, turn, arrived, fetched = refs
+    blocks_of_scales: Any = None
+    if kv_dtype is None:
+        *sinks, o, blocks = more
+        copied = ((pool, blocks),)
+    else:
+        scales, *sinks, o, blocks, blocks_of_scales = more
+        copied = ((pool, blocks), (scales, blocks_of_scales))
     K, Q, X = q.shape
     U, C, G = blocks.shape[1], words.shape[1] // W, Q // B
     P, narrow = C // U, blocks.dtype == jnp.bfloat16
@@ -71,10 +82,10 @@ def kernel(
         _, _, begin, end = span(item)
 
         def block(u, _):
-            source = pool.at[base[0] + tables[lax.rem(item, 2), lax.div(u, 128), lax.rem(u, 128)]]
-            getattr(
-                pltpu.make_async_copy(source, blocks.at[slot, u - j * U], arrived.at[slot]), act
-            )()
+            at = base[0] + tables[lax.rem(item, 2), lax.div(u, 128), lax.rem(u, 128)]
+            for source, buffer in copied:
+                part = buffer.at[slot, u - j * U]
+                getattr(pltpu.make_async_copy(source.at[at], part, arrived.at[slot]), act)()
 
         first, stop = (
             jnp.maximum(lax.div(begin, P), j * U),
@@ -89,10 +100,40 @@ def kernel(
         strided = pl.ds(y // 2 if narrow else y, C, stride=W)
         w = jnp.concatenate([words[i, strided, :] for i in range(X // 128)], axis=1)
         w = (w & jnp.uint32(0xFFFF0000) if y % 2 else w << 16) if narrow else w
-        return pltpu.bitcast(w, jnp.float32).astype(blocks.dtype)
+        return pltpu.bitcast(w, jnp.float32).astype(q.dtype)
+
+    def widen(slot) -> None:
+        """What a buffer's bits of 8 say, all of which are finite, as words."""
+
+        def block(u, _):
+            x = blocks[slot, u].reshape(-1, X)
+            if kv_dtype == "int8":
+                x = x.astype(_i32).astype(jnp.float32)
+            else:
+                x = _of_e4m3fn(pltpu.bitcast(x, jnp.int8).astype(_i32))
+            at = pl.ds(pl.multiple_of(u * (P * W), P * W), P * W)
+            for i in range(X // 128):
+                words[i, at, :] = x[:, i * 128 : (i + 1) * 128]
+
+        lax.fori_loop(0, U, block, None)
+
+    def scales_of(slot, first, begin, end) -> Array:
+        """The scales of a buffer's tokens, [Z, C], zero where unseen. first: token of the tile."""
+        together, tiles = max(1, 128 // P), []
+        for u in range(0, U, together):  # blocks that share lanes
+            x = blocks_of_scales[slot, u]
+            lane = lax.broadcasted_iota(_i32, x.shape, 1)
+            for i in range(1, min(together, U - u)):
+                moved = pltpu.roll(blocks_of_scales[slot, u + i], i * P, 1)
+                x = jnp.where(lane >= i * P, moved, x)
+            tiles.append(x)
+        x = jnp.concatenate(tiles, axis=1)
+        x = x if x.shape[1] == C else x[:, :C]
+        at = lax.broadcasted_iota(_i32, x.shape, 1) + first
+        return jnp.where((at >= begin) & (at < end), x, jnp.zeros_like(x))
 
     def dot(x, y, axis_of_y: int) -> Array:
-        precision = None if narrow else lax.Precision.HIGHEST
+        precision = None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
         form = (((1,), (axis_of_y,)), ((), ()))
         return lax.dot_general(x, y, form, precision=precision, preferred_element_type=jnp.float32)
 
@@ -138,13 +179,18 @@ def kernel(
                 )
 
             copy(item, j, slot, "wait")
-            flat = blocks[slot].reshape(-1, X)
-            flat = pltpu.bitcast(flat, jnp.uint32) if narrow else flat
             # 0 * NaN is NaN, and slots that no query sees, or no copy reached, may hold any bits.
-            at = lax.broadcasted_iota(_i32, flat.shape, 0) + j * (C * W)
-            flat = jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))
-            for i in range(X // 128):
-                words[i] = flat[:, i * 128 : (i + 1) * 128]
+            if kv_dtype is None:
+                flat = blocks[slot].reshape(-1, X)
+                flat = pltpu.bitcast(flat, jnp.uint32) if narrow else flat
+                at = lax.broadcasted_iota(_i32, flat.shape, 0) + j * (C * W)
+                flat = jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))
+                for i in range(X // 128):
+                    words[i] = flat[:, i * 128 : (i + 1) * 128]
+                by = None
+            else:
+                widen(slot)
+                by = scales_of(slot, j * C, begin, end)
 
             # Row r of the query tile is its token r // G, and x <= r // G where x * G <= r.
             r = lax.broadcasted_iota(_i32, (Q, C), 0)
@@ -160,7 +206,11 @@ def kernel(
                 kv = [
                     [pool_row(y) for y in ((h, h) if packed else (2 * h, 2 * h + 1))] for h in some
                 ]
-                s_QC = [dot(q[h], k_CX, 1) * scale for h, (k_CX, _) in zip(some, kv, strict=True)]
+                by_keys = [scale if by is None else by[2 * h : 2 * h + 1] * scale for h in some]
+                s_QC = [
+                    dot(q[h], k_CX, 1) * x
+                    for h, (k_CX, _), x in zip(some, kv, by_keys, strict=True)
+                ]
                 s_QC = (
                     s_QC if soft_cap is None else [soft_cap * jnp.tanh(s / soft_cap) for s in s_QC]
                 )
@@ -170,11 +220,15 @@ def kernel(
                     jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
                     for m, s in zip(old, s_QC, strict=True)
                 ]
-                p_QC = [
-                    jnp.exp(s - m[:, :1]).astype(blocks.dtype)
-                    for m, s in zip(new, s_QC, strict=True)
-                ]
-                pv = [dot(p, v_CX, 0) for p, (_, v_CX) in zip(p_QC, kv, strict=True)]
+                p_QC = [jnp.exp(s - m[:, :1]) for m, s in zip(new, s_QC, strict=True)]
+                if by is None:
+                    weights = p_QC = [p.astype(q.dtype) for p in p_QC]
+                else:
+                    by_values = [by[2 * h + 1 : 2 * h + 2] for h in some]
+                    weights = [
+                        (p * x).astype(q.dtype) for p, x in zip(p_QC, by_values, strict=True)
+                    ]
+                pv = [dot(p, v_CX, 0) for p, (_, v_CX) in zip(weights, kv, strict=True)]
                 for h, m0, m, p, o_QX in zip(some, old, new, p_QC, pv, strict=True):
                     top[h], alpha = m, jnp.exp(m0 - m)
                     total[h] = alpha * total[h] + jnp.sum(
@@ -189,3 +243,13 @@ def kernel(
         def _():
             for h in range(K):
                 o[h] = (acc[h] / jnp.maximum(total[h][:, :1], 1e-30)).astype(o.dtype)
+
+
+def _of_e4m3fn(x: Array) -> Array:
+    """f32 of the bits of float8_e4m3fn in int32, with their sign: no processor before v7 knows
+    them, and none keeps an f32 below the smallest normal one. NaN is 480: its scale says so.
+    """
+    size = x & 0x7F
+    normal = pltpu.bitcast((size << 20) + (120 << 23), jnp.float32)  # exponents of 7 and of 127
+    size = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
+    return jnp.where(x < 0, -size, size)
