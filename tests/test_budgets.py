@@ -29,8 +29,8 @@ WINGS = {
     # kernel that prepares attention on a GPU and for a plan that is measured once, 95 for products
     # with weights in 8 and 4 bits that XLA fuses and for plans of such files, 110 for forms that
     # are tried in a process of their own, 125 for adapters of the embedding, the head and experts,
-    # 35 for replicas that guess, 45 for draws that are plain but for a mask
-    "request path": 11050,
+    # 35 for replicas that guess, 50 for draws that are plain but for a mask
+    "request path": 11055,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not
