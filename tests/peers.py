@@ -61,6 +61,8 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(orders["folder"], **vars(settings))
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         return {"found": [out.outputs[0].token_ids for out in outs]}
+    if orders["what"] == "guessing":
+        return guessing(settings)
     if orders["what"] == "structured":
         return {"found": structured(settings)}
     llm = LLM(PARAMS, **vars(settings))
@@ -83,6 +85,27 @@ def run(index: int, orders: dict[str, Any]) -> dict[str, Any]:
         if orders["what"] == "kill":
             time.sleep(0.05)
     return {"steps": steps, "process": jax.process_index()}
+
+
+def guessing(settings: Any) -> dict[str, Any]:
+    """Tokens of prompts that repeat themselves, how many guesses were tried, and what is refused
+    where clocks decide.
+    """
+    from jpaged import LLM, ConfigError, SamplingParams
+    from tests.features import PARAMS
+    from tests.tiny import make_prompts
+
+    how: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
+    try:
+        LLM(PARAMS, **{**vars(settings), "speculative": {**how, "adaptive": True}})
+        refused = ""
+    except ConfigError as e:
+        refused = str(e)
+    llm = LLM(PARAMS, **{**vars(settings), "speculative": how})
+    asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    outs = llm.generate([p * 3 for p in make_prompts(5, 7, 4)], asked, use_tqdm=False)
+    tokens = [out.outputs[0].token_ids for out in outs]
+    return {"found": tokens, "tried": llm.stats()["drafted_tokens"], "refused": refused}
 
 
 def structured(settings: Any) -> list[list[int]]:

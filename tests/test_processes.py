@@ -143,6 +143,24 @@ def test_a_folder_is_read_in_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.middle
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_they_guess_alike(replicas: int) -> None:
+    """Prompt lookup, where no clock decides whether a guess is tried; else it is refused."""
+    params, asked = PARAMS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [p * 3 for p in make_prompts(5, 7, 4)]
+    expected = tokens_of(jpaged.generate(params, prompts, asked, engine_config=SETTINGS))
+    started = start("guessing", replicas=replicas)
+    try:
+        assert [one.end() for one in started] == [0, 0], started[0].errors[-3000:]
+        for one in started:
+            assert one.found["found"] == expected and one.found["tried"] > 0
+            assert one.found["tried"] == started[0].found["tried"]
+            assert "several processes: pass 'adaptive': False" in one.found["refused"]
+    finally:
+        finish(started)
+
+
+@pytest.mark.middle
 def test_answers_of_a_given_form() -> None:
     pytest.importorskip("llguidance")
     started = start("structured")
