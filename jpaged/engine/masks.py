@@ -113,13 +113,12 @@ def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:
     text.
     """
     # The counts of penalties have each token once it is drawn; a beam may be another's by then.
-    is_open = seq.sampling_params.has_penalties or seq.waits_for_host
-    if is_open or np.bitwise_count(mask_W).sum() != 1:
+    if seq.sampling_params.has_penalties or seq.waits_for_host:
         return []
     tokens = seq.structured.forced()
     ends = seq.structured.grammars.eos_ids | seq.stop_ids
     tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
-    return tokens if len(tokens) > 1 else []
+    return tokens if len(tokens) > 1 and np.bitwise_count(mask_W).sum() == 1 else []
 
 
 def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:

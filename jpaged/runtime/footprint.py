@@ -42,8 +42,8 @@ from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, Poo
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import DraftOf, Runner
-from jpaged.runtime.sampler import SEARCH_ROWS
 from jpaged.runtime.step_table import step_table
+from jpaged.runtime.thresholds import SEARCH_ROWS
 from kernels_cpu.experts import MOST_PAIRS
 
 FEATURES = (*DRAWS, "prompt")  # each does what the one before it does, and more

@@ -5,6 +5,7 @@ is the tiles of the vocabulary, C the tokens gathered from some of them, X any a
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,14 @@ def tile_max(z_SV: Array, tile: int, vocabulary: Vocabulary = WHOLE) -> Array:
     return vocabulary.gather(_tile(lambda z: jnp.max(z, axis=2), z_SV, tile, NEG_INF))
 
 
+def masked_tile_max(logits_SV: Array, mask_SW: Array, vocabulary: Vocabulary = WHOLE) -> Array:
+    """tile_max of SUM_TILE tokens each, -inf for what a mask forbids: by halving, with which
+    XLA:CPU fuses the mask.
+    """
+    z_SV = jnp.where(vocabulary.allowed(mask_SW, logits_SV), logits_SV, NEG_INF)
+    return vocabulary.gather(_tile(lambda z: _halved(jnp.maximum, z), z_SV, SUM_TILE, NEG_INF))
+
+
 def tile_sums(a_SV: Array, vocabulary: Vocabulary = WHOLE) -> Array:
     """The sum of each SUM_TILE entries of the whole vocabulary, added by halving: an order that is
     written down.
@@ -120,16 +129,17 @@ def tile_sums(a_SV: Array, vocabulary: Vocabulary = WHOLE) -> Array:
     For jnp.sum, XLA:CPU picks one by the number of rows. This also fuses with what makes the
     entries, so that they are never stored, and runs over 16 lanes.
     """
+    return vocabulary.gather(_tile(lambda a: _halved(operator.add, a), a_SV, SUM_TILE, 0.0))
 
-    def add(a_SNC: Array) -> Array:
-        a = a_SNC.reshape(*a_SNC.shape[:2], SUM_TILE // 16, 16)
-        for axis in (2, 3):
-            while a.shape[axis] > 1:
-                low, high = jnp.split(a, 2, axis=axis)
-                a = low + high
-        return a[:, :, 0, 0]
 
-    return vocabulary.gather(_tile(add, a_SV, SUM_TILE, 0.0))
+def _halved(join: Callable[[Array, Array], Array], a_SNC: Array) -> Array:
+    """Each tile joined to one, half with half, [S, N]."""
+    a = a_SNC.reshape(*a_SNC.shape[:2], SUM_TILE // 16, 16)
+    for axis in (2, 3):
+        while a.shape[axis] > 1:
+            low, high = jnp.split(a, 2, axis=axis)
+            a = join(low, high)
+    return a[:, :, 0, 0]
 
 
 def weights(z_SX: Array, max_S: Array, temp_S: Array, floor_S: Array) -> Array:

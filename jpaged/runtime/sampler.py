@@ -3,10 +3,9 @@ sampling_params.py.
 
 Every row stands alone: its token and logprob depend on its own logits, controls and key, never on
 its neighbours, its place in the batch, or which `lax.cond` branch a neighbour forces. The order of
-the controls is vLLM's: logit bias, bans, penalties, temperature, min_p, top_k, top_p. The three
-thresholds all keep an upper set of the logits, so each is one number a row and together they are
-the largest of the three. N is the tiles of the vocabulary, C the candidates of a row or the tokens
-of a tile, G the rows searched together.
+the controls is vLLM's: logit bias, bans, penalties, temperature, min_p, top_k, top_p; the last
+three are one number a row (thresholds.py). N is the tiles of the vocabulary, C the tokens of a
+tile.
 """
 
 import dataclasses
@@ -27,6 +26,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     gather_tiles,
     kept_sums,
     logprob,
+    masked_tile_max,
     pick,
     rank,
     tile_max,
@@ -37,13 +37,10 @@ from jpaged.runtime.logprobs import (  # isort: skip
     weights,
 )
 from jpaged.runtime.one_pass import OnePass
+from jpaged.runtime.thresholds import thresholds
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
-
-CANDIDATES = 64  # thresholds that fall within this many tokens need no search
-# Rows searched together: fixed, so that sums do not depend on how many rows need it.
-SEARCH_ROWS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -123,13 +120,29 @@ def sample(
         greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30))
     )
     z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
-    if mask_SW is not None:
+    # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
+    # exponentials), row by row.
+    mode_S = controls.logprobs_mode_S
+    processed_S = mode_S == PROCESSED
+    tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
+    # A draw that is plain but for its mask makes what is allowed anew in each of its passes.
+    takes_few = full is None and not filters and one_pass is None
+    mask_only_SW = mask_SW if takes_few else None
+    if mask_SW is not None and mask_only_SW is None:
+        # Stored: else each search for a threshold makes it anew.
         z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
-    sums = None
-    if filters or one_pass is None:
+        z_SV = lax.optimization_barrier(z_SV)
+    raw_S = None
+    if mask_only_SW is not None:
+        tile_max_SN = masked_tile_max(logits_SV, mask_only_SW, vocabulary)
+        max_S, floor_S = finite_max(tile_max_SN), jnp.full_like(temp_S, NEG_INF)
+        scales = (max_S, temp_S, floor_S, tau_S, processed_S)
+        own_SN, raw_S = _sums_with_and_without(logits_SV, mask_only_SW, *scales, vocabulary)
+    elif filters or one_pass is None:
         tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
         max_S = finite_max(tile_max_SN)
-        floor_S = _thresholds(z_SV, max_S, temp_S, greedy_S, controls, vocabulary, filters)
+        given = (controls.min_p_S, controls.top_p_S, controls.top_k_S)
+        floor_S = thresholds(z_SV, max_S, temp_S, greedy_S, *given, vocabulary, filters)
         own_SN = kept_sums(z_SV, max_S, temp_S, floor_S, one_pass)
     else:
         floor_S = jnp.full_like(temp_S, NEG_INF)
@@ -137,16 +150,14 @@ def sample(
         tile_max_SN = vocabulary.gather(sums.max_SN)
         max_S = finite_max(tile_max_SN)
         own_SN = sums.against(max_S)
+        if full is None and mask_SW is None:
+            raw_S = total(vocabulary.gather(sums.plain_against(max_S)))
     rows = (max_S, temp_S, floor_S, greedy_S)
     gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
-    token_S, sums_SN = _draw(z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary)
+    drawn_from = (z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary, mask_only_SW)
+    token_S, sums_SN = _draw(*drawn_from)
     total_S = total(sums_SN)
 
-    # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
-    # exponentials), row by row.
-    mode_S = controls.logprobs_mode_S
-    processed_S = mode_S == PROCESSED
-    tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
     source_max_S, same_S = max_S, processed_S
     if full is not None:
         raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
@@ -159,11 +170,10 @@ def sample(
         sums_SN = kept_sums(logits_SV, source_max_S, tau_S, none_S, one_pass, vocabulary)
         return jnp.where(same_S, total_S, total(sums_SN))
 
-    if sums is not None and full is None and mask_SW is None:
-        plain_SN = vocabulary.gather(sums.plain_against(max_S))
-        sum_S = jnp.where(same_S, total_S, total(plain_SN))
-    else:
+    if raw_S is None:
         sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
+    else:
+        sum_S = jnp.where(same_S, total_S, raw_S)
     if full is None and mask_SW is not None:
         # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
         # unless some are so far above it that their exponentials overflow.
@@ -241,6 +251,44 @@ def _apply_full(logits_SV: Array, full: FullControls, vocabulary: Vocabulary) ->
     return z_SV.at[rows_S1, ban_SX].set(NEG_INF, mode="drop")
 
 
+def _sums_with_and_without(
+    logits_SV: Array,
+    mask_SW: Array,
+    max_S: Array,
+    temp_S: Array,
+    floor_S: Array,
+    tau_S: Array,
+    same_S: Array,
+    vocabulary: Vocabulary,
+) -> tuple[Array, Array]:
+    """The sums of the tiles of this device that the draw is from, and of each row that of all
+    logits at temperature tau, which is anything where `same_S`.
+    """
+    none_S = jnp.full_like(max_S, NEG_INF)
+    allowed_SV = vocabulary.allowed(mask_SW, logits_SV)
+
+    def at_once() -> tuple[Array, Array]:
+        """One exponential of each logit, and one pass: XLA:CPU makes no two results in a loop, but
+        a complex one.
+        """
+        p_SV = weights(logits_SV, max_S, temp_S, none_S)
+        kept_SV = allowed_SV & (logits_SV >= floor_S[:, None])
+        both_SN = tile_sums(lax.complex(jnp.where(kept_SV, p_SV, jnp.float32(0)), p_SV))
+        return jnp.real(both_SN), total(vocabulary.gather(jnp.imag(both_SN)))
+
+    def apart() -> tuple[Array, Array]:
+        z_SV = jnp.where(allowed_SV, logits_SV, NEG_INF)
+        own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
+
+        def summed() -> Array:
+            return total(tile_sums(weights(logits_SV, max_S, tau_S, none_S), vocabulary))
+
+        return own_SN, lax.cond(jnp.all(same_S), lambda: jnp.zeros_like(max_S), summed)
+
+    is_one = jnp.all(same_S | (tau_S == temp_S)) & ~jnp.all(same_S)
+    return lax.cond(is_one, at_once, apart)
+
+
 def _noise(controls: Controls, own_tiles: int, vocabulary: Vocabulary) -> Array:
     """Noise of the SUM_TILE places in a tile, then of each tile that this device has."""
     if vocabulary.axis is None:
@@ -283,14 +331,15 @@ def _draw(
     greedy_S: Array,
     gumbel_SX: Array,
     vocabulary: Vocabulary = WHOLE,
+    mask_SW: Array | None = None,
 ) -> tuple[Array, Array]:
     """Gumbel-max in two levels: a tile of the vocabulary by its log-sum-exp, then a token of it.
     Returns the token, and the sums of all tiles.
 
     Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
     rounding noise in the logits turns hardly more draws than it must. own_SN: sums of the tiles
-    that this device has. gumbel_SX: see _noise. Greedy rows take the first tile, and in it the
-    first token, with the row's maximum.
+    that this device has. gumbel_SX: see _noise. mask_SW: of what z_SV knows nothing of. Greedy rows
+    take the first tile, and in it the first token, with the row's maximum.
     """
     vocab, tiles = vocabulary.tokens(z_SV), tile_max_SN.shape[1]
     in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
@@ -300,6 +349,8 @@ def _draw(
     tile_S = jnp.minimum(tile_S, tiles - 1)
 
     z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE, vocabulary)
+    if mask_SW is not None:
+        z_SC = jnp.where(vocabulary.bits(mask_SW, ids_SC), z_SC, NEG_INF)
     p_SC = weights(z_SC, max_S, temp_S, floor_S)
     # The tile's largest logit is kept whenever any of the tile is.
     at_S = jnp.where(greedy_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
@@ -327,132 +378,3 @@ def _draw_tile(own_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tuple
 def _argmax(x_SX: Array) -> Array:
     """The first place of each row's maximum, X where there is none but NaN."""
     return first_true(x_SX == jnp.max(x_SX, axis=1, keepdims=True))
-
-
-def _thresholds(
-    z_SV: Array,
-    max_S: Array,
-    temp_S: Array,
-    greedy_S: Array,
-    controls: Controls,
-    vocabulary: Vocabulary = WHOLE,
-    filters: bool = True,
-) -> Array:
-    """The smallest logit that each row keeps, -inf where it keeps all."""
-    if not filters:
-        return jnp.full_like(max_S, NEG_INF)
-    vocab = vocabulary.tokens(z_SV)
-    min_p_S = jnp.where(greedy_S, jnp.float32(0), controls.min_p_S)
-    top_p_S = jnp.where(greedy_S, jnp.float32(1), controls.top_p_S)
-    top_k_S = jnp.where(greedy_S | (controls.top_k_S >= vocab), 0, controls.top_k_S)
-    # p >= min_p * max p, taken to the logits: no search. log(0) is -inf, which keeps all.
-    floor_S = jnp.where(min_p_S > 0, max_S + temp_S * jnp.log(min_p_S), NEG_INF)
-    size = min(CANDIDATES, vocab)
-
-    def search() -> Array:
-        top_SC, _ = top_values(z_SV, size, vocabulary)
-        k_settled_S = top_k_S <= size
-        kth_S = pick(top_SC, jnp.clip(top_k_S, 1, size) - 1)
-        at_least_S = jnp.maximum(floor_S, jnp.where((top_k_S > 0) & k_settled_S, kth_S, NEG_INF))
-
-        def nucleus() -> tuple[Array, Array]:
-            p_SV = weights(z_SV, max_S, temp_S, at_least_S)
-            mass_S = top_p_S * total(tile_sums(p_SV, vocabulary))
-            reached_SC = (
-                jnp.cumsum(weights(top_SC, max_S, temp_S, at_least_S), axis=1) >= mass_S[:, None]
-            )
-            first_S = first_true(reached_SC)
-            inside_S = first_S < size
-            return jnp.where(
-                inside_S, pick(top_SC, jnp.minimum(first_S, size - 1)), NEG_INF
-            ), inside_S
-
-        p_on_S = top_p_S < 1
-        pth_S, inside_S = lax.cond(
-            jnp.any(p_on_S), nucleus, lambda: (jnp.full_like(max_S, NEG_INF), jnp.ones_like(p_on_S))
-        )
-        settled_S = k_settled_S & (inside_S | ~p_on_S)
-        found_S = jnp.where(p_on_S, jnp.maximum(at_least_S, pth_S), at_least_S)
-        rest_S = jnp.where(k_settled_S, 0, top_k_S)
-        rows = (max_S, temp_S, at_least_S, rest_S, top_p_S, settled_S, found_S)
-        return lax.cond(
-            jnp.all(settled_S),
-            lambda: found_S,
-            lambda: _search_rows(z_SV, *rows, vocabulary),
-        )
-
-    return lax.cond(jnp.any((top_k_S > 0) | (top_p_S < 1)), search, lambda: floor_S)
-
-
-def _search_rows(
-    z_SV: Array,
-    max_S: Array,
-    temp_S: Array,
-    floor_S: Array,
-    top_k_S: Array,
-    top_p_S: Array,
-    settled_S: Array,
-    found_S: Array,
-    vocabulary: Vocabulary,
-) -> Array:
-    """Exact thresholds of the rows that the candidates did not settle, a few rows at a time;
-    `found_S` elsewhere.
-    """
-    rows = z_SV.shape[0]
-    unsettled = jnp.sum(~settled_S, dtype=jnp.int32)
-    (order,) = jnp.nonzero(~settled_S, size=rows + SEARCH_ROWS, fill_value=rows)
-
-    def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        start, found_S = state
-        at_G = lax.dynamic_slice(order, (start,), (SEARCH_ROWS,))
-        take = functools.partial(jnp.take, indices=at_G, axis=0, mode="clip")
-        z_GV, max_G, temp_G, floor_G, top_k_G, top_p_G = map(
-            take, (z_SV, max_S, temp_S, floor_S, top_k_S, top_p_S)
-        )
-
-        def largest(weight_GV: Array, target_G: Array, floor_G: Array) -> Array:
-            """The largest v >= floor such that sum(weight where z >= v) >= target, by bisection
-            over all floats.
-            """
-
-            def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-                low_G, high_G = bounds
-                # The mean, rounded up, without overflow.
-                middle_G = (low_G | high_G) - ((low_G ^ high_G) >> 1)
-                reached_GV = z_GV >= _from_ordered(middle_G)[:, None]
-                reached_G = jnp.sum(jnp.where(reached_GV, weight_GV, jnp.float32(0)), axis=1)
-                enough_G = vocabulary.sum(reached_G) >= target_G
-                return jnp.where(enough_G, middle_G, low_G), jnp.where(
-                    enough_G, high_G, middle_G - 1
-                )
-
-            bounds = _to_ordered(jnp.minimum(floor_G, max_G)), _to_ordered(max_G)
-            return _from_ordered(lax.while_loop(lambda b: jnp.any(b[0] < b[1]), halve, bounds)[0])
-
-        # f32 counts are exact up to 2**24, more than any vocabulary.
-        kth_G = lax.cond(
-            jnp.any(top_k_G > 0),
-            lambda: largest(jnp.ones_like(z_GV), top_k_G.astype(jnp.float32), floor_G),
-            lambda: floor_G,
-        )
-        floor_G = jnp.where(top_k_G > 0, kth_G, floor_G)
-
-        def nucleus() -> Array:
-            p_GV = weights(z_GV, max_G, temp_G, floor_G)
-            return largest(p_GV, top_p_G * vocabulary.sum(jnp.sum(p_GV, axis=1)), floor_G)
-
-        pth_G = lax.cond(jnp.any(top_p_G < 1), nucleus, lambda: floor_G)
-        floor_G = jnp.where(top_p_G < 1, pth_G, floor_G)
-        return start + SEARCH_ROWS, found_S.at[at_G].set(floor_G, mode="drop")
-
-    return lax.while_loop(lambda s: s[0] < unsettled, body, (jnp.int32(0), found_S))[1]
-
-
-def _to_ordered(z: Array) -> Array:
-    """f32 to int32 such that the integers order as the floats do."""
-    bits = lax.bitcast_convert_type(z, jnp.int32)
-    return jnp.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-
-
-def _from_ordered(key: Array) -> Array:
-    return lax.bitcast_convert_type(jnp.where(key >= 0, key, key ^ 0x7FFFFFFF), jnp.float32)

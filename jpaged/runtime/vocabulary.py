@@ -59,6 +59,11 @@ class Vocabulary:
         bits_SWC = (mask_SW[:, :, None] >> bit_C) & 1
         return bits_SWC.reshape(mask_SW.shape[0], -1)[:, : a_SV.shape[1]] != 0
 
+    def bits(self, mask_SW: Array, ids_SC: Array) -> Array:
+        """bool [S, C]: the bits of these ids, the last word's for those past the end."""
+        word_SC = jnp.minimum(ids_SC >> 5, mask_SW.shape[1] - 1)
+        return (jnp.take_along_axis(mask_SW, word_SC, axis=1) >> (ids_SC & 31)) & 1 != 0
+
     def gather(self, x_SX: Array) -> Array:
         """What each device has of axis 1, one after the other."""
         return x_SX if self.axis is None else lax.all_gather(x_SX, self.axis, axis=1, tiled=True)

@@ -2,6 +2,7 @@
 batches.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from scipy import stats
 from jpaged.runtime import sampler, sampler_reference
 from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, tile_max, tile_sums, weights
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample
+from jpaged.runtime.thresholds import thresholds
 
 NEG_INF = float("-inf")
 INTS = {"top_k", "sample_index", "position", "logprobs_mode"}
@@ -339,7 +341,9 @@ def stacked(settings: list[Settings]) -> Settings:
 def kept_set(z_SV: jax.Array, c: Controls) -> jax.Array:
     greedy_S = c.temperature_S <= 0
     temp_S = jnp.where(greedy_S, jnp.float32(1), c.temperature_S)
-    floor_S = sampler._thresholds(z_SV, jnp.max(z_SV, axis=1), temp_S, greedy_S, c)
+    floor_S = thresholds(
+        z_SV, jnp.max(z_SV, axis=1), temp_S, greedy_S, c.min_p_S, c.top_p_S, c.top_k_S
+    )
     return z_SV >= floor_S[:, None]
 
 
@@ -622,3 +626,29 @@ def test_raw_logprobs_of_what_a_mask_allows(mode: int) -> None:
         alone = drawn(slice(row, row + 1))
         assert np.array_equal(alone.token_S, found.token_S[row : row + 1])
         assert np.array_equal(alone.logprob_S, found.logprob_S[row : row + 1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, [1.0, 0.7]], ids=["one", "several"])
+@pytest.mark.parametrize("mode", [RAW, PROCESSED, [RAW, TEMPERED, PROCESSED]])
+def test_a_mask_alone_takes_fewer_passes_to_the_same_bits(temperature: Any, mode: Any) -> None:
+    """As the step whose rows may have filters too, which stores what the mask allows."""
+    rows, vocab, rng = 12, 1003, np.random.default_rng(4)
+    z = (3 * rng.standard_normal((rows, vocab))).astype(np.float32)
+    z[1, ::2], z[2, 5], z[3, 7] = -np.inf, np.nan, 400.0
+    allowed = rng.random((rows, 1024)) < 0.2
+    allowed[3, 7], allowed[4], allowed[5], allowed[6] = False, True, False, False
+    allowed[6, vocab - 1] = True
+    words = jnp.asarray(np.packbits(allowed, axis=1, bitorder="little").view(np.int32))
+    of_rows: dict[str, Any] = {"temperature": np.resize(temperature, rows)}
+    of_rows["logprobs_mode"] = np.resize(mode, rows)
+    of_rows["temperature"][7] = 0.0
+    each = controls(rows, **of_rows)
+    fewer, more = (
+        jax.jit(functools.partial(sample, filters=filters))(jnp.asarray(z), each, None, words)
+        for filters in (False, True)
+    )
+    for name in ("token_S", "logprob_S", "allowed_logprob_S"):
+        np.testing.assert_array_equal(getattr(fewer, name), getattr(more, name))
+    drawn = np.asarray(fewer.token_S)
+    some = np.arange(rows) != 5
+    assert allowed[np.arange(rows), drawn][some].all()
