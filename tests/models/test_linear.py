@@ -110,7 +110,7 @@ def test_shares_of_the_inputs_are_summed_before_the_bias_and_rounded_once() -> N
 def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> None:
     c = config(intermediate_size=width)
     serving = Serving(tensor_axis="tp", axis_size=2)
-    layer = bind(c, make_params(0, c), serving)._weights().at("layers").at("0").layer(0)
+    layer = bind(c, make_params(0, c), serving).weights().at("layers").at("0").layer(0)
     assert isinstance(layer.mlp, MLP)
     linears = {
         "qkv": layer.attention.qkv,
@@ -119,7 +119,7 @@ def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> 
         "down": layer.mlp.down,
     }
     assert {name for name, linear in linears.items() if linear.sum_over == "tp"} == summed
-    alone = bind(c, make_params(0, c))._weights().at("layers").at("0").layer(0)
+    alone = bind(c, make_params(0, c)).weights().at("layers").at("0").layer(0)
     assert alone.attention.out.sum_over is None
 
 
