@@ -290,7 +290,8 @@ def test_controls_are_packed_once_a_request():
     [
         ({}, "plain", "plain"),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, "plain", "plain"),
-        ({"temperature": 0.5, "min_p": 0.5}, "plain", "plain"),
+        ({"temperature": 0.0, "min_p": 0.5}, "plain", "plain"),
+        ({"temperature": 0.5, "min_p": 0.5}, "plain", "filtered"),
         ({"top_k": 5}, "plain", "filtered"),
         ({"top_p": 0.9}, "plain", "filtered"),
         ({"top_p": 0.9, "logprobs": 0}, "plain", "full"),
