@@ -76,7 +76,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "kv_cache_dtype": (["--kv-cache-dtype", "fp8"], "fp8"),
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "4"], 4),
-    "lora_extra": (("--lora-extra", "head", "experts"), ("head", "experts")),
+    "lora_extra": (["--lora-extra", "head", "experts"], ("head", "experts")),
     "attention": (["--attention", "xla"], "xla"),
     "token_buckets": (["--token-buckets", "16", "48"], (16, 48)),
     "seq_buckets": (["--seq-buckets", "8"], (8,)),
