@@ -62,8 +62,9 @@ class Runs:
         return (self.logs / f"{index}.log").read_text()
 
     def answers(self) -> list[dict[str, Any]]:
-        lines = self.output.read_text().splitlines() if self.output.exists() else []
-        return [json.loads(line) for line in lines]
+        """Those that are written to their ends."""
+        text = self.output.read_text() if self.output.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def texts(self) -> list[tuple[int, str]]:
         return sorted((x["line"], x["text"]) for x in self.answers() if "text" in x)
