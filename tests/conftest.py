@@ -3,7 +3,8 @@
 
 What one test compiles, the next finds in jax's persistent cache, which lasts as long as the run.
 Engines of the same shapes share their compiled steps besides, so that nothing is traced twice; not
-in tests marked `own_steps`, which count what is compiled or change what a step does.
+in tests marked `own_steps`, which count what is compiled or change what a step does. `make test`
+has XLA optimise less, except in tests marked `as_users` (as_users.txt): those keep their own steps.
 """
 
 import atexit

@@ -125,11 +125,11 @@ def test_the_same_however_it_is_cut_and_moved(
     found = run(llm)
     if "tensor_parallel_size" not in settings:
         assert_same(found, expected)
-    else:  # sums over devices are others, and what lies between two values may be the other one
+    else:  # sums over devices are others
         for ours, theirs in zip(found, expected, strict=True):
             for a, b in zip(ours.outputs, theirs.outputs, strict=True):
                 assert a.token_ids == b.token_ids
-                assert np.abs(a.token_logprobs - b.token_logprobs).max() < 0.01
+                assert np.abs(a.token_logprobs - b.token_logprobs).max() < 1e-4
     stats = llm.stats()
     swapped = "swap_space_gib" in settings
     assert (stats["preemptions"] > 0) == ("num_blocks" in settings)
