@@ -67,7 +67,13 @@ LEVELS = (  # the best first
         name="avx2",
         needs=frozenset({"avx2", "fma"}),
         flags=("-march=x86-64-v3",),
-        sources=("avx2/attend.cc", "avx2/experts.cc", "avx2/linear.cc", "avx2/quantized.cc"),
+        sources=(
+            "avx2/attend.cc",
+            "avx2/experts.cc",
+            "avx2/integers.cc",
+            "avx2/linear.cc",
+            "avx2/quantized.cc",
+        ),
     ),
 )
 

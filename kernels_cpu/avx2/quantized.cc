@@ -1,11 +1,12 @@
-// Products with weights in 8 and 4 bits with AVX2 and FMA; see quantized.h. Of one row of x, weights meet it in registers as
-// they are widened. Of more, those of 6 outputs and some inputs are widened into the L1 cache, once for all rows. An
-// element's sum runs in one order either way.
+// Products with weights in 8 and 4 bits with AVX2 and FMA; see quantized.h. Those of int8 and int4 are in integers.cc, here
+// are those of fp8. Of one row of x, weights meet it in registers as they are widened. Of more, those of 6 outputs and some
+// inputs are widened into the L1 cache, once for all rows. An element's sum runs in one order either way.
 #include "../quantized.h"
 
 #include <cstring>
 #include <vector>
 
+#include "integers.h"
 #include "lanes.h"
 
 namespace jpaged {
@@ -19,52 +20,24 @@ constexpr int64_t kLine = 64;                 // bytes in a cache line
 // An output's weights.
 struct Row {
   const uint8_t* values;
-  const float *scales, *zeros;
+  const float* scales;
 };
 
-// Of 16 bytes that lie in both halves of a register, those in even places, or odd ones, as words' byte `at`.
-template <int at>
-inline __m256i Spread(__m256i bytes, int odd) {
-  const __m256i low = _mm256_setr_epi64x(0x8080800280808000, 0x8080800680808004, 0x8080800a80808008, 0x8080800e8080800c);
-  // Moves what is picked up to byte `at`; 0x80 picks zeros.
-  __m256i pick = at == 0 ? low : _mm256_or_si256(_mm256_slli_epi32(low, 24), _mm256_set1_epi32(0x808080));
-  return _mm256_shuffle_epi8(bytes, odd ? _mm256_add_epi32(pick, _mm256_set1_epi32(1 << 8 * at)) : pick);
-}
-
-inline __m256i Both(const uint8_t* at) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)at)); }
-
-// 32 weights from input e on, of group g: of each 16 the even ones, then the odd ones. Scaled if `scaled`; else as they are
-// (fp8: a 256th).
-template <Form form, bool scaled>
+// 32 weights from input e on, of group g: of each 16 the even ones, then the odd ones. Scaled if `scaled`; else a 256th of what
+// they are.
+template <bool scaled>
 inline void Widen(const Row& w, int64_t e, int64_t g, __m256 (&out)[4]) {
-  if constexpr (form == Form::kInt4) {
-    __m256i bytes = Both(w.values + e / 2), four = _mm256_set1_epi8(15);
-    __m256i low = _mm256_and_si256(bytes, four), high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), four);
-    __m256 zero = _mm256_set1_ps(8.0f), scale = _mm256_broadcast_ss(w.scales + g);
-    if (w.zeros != nullptr) zero = _mm256_add_ps(zero, _mm256_broadcast_ss(w.zeros + g));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      __m256 numbers = _mm256_cvtepi32_ps(Spread<0>(i < 2 ? low : high, i % 2));
-      out[i] = _mm256_mul_ps(_mm256_sub_ps(numbers, zero), scale);
-    }
-    return;
-  }
 #pragma GCC unroll 2
   for (int i = 0; i < 4; i += 2) {
-    __m256i bytes = Both(w.values + e + 8 * i);
-    if constexpr (form == Form::kInt8) {
-      out[i] = _mm256_cvtepi32_ps(_mm256_srai_epi32(Spread<3>(bytes, 0), 24));
-      out[i + 1] = _mm256_cvtepi32_ps(_mm256_srai_epi32(Spread<3>(bytes, 1), 24));
-    } else {
-      // Even ones in the low half as f16 of a 256th, whose exponent has a bit more: those below the normal ones come right.
-      const __m256i pick = _mm256_setr_epi64x(0x0680048002800080, 0x0e800c800a800880, 0x0780058003800180, 0x0f800d800b800980);
-      __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_shuffle_epi8(bytes, pick), 1), _mm256_set1_epi16(static_cast<short>(0xbfff)));
-      out[i] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
-      out[i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
-    }
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(w.values + e + 8 * i)));
+    // Even ones in the low half as f16 of a 256th, whose exponent has a bit more: those below the normal ones come right.
+    const __m256i pick = _mm256_setr_epi64x(0x0680048002800080, 0x0e800c800a800880, 0x0780058003800180, 0x0f800d800b800980);
+    __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_shuffle_epi8(bytes, pick), 1), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    out[i] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+    out[i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
   }
   if (!scaled) return;
-  __m256 scale = _mm256_mul_ps(_mm256_broadcast_ss(w.scales + g), _mm256_set1_ps(form == Form::kFp8 ? 256.0f : 1.0f));
+  __m256 scale = _mm256_mul_ps(_mm256_broadcast_ss(w.scales + g), _mm256_set1_ps(256.0f));
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) out[i] = _mm256_mul_ps(out[i], scale);
 }
@@ -100,7 +73,7 @@ struct Groups {
 };
 
 // The sums of one row of x and 6 of w. `ahead`: bytes from one row of w to what comes next of it.
-template <Form form, bool scaled>
+template <bool scaled>
 void OneRow(const float* x, const Row (&w)[kCols], int64_t E, int64_t group, int64_t ahead, float* sums) {
   __m256 acc[kCols];
 #pragma GCC unroll 6
@@ -110,9 +83,9 @@ void OneRow(const float* x, const Row (&w)[kCols], int64_t E, int64_t group, int
     int64_t g = groups.Of(e);
 #pragma GCC unroll 6
     for (int j = 0; j < kCols; ++j) {
-      _mm_prefetch((const char*)w[j].values + (form == Form::kInt4 ? e / 2 : e) + ahead, _MM_HINT_T0);
+      _mm_prefetch((const char*)w[j].values + e + ahead, _MM_HINT_T0);
       __m256 b[4];
-      Widen<form, scaled>(w[j], e, g, b);
+      Widen<scaled>(w[j], e, g, b);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) acc[j] = _mm256_fmadd_ps(_mm256_loadu_ps(x + e + kLanes * i), b[i], acc[j]);
     }
@@ -150,7 +123,7 @@ inline void Tile(const float* x, int64_t stride, const float* w, int64_t depth, 
 }
 
 // The same for T rows of x, whose weights are widened first.
-template <Form form, bool scaled>
+template <bool scaled>
 void SomeRows(const float* x, int64_t T, const Row (&w)[kCols], int64_t E, int64_t group, int64_t ahead,
               const Scratch& scratch) {
   float *block = scratch.weights, *sums = scratch.sums;
@@ -161,17 +134,16 @@ void SomeRows(const float* x, int64_t T, const Row (&w)[kCols], int64_t E, int64
       Groups groups(group, first);
       for (int64_t e = 0; e < depth; e += kPacked) {
         __m256 b[4];
-        Widen<form, scaled>(w[j], first + e, groups.Of(first + e), b);
+        Widen<scaled>(w[j], first + e, groups.Of(first + e), b);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) _mm256_storeu_ps(block + (e + kLanes * i) * kCols + j * kLanes, b[i]);
       }
     }
     // What comes next of w comes from memory meanwhile.
-    int64_t bytes = form == Form::kInt4 ? depth / 2 : depth, at = form == Form::kInt4 ? first / 2 : first;
-    int64_t lines = kCols * ((bytes + kLine - 1) / kLine), tiles = (T + kRows - 1) / kRows, fetched = 0;
+    int64_t lines = kCols * ((depth + kLine - 1) / kLine), tiles = (T + kRows - 1) / kRows, fetched = 0;
     for (int64_t t = 0; t < T; t += kRows) {
       for (int64_t upto = lines * (t / kRows + 1) / tiles; fetched < upto; ++fetched) {
-        _mm_prefetch((const char*)w[fetched % kCols].values + at + fetched / kCols * kLine + ahead, _MM_HINT_T1);
+        _mm_prefetch((const char*)w[fetched % kCols].values + first + fetched / kCols * kLine + ahead, _MM_HINT_T1);
       }
       const float* rows = x + t * E + first;
       if (T - t >= kRows) {
@@ -184,10 +156,9 @@ void SomeRows(const float* x, int64_t T, const Row (&w)[kCols], int64_t E, int64
 }
 
 // One thread's part: the groups [begin, end) of 6 outputs for all rows of x.
-template <Form form, bool scaled>
+template <bool scaled>
 void MultiplyGroups(const bf16* x, const Quantized& w, float* y, int64_t T, int64_t begin, int64_t end) {
   int64_t panel = std::clamp<int64_t>(kPanelBytes / (4 * w.E) / kRows * kRows, 16, 64);
-  int64_t row_bytes = form == Form::kInt4 ? w.E / 2 : w.E;
   Scratch scratch(std::min(panel, T), w.E);
   for (int64_t t = 0; t < T; t += panel) {
     int64_t rows = std::min(panel, T - t);
@@ -197,13 +168,12 @@ void MultiplyGroups(const bf16* x, const Quantized& w, float* y, int64_t T, int6
       Row from[kCols];  // the last one again where there are no more
       for (int64_t j = 0; j < kCols; ++j) {
         int64_t row = n + std::min(j, cols - 1);
-        from[j] = {static_cast<const uint8_t*>(w.values) + row * row_bytes, w.scales + row * w.S,
-                   w.zeros == nullptr ? nullptr : w.zeros + row * w.S};
+        from[j] = {static_cast<const uint8_t*>(w.values) + row * w.E, w.scales + row * w.S};
       }
       if (rows == 1) {
-        OneRow<form, scaled>(scratch.x, from, w.E, w.E / w.S, kCols * row_bytes, scratch.sums);
+        OneRow<scaled>(scratch.x, from, w.E, w.E / w.S, kCols * w.E, scratch.sums);
       } else {
-        SomeRows<form, scaled>(scratch.x, rows, from, w.E, w.E / w.S, kCols * row_bytes, scratch);
+        SomeRows<scaled>(scratch.x, rows, from, w.E, w.E / w.S, kCols * w.E, scratch);
       }
       for (int64_t r = 0; r < rows; ++r) {
         __m256 acc[kCols + 2];
@@ -213,7 +183,7 @@ void MultiplyGroups(const bf16* x, const Quantized& w, float* y, int64_t T, int6
         _mm_storeu_ps(sums, Sums(acc[0], acc[1], acc[2], acc[3]));
         _mm_storeu_ps(sums + 4, Sums(acc[4], acc[5], acc[6], acc[7]));
         for (int64_t j = 0; j < cols; ++j) {
-          y[(t + r) * w.N + n + j] = scaled ? sums[j] : sums[j] * (w.scales[n + j] * (form == Form::kFp8 ? 256.0f : 1.0f));
+          y[(t + r) * w.N + n + j] = scaled ? sums[j] : sums[j] * (w.scales[n + j] * 256.0f);
         }
       }
     }
@@ -222,13 +192,11 @@ void MultiplyGroups(const bf16* x, const Quantized& w, float* y, int64_t T, int6
 }  // namespace
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
+  if (w.form != Form::kFp8) return MultiplyIntegers(pool, x, w, y, T);
   int64_t groups = (w.N + kCols - 1) / kCols;
   // Several items a thread: one that begins late is not waited for long.
   int64_t items = std::clamp<int64_t>(8 * pool.num_threads(), 1, (groups + 3) / 4);
-  auto part = w.form == Form::kInt4 ? MultiplyGroups<Form::kInt4, true>
-              : w.form == Form::kInt8
-                  ? (w.S == 1 ? MultiplyGroups<Form::kInt8, false> : MultiplyGroups<Form::kInt8, true>)
-                  : (w.S == 1 ? MultiplyGroups<Form::kFp8, false> : MultiplyGroups<Form::kFp8, true>);
+  auto part = w.S == 1 ? MultiplyGroups<false> : MultiplyGroups<true>;
   ParallelFor(pool, items, [&](int64_t item) { part(x, w, y, T, groups * item / items, groups * (item + 1) / items); });
 }
 }  // namespace jpaged
