@@ -22,9 +22,10 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
 
   int64_t rows = 0, served = 0;
   for (int64_t s = 0; s < p.S; ++s) rows += p.contexts[s] > 0;
-  // Decode takes all heads of a row together, which lie together, unless there are too few rows for all threads.
-  int64_t most = std::max<int64_t>(1, kQueries / p.G);
-  int64_t heads = decode && rows >= 4 * pool.num_threads() ? p.K : 1;
+  // Decode takes heads of a row together, which lie together, as long as each thread has four items; of one row two.
+  int64_t most = std::max<int64_t>(1, kQueries / p.G), threads = pool.num_threads();
+  int64_t parts = rows <= 1 ? 2 * threads : (4 * threads + rows - 1) / rows;
+  int64_t heads = decode ? std::max<int64_t>(1, p.K / parts) : 1;
   std::vector<Item> items;
   for (int64_t s = 0; s < p.S; ++s) {
     int64_t token = p.starts[s], count = p.starts[s + 1] - token;
@@ -34,7 +35,9 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
     for (int64_t i = 0; i < count; i += most) {
       int64_t n = std::min(most, count - i), position = p.contexts[s] - count + i;
       int64_t begin = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
-      for (int64_t h = 0; h < p.K; h += heads) items.push_back({s, token + i, n, position, begin, position + n, h, heads});
+      for (int64_t h = 0; h < p.K; h += heads) {
+        items.push_back({s, token + i, n, position, begin, position + n, h, std::min(heads, p.K - h)});
+      }
     }
   }
   std::memset(p.o + served * p.H * p.D, 0, (p.T - served) * p.H * p.D * sizeof(bf16));

@@ -21,6 +21,10 @@ def write_kv(
     P + slot, no slot twice. Padding tokens carry any index outside [0, N*P), by custom the whole
     pool's L*N*P, and are dropped.
     """
+    if slot_mapping_T.shape[0] == 1:
+        # A scatter of one index becomes a selection, which copies the pool: a second is dropped.
+        kv_T2KD = jnp.concatenate([kv_T2KD, kv_T2KD])
+        slot_mapping_T = jnp.append(slot_mapping_T, jnp.asarray(-1, slot_mapping_T.dtype))
     where = (layer, slot_mapping_T, num_layers)
     if not isinstance(pool, ScaledPool):
         return _write(pool, kv_T2KD.astype(pool.dtype), *where)

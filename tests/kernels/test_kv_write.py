@@ -127,19 +127,24 @@ def _layers(pool, x_THD, slots_T, table_SM, contexts_S, starts_S1, *, decode: bo
 
 
 @pytest.mark.parametrize(
-    ("phase", "dtype"),
-    [("decode", jnp.float32), ("decode", jnp.bfloat16), ("prefill", jnp.bfloat16)],
+    ("phase", "rows", "dtype"),
+    [
+        ("decode", S, jnp.float32),
+        ("decode", S, jnp.bfloat16),
+        ("decode", 1, jnp.bfloat16),
+        ("prefill", S, jnp.bfloat16),
+    ],
 )
-def test_pool_is_updated_in_place(phase: str, dtype: Any) -> None:
-    T = S if phase == "decode" else 40
+def test_pool_is_updated_in_place(phase: str, rows: int, dtype: Any) -> None:
+    T = rows if phase == "decode" else 40
     shape = (L * N, P, 2 * K, D)
     specs = [
         (shape, dtype),
         ((T, K * G, D), dtype),
         ((T,), i32),
-        ((S, M), i32),
-        ((S,), i32),
-        ((S + 1,), i32),
+        ((rows, M), i32),
+        ((rows,), i32),
+        ((rows + 1,), i32),
     ]
     args = [jax.ShapeDtypeStruct(*spec) for spec in specs]
 
