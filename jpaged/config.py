@@ -246,7 +246,7 @@ class EngineConfig:
             )
         batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
         tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
-        rows = self.seq_buckets or _up_to(seqs, SEQ_BUCKETS)
+        rows = self.seq_buckets or (_up_to(seqs, SEQ_BUCKETS) if seqs > 1 else (1,))
         if tokens[-1] < batched:
             raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={batched}")
         if rows[-1] < seqs:

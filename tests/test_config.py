@@ -315,7 +315,7 @@ def test_engine_config_resolves_once() -> None:
     assert config.seq_buckets == (8, 16, 24) and config.token_buckets == (16, 32, 64, 96, 128)
     assert config.resolve(model) == config
     huge = EngineConfig(max_num_batched_tokens=20_000, max_num_seqs=1).resolve(model)
-    assert huge.token_buckets and huge.token_buckets[-1] == 20_000 and huge.seq_buckets == (8,)
+    assert huge.token_buckets and huge.token_buckets[-1] == 20_000 and huge.seq_buckets == (1,)
     assert EngineConfig(max_model_len=17, block_size=16).resolve(model).max_blocks_per_seq == 2
     assert EngineConfig(seq_buckets=[8, 256]).resolve(model).seq_buckets == (8, 256)  # pyright: ignore[reportArgumentType]
 
