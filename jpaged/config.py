@@ -246,7 +246,8 @@ class EngineConfig:
             )
         batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
         tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
-        rows = self.seq_buckets or (_up_to(seqs, SEQ_BUCKETS) if seqs > 1 else (1,))
+        is_single = seqs == 1 and not self.speculative  # a row that guesses draws several times
+        rows = self.seq_buckets or ((1,) if is_single else _up_to(seqs, SEQ_BUCKETS))
         if tokens[-1] < batched:
             raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={batched}")
         if rows[-1] < seqs:
