@@ -81,6 +81,9 @@ struct Integers {
   Int* values;
   float* scales;
   int64_t E, blocks;
+
+  int64_t Stride() const { return (E + kChunk - 1) / kChunk * kChunk; }
+  Integers From(int64_t t) const { return {values + t * Stride(), scales + t * blocks, E, blocks}; }
 };
 
 // A row of x in blocks, each in steps of a 32767th of the largest. NaN or infinity makes a block's scale so.
@@ -144,7 +147,7 @@ inline void Tile(const Integers& x, int64_t first, int64_t depth, const Weights&
 #pragma GCC unroll 4
     for (int j = 0; j < C; ++j) acc[r][j] = _mm256_setzero_ps(), whole[r][j] = _mm256_setzero_si256();
   }
-  int64_t stride = (x.E + kChunk - 1) / kChunk * kChunk;
+  int64_t stride = x.Stride();
   const Int* from = x.values + first;
   auto numbers = [&](int r, int64_t e, int k) { return _mm256_load_si256((const __m256i*)(from + r * stride + e + k * kWords)); };
   int64_t g = first / group, next = (g + 1) * group - first;
@@ -216,7 +219,6 @@ void OneRow(const Integers& x, const Row (&w)[kCols], int64_t group, float* sums
 template <Form form, Scales kind>
 void SomeRows(const Integers& x, int64_t T, const Row (&w)[kCols], int64_t group, int64_t ahead, float* sums) {
   alignas(32) Int block[kBlock * kCols];
-  int64_t stride = (x.E + kChunk - 1) / kChunk * kChunk;
   for (int64_t first = 0; first < x.E; first += kBlock) {
     int64_t depth = std::min(kBlock, x.E - first), at = Bytes<form>(first);
     for (int64_t e = 0; e < depth; e += kChunk) {
@@ -232,7 +234,7 @@ void SomeRows(const Integers& x, int64_t T, const Row (&w)[kCols], int64_t group
       for (int64_t upto = lines * (t / kRows + 1) / tiles; fetched < upto; ++fetched) {
         _mm_prefetch((const char*)w[fetched % kCols].values + at + fetched / kCols * kLine + ahead, _MM_HINT_T1);
       }
-      Integers rows{x.values + t * stride, x.scales + t * x.blocks, x.E, x.blocks};
+      Integers rows = x.From(t);
       if (T - t >= kRows) {
         Tile<kRows, kCols, kind>(rows, first, depth, Widened{block}, w, group, sums + t * kCols * kLanes);
       } else {
@@ -246,11 +248,11 @@ void SomeRows(const Integers& x, int64_t T, const Row (&w)[kCols], int64_t group
 template <Form form, Scales kind>
 void MultiplyGroups(const Integers& x, const Quantized& w, float* y, int64_t T, int64_t begin, int64_t end) {
   int64_t panel = std::clamp<int64_t>(kPanelBytes / (2 * w.E) / kRows * kRows, 16, kMostRows);
-  int64_t row_bytes = Bytes<form>(w.E), stride = (w.E + kChunk - 1) / kChunk * kChunk;
+  int64_t row_bytes = Bytes<form>(w.E);
   alignas(32) float sums[kMostRows * kCols * kLanes];
   for (int64_t t = 0; t < T; t += panel) {
     int64_t rows = std::min(panel, T - t);
-    Integers some{x.values + t * stride, x.scales + t * x.blocks, x.E, x.blocks};
+    Integers some = x.From(t);
     for (int64_t n = begin * kCols; n < std::min(w.N, end * kCols); n += kCols) {
       int64_t cols = std::min(kCols, w.N - n);
       Row from[kCols];  // the last one again where there are no more
@@ -287,7 +289,8 @@ void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float*
   constexpr int64_t kAtOnce = 16;  // rows of x that are worth a thread
   ParallelFor(pool, (T + kAtOnce - 1) / kAtOnce, [&](int64_t item) {
     for (int64_t t = item * kAtOnce; t < std::min(T, (item + 1) * kAtOnce); ++t) {
-      ToIntegers<form, kind>(x + t * w.E, w.E, from.values + t * stride, from.scales + t * blocks);
+      Integers row = from.From(t);
+      ToIntegers<form, kind>(x + t * w.E, w.E, row.values, row.scales);
     }
   });
   int64_t groups = (w.N + kCols - 1) / kCols;
