@@ -16,6 +16,7 @@ from jpaged.integrations.batch.source import LineError, Source
 
 PIPE_WAIT_S = 0.05
 AHEAD_BYTES = 64 << 20
+LAST_LINE_S = 2.0  # to parse what was read already; a thread that waits for its input is left alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,9 @@ class ReadAhead:
         self._patience = PIPE_WAIT_S
         self._read_all = False
         self.error: Exception | None = None  # why the input could not be read to its end
-        threading.Thread(target=self._read, daemon=True).start()
+        # A daemon: what waits for a silent pipe must not hold the exit up.
+        self._thread = threading.Thread(target=self._read, name="jpaged reader", daemon=True)
+        self._thread.start()
 
     @property
     def ended(self) -> bool:
@@ -140,10 +143,13 @@ class ReadAhead:
             return line
 
     def close(self) -> None:
-        """Read no further."""
+        """Read no further, and see a line through that is being parsed: a thread that the
+        interpreter's exit finds inside pydantic's compiled code aborts the process.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._thread.join(LAST_LINE_S)
 
     def _read(self) -> None:
         try:

@@ -6,11 +6,17 @@ import datetime
 import gzip
 import json
 import random
+import threading
+from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import zstandard
 
+from jpaged.integrations.batch.intake import Line, ReadAhead
+from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.integrations.batch.source import (
     BatchError,
     LineError,
@@ -206,3 +212,23 @@ def test_datasets(tmp_path: Path) -> None:
         file.writelines(json.dumps(row) + "\n" for row in ROWS)
     streamed = open_source(f"hf:{tmp_path / 'lines'}", split="train", columns=["prompt"])
     assert lines_of(streamed)[4] == (5, {"prompt": "p5"})
+
+
+def test_reading_ahead_is_over_once_it_is_closed(tmp_path: Path) -> None:
+    """A line that is being parsed is seen through: the exit of the interpreter would abort the
+    process where it finds a thread inside compiled code.
+    """
+    begun, may_go_on, parsed = threading.Event(), threading.Event(), []
+
+    def lines() -> Generator[Line]:
+        for number in range(1, 100):
+            begun.set()
+            assert may_go_on.wait(60)
+            parsed.append(number)
+            yield Line(request=BatchRequest(number=number), raw=b"")
+
+    reader = ReadAhead(cast(Any, SimpleNamespace(lines=lines)), 1000)
+    assert begun.wait(60)
+    threading.Timer(0.2, may_go_on.set).start()
+    reader.close()
+    assert parsed == [1] and not [t for t in threading.enumerate() if t.name == "jpaged reader"]
