@@ -23,7 +23,10 @@ import jax
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w")
-HANDLERS = ("jpaged_experts", "jpaged_linear", "jpaged_paged_attention", "jpaged_quantized")
+HANDLERS = (
+    *("jpaged_experts", "jpaged_linear", "jpaged_low_rank"),
+    *("jpaged_paged_attention", "jpaged_quantized"),
+)
 SECONDS = 120  # a compile takes about 3
 SWITCH = "JPAGED_NATIVE"
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kernels_cpu import quantized
+from kernels_cpu import low_rank, quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,16 @@ class NativeProducts:
         whole weight first.
         """
         return quantized.linear(x_TE, values, scales, form, count, zeros)
+
+    def adds(self, x: Array, a: Array) -> bool:
+        """See kernels_cpu.low_rank.supported."""
+        return low_rank.supported(x, a)
+
+    def add_low_rank(self, y: Array, x: Array, a: Array, b: Any, *rest: Any) -> Array:
+        """See kernels_cpu.low_rank.add: for any number of rows, since XLA would multiply by all
+        slots.
+        """
+        return low_rank.add(y, x, a, b, *rest)
 
 
 def is_width_supported(E: int) -> bool:

@@ -316,7 +316,7 @@ def test_engine_config_resolves_once() -> None:
     assert config.resolve(model) == config
     huge = EngineConfig(max_num_batched_tokens=20_000, max_num_seqs=1).resolve(model)
     assert huge.token_buckets and huge.token_buckets[-1] == 20_000 and huge.seq_buckets == (1,)
-    guesses = EngineConfig(max_num_seqs=1, speculative={"method": "ngram"}).resolve(model)
+    guesses = EngineConfig(max_num_seqs=1, speculative={"method": "ngram"}).resolve(model)  # pyright: ignore[reportArgumentType]
     assert guesses.seq_buckets == (8,), "room to draw after each guess"
     assert EngineConfig(max_model_len=17, block_size=16).resolve(model).max_blocks_per_seq == 2
     assert EngineConfig(seq_buckets=[8, 256]).resolve(model).seq_buckets == (8, 256)  # pyright: ignore[reportArgumentType]

@@ -23,13 +23,12 @@ from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
 
-WIDTH = 32  # columns of all slots together are whole ones of these, which CPU kernels multiply by
+WHOLE_RANK = 8  # ranks are whole ones of these: of all slots together, what tiles of a GPU take
 
 
 def table_rank(config: EngineConfig) -> int:
     """The rank that every adapter is padded to."""
-    whole = WIDTH // math.gcd(WIDTH, config.max_loras)
-    return -(-config.max_lora_rank // whole) * whole
+    return -(-config.max_lora_rank // WHOLE_RANK) * WHOLE_RANK
 
 
 def table_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
@@ -90,7 +89,7 @@ def _shapes(spec: ParamSpec, model: ModelConfig, config: EngineConfig) -> dict[s
     slots, rank = config.max_loras, table_rank(config)
     return {
         "a": (len(outputs), slots, rank, *inputs),
-        "b": tuple((*shape, slots, rank) for shape in outputs),
+        "b": tuple((slots, rank, *shape) for shape in outputs),
     }
 
 
@@ -103,7 +102,7 @@ def _specs(spec: ParamSpec, model: ModelConfig, where: Placement) -> dict[str, A
         return PartitionSpec(data, *[None] * (lead + axes.index(letter)), where.tensor_axis)
 
     outputs = [part.axes.partition(",")[0].split() for part in spec.parts]
-    return {"a": split(3, spec.sides[1]), "b": tuple(split(0, axes) for axes in outputs)}
+    return {"a": split(3, spec.sides[1]), "b": tuple(split(2, axes) for axes in outputs)}
 
 
 def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any) -> Any:
@@ -114,11 +113,11 @@ def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any
     for name, spec in adapted_specs(model, config.lora_extra).items():
         shapes = _shapes(spec, model, config)
         a = np.zeros(shapes["a"][:1] + shapes["a"][2:], dtype)
-        b = tuple(np.zeros(shape[:-2] + shape[-1:], dtype) for shape in shapes["b"])
+        b = tuple(np.zeros(shape[1:], dtype) for shape in shapes["b"])
         for at, part in enumerate(spec.parts):
             if (pair := pairs.get(spec.at(part.name))) is not None:
                 a[at, : pair.rank] = pair.a
-                b[at][..., : pair.rank] = pair.b
+                b[at][: pair.rank] = np.moveaxis(pair.b, -1, 0)
         data[name] = {"a": a, "b": b}
     return nest(data)
 
@@ -131,7 +130,7 @@ def write_adapter(tables: Any, slots: Array, data: Any) -> Any:
         pairs = zip(table["b"], new["b"], strict=True)
         return {
             "a": table["a"].at[0, :, slot].set(new["a"], mode="drop"),
-            "b": tuple(b.at[0, ..., slot, :].set(x, mode="drop") for b, x in pairs),
+            "b": tuple(b.at[0, slot].set(x, mode="drop") for b, x in pairs),
         }
 
     return jax.tree.map(write, tables, data, is_leaf=_is_table)
@@ -186,9 +185,9 @@ class AdapterTables:
     def _lies(self) -> Any:
         """How an adapter's data lies, beside tables of its weights."""
 
-        def of_slot(spec: PartitionSpec, lead: int) -> PartitionSpec:
-            rest = spec[1:]
-            return PartitionSpec(*rest[:lead], *rest[lead + 1 :]) if lead else PartitionSpec(*rest)
+        def of_slot(spec: PartitionSpec, slots: int) -> PartitionSpec:
+            """slots: their axis after that of the replicas."""
+            return PartitionSpec(*spec[1 : 1 + slots], *spec[2 + slots :])
 
         def of_weight(table: dict[str, Any]) -> dict[str, Any]:
             b = tuple(of_slot(spec, 0) for spec in table["b"])

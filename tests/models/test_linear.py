@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.models.forward import bind
 from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.low_rank import LowRank
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.quantized import quantized
 from tests.tiny import config, make_params, make_prompts
@@ -36,6 +37,21 @@ class Recorder:
         self.counts.append(count)
         assert form == "int8" and zeros is None
         return self.linear(x, values.astype(x.dtype), count, jnp.float32) * scales[:, 0][None]
+
+    def adds(self, x: jax.Array, a: jax.Array) -> bool:
+        return x.ndim == 2 and a.ndim == 4
+
+    def add_low_rank(
+        self, y: Any, x: Any, a: Any, b: Any, slot_T: Any, count: Any, leads: int
+    ) -> jax.Array:
+        self.counts.append(count)
+        own, h = jnp.minimum(slot_T, a.shape[1] - 1), x.reshape(x.shape[0], a.shape[0], -1)
+        if a.shape[3] > 0:
+            h = jnp.einsum("te,ptre->tpr", x, a[:, own])
+        added = [jnp.einsum("tr,trn->tn", h[:, i], b[i][own]) for i in range(len(b))]
+        pieces = [each.reshape(len(each), leads, -1) for each in added]
+        whole = jnp.concatenate(pieces, axis=2).reshape(y.shape)
+        return y + jnp.where(slot_T[:, None] < a.shape[1], whole, 0.0)
 
 
 def make(
@@ -73,6 +89,42 @@ def test_a_quantised_weight_goes_to_the_products_in_bf16_alone() -> None:
         alone = dataclasses.replace(own, serving=Serving())
         np.testing.assert_allclose(own(x, jnp.float32)[:3], alone(x, jnp.float32)[:3], rtol=1e-2)
         assert len(recorder.counts) == asked
+
+
+@pytest.mark.parametrize("joined", [0, 1])
+def test_adapters_by_products_that_take_each_rows_own(joined: int) -> None:
+    """Of a linear layer with parts and of an embedding: what two products over all slots give."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    parts, whole = (((5, 2), (1, 2)), (6, 2)) if joined == 0 else (((2, 3), (2, 1)), (2, 4))
+    slot_T, recorder = jnp.asarray([2, 0, 3, 2, 1], jnp.int32), Recorder()
+    own = LowRank(
+        a=normal(2, 3, 4, 2, 16),
+        b=(normal(3, 4, *parts[0]), normal(3, 4, *parts[1])),
+        slot_T=slot_T,
+        joined=joined,
+    )
+    alone = make(normal(*whole, 2, 16), num_outputs=2, adapters=own)
+    x = normal(5, 32)
+    given = dataclasses.replace(alone, serving=Serving(products=recorder))
+    np.testing.assert_allclose(given(x), alone(x), rtol=1e-4, atol=1e-4)
+    plain = dataclasses.replace(alone, adapters=None)(x)
+    is_equal = np.isclose(alone(x), plain, atol=1e-4).all(axis=(1, 2))
+    assert is_equal.tolist() == [False, False, True, False, False]
+    assert recorder.counts == [5, 5], "the product and what is added to it"
+
+    table, at_T = normal(7, 6), jnp.asarray([0, 6, 3, 3, -1])
+    own = LowRank(a=normal(1, 3, 4, 7), b=(normal(3, 4, 6),), slot_T=slot_T, joined=0)
+    y = table[at_T]
+    one_hot = jnp.asarray(np.arange(7) == np.asarray(at_T)[:, None], jnp.float32)
+    wanted = own.added(y, one_hot, Serving().product, None, 5)
+    for adder in (None, recorder):
+        found = own.added_of_index(y, at_T, adder, 5)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(wanted[4], y[4])
 
 
 @pytest.mark.parametrize("num_rows", [3, None])

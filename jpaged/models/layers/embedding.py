@@ -29,7 +29,8 @@ def _adapted(x: Array, at: Array, serving: Serving, adapters: LowRank | None) ->
     """Added in f32 and rounded once."""
     if adapters is None:
         return x
-    return (x.astype(jnp.float32) + adapters.of_index(at, serving.product)).astype(x.dtype)
+    y = x.astype(jnp.float32)
+    return adapters.added_of_index(y, at, serving.products, serving.count(x)).astype(x.dtype)
 
 
 def _rows(weight_VE: Array | QuantizedWeight, at: Array) -> Array:

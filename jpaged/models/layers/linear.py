@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.models.layers.low_rank import AdapterRows, LowRank
+from jpaged.models.layers.low_rank import AdapterRows, Adder, LowRank
 from jpaged.models.params import MeshAxis
 from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
-class Products(Protocol):
+class Products(Adder, Protocol):
     """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
 
     def supported(self, x: Array, weight: Array, /) -> bool:
@@ -70,11 +70,14 @@ class Serving:
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     adapters: AdapterRows | None = None
 
+    def count(self, x: Array) -> Any:
+        """How many rows of x are real."""
+        return x.shape[0] if self.num_rows is None else self.num_rows
+
     def product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         """x [..., E] times the weight transposed, accumulated in f32."""
         if self.products is not None and self.products.supported(x, weight_NE):
-            count = x.shape[0] if self.num_rows is None else self.num_rows
-            return self.products.linear(x, weight_NE, count, dtype)
+            return self.products.linear(x, weight_NE, self.count(x), dtype)
         contract = (((x.ndim - 1,), (1,)), ((), ()))
         y = jax.lax.dot_general(x, weight_NE, contract, preferred_element_type=jnp.float32)
         return y.astype(dtype)
@@ -108,7 +111,8 @@ class Linear:
         else:
             y = self.serving.product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
         if self.adapters is not None:
-            y = y + self.adapters(x, self.serving.product).reshape(y.shape)
+            how = (self.serving.product, self.serving.products, self.serving.count(x))
+            y = self.adapters.added(y, x, *how)
         if self.sum_over is not None:
             y = jax.lax.psum(y, self.sum_over)
         y = y.reshape(*x.shape[:-1], *outputs)
@@ -117,9 +121,8 @@ class Linear:
         return y.astype(dtype)
 
     def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
-        products, count = self.serving.products, self.serving.num_rows
+        products = self.serving.products
         if products is None or x.dtype != jnp.bfloat16 or x.ndim != 2:
             return weight.linear(x).astype(dtype)
-        count = x.shape[0] if count is None else count
         parts = (weight.values, weight.scales, weight.zeros, weight.form)
-        return products.quantized(x, *parts, count).astype(dtype)
+        return products.quantized(x, *parts, self.serving.count(x)).astype(dtype)

@@ -3,21 +3,34 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
-Product = Callable[[Array, Array, DTypeLike], Array]  # x [T, E], weight [N, E], dtype -> [T, N]
+Product = Callable[[Array, Array, Any], Array]  # x [T, E], weight [N, E], dtype -> [T, N]
+
+
+class Adder(Protocol):
+    """A module that adds what adapters give, reading those of a step's rows alone."""
+
+    def adds(self, x: Array, a: Array, /) -> bool:
+        """Whether it can for x [T, E] and a [parts, slots, rank, E]."""
+        ...
+
+    def add_low_rank(
+        self, y: Array, x: Array, a: Array, b: Any, slot_T: Array, count: Any, leads: int, /
+    ) -> Array:
+        """y [T, N], f32, with x a^T b of each row's slot added; see kernels_cpu.low_rank.add."""
+        ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterRows:
     """The adapters of a step. tables: a nested dict of the canonical tree's names, at each weight
-    that has adapters {"a": [parts, slots, rank, *inputs], "b": ([*outputs, slots, rank] of each
+    that has adapters {"a": [parts, slots, rank, *inputs], "b": ([slots, rank, *outputs] of each
     part, ...)}. slot_T: int32, the slot of each token's adapter, `slots` where it has none.
     """
 
@@ -28,8 +41,7 @@ class AdapterRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """The adapters of one weight: two products over all slots, those of other rows masked between
-    them, so that their cost depends on the number of slots and on nothing else.
+    """The adapters of one weight.
 
     a, b, slot_T: of AdapterRows. joined: the axis of the outputs that parts follow each other on.
     """
@@ -39,35 +51,61 @@ class LowRank:
     slot_T: Array
     joined: int = dataclasses.field(metadata={"static": True})
 
+    def added(self, y: Array, x_TE: Array, product: Product, adder: Adder | None, n: Any) -> Array:
+        """y, f32, of T rows, with what they add to the product of x. n: rows that are real.
+
+        By an adder, or by two products over all slots, the rows of other slots masked between them,
+        so that their cost depends on the number of slots and on nothing else.
+        """
+        a = self.a.reshape(*self.a.shape[:3], -1)
+        if (own := self._by(adder, x_TE, a)) is not None:
+            return own.add_low_rank(y, x_TE, a, self._flat_b(), self.slot_T, n, self._leads)
+        return y + self(x_TE, product).reshape(y.shape)
+
+    def added_of_index(self, y_TE: Array, at_T: Array, adder: Adder | None, n: Any) -> Array:
+        """So of one input that is 1, the others 0: what the embedding of a token gains. Nothing
+        past either end, where another device has the input.
+        """
+        slots, inputs = self.a.shape[1], self.a.shape[3]
+        slot_T = jnp.where((at_T >= 0) & (at_T < inputs), self.slot_T, slots)
+        h = self.a[:, jnp.minimum(slot_T, slots - 1), :, jnp.clip(at_T, 0, inputs - 1)]
+        x, none = h.reshape(h.shape[0], -1), self.a[..., :0]  # h [T, parts, rank]
+        if (own := self._by(adder, x, none)) is not None:
+            return own.add_low_rank(y_TE, x, none, self._flat_b(), slot_T, n, self._leads)
+        return y_TE + self._outputs(h[:, :, None], slot_T).reshape(y_TE.shape)
+
     def __call__(self, x_TE: Array, product: Product) -> Array:
-        """What the adapters add to the product of x, f32 [T, *outputs]."""
+        """What they add to the product of x, f32 [T, *outputs], by products over all slots."""
         tokens, (parts, slots, rank, *inputs) = x_TE.shape[0], self.a.shape
         a = self.a.reshape(parts * slots * rank, math.prod(inputs))
         h = product(x_TE, a, x_TE.dtype).reshape(tokens, parts, slots, rank)
-        return self._outputs(h, product)
+        return self._outputs(h, self.slot_T)
 
-    def of_index(self, at_T: Array, product: Product) -> Array:
-        """So of one input that is 1, the others 0: what the embedding of a token gains. Zeros past
-        either end, where another device has the input.
-        """
-        is_here = (at_T >= 0) & (at_T < self.a.shape[-1])
-        h = jnp.take(self.a, at_T, axis=-1, mode="clip")  # [parts, slots, rank, T]
-        h = jnp.where(is_here, h, jnp.zeros_like(h))
-        return self._outputs(jnp.moveaxis(h, -1, 0), product)
-
-    def _outputs(self, h: Array, product: Product) -> Array:
-        """From [T, parts, slots, rank] on."""
-        tokens, parts, slots, rank = h.shape
-        is_own = self.slot_T[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :]
+    def _outputs(self, h: Array, slot_T: Array) -> Array:
+        """From [T, parts, slots (or 1), rank] on."""
+        tokens, parts, slots, rank = h.shape[0], *self.a.shape[:3]
+        is_own = slot_T[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :]
         h = jnp.where(is_own[:, None, :, None], h, jnp.zeros_like(h))
         h = h.reshape(tokens, parts, slots * rank)
+        contract = (((1,), (0,)), ((), ()))
         added = [
-            product(h[:, i], b.reshape(-1, slots * rank), jnp.float32).reshape(
-                tokens, *b.shape[:-2]
-            )
-            for i, b in enumerate(self.b)
+            jax.lax.dot_general(h[:, i], b, contract, preferred_element_type=jnp.float32)
+            for i, b in enumerate(b.reshape(slots * rank, -1) for b in self.b)
         ]
-        return jnp.concatenate(added, axis=1 + self.joined)
+        shaped = [y.reshape(tokens, *b.shape[2:]) for y, b in zip(added, self.b, strict=True)]
+        return jnp.concatenate(shaped, axis=1 + self.joined)
+
+    def _by(self, adder: Adder | None, x: Array, a: Array) -> Adder | None:
+        """The adder, if it can."""
+        return adder if adder is not None and adder.adds(x, a) else None
+
+    @property
+    def _leads(self) -> int:
+        """Pieces of a part's outputs that those of other parts lie between."""
+        return math.prod(self.b[0].shape[2 : 2 + self.joined])
+
+    def _flat_b(self) -> tuple[Array, ...]:
+        return tuple(b.reshape(*b.shape[:2], -1) for b in self.b)
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +113,7 @@ class LowRank:
 class ExpertLowRank:
     """The adapters of one weight of all experts of a layer.
 
-    a: [parts, slots, rank, X, inputs]. b: of each part [X, *outputs, slots, rank]. slot_T, joined:
+    a: [parts, slots, rank, X, inputs]. b: of each part [slots, rank, X, *outputs]. slot_T, joined:
     as LowRank has them, joined among the axes with X.
     """
 
@@ -86,9 +124,13 @@ class ExpertLowRank:
 
     def of_expert(self, expert: Any, rows: Array) -> LowRank:
         """Those of one expert, for the tokens at `rows`."""
+
+        def own(table: Array, axis: int) -> Array:
+            return jax.lax.dynamic_index_in_dim(table, expert, axis, keepdims=False)
+
         return LowRank(
-            a=jax.lax.dynamic_index_in_dim(self.a, expert, 3, keepdims=False),
-            b=tuple(b[expert] for b in self.b),
+            a=own(self.a, 3),
+            b=tuple(own(b, 2) for b in self.b),
             slot_T=jnp.take(self.slot_T, rows, mode="clip"),
             joined=max(self.joined - 1, 0),
         )
