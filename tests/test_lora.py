@@ -102,25 +102,6 @@ def test_scores(params: Params) -> None:
     assert np.abs(np.asarray(merged[0]) - np.asarray(plain[0])).max() > 0.01
 
 
-def test_scores_of_bf16() -> None:
-    """By the kernels that serve it: as near to f32 as the model is without an adapter."""
-    model = config(head_dim=32, intermediate_size=64)
-    params, lora = make_params(0, model), Adapter(make_lora(3, model=model), 0.5)
-    lists = make_prompts(12, 5, 20, 9, seed=1)
-    rough = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    fine = jax.tree.map(lambda x: x.astype(jnp.float32), rough)
-
-    def scores(params: Any, **how: Any) -> np.ndarray:
-        return np.concatenate(jpaged.score(params, lists, engine_config=ENGINE, **how))
-
-    each = [lora, None, lora, lora]
-    wanted = scores(jpaged.merged(fine, lora))
-    wanted[11:15] = scores(fine)[11:15]
-    noise = np.abs(scores(rough) - scores(fine)).max()
-    assert np.abs(scores(rough, lora=each) - wanted).max() < 2 * noise
-    assert np.abs(wanted - scores(fine)).max() > 10 * noise, "it changes more than that"
-
-
 def test_new_weights_compile_nothing(params: Params) -> None:
     """As in training: new adapters every step, with the base for reference; and the very same
     objects are the same version, whose prefixes stay.
@@ -367,3 +348,22 @@ def test_bits_depend_on_the_row_alone(dtype: str) -> None:
         llm.add_adapter(name, make_lora([3, 1, 2][i], model=model))
     assert bits("d", "e", "c")[1:] == together[1:3]
     assert bits("e") == together[1:2]
+
+
+def test_scores_of_bf16() -> None:
+    """By the kernels that serve it: as near to f32 as the model is without an adapter."""
+    model = config(head_dim=32, intermediate_size=64)
+    params, lora = make_params(0, model), Adapter(make_lora(3, model=model), 0.5)
+    lists = make_prompts(12, 5, 20, 9, seed=1)
+    rough = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    fine = jax.tree.map(lambda x: x.astype(jnp.float32), rough)
+
+    def scores(params: Any, **how: Any) -> np.ndarray:
+        return np.concatenate(jpaged.score(params, lists, engine_config=ENGINE, **how))
+
+    each = [lora, None, lora, lora]
+    wanted = scores(jpaged.merged(fine, lora))
+    wanted[11:15] = scores(fine)[11:15]
+    noise = np.abs(scores(rough) - scores(fine)).max()
+    assert np.abs(scores(rough, lora=each) - wanted).max() < 2 * noise
+    assert np.abs(wanted - scores(fine)).max() > 10 * noise, "it changes more than that"

@@ -268,6 +268,90 @@ def test_a_client_that_reads_nothing(live: Live):
     assert before["choices"]
 
 
+SURROGATES = [
+    (COMPLETIONS, {"prompt": "a\ud800b"}),
+    (COMPLETIONS, HELLO | {"stop": ["\udc00"]}),
+    (COMPLETIONS, HELLO | {"model": "\ud800"}),
+    (COMPLETIONS, HELLO | {"\ud800": 1}),
+    (COMPLETIONS, HELLO | {"structured_outputs": {"regex": "\ud800+"}}),
+    (COMPLETIONS, HELLO | {"structured_outputs": {"json": {"properties": {"\ud800": {}}}}}),
+    (CHAT, {"messages": [{"role": "user", "content": "\udfff"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"\ud800": 1}}),
+    (RESPONSES, {"input": "a", "metadata": {"a": "\ud800"}}),
+    ("/tokenize", {"prompt": "\ud800"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SURROGATES, ids=str)
+def test_halves_of_a_character(live: Live, path: str, body: dict[str, Any]):
+    """JSON can write them, no text can hold them: not in a log, a header or an answer either."""
+    status, answer, _ = live.request(path, body)
+    assert (status, answer["error"]["code"]) == (400, "invalid_encoding")
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b'{"prompt": "a\xff"}', "not UTF-8: invalid start byte at byte 13"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature=inf"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+    ids=str,
+)
+def test_bytes_that_are_no_json(live: Live, raw: bytes, said: str):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(
+            head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+        )
+        answer = rest_of(connection)
+    assert status_of(answer) == 400
+    assert said in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+HIDDEN = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "status"),
+    [
+        (b"Content-Length: -5", b"{}", 400),
+        (b"Content-Length: 2\r\nContent-Length: 40", b"{}", 400),
+        (b"Content-Length: 4\r\nTransfer-Encoding: chunked", HIDDEN, 400),
+        (b"Transfer-Encoding: chunked", b"ZZ\r\n{}\r\n0\r\n\r\n", 400),
+        (b"Transfer-Encoding: chunked", b"F" * 17 + b"\r\n{}", 0),
+        (b"Content-Length: 2\r\nContent-Encoding: gzip", b"{}", 415),
+        (b"Content-Length: 2\r\nX-Request-Id: a\0b", b"{}", 400),
+    ],
+    ids=["negative", "two lengths", "smuggled", "no chunk", "endless chunk", "gzip", "nul"],
+)
+def test_bodies_told_wrongly(live: Live, fields: bytes, body: bytes, status: int):
+    """At most one answer each: what follows in the same bytes is not taken for another request."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(head + fields + b"\r\n\r\n" + body)
+        connection.shutdown(socket.SHUT_WR)
+        answer = rest_of(connection)
+    assert (status_of(answer) if answer else 0) == status and answer.count(b"HTTP/1.1 ") <= 1
+
+
+def test_what_a_client_says_of_itself_goes_into_no_header(live: Live):
+    status, answer, headers = live.request(COMPLETIONS, HELLO | {"model": "x\r\nSet-Cookie: a=b"})
+    assert status == 404 and "set-cookie" not in headers and "\n" not in answer["error"]["message"]
+
+
+def test_templates_are_the_servers(live: Live):
+    """What is in a message is text; what would run in the template is refused."""
+    loop = "{% for i in range(10**9) %}x{% endfor %}"
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": loop}], "max_tokens": 2}
+    assert live.request(CHAT, chat)[0] == 200
+    for extra in ({"chat_template": loop}, {"chat_template_kwargs": {"chat_template": loop}}):
+        assert live.request(CHAT, chat | extra)[0] == 400
+
+
 FIELDS = ("prompt", "n", "max_tokens", "temperature", "stop", "logprobs", "echo", "stream", "seed")
 FIELDS += ("messages", "tools", "tool_choice", "logit_bias", "stream_options", "model", "user")
 FIELDS += ("input", "text", "reasoning", "instructions", "store", "include", "metadata")

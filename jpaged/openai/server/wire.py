@@ -112,7 +112,12 @@ class Exchange:
         kind = self.header(b"content-type").partition(b";")[0].strip().lower()
         if kind != JSON:  # a page elsewhere may send other types without asking
             raise ApiError(415, "a body must have Content-Type: application/json")
+        if self.header(b"content-encoding").lower() not in (b"", b"identity"):
+            raise ApiError(415, "a body must come as it is, without a Content-Encoding")
         length = self.header(b"content-length")
+        if length and self.header(b"transfer-encoding"):  # a proxy may have gone by the other one
+            said = "a body has a Content-Length or a Transfer-Encoding, not both"
+            raise ApiError(400, said, headers={"Connection": "close"})
         most = self.settings.max_body_bytes
         large = ApiError(413, f"the body is longer than {most} bytes", code="body_too_large")
         if length.isdigit() and int(length[:20]) > most:
