@@ -7,6 +7,7 @@ fills by it on the host, the steps slice by it on the device.
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -102,6 +103,7 @@ class Section(NamedTuple):
     shape: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=1024)  # asked for in each step
 def input_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Section], int]:
     """Where each input lies in the packed int32 buffer of a bucket, and the buffer's length.
 

@@ -7,6 +7,7 @@ measured: how often guesses come true, whether they are tried or not, and what s
 without take.
 """
 
+import itertools
 import math
 import weakref
 from collections import deque
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 LENGTHS = (4, 3, 2)  # of the ending that is looked up, longest first
 FADES = 0.9  # weight of the past against one more guess
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
+REST = 4  # tokens of such a row after which it is looked up whether guesses would come true now
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
 ON_DEVICE = -1  # in the place of a token that a model is to guess
-AGAIN, THROUGH = 512, 6  # of so many refusals some are let through: times change
+AGAIN, THROUGH = 1024, 6  # of so many refusals some are let through: times change
 PAUSE = 64  # tokens of a row after which a model drafts for it again
 
 
@@ -69,38 +71,53 @@ class _Row:
 
 
 class Costs:
-    """Seconds that steps took lately, by kind and by the power of two of their tokens."""
+    """Seconds that steps took lately, by kind and by the power of two of their tokens: of steps
+    that verify, of plain ones that ran ahead, dispatched before the last was committed, and of the
+    others, whose device has waited for the host: as the first after a draft does.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[bool, int], deque[float]] = {}
+        self._seconds: dict[tuple[str, int], deque[float]] = {}
         self._refused = THROUGH
+        self._verified = 0  # steps since a plain one ran ahead
+        self._runs_ahead = False  # now
 
-    def observe(self, plan: Plan, seconds: float) -> None:
+    def observe(self, plan: Plan, seconds: float, ran_ahead: bool = False) -> None:
         """Take in a step, of those that decode alone, without tokens that are certain."""
         if not all(e.decodes and e.guesses >= bool(e.run) for e in plan.entries):
             return
+        kind = "verifies" if plan.verifies else "ahead" if ran_ahead else "alone"
         steps = 1 if plan.verifies else max(entry.draws for entry in plan.entries)
         size = plan.num_tokens // steps
-        kept = self._seconds.setdefault(_key(plan.verifies, size), deque(maxlen=SAMPLES))
+        kept = self._seconds.setdefault(_key(kind, size), deque(maxlen=SAMPLES))
         kept.append(seconds / steps)
+        self._runs_ahead = kind == "ahead"
+        self._verified = 0 if ran_ahead else self._verified + plan.verifies
+        if self._verified >= AGAIN:  # times change: plain steps are measured anew
+            self._seconds = {key: x for key, x in self._seconds.items() if key[0] == "verifies"}
+            self._verified = 0
 
     def pays(self, rows: int, drafted: int, expected: float) -> bool:
         """Whether to verify so many tokens of so many rows, of which so many are right."""
-        plain = self._seconds.get(_key(False, rows), ())
-        checked = self._seconds.get(_key(True, rows + drafted), ())
+        ahead, alone = (self._seconds.get(_key(kind, rows), ()) for kind in ("ahead", "alone"))
+        plain = ahead if len(ahead) >= TRIES else alone  # of an engine that never runs ahead
+        checked = self._seconds.get(_key("verifies", rows + drafted), ())
         if len(plain) < TRIES or len(checked) < TRIES:
             return len(plain) >= TRIES
         # The middle ones: some had a compile or another program in the way. Of two plain steps that
         # are waited for together the first takes what both do: all but the slowest count too.
         least = min(median(plain), fmean(sorted(plain)[:-1]))
-        if (rows + expected) * least > rows * median(checked):
+        taken = median(checked)
+        if self._runs_ahead and alone:  # the plain step after this one will not
+            taken += max(median(alone) - least, 0.0)
+        if (rows + expected) * least > rows * taken:
             return True
         self._refused = (self._refused + 1) % AGAIN
         return self._refused < THROUGH
 
 
-def _key(verifies: bool, size: int) -> tuple[bool, int]:
-    return verifies, (size - 1).bit_length()
+def _key(kind: str, size: int) -> tuple[str, int]:
+    return kind, (size - 1).bit_length()
 
 
 class Drafter:
@@ -147,10 +164,10 @@ class Drafter:
         self.drafted += drafted
         self.accepted += right
 
-    def observe(self, plan: Plan, seconds: float) -> None:
+    def observe(self, plan: Plan, seconds: float, ran_ahead: bool) -> None:
         """Take in a step that was committed."""
         self.verify_steps += plan.verifies
-        self.costs.observe(plan, seconds)
+        self.costs.observe(plan, seconds, ran_ahead)
 
     def report(self) -> dict[str, Any]:
         """Totals since the start."""
@@ -169,7 +186,7 @@ class Drafter:
         """
         num_rows = sum(map(len, replicas))
         room = sum(max(self.most - len(rows), 0) for rows in replicas)
-        if not room:
+        if not room or (self.asked.adaptive and all(map(self._rests, itertools.chain(*replicas)))):
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(room, num_rows * self.asked.num_tokens)
@@ -196,6 +213,8 @@ class Drafter:
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         if most < 1 or not can_draft(seq):
             return [], 0.0
+        if self.asked.adaptive and self._rests(seq):
+            return [], 0.0
         row = self._row(seq)
         found = row.look_up(seq.token_ids, most)
         if not self.asked.adaptive:
@@ -204,8 +223,15 @@ class Drafter:
             return [], 0.0
         return found[: _worth(row.rate)], row.rate
 
+    def _rests(self, seq: Sequence) -> bool:
+        """Whether a row that gained nothing is not even looked up now."""
+        row = self._row(seq)
+        return row.rate < LEAST and len(seq) < row.num_indexed + REST
+
     def _row(self, seq: Sequence) -> _Row:
-        return self._rows.setdefault(seq, _Row())
+        if (row := self._rows.get(seq)) is None:
+            row = self._rows[seq] = _Row()
+        return row
 
 
 def _worth(rate: float) -> int:
@@ -248,10 +274,14 @@ class ModelDrafter(Drafter):
             return [], 0.0
         row = self._row(seq)
         if self.asked.adaptive:
-            if row.rate < LEAST and len(seq) + seq.pending < row.last + PAUSE:
+            if self._rests(seq):
                 return [], 0.0
             most = min(most, _worth(row.rate))
         return [ON_DEVICE] * most, row.rate
+
+    def _rests(self, seq: Sequence) -> bool:
+        row = self._row(seq)
+        return row.rate < LEAST and len(seq) + seq.pending < row.last + PAUSE
 
     def learn(self, seq: Sequence, drafted: int, right: int) -> None:
         super().learn(seq, drafted, right)

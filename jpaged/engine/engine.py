@@ -257,7 +257,7 @@ class Engine:
         self.commit(plan, result)
         took = self.stats.time(plan, oldest.started, started, waiting, fetched)
         if self.drafter is not None:
-            self.drafter.observe(plan, took)
+            self.drafter.observe(plan, *took)
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a plan computed."""

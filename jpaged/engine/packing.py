@@ -192,13 +192,12 @@ def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarra
     """A step's output buffers, taken apart: of the step that drew, and of a prefill that scored its
     prompts.
     """
-    buckets = [
-        b for b in (batch.drawing, batch.bucket) if b is not None and output_sections(b, config)[1]
-    ]
+    buckets = dict.fromkeys(b for b in (batch.drawing, batch.bucket) if b is not None)
+    laid_out = [own for b in buckets if (own := output_sections(b, config))[1]]
     views: Views = {"num_drawn": np.zeros(0, np.int32)}
     views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
-    for bucket, buffer in zip(dict.fromkeys(buckets), packed, strict=True):
-        for name, (offset, shape) in output_sections(bucket, config)[0].items():
+    for (sections, _), buffer in zip(laid_out, packed, strict=True):
+        for name, (offset, shape) in sections.items():
             view = buffer[offset : offset + math.prod(shape)].reshape(shape)
             views[name] = view.view(np.float32) if name.endswith("logprobs") else view
     tokens, logprobs = (

@@ -260,7 +260,7 @@ class Replicas:
         whole = _joined(plans)
         took = self.stats.time(whole, oldest.started, started, waiting, fetched)
         if self.drafter is not None:
-            self.drafter.observe(whole, took)
+            self.drafter.observe(whole, *took)
 
     def _drain(self, started: float) -> None:
         while self.in_flight:

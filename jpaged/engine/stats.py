@@ -65,20 +65,22 @@ class Stats:
 
     def time(
         self, plan: Plan, dispatched: float, started: float, waiting: float, fetched: float
-    ) -> float:
+    ) -> tuple[float, bool]:
         """Take in a step that was dispatched then, in a call that started, waited and has its
-        result since then, and is committed now; the seconds that it took of the engine's.
+        result since then, and is committed now; the seconds that it took of the engine's, and
+        whether it was dispatched before the one before it was committed.
         """
         done = perf_counter()
         self.device_time_s += fetched - waiting
         self.host_time_s += (waiting - started) + (done - fetched)
         # What overlaps counts once.
-        took, self._last_done = done - max(dispatched, self._last_done), done
+        took, ran_ahead = done - max(dispatched, self._last_done), dispatched < self._last_done
+        self._last_done = done
         if plan.phase == "prefill" and not plan.verifies:
             self.prefill_time_s += took
         else:
             self.decode_time_s += took
-        return took
+        return took, ran_ahead
 
     def report(self) -> dict[str, Any]:
         """The totals and what follows from them."""

@@ -83,7 +83,7 @@ def test_rows_that_gain_nothing_stop() -> None:
         drafter.learn(seq, 4, 0)
     assert drafter._row(seq).rate < LEAST and drafter.drafts([seq]) == {}
     assert (drafter.drafted, drafter.accepted) == (16, 0)
-    for i in range(12):  # 3, 4, 5, 6, 1, 2, 3, ...
+    for i in range(36):  # 3, 4, 5, 6, 1, 2, 3, ...; not looked up at each of them, at first
         seq.token_ids.append([3, 4, 5, 6, 1, 2][i % 6])
         drafter.wants_tokens([seq])
     assert drafter.drafts([seq])[seq][:2] == [3, 4]
@@ -116,6 +116,24 @@ def test_costs() -> None:
     for _ in range(SAMPLES):
         costs.observe(step(1, steps=4), 2.0)  # four tokens a dispatch
     assert costs.pays(1, 4, 3.1) and not costs.pays(1, 4, 2.9)
+
+
+def test_costs_beside_steps_that_run_ahead() -> None:
+    """A draft costs that they do: what the first plain step after it waits, too."""
+    costs = Costs()
+    for _ in range(TRIES):
+        costs.observe(step(1, drafted=4), 2.5)
+        costs.observe(step(1), 2.0, ran_ahead=False)
+        costs.observe(step(1), 1.0, ran_ahead=True)
+    assert costs.pays(1, 4, 2.6) and not costs.pays(1, 4, 2.4), "2.5, and 1 of the step after it"
+    costs.observe(step(1, drafted=4), 2.5)
+    assert costs.pays(1, 4, 1.6) and not costs.pays(1, 4, 1.4), "a draft after another"
+    for _ in range(AGAIN):
+        costs.observe(step(1, drafted=4), 2.5)
+    assert not costs.pays(1, 4, 4.0), "plain steps are measured anew"
+    for _ in range(TRIES):
+        costs.observe(step(1), 0.5, ran_ahead=True)
+    assert costs.pays(1, 4, 4.1) and not costs.pays(1, 4, 3.9)
 
 
 def test_on_the_host() -> None:
