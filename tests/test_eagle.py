@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -237,6 +238,34 @@ def test_new_heads_and_new_models() -> None:
     llm.update_params(other)
     plain = LLM(other, **SIZES).generate(prompts, greedy(12), use_tqdm=False)
     assert tokens_of(llm.generate(prompts, greedy(12), use_tqdm=False)) == tokens_of(plain)
+
+
+@pytest.mark.middle
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_beside_a_cache_of_8_bits(kind: Any) -> None:
+    """Its own keys and values are in 8 bits too. No token or logprob changes, also of rows that
+    make room for others and come back, and guesses come true as often as they do beside the plain
+    cache, nearly.
+    """
+    model = config(num_layers=1, head_dim=32, intermediate_size=64)
+    params = counting(model, dtype=jnp.bfloat16)
+    head, rates = counting_head(params), {}
+    prompts, few = make_prompts(3, 9, 20, 14, 6), {"num_blocks": 24, "swap_space_gib": 0.01}
+    drawn = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
+    for cache in (kind, None):
+        how: Any = {**SIZES, **few, "deterministic": True, "kv_cache_dtype": cache}
+        plain, llm = LLM(params, **how), LLM(params, **{**how, "speculative": eagle(head)})
+        for asked in (greedy(24), drawn):
+            wanted = plain.generate(prompts, asked, use_tqdm=False)
+            outs = llm.generate(prompts, asked, use_tqdm=False)
+            assert tokens_of(outs) == tokens_of(wanted)
+            for ours, theirs in zip(outs, wanted, strict=True):
+                each = (ours.outputs[0].token_logprobs, theirs.outputs[0].token_logprobs)
+                np.testing.assert_array_equal(*each)
+        stats = llm.stats()
+        assert stats["preemptions"] > 0 and stats["blocks_in_use"] == 0
+        rates[cache] = stats["acceptance_rate"]
+    assert rates[kind] > 0.2 and abs(rates[kind] - rates[None]) < 0.1
 
 
 @pytest.mark.middle

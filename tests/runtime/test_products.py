@@ -64,6 +64,7 @@ def test_tracing_a_step_never_asks_for_the_library(
     chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of every phase; with whatever this processor has, and as if it had the C++ one."""
+    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={512: 0.5}))
     if chosen == "native":
         monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: NATIVE)
     settings = engine().resolve(CONFIG)

@@ -15,7 +15,7 @@ import pytest
 from jpaged.engine.buckets import Bucket, input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack_result
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import paged_kv, steps
+from jpaged.runtime import paged_kv, products, steps
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import RowState, set_counts
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
@@ -23,6 +23,7 @@ from jpaged.runtime.mesh import Placement
 from jpaged.runtime.products import choose_products
 from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
+from kernels_cpu.rates import Rates
 from tests.hlo import forbid_donation, in_place
 from tests.tiny import CONFIG, config, engine, make_params
 
@@ -120,7 +121,8 @@ def test_those_of_a_draft_model_too(name: str) -> None:
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_so_it_is_under_the_cpu_kernels(name: str) -> None:
+def test_so_it_is_under_the_cpu_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={512: 0.5}))
     table = make_steps(MANY, config(head_dim=32), dtype=jnp.bfloat16)
     step = table.lower(BUCKETS[name]).compile()
     assert {"jpaged_linear", "jpaged_paged_attention"} <= set(
