@@ -3,6 +3,7 @@ answers, the others do what its engine does.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 
 import jpaged
+from jpaged.config import EngineConfig
 from jpaged.errors import JpagedError, PeerError
 from jpaged.integrations.batch.source import BatchError
 
@@ -22,7 +24,10 @@ def run_together(args: Any, run: Callable[[Any], int], make_llm: Callable[[Any],
 
     args: of serve_batch. BatchError where another process is gone.
     """
-    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    where = (args.coordinator, args.num_processes, args.process_id)
+    # JAX ends this process where another is silent for so long: after us, who say what there is.
+    patience = float(args.engine.get("peer_timeout_s") or EngineConfig.peer_timeout_s)
+    jax.distributed.initialize(*where, heartbeat_timeout_seconds=math.ceil(patience) + 100)
     replicas = args.engine.get("data_parallel_size") or 1
     args.engine.setdefault("tensor_parallel_size", jax.device_count() // replicas)
     try:

@@ -20,7 +20,9 @@ from jpaged.integrations.batch import peers
 from tests.batch_engine import ROOT
 
 SIZES = "--max-num-seqs 8 --max-num-batched-tokens 64 --token-buckets 64 --seq-buckets 8"
-FLAGS = f"{SIZES} --dtype float32 --max-model-len 256 --num-blocks 64 --window 8".split()
+# Where gloo does not notice a death, the others wait for so long.
+WAIT = "--peer-timeout-s 90"
+FLAGS = f"{SIZES} {WAIT} --dtype float32 --max-model-len 256 --num-blocks 64 --window 8".split()
 LINES = [
     {"prompt": f"def f{i % 3}(", "temperature": i % 2, "max_tokens": 40, "logprobs": 1}
     for i in range(24)
