@@ -92,7 +92,7 @@ class Costs:
         kept = self._seconds.setdefault(_key(kind, size), deque(maxlen=SAMPLES))
         kept.append(seconds / steps)
         self._runs_ahead = kind == "ahead"
-        self._verified = 0 if ran_ahead else self._verified + plan.verifies
+        self._verified = 0 if self._runs_ahead else self._verified + plan.verifies
         if self._verified >= AGAIN:  # times change: plain steps are measured anew
             self._seconds = {key: x for key, x in self._seconds.items() if key[0] == "verifies"}
             self._verified = 0

@@ -68,7 +68,7 @@ class Stats:
     ) -> tuple[float, bool]:
         """Take in a step that was dispatched then, in a call that started, waited and has its
         result since then, and is committed now; the seconds that it took of the engine's, and
-        whether it was dispatched before the one before it was committed.
+        whether the call that dispatched it began before the last one was committed.
         """
         done = perf_counter()
         self.device_time_s += fetched - waiting

@@ -128,8 +128,8 @@ def test_costs_beside_steps_that_run_ahead() -> None:
     assert costs.pays(1, 4, 2.6) and not costs.pays(1, 4, 2.4), "2.5, and 1 of the step after it"
     costs.observe(step(1, drafted=4), 2.5)
     assert costs.pays(1, 4, 1.6) and not costs.pays(1, 4, 1.4), "a draft after another"
-    for _ in range(AGAIN):
-        costs.observe(step(1, drafted=4), 2.5)
+    for i in range(AGAIN):
+        costs.observe(step(1, drafted=4), 2.5, ran_ahead=i % 2 == 0)
     assert not costs.pays(1, 4, 4.0), "plain steps are measured anew"
     for _ in range(TRIES):
         costs.observe(step(1), 0.5, ran_ahead=True)
