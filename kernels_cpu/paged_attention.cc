@@ -43,8 +43,10 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
   std::memset(p.o + served * p.H * p.D, 0, (p.T - served) * p.H * p.D * sizeof(bf16));
   int64_t all = items.size(), runs = decode ? std::min(all, 8 * pool.num_threads()) : all;
   ParallelFor(pool, runs, [&](int64_t run) {
-    for (int64_t i = all * run / runs, end = all * (run + 1) / runs; i < end; ++i) {
-      attend(p, items[i], i + 1 < end ? &items[i + 1] : nullptr);
+    auto begin = [&](int64_t run) { return all * run / runs; };
+    for (int64_t i = begin(run), end = begin(run + 1); i < end; ++i) {
+      int64_t after = i + 1 < end ? i + 1 : begin(std::min(runs, run + threads));
+      attend(p, items[i], after < all ? &items[after] : nullptr);
     }
   });
   return ffi::Error::Success();

@@ -42,7 +42,7 @@ inline void Start(const Problem& p, int64_t query_head, float* top, float* total
   if (p.sinks != nullptr) *top = p.sinks[query_head], *total = 1.0f;
 }
 
-// Works through one item. `after`: what this thread does next, or null.
+// Works through one item. `after`: what this thread probably does next, or null.
 void Attend(const Problem& p, const Item& item, const Item* after);
 void AttendInt8(const Problem& p, const Item& item, const Item* after);
 void AttendFp8(const Problem& p, const Item& item, const Item* after);

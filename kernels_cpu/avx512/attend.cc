@@ -64,6 +64,52 @@ inline void Score(const bf16* q, const bf16* const* at, int64_t offset, int64_t 
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kTile, sums + r * C, C * sizeof(float));
 }
 
+// Brings a tile's slots, of `lines` cache lines each, into the L2 cache while the tile before it is at work: the processor
+// does not foresee slots that are far apart, and asked for all at once they would be waited for.
+struct Ahead {
+  const bf16* const* at;
+  int64_t lines, share;  // share: lines for each 16 scores or so
+  int64_t slot = 0, line = 0;
+
+  void Bring(int64_t shares) {
+    for (int64_t n = shares * share; n > 0 && slot < kTile; --n) {
+      _mm_prefetch((const char*)at[slot] + 64 * line, _MM_HINT_T1);
+      if (++line == lines) line = 0, ++slot;
+    }
+  }
+};
+
+// Scores of a tile's slots for G query heads of each KV head, slot by slot, so that memory is read in order; keys of a slot
+// lie 2 D apart, those of query heads of KV heads `stride` D. Summed as Score does.
+template <int G>
+void ScoreSlots(const bf16* q, int64_t stride, const bf16* const* at, int64_t slots, int64_t heads, int64_t D, float* scores,
+                Ahead& ahead) {
+  constexpr int kPairs = 16 / G;  // of a slot and a KV head
+  int64_t slot = 0, head = 0;
+  for (int64_t pair = 0; pair < slots * heads; pair += kPairs, ahead.Bring(1)) {
+    __m512 acc[16];
+    float* to[kPairs];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+#pragma GCC unroll 16
+    for (int i = 0; i < kPairs; ++i) {
+      const bf16 *key = at[slot] + 2 * head * D, *query = q + head * stride * D;
+      to[i] = scores + head * stride * kTile + slot;
+      for (int64_t d = 0; d < D; d += 32) {
+        __m512bh x = Load(key + d);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) acc[i * G + g] = _mm512_dpbf16_ps(acc[i * G + g], Load(query + g * D + d), x);
+      }
+      if (++head == heads) head = 0, slot = std::min(slot + 1, slots - 1);  // past the end, the last one's first ones again
+    }
+    float sums[16];
+    _mm512_storeu_ps(sums, Sums(acc));
+    for (int i = 0; i < kPairs; ++i) {
+      for (int g = 0; g < G; ++g) to[i][g * kTile] = sums[i * G + g];
+    }
+  }
+}
+
 // o[R][16 V] = alpha * o + weights . v: row i of v holds, for 16 V dimensions, the values of two slots in pairs.
 template <int R, int V>
 inline void WeighPacked(const bf16* weights, const bf16* v, int64_t D, float* o, const float* alpha) {
@@ -191,31 +237,33 @@ inline void Weigh(const bf16* weights, const bf16* const* at, int64_t offset, in
   __m512 acc[R][2 * V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < 2 * V; ++v) {
       acc[r][v] = _mm512_mul_ps(_mm512_loadu_ps(o + r * D + 16 * v), _mm512_set1_ps(alpha[r]));
     }
   }
   for (int64_t i = 0; i < slots; i += 2) {
-    __m512bh columns[2 * V];
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) {
-      __m512i x = _mm512_loadu_si512(at[i] + offset + 32 * v), y = _mm512_loadu_si512(at[i + 1] + offset + 32 * v);
-      columns[2 * v] = (__m512bh)_mm512_unpacklo_epi16(x, y);
-      columns[2 * v + 1] = (__m512bh)_mm512_unpackhi_epi16(x, y);
-    }
+    __m512bh w[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       int32_t pair;
       std::memcpy(&pair, weights + r * kTile + i, sizeof(pair));
-      __m512bh w = (__m512bh)_mm512_set1_epi32(pair);
+      w[r] = (__m512bh)_mm512_set1_epi32(pair);
+    }
 #pragma GCC unroll 4
-      for (int v = 0; v < 2 * V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], w, columns[v]);
+    for (int v = 0; v < V; ++v) {
+      __m512i x = _mm512_loadu_si512(at[i] + offset + 32 * v), y = _mm512_loadu_si512(at[i + 1] + offset + 32 * v);
+      __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        acc[r][2 * v] = _mm512_dpbf16_ps(acc[r][2 * v], w[r], low);
+        acc[r][2 * v + 1] = _mm512_dpbf16_ps(acc[r][2 * v + 1], w[r], high);
+      }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < 2 * V; ++v) _mm512_storeu_ps(o + r * D + 16 * v, acc[r][v]);
   }
 }
@@ -227,20 +275,9 @@ inline __m512 Unpacked(const float* o, int half) {
   return _mm512_permutex2var_ps(_mm512_loadu_ps(o), order, _mm512_loadu_ps(o + 16));
 }
 
-// Brings a tile's slots, of `lines` cache lines each, into the L2 cache while the tile before it is at work: the processor
-// does not foresee slots that are far apart, and asked for all at once they would be waited for.
-struct Ahead {
-  const bf16* const* at;
-  int64_t lines;
-  int64_t slot = 0, line = 0;
-
-  void Bring(int64_t n) {
-    for (; n > 0 && slot < kTile; --n) {
-      _mm_prefetch((const char*)at[slot] + 64 * line, _MM_HINT_T1);
-      if (++line == lines) line = 0, ++slot;
-    }
-  }
-};
+constexpr int64_t kMostHeads = 8;  // query heads of a KV head that are scored together
+constexpr decltype(&ScoreSlots<1>) kScore[kMostHeads] = {&ScoreSlots<1>, &ScoreSlots<2>, &ScoreSlots<3>, &ScoreSlots<4>,
+                                                         &ScoreSlots<5>, &ScoreSlots<6>, &ScoreSlots<7>, &ScoreSlots<8>};
 
 // One query of a row, for some of its KV heads: keys and values are used as they lie, slot by slot for all heads, so that
 // memory is read in order. `after`: what this thread does next, or null.
@@ -260,26 +297,27 @@ void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& s
       std::fill(next, next + kTile, zeros);
     }
     int64_t slots = std::min(kTile, (item.end - first + 15) / 16 * 16);
-    Ahead ahead{next, item.heads * D / 16};
-    int64_t share = kTile * ahead.lines / (2 * rows * slots / 16) + 1;
-    for (int64_t slot = 0; slot < slots; slot += 16) {
-      for (int64_t r = 0; r < rows; ++r, ahead.Bring(share)) {
-        Score<1, 16>(q + r * D, at + slot, r / p.G * 2 * D, D, &scratch.scores[r * kTile + slot]);
-      }
+    int64_t lines = item.heads * D / 16;
+    Ahead ahead{next, lines, kTile * lines / (2 * rows * slots / 16) + 1};
+    for (int64_t g = 0; g < p.G; g += kMostHeads) {
+      auto score = kScore[std::min(kMostHeads, p.G - g) - 1];
+      score(q + g * D, p.G, at, slots, item.heads, D, &scratch.scores[g * kTile], ahead);
     }
     int64_t low = p.window > 0 ? item.position + 1 - p.window - first : 0;
     for (int64_t r = 0; r < rows; ++r) {
       scratch.alpha[r] = Soften(p, &scratch.scores[r * kTile], &scratch.p[r * kTile], low, item.position + 1 - first,
                                 &scratch.top[r], &scratch.total[r]);
     }
-    for (int64_t r = 0, n; r < rows; r += n, ahead.Bring(share * n * slots / 16)) {
+    for (int64_t r = 0, n; r < rows; r += n, ahead.Bring(n * slots / 16)) {
       n = std::min<int64_t>(4, p.G - r % p.G);
       for (int64_t d = 0; d < D;) {
-        bool wide = d + 64 <= D;
-        auto weigh = wide ? (n == 4 ? &Weigh<4, 2> : n == 3 ? &Weigh<3, 2> : n == 2 ? &Weigh<2, 2> : &Weigh<1, 2>)
-                          : (n == 4 ? &Weigh<4, 1> : n == 3 ? &Weigh<3, 1> : n == 2 ? &Weigh<2, 1> : &Weigh<1, 1>);
+        // Dimensions at a time: as many as there are registers for.
+        int64_t size = n <= 2 && d + 128 <= D ? 128 : d + 64 <= D ? 64 : 32;
+        auto weigh = size == 128 ? (n == 2 ? &Weigh<2, 4> : &Weigh<1, 4>)
+                     : size == 64 ? (n == 4 ? &Weigh<4, 2> : n == 3 ? &Weigh<3, 2> : n == 2 ? &Weigh<2, 2> : &Weigh<1, 2>)
+                                  : (n == 4 ? &Weigh<4, 1> : n == 3 ? &Weigh<3, 1> : n == 2 ? &Weigh<2, 1> : &Weigh<1, 1>);
         weigh(&scratch.p[r * kTile], at, (2 * (r / p.G) + 1) * D + d, slots, &scratch.o[r * D + d], D, &scratch.alpha[r]);
-        d += wide ? 64 : 32;
+        d += size;
       }
     }
     std::memcpy(at, next, sizeof(at));

@@ -1,8 +1,9 @@
 // What products with AVX-512 bf16 are made of.
 //
-// For few rows: XLA:CPU packs w anew at each call, which is what it spends its time on then. Here w is read once, in order:
-// a tile of 4 rows of x and 6 of w is 24 registers of partial sums along E, added up at its end. The sums of an element
-// run in one order whatever T and its place are, so a row's result does not depend on the batch.
+// XLA:CPU packs w anew at each call, which is what it spends its time on where rows are few. Here w is read once, in order,
+// as it lies. A register of x is 8 rows by 4 inputs, which meet 4 inputs of a row of w in all of its lanes, so that the sums
+// of an element are in two lanes at the end; up to 4 such registers and 6 rows of w are a tile of 24 registers of sums. The
+// sums of an element run in one order whatever T and its place are, so a row's result does not depend on the batch.
 #pragma once
 
 #include <cstring>
@@ -11,74 +12,94 @@
 
 namespace jpaged {
 
-constexpr int64_t kRows = 4, kCols = 6;  // of a tile
-constexpr int64_t kLanes = 32;           // bf16 in a register, and in a cache line
+constexpr int64_t kRows = 8, kInputs = 4;  // of x in a register
+constexpr int64_t kCols = 6;               // rows of w in a tile
+constexpr int64_t kMostRows = 4 * kRows;   // of x in a tile
+constexpr int64_t kLine = 32;              // bf16 in a cache line
+constexpr int64_t kPanel = 128 * 1024;     // bf16 of x that stay in the L2 cache
 
 inline void Put(float* at, __m512 x) { _mm512_storeu_ps(at, x); }
 inline void Put(bf16* at, __m512 x) { _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x)); }
 
-// What comes next of w: how many lines of it to bring into the cache, and how many at a time: evenly, or the processor
-// waits for them.
-struct Ahead {
-  const bf16* from;
-  int64_t lines, at_once;
-};
-
-// The products of 4 packed rows of x and 6 rows of w, of which `rows` x `cols` go to y.
+// Writes the sums of 8 rows of x and 6 of w, of which `rows` x `cols` go to y. Of a register, lanes 2i and 2i + 1 add up to
+// row i.
 template <typename Out>
-inline void Tile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, Out* const (&y)[kRows], int64_t rows,
-                 int64_t cols, Ahead ahead) {
-  __m512 acc[kRows][kCols];
-#pragma GCC unroll 4
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 6
-    for (int j = 0; j < kCols; ++j) acc[i][j] = _mm512_setzero_ps();
+inline void Write(const __m512 (&sums)[kCols], Out* const* y, int64_t rows, int64_t cols) {
+  __m512 pairs[kCols / 2];  // quarter i: rows 2i and 2i + 1 of one row of w, then of the next
+#pragma GCC unroll 3
+  for (int j = 0; j < kCols / 2; ++j) {
+    __m512 a = sums[2 * j], b = sums[2 * j + 1];
+    pairs[j] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
   }
-  for (int64_t e = 0; e < E; e += kLanes) {
-    for (int64_t n = ahead.at_once; n > 0 && ahead.lines > 0; --n, --ahead.lines) {
-      _mm_prefetch((const char*)ahead.from, _MM_HINT_T1);
-      ahead.from += kLanes;
-    }
-    __m512bh b[kCols];
-#pragma GCC unroll 6
-    for (int j = 0; j < kCols; ++j) b[j] = Load(w[j] + e);
-#pragma GCC unroll 4
-    for (int i = 0; i < kRows; ++i) {
-      __m512bh a = Load(x + kRows * e + kLanes * i);
-#pragma GCC unroll 6
-      for (int j = 0; j < kCols; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], a, b[j]);
-    }
-  }
-  __m512 left[16], right[16];
-#pragma GCC unroll 4
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      left[4 * i + j] = acc[i][j];
-      right[4 * i + j] = j < kCols - 4 ? acc[i][4 + j] : _mm512_setzero_ps();
-    }
-  }
-  Out out[2][kRows][4];
-  Put(&out[0][0][0], Sums(left));
-  Put(&out[1][0][0], Sums(right));
+  Out left[2][kRows / 2][4], right[kRows / 2][2][2];  // of even rows, of odd ones; of both
+  Put(&left[0][0][0], _mm512_shuffle_ps(pairs[0], pairs[1], 0x88));
+  Put(&left[1][0][0], _mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
+  Put(&right[0][0][0], _mm512_shuffle_ps(pairs[2], pairs[2], 0xd8));
   for (int64_t i = 0; i < rows; ++i) {
-    if (cols == kCols) {
-      std::memcpy(y[i], out[0][i], 4 * sizeof(Out));
-      std::memcpy(y[i] + 4, out[1][i], 2 * sizeof(Out));
-    } else {
-      for (int64_t j = 0; j < cols; ++j) y[i][j] = out[j / 4][i][j % 4];
-    }
+    Out all[kCols];
+    std::memcpy(all, left[i % 2][i / 2], 4 * sizeof(Out));
+    std::memcpy(all + 4, right[i / 2][i % 2], 2 * sizeof(Out));
+    std::memcpy(y[i], all, cols * sizeof(Out));
   }
 }
 
-// Four rows of x, of which the first `rows` are there, as [E/32][4][32]; zeros for the others. x(t) is where row t begins.
+// The products of up to R * 8 packed rows of x and 6 rows of w, of which `rows` x `cols` go to y. `next`, unless null: what
+// comes after of w is brought into the cache from there on, evenly, or the processor waits for it.
+template <int R, typename Out>
+inline void Tile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, const bf16* next, Out* const* y, int64_t rows,
+                 int64_t cols) {
+  __m512 acc[R][kCols];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 6
+    for (int j = 0; j < kCols; ++j) acc[r][j] = _mm512_setzero_ps();
+  }
+  for (int64_t e = 0; e < E; e += kLine) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kLine; i += kInputs) {
+      if (next != nullptr && i < kCols * kInputs) {
+        _mm_prefetch((const char*)next, _MM_HINT_T1);
+        next += kLine;
+      }
+      __m512bh a[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) a[r] = Load(x + r * kRows * E + (e + i) * kRows);
+#pragma GCC unroll 6
+      for (int j = 0; j < kCols; ++j) {
+        int64_t four;
+        std::memcpy(&four, w[j] + e + i, sizeof(four));
+        __m512i b = _mm512_set1_epi64(four);
+        asm("" : "+v"(b));  // or compilers load it again for each register of x
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], a[r], (__m512bh)b);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) Write(acc[r], y + r * kRows, std::clamp<int64_t>(rows - r * kRows, 0, kRows), cols);
+}
+
+// Eight rows of x, of which the first `rows` are there, as [E/4][8][4]; zeros for the others. x(t) is where row t begins.
 template <typename X>
 void PackRows(const X& x, int64_t first, int64_t rows, bf16* packed, int64_t E) {
-  for (int64_t row = 0; row < kRows; ++row) {
-    const bf16* from = row < rows ? x(first + row) : nullptr;
-    for (int64_t e = 0; e < E; e += kLanes) {
-      __m512i v = row < rows ? _mm512_loadu_si512(from + e) : _mm512_setzero_si512();
-      _mm512_storeu_si512(packed + kRows * e + kLanes * row, v);
+  for (int64_t e = 0; e < E; e += kLine, packed += kRows * kLine) {
+    __m512i a[kRows], b[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) a[i] = i < rows ? _mm512_loadu_si512(x(first + i) + e) : _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; i += 2) {  // quarter n: inputs 4 (2n) of two rows; inputs 4 (2n + 1)
+      b[i] = _mm512_unpacklo_epi64(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      __m512i c = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0x44), d = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0x44);
+      __m512i f = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0xee), g = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0xee);
+      bf16* to = packed + odd * kLine;
+      _mm512_storeu_si512(to, _mm512_shuffle_i64x2(c, d, 0x88));
+      _mm512_storeu_si512(to + 2 * kLine, _mm512_shuffle_i64x2(c, d, 0xdd));
+      _mm512_storeu_si512(to + 4 * kLine, _mm512_shuffle_i64x2(f, g, 0x88));
+      _mm512_storeu_si512(to + 6 * kLine, _mm512_shuffle_i64x2(f, g, 0xdd));
     }
   }
 }
@@ -89,19 +110,21 @@ template <typename Y>
 void MultiplyGroups(const bf16* packed, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
                     int64_t end) {
   using Out = std::remove_pointer_t<decltype(y(0))>;
-  int64_t tiles = (T + kRows - 1) / kRows;
-  int64_t share = (kCols * E / kLanes + tiles - 1) / tiles, at_once = (share * kLanes + E - 1) / E;
-  for (int64_t g = begin; g < end; ++g) {
-    int64_t n = g * kCols, cols = std::min(kCols, N - n);
-    const bf16* columns[kCols];  // the last one again where there are no more
-    for (int64_t j = 0; j < kCols; ++j) columns[j] = w + (n + std::min(j, cols - 1)) * E;
-    // The next six rows of w come from memory while these are at work. Past the end of w, fetching does no harm.
-    Ahead ahead{w + (n + kCols) * E, share, at_once};
-    for (int64_t t = 0; t < T; t += kRows, ahead.from += share * kLanes) {
-      int64_t rows = std::min(kRows, T - t);
-      Out* to[kRows];  // the last one again where there are no more
-      for (int64_t i = 0; i < kRows; ++i) to[i] = y(t + std::min(i, rows - 1)) + n;
-      Tile(packed + t * E, columns, E, to, rows, cols, ahead);
+  constexpr decltype(&Tile<1, Out>) kBySize[] = {&Tile<1, Out>, &Tile<2, Out>, &Tile<3, Out>, &Tile<4, Out>};
+  int64_t block = std::max(kMostRows, kPanel / E / kMostRows * kMostRows);
+  for (int64_t first = 0; first < T; first += block) {
+    for (int64_t g = begin; g < end; ++g) {
+      int64_t n = g * kCols, cols = std::min(kCols, N - n);
+      const bf16* columns[kCols];  // the last one again where there are no more
+      for (int64_t j = 0; j < kCols; ++j) columns[j] = w + (n + std::min(j, cols - 1)) * E;
+      // The next six rows of w come from memory while these are at work. Past the end of w, fetching does no harm.
+      const bf16* next = w + (n + kCols) * E;
+      for (int64_t t = first; t < std::min(T, first + block); t += kMostRows, next = nullptr) {
+        int64_t rows = std::min(kMostRows, T - t);
+        Out* to[kMostRows];
+        for (int64_t i = 0; i < rows; ++i) to[i] = y(t + i) + n;
+        kBySize[(rows - 1) / kRows](packed + t * E, columns, E, next, to, rows, cols);
+      }
     }
   }
 }

@@ -33,11 +33,11 @@ def arrays(T: int, N: int, E: int, form: Any) -> tuple[Any, QuantizedWeight]:
     return x.astype(jnp.bfloat16), quantized(jnp.asarray(w, jnp.bfloat16), form, 1)
 
 
-def as_multiplied(weight: Any) -> np.ndarray:
-    """What f32 weights with scales of groups are in a product: AVX2 takes them as they are, the
-    others round them to bf16.
+def as_multiplied(weight: Any, form: str = "int4") -> np.ndarray:
+    """What f32 weights are in a product: AVX2 takes them as they are, the others round those with
+    scales of groups to bf16, as int4 has them.
     """
-    rounds = (chosen := level()) is not None and chosen.name != "avx2"
+    rounds = form == "int4" and (chosen := level()) is not None and chosen.name != "avx2"
     return np.asarray(weight.astype(jnp.bfloat16) if rounds else weight, np.float64)
 
 
@@ -64,7 +64,7 @@ def product(x: Any, w: QuantizedWeight, count: int) -> np.ndarray:
 def test_equals_the_definition(T: int, N: int, E: int, form: str) -> None:
     x, w = arrays(T, N, E, form)
     meant = dequantized(w.values, w.scales, w.form)
-    whole = as_multiplied(meant) if form == "int4" else np.asarray(meant, np.float64)
+    whole = as_multiplied(meant, form)
     exact = x.astype(np.float64) @ whole.T
     size = np.abs(exact).max(0)
     allowed = 1e-5 * size + 1e-6 + rounding(x, whole, form)
@@ -133,6 +133,6 @@ def test_what_is_no_number_stays_in_its_row(form: str) -> None:
 def test_sizes_far_from_one(form: str, size: float) -> None:
     x, w = arrays(3, 20, 576, form)
     scaled = (x.astype(np.float32) * size).astype(jnp.bfloat16)
-    exact = scaled.astype(np.float64) @ as_multiplied(dequantized(w.values, w.scales, w.form)).T
+    exact = scaled.astype(np.float64) @ as_multiplied(dequantized(w.values, w.scales, w.form), form).T
     allowed = 1e-3 * np.abs(exact).max(0) + 1e-30
     assert (np.abs(product(scaled, w, 3) - exact) <= allowed).all()
