@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -28,6 +29,17 @@ using Float32 = ffi::Buffer<ffi::F32, rank>;
 template <size_t rank>
 inline bf16* Data(Bf16<rank> x) {
   return reinterpret_cast<bf16*>(x.untyped_data());
+}
+
+struct alignas(64) Line {  // of the cache
+  char bytes[64];
+};
+
+// Room for `count` values from the beginning of a cache line on: registers that lie across two cost twice.
+template <typename T>
+T* Room(std::vector<Line>& memory, int64_t count) {
+  memory.resize((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line));
+  return reinterpret_cast<T*>(memory.data());
 }
 
 // Calls body(i) once for each i < items and returns when all calls have. The caller works too and waits only for calls

@@ -57,11 +57,12 @@ LEVELS = (  # the best first
     ),
     Level(
         name="avx512",
-        needs=AVX512,
-        flags=("-march=x86-64-v4", "-mavx512bf16"),
+        needs=AVX512 | {"avx512_vnni"},
+        flags=("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
         sources=(
             "avx512/attend.cc",
             "avx512/experts.cc",
+            "avx512/integers.cc",
             "avx512/quantized.cc",
             "avx512/linear.cc",
         ),

@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "lanes.h"
 
@@ -17,14 +16,21 @@ constexpr int64_t kRows = 6;  // query rows of a register tile of weights
 // One thread's memory: an item's queries and accumulators, a tile's values, and a slot's keys and values of all heads as
 // zeros. Queries and scores have room for whole tiles of four.
 struct Scratch {
-  std::vector<bf16> q, v, p, zeros;
-  std::vector<float> scores, alpha, o, top, total;
+  bf16 *q, *v, *p, *zeros;
+  float *scores, *alpha, *o, *top, *total;
 
   void Size(int64_t rows, int64_t D) {
-    o.assign(rows * D, 0.0f), top.assign(rows, kMasked), total.assign(rows, 0.0f), alpha.resize(rows);
-    q.resize((rows + 3) / 4 * 4 * D), v.resize(kTile * D), p.resize(rows * kTile);
-    scores.resize((rows + 3) / 4 * 4 * kTile), zeros.resize(2 * rows * D);
+    int64_t tiles = (rows + 3) / 4 * 4;
+    q = Room<bf16>(memory[0], tiles * D), v = Room<bf16>(memory[1], kTile * D), p = Room<bf16>(memory[2], rows * kTile);
+    zeros = Room<bf16>(memory[3], 2 * rows * D), scores = Room<float>(memory[4], tiles * kTile);
+    alpha = Room<float>(memory[5], rows), top = Room<float>(memory[6], rows), total = Room<float>(memory[7], rows);
+    o = Room<float>(memory[8], rows * D);
+    std::fill(zeros, zeros + 2 * rows * D, 0), std::fill(o, o + rows * D, 0.0f);
+    std::fill(top, top + rows, kMasked), std::fill(total, total + rows, 0.0f);
   }
+
+ private:
+  std::vector<Line> memory[9];
 };
 
 // e^x to 2 units in the last place; 0 below -87, NaN of NaN.
@@ -205,9 +211,9 @@ void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
   }
   for (int64_t first = item.begin / kTile * kTile; first < item.end; first += kTile) {
     const bf16* at[kTile];
-    Locate(p, item, item.head, first, scratch.zeros.data(), at);
-    PackValues(at, D, scratch.v.data());
-    float *scores = scratch.scores.data(), *alpha = scratch.alpha.data(), *o = scratch.o.data();
+    Locate(p, item, item.head, first, scratch.zeros, at);
+    PackValues(at, D, scratch.v);
+    float *scores = scratch.scores, *alpha = scratch.alpha, *o = scratch.o;
     for (int64_t slot = 0; slot < kTile; slot += 4) {
       for (int64_t r = 0; r < rows; r += 4) Score<4, 4>(&scratch.q[r * D], at + slot, 0, D, scores + r * kTile + slot);
     }
@@ -217,8 +223,8 @@ void AttendMany(const Problem& p, const Item& item, Scratch& scratch) {
                         &scratch.total[r]);
     }
     int64_t d = 0;
-    for (; d + 64 <= D; d += 64) WeighPacked<4>(rows, scratch.p.data(), &scratch.v[2 * d], D, o + d, alpha);
-    if (d < D) WeighPacked<2>(rows, scratch.p.data(), &scratch.v[2 * d], D, o + d, alpha);
+    for (; d + 64 <= D; d += 64) WeighPacked<4>(rows, scratch.p, &scratch.v[2 * d], D, o + d, alpha);
+    if (d < D) WeighPacked<2>(rows, scratch.p, &scratch.v[2 * d], D, o + d, alpha);
   }
   for (int64_t r = 0; r < rows; ++r) {
     __m512 total = _mm512_set1_ps(scratch.total[r]);
@@ -285,7 +291,7 @@ void AttendOne(const Problem& p, const Item& item, const Item* after, Scratch& s
   int64_t rows = item.heads * p.G, D = p.D;  // query rows: [heads, G], which lie together
   scratch.Size(rows, D);
   for (int64_t r = 0; r < rows; ++r) Start(p, item.head * p.G + r, &scratch.top[r], &scratch.total[r]);
-  const bf16 *q = p.q + (item.token * p.H + item.head * p.G) * D, *zeros = scratch.zeros.data();
+  const bf16 *q = p.q + (item.token * p.H + item.head * p.G) * D, *zeros = scratch.zeros;
   const bf16 *at[kTile], *next[kTile];
   Locate(p, item, item.head, item.begin / kTile * kTile, zeros, at);
   for (int64_t first = item.begin / kTile * kTile; first < item.end; first += kTile) {

@@ -14,9 +14,8 @@ void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vecto
     starts.push_back(all);
     all += (expert.count + kRows - 1) / kRows * kRows;
   }
-  static thread_local std::vector<bf16> memory;
-  memory.resize(all * E);
-  bf16* packed = memory.data();
+  static thread_local std::vector<Line> memory;
+  bf16* packed = Room<bf16>(memory, all * E);
   ParallelFor(pool, experts.size(), [&](int64_t i) {
     int64_t count = experts[i].count;
     auto from = [&](int64_t t) { return pairs.x[experts[i].first + t]; };

@@ -54,4 +54,23 @@ inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
   }
 }
 
+// out[j] = of each x[i] its eight bytes from 8 j on.
+inline void Transpose(const __m512i (&x)[8], __m512i (&out)[8]) {
+  __m512i t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {  // quarter n: piece 2n of two rows; piece 2n + 1
+    t[i] = _mm512_unpacklo_epi64(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi64(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int odd = 0; odd < 2; ++odd) {
+    __m512i a = _mm512_shuffle_i64x2(t[odd], t[2 + odd], 0x44), b = _mm512_shuffle_i64x2(t[4 + odd], t[6 + odd], 0x44);
+    __m512i c = _mm512_shuffle_i64x2(t[odd], t[2 + odd], 0xee), d = _mm512_shuffle_i64x2(t[4 + odd], t[6 + odd], 0xee);
+    out[odd] = _mm512_shuffle_i64x2(a, b, 0x88);
+    out[2 + odd] = _mm512_shuffle_i64x2(a, b, 0xdd);
+    out[4 + odd] = _mm512_shuffle_i64x2(c, d, 0x88);
+    out[6 + odd] = _mm512_shuffle_i64x2(c, d, 0xdd);
+  }
+}
+
 }  // namespace jpaged

@@ -1,8 +1,6 @@
 // Products of few rows with AVX-512 bf16; see linear.h.
 #include "../linear.h"
 
-#include <vector>
-
 #include "operand.h"
 #include "products.h"
 
@@ -11,11 +9,11 @@ namespace {
 
 // x in tiles, in memory of this thread until it packs another.
 const bf16* Pack(const bf16* x, int64_t T, int64_t E) {
-  static thread_local std::vector<bf16> memory;
-  memory.resize((T + kRows - 1) / kRows * kRows * E);
+  static thread_local std::vector<Line> memory;
+  bf16* packed = Room<bf16>(memory, (T + kRows - 1) / kRows * kRows * E);
   auto from = [&](int64_t t) { return x + t * E; };
-  for (int64_t t = 0; t < T; t += kRows) PackRows(from, t, std::min(kRows, T - t), memory.data() + t * E, E);
-  return memory.data();
+  for (int64_t t = 0; t < T; t += kRows) PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
+  return packed;
 }
 
 template <typename Out>

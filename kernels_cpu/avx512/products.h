@@ -86,21 +86,9 @@ void PackRows(const X& x, int64_t first, int64_t rows, bf16* packed, int64_t E) 
     __m512i a[kRows], b[kRows];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) a[i] = i < rows ? _mm512_loadu_si512(x(first + i) + e) : _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int i = 0; i < kRows; i += 2) {  // quarter n: inputs 4 (2n) of two rows; inputs 4 (2n + 1)
-      b[i] = _mm512_unpacklo_epi64(a[i], a[i + 1]);
-      b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int odd = 0; odd < 2; ++odd) {
-      __m512i c = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0x44), d = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0x44);
-      __m512i f = _mm512_shuffle_i64x2(b[odd], b[2 + odd], 0xee), g = _mm512_shuffle_i64x2(b[4 + odd], b[6 + odd], 0xee);
-      bf16* to = packed + odd * kLine;
-      _mm512_storeu_si512(to, _mm512_shuffle_i64x2(c, d, 0x88));
-      _mm512_storeu_si512(to + 2 * kLine, _mm512_shuffle_i64x2(c, d, 0xdd));
-      _mm512_storeu_si512(to + 4 * kLine, _mm512_shuffle_i64x2(f, g, 0x88));
-      _mm512_storeu_si512(to + 6 * kLine, _mm512_shuffle_i64x2(f, g, 0xdd));
-    }
+    Transpose(a, b);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) _mm512_storeu_si512(packed + i * kLine, b[i]);
   }
 }
 

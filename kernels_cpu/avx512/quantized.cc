@@ -3,8 +3,7 @@
 // times their scales, rounded.
 #include "../quantized.h"
 
-#include <vector>
-
+#include "integers.h"
 #include "lanes.h"
 #include "operand.h"
 
@@ -81,19 +80,22 @@ void Fetch(const Quantized& w, int64_t first, int64_t count) {
 }  // namespace
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
+#ifdef __AVX512VNNI__  // of the level that has no tiles, which are faster still
+  if (w.form != Form::kFp8) return MultiplyIntegers(pool, x, w, y, T);
+#endif
   Operand operand(pool, x, T, w.E);
   int64_t at_once = operand.AtOnce(), blocks = (w.N + at_once - 1) / at_once;
   // Several items a thread: one that begins late is not waited for long.
   int64_t items = std::min(blocks, 8 * pool.num_threads());
   ParallelFor(pool, items, [&](int64_t item) {
-    static thread_local std::vector<bf16> rows;
-    rows.resize(at_once * w.E);
+    static thread_local std::vector<Line> memory;
+    bf16* rows = Room<bf16>(memory, at_once * w.E);
     for (int64_t block = blocks * item / items; block < blocks * (item + 1) / items; ++block) {
       int64_t n = block * at_once, here = std::min(at_once, w.N - n);
       float* to = y + n;
-      WidenRows(w, n, here, rows.data());
+      WidenRows(w, n, here, rows);
       Fetch(w, n + here, std::min(at_once, w.N - n - here));
-      operand.Multiply(rows.data(), here, to, w.N);
+      operand.Multiply(rows, here, to, w.N);
       if (!w.IsByRow()) continue;
       for (int64_t t = 0; t < T; ++t) {
         for (int64_t i = 0; i < here; ++i) to[t * w.N + i] *= w.scales[n + i];

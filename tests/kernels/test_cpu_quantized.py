@@ -33,25 +33,30 @@ def arrays(T: int, N: int, E: int, form: Any) -> tuple[Any, QuantizedWeight]:
     return x.astype(jnp.bfloat16), quantized(jnp.asarray(w, jnp.bfloat16), form, 1)
 
 
-def as_multiplied(weight: Any, form: str = "int4") -> np.ndarray:
-    """What f32 weights are in a product: AVX2 takes them as they are, the others round those with
-    scales of groups to bf16, as int4 has them.
+def takes_integers(form: str) -> bool:
+    """Whether x becomes integers too, which AMX has no use for."""
+    return form != "fp8" and (chosen := level()) is not None and chosen.name != "amx"
+
+
+def as_multiplied(weight: Any, form: str) -> np.ndarray:
+    """What f32 weights are in a product: those with scales of groups, as int4 has them, are bf16
+    where they are not integers.
     """
-    rounds = form == "int4" and (chosen := level()) is not None and chosen.name != "avx2"
+    rounds = form == "int4" and not takes_integers(form)
     return np.asarray(weight.astype(jnp.bfloat16) if rounds else weight, np.float64)
 
 
 def rounding(x: Any, weight: Any, form: str) -> np.ndarray:
-    """How far a sum may be off because x is rounded: AVX2 multiplies int8 and int4 by integers, x's
-    256 at a time in steps of a 32767th of the largest.
+    """How far a sum may be off because x is rounded to integers: 256 inputs at a time, in steps of
+    a 32767th of the largest with AVX2, a 32639th with AVX-512.
     """
-    if form == "fp8" or (chosen := level()) is None or chosen.name != "avx2":
+    if not takes_integers(form):
         return np.zeros(())
     T, E = x.shape
     whole = np.zeros((T, -(-E // 256) * 256))
     whole[:, :E] = np.abs(x.astype(np.float64))
     blocks = whole.reshape(T, -1, 256)
-    step = np.broadcast_to(blocks.max(-1, keepdims=True) / 32767, blocks.shape).reshape(whole.shape)
+    step = np.broadcast_to(blocks.max(-1, keepdims=True) / 32639, blocks.shape).reshape(whole.shape)
     return step[:, :E] / 2 @ np.abs(np.asarray(weight, np.float64)).T
 
 
@@ -79,8 +84,10 @@ def test_scales_of_groups_and_zeros(form: str) -> None:
     scales = jnp.asarray(rng.uniform(0.01, 0.1, (13, 3)), jnp.float32)
     zeros = jnp.asarray(rng.integers(-7, 8, (13, 3)), jnp.float32) if form == "int4" else None
     meant = dequantized(w.values, scales, w.form, zeros)
-    exact = x.astype(np.float64) @ as_multiplied(meant).T
-    allowed = 1e-5 * np.abs(exact).max(0) + 1e-6 + rounding(x, as_multiplied(meant), form)
+    rounds = not takes_integers(form)
+    meant = np.asarray(meant.astype(jnp.bfloat16) if rounds else meant, np.float64)
+    exact = x.astype(np.float64) @ meant.T
+    allowed = 1e-5 * np.abs(exact).max(0) + 1e-6 + rounding(x, meant, form)
     found = np.asarray(native.linear(x, w.values, scales, w.form, 5, zeros))
     assert (np.abs(found - exact) <= allowed).all()
     plain = np.asarray(native.linear(x, w.values, scales, w.form, 5))
@@ -133,6 +140,7 @@ def test_what_is_no_number_stays_in_its_row(form: str) -> None:
 def test_sizes_far_from_one(form: str, size: float) -> None:
     x, w = arrays(3, 20, 576, form)
     scaled = (x.astype(np.float32) * size).astype(jnp.bfloat16)
-    exact = scaled.astype(np.float64) @ as_multiplied(dequantized(w.values, w.scales, w.form), form).T
+    meant = as_multiplied(dequantized(w.values, w.scales, w.form), form)
+    exact = scaled.astype(np.float64) @ meant.T
     allowed = 1e-3 * np.abs(exact).max(0) + 1e-30
     assert (np.abs(product(scaled, w, 3) - exact) <= allowed).all()
