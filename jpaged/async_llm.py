@@ -99,15 +99,15 @@ class AsyncLLM:
                 request = await loop.run_in_executor(self._prompts, make)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
                 jobs.append(Job(request, inbox, index, live))
-        self._thread.add(jobs)
+            self._thread.add(jobs)
         try:
             yield inbox
         finally:
             self._thread.abort(jobs)
 
     def expect(self) -> Coming:
-        """Have the first step after a pause wait a moment for a request that is on its way, until
-        it is run, or what this returns is closed.
+        """Have a step after a pause, or behind prompts, wait a moment for a request that is on its
+        way, until it is run, or what this returns is closed.
         """
         return Coming(self._thread)
 

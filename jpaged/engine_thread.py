@@ -22,8 +22,8 @@ log = logging.getLogger("jpaged")
 # row ends what runs with the error.
 RETRIES = 1
 STATS_S = 0.25  # how old the stats may be while it steps
-# How long the first step after a pause may wait for requests that are on their way: a step that
-# begins with one of many costs as much as one with all of them.
+# How long a step may wait for requests that are on their way, after a pause or while the device is
+# at prompts: a step that begins with one of many costs as much as one with all of them.
 GATHER_S = 0.02
 LOOK_S = 0.002  # how often it looks whether any still are
 
@@ -206,11 +206,12 @@ class EngineThread(threading.Thread):
 
     def _obey(self) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
-        is_idle = wait = not self._jobs
+        wait = not self._jobs
+        may_gather = wait or self._calls.session.engine.in_flight.has_prefill
         while not self._is_closing and (wait or not self._commands.empty()):
             self._commands.get()(None)
             wait = False
-        if is_idle and self._jobs:
+        if may_gather and self._jobs:
             self._gather()
         # A command may have ended requests that it did not know to be somebody's.
         for output in self._calls.take_ready():
@@ -219,7 +220,7 @@ class EngineThread(threading.Thread):
     def _gather(self) -> None:
         """Take in what is on its way, for a moment."""
         until = time.monotonic() + GATHER_S
-        while self._coming and not self._is_closing and time.monotonic() < until:
+        while (self._coming or not self._commands.empty()) and time.monotonic() < until:
             # One that is given up sends no word of it.
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=LOOK_S)(None)

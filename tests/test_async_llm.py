@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -343,3 +345,40 @@ def test_the_first_step_waits_for_who_is_coming(monkeypatch: pytest.MonkeyPatch)
             await llm.complete(prompts[0], SAMPLED)
 
     run(work)
+
+
+def test_a_step_behind_prompts_waits_for_who_is_coming(
+    expected: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the device is at a prefill, and not while it decodes."""
+    monkeypatch.setattr(engine_thread, "GATHER_S", 30.0)
+    thread = engine_thread.EngineThread(expected.calls)  # not started: this thread is it
+
+    def job(length: int) -> engine_thread.Job:
+        (make,) = expected.calls.completions(make_prompts(length), LONG, expected.keys.next())
+        return engine_thread.Job(make(), inbox, 0, None)
+
+    async def new_inbox() -> engine_thread.Inbox:
+        return engine_thread.Inbox()
+
+    inbox = asyncio.run(new_inbox())
+
+    long, other = job(2 * SETTINGS["max_num_batched_tokens"]), job(5)
+    thread._add(long, None)
+    thread._step()
+    assert expected.session.engine.in_flight.has_prefill
+    coming = engine_thread.Coming(thread)
+    arrives = threading.Timer(0.1, lambda: (thread.add([other]), coming.close()))
+    arrives.start()
+    thread._obey()
+    arrives.join()
+    assert set(thread._jobs) == {long.request.request_id, other.request.request_id}
+    while expected.session.engine.in_flight.has_prefill:
+        thread._step()
+    with contextlib.closing(engine_thread.Coming(thread)):
+        began = time.monotonic()
+        thread._obey()
+        assert time.monotonic() - began < 15
+    thread.abort([long, other])
+    thread._obey()
+    assert not thread._jobs

@@ -47,6 +47,11 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def has_prefill(self) -> bool:
+        """Whether the device is at, or comes to, one of prompts."""
+        return any(plan.phase == "prefill" for step in self._steps for plan in step.plans)
+
     def clear(self) -> None:
         """Forget them: what they drew is never read."""
         self._steps.clear()
