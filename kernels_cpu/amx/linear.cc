@@ -105,9 +105,8 @@ void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y
 // x in tiles, in memory of this thread until it packs another.
 const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
   int64_t tiles = (T + kSide - 1) / kSide;
-  static thread_local std::vector<bf16> memory;
-  memory.resize(tiles * kSide * E);
-  bf16* packed = memory.data();
+  static thread_local std::vector<Line> memory;
+  bf16* packed = Room<bf16>(memory, tiles * kSide * E);
   ParallelFor(pool, tiles, [&](int64_t i) { PackTokens(x, packed, T, E, i); });
   return packed;
 }
