@@ -46,7 +46,7 @@ class Level:
     tiles: bool = False
 
 
-AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"})
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
 LEVELS = (  # the best first
     Level(
         name="amx",
@@ -57,7 +57,7 @@ LEVELS = (  # the best first
     ),
     Level(
         name="avx512",
-        needs=AVX512 | {"avx512_vnni"},
+        needs=AVX512,
         flags=("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
         sources=(
             "avx512/attend.cc",

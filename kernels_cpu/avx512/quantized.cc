@@ -29,13 +29,32 @@ inline __m512 Numbers(const uint8_t* at) {
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 
+// 32 values as they are, which bf16 holds.
+inline void PutExact(const int8_t* from, bf16* to) { PutRounded(Numbers(from), Numbers(from + 16), to); }
+
+// Of e4m3: exponent and mantissa in their places; those below the normal ones, eighths of the least one, are looked up.
+inline void PutExact(const uint8_t* from, bf16* to) {
+  const __m512i below = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+  __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7f));
+  __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16((127 - 7) << 7));
+  __mmask32 is_below = _mm512_testn_epi16_mask(size, _mm512_set1_epi16(0x78));
+  __m512i value = _mm512_mask_permutexvar_epi16(normal, is_below, size, below);
+  __m512i sign = _mm512_and_si512(_mm512_slli_epi16(words, 8), _mm512_set1_epi16(static_cast<short>(0x8000)));
+  _mm512_storeu_si512(to, _mm512_or_si512(value, sign));
+}
+
 // `groups` neighbours of `group` values each, times their scales; scales null is as they are.
 template <typename Byte>
 void Widen(const Byte* from, const float* scales, int64_t groups, int64_t group, bf16* to) {
   for (int64_t g = 0; g < groups; ++g) {
-    __m512 scale = _mm512_set1_ps(scales == nullptr ? 1.0f : scales[g]);
     for (int64_t i = 0; i < group; i += kPacked, from += kPacked, to += kPacked) {
-      PutRounded(_mm512_mul_ps(Numbers(from), scale), _mm512_mul_ps(Numbers(from + 16), scale), to);
+      if (scales == nullptr) {
+        PutExact(from, to);
+      } else {
+        __m512 scale = _mm512_set1_ps(scales[g]);
+        PutRounded(_mm512_mul_ps(Numbers(from), scale), _mm512_mul_ps(Numbers(from + 16), scale), to);
+      }
     }
   }
 }
