@@ -180,12 +180,29 @@ void Tile(const Integers& x, int64_t tile, uint8_t* bytes, const Group& group, i
   for (int j = 0; j < kRows; ++j) _mm512_storeu_ps(sums + j * kLanes, totals[j]);
 }
 
-// Of each output the number at `g`, twice.
-inline __m512 Twice(const float* const (&from)[kRows], int64_t g) {
-  alignas(64) float both[kLanes];
-  for (int64_t j = 0; j < kRows; ++j) both[2 * j] = both[2 * j + 1] = from[j][g];
-  return _mm512_load_ps(both);
-}
+// The numbers of a group's outputs, scales or zeros: 16 of each output are turned at a time.
+class Numbers {
+ public:
+  Numbers(const float* const (&from)[kRows], int64_t count) : from_(from), count_(count) {}
+
+  // Of each output that at `g`, twice. g grows.
+  __m512 Twice(int64_t g) {
+    if (g >= end_) {
+      __m512i rows[kRows];
+      int64_t begin = g / kLanes * kLanes, here = std::min(kLanes, count_ - begin);
+      for (int64_t j = 0; j < kRows; ++j) rows[j] = _mm512_maskz_loadu_epi32((1u << here) - 1, from_[j] + begin);
+      Transpose(rows, pairs_);
+      end_ = begin + kLanes;
+    }
+    __m512 pair = _mm512_castsi512_ps(pairs_[g % kLanes / 2]);
+    return g % 2 == 0 ? _mm512_moveldup_ps(pair) : _mm512_movehdup_ps(pair);
+  }
+
+ private:
+  const float* const (&from_)[kRows];
+  int64_t count_, end_ = 0;
+  __m512i pairs_[kRows];
+};
 
 // The sums of the first R rows of x and a group, as it lies: [R rows][8 outputs][2].
 template <Form form, Scales kind, int R>
@@ -194,14 +211,15 @@ void FewRows(const Integers& x, const Group& group, int64_t ahead, float* sums) 
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) totals[r] = _mm512_setzero_ps();
   __m512i upper[R], lower[R];
+  Numbers scales_of(group.scales, x.E / group.size), zeros_of(group.zeros, x.E / group.size);
   auto begin = [&](int64_t segment) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) upper[r] = _mm512_setzero_si512(), lower[r] = Eight(x.excess + segment * kLanes + 2 * r);
   };
   auto end = [&](int64_t first) {
     int64_t g = first / group.size, block = first / kBlock;
-    __m512 zeros = kind == Scales::kZeros ? Twice(group.zeros, g) : _mm512_setzero_ps();
-    __m512 scales = kind == Scales::kRow ? _mm512_setzero_ps() : Twice(group.scales, g);
+    __m512 zeros = kind == Scales::kZeros ? zeros_of.Twice(g) : _mm512_setzero_ps();
+    __m512 scales = kind == Scales::kRow ? _mm512_setzero_ps() : scales_of.Twice(g);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       __m512 number = _mm512_cvtepi32_ps(Whole(upper[r], lower[r])), scale = _mm512_set1_ps(x.scales[block * kLanes + 2 * r]);
