@@ -38,7 +38,8 @@ struct alignas(64) Line {  // of the cache
 // Room for `count` values from the beginning of a cache line on: registers that lie across two cost twice.
 template <typename T>
 T* Room(std::vector<Line>& memory, int64_t count) {
-  memory.resize((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line));
+  size_t lines = (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
+  if (memory.size() < lines) memory.resize(lines);  // which fills what is new
   return reinterpret_cast<T*>(memory.data());
 }
 

@@ -3,7 +3,7 @@
 // are widened most cheaply. Of one row of x, weights meet it in registers, an output after another, as memory gives them
 // fastest. Of more, 4 outputs' are widened into the L1 cache, once for all rows. Sums of integers are exact and those in f32
 // run in one order either way.
-#include "integers.h"
+#include "../integers.h"
 
 #include <cstring>
 #include <memory>
@@ -26,13 +26,11 @@ constexpr float kNothing = 1e-30f;  // what is below is zero: its scale would ha
 
 using Int = int16_t;
 
-// An output's weights, and how their integers become numbers: one scale a row, which comes after the sum; or scales of
-// groups, from each of whose integers a zero may be taken.
+// An output's weights, and how their integers become numbers.
 struct Row {
   const uint8_t* values;
   const float *scales, *zeros;
 };
-enum class Scales { kRow, kGroups, kZeros };
 
 template <Form form>
 constexpr int64_t Bytes(int64_t inputs) {
@@ -303,10 +301,6 @@ void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float*
 }  // namespace
 
 void MultiplyIntegers(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  auto multiply = w.form == Form::kInt4 ? (w.zeros == nullptr ? MultiplyAs<Form::kInt4, Scales::kGroups>
-                                                              : MultiplyAs<Form::kInt4, Scales::kZeros>)
-                                        : (w.S == 1 ? MultiplyAs<Form::kInt8, Scales::kRow>
-                                                    : MultiplyAs<Form::kInt8, Scales::kGroups>);
-  multiply(pool, x, w, y, T);
+  WithKind(w, [&](auto is) { MultiplyAs<decltype(is)::form, decltype(is)::kind>(pool, x, w, y, T); });
 }
 }  // namespace jpaged

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "integers.h"
+#include "../integers.h"
 #include "lanes.h"
 
 namespace jpaged {

@@ -4,7 +4,7 @@
 // A register has 8 bytes each of 8 rows: of x, which meet 8 inputs of one output, or, where x has few rows, of 8 outputs,
 // which meet 8 inputs of one row of x. Either way a row and output has two sums, of the first and the last 4 of each 8 inputs,
 // which are exact up to where a scale ends and are added up in f32 in one order from there on.
-#include "integers.h"
+#include "../integers.h"
 
 #include <cstring>
 
@@ -22,9 +22,6 @@ constexpr int64_t kFew = 4;       // rows of x for which outputs are gathered
 constexpr int64_t kLine = 64;     // bytes in a cache line
 constexpr float kMost = 32639.0f;  // 127 * 256 + 127
 constexpr float kNothing = 1e-30f;  // what is below is zero: its scale would have no inverse
-
-// One scale a row, which comes after the sum; or scales of groups, from each of whose integers a zero may be taken.
-enum class Scales { kRow, kGroups, kZeros };
 
 // Inputs whose sums are exact: of one scale of x, and of w.
 constexpr int64_t Segment(Scales kind) { return kind == Scales::kRow ? kBlock : kPacked; }
@@ -322,10 +319,6 @@ void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float*
 }  // namespace
 
 void MultiplyIntegers(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  auto multiply = w.form == Form::kInt4 ? (w.zeros == nullptr ? MultiplyAs<Form::kInt4, Scales::kGroups>
-                                                              : MultiplyAs<Form::kInt4, Scales::kZeros>)
-                                        : (w.S == 1 ? MultiplyAs<Form::kInt8, Scales::kRow>
-                                                    : MultiplyAs<Form::kInt8, Scales::kGroups>);
-  multiply(pool, x, w, y, T);
+  WithKind(w, [&](auto is) { MultiplyAs<decltype(is)::form, decltype(is)::kind>(pool, x, w, y, T); });
 }
 }  // namespace jpaged

@@ -3,7 +3,7 @@
 // times their scales, rounded.
 #include "../quantized.h"
 
-#include "integers.h"
+#include "../integers.h"
 #include "lanes.h"
 #include "operand.h"
 
