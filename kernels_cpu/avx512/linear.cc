@@ -8,11 +8,20 @@ namespace jpaged {
 namespace {
 
 // x in tiles, in memory of this thread until it packs another.
-const bf16* Pack(const bf16* x, int64_t T, int64_t E) {
+const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
   static thread_local std::vector<Line> memory;
   bf16* packed = Room<bf16>(memory, (T + kRows - 1) / kRows * kRows * E);
   auto from = [&](int64_t t) { return x + t * E; };
-  for (int64_t t = 0; t < T; t += kRows) PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
+  auto pack = [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t += kRows) PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
+  };
+  // What one thread packs before another could wake up; of more, the others would wait for a twentieth of the product.
+  if (int64_t at_once = kPanel / E / kRows * kRows; T > at_once && at_once > 0) {
+    ParallelFor(pool, (T + at_once - 1) / at_once,
+                [&](int64_t item) { pack(item * at_once, std::min(T, (item + 1) * at_once)); });
+  } else {
+    pack(0, T);
+  }
   return packed;
 }
 
@@ -20,7 +29,7 @@ template <typename Out>
 void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   if (T == 0) return;
   int64_t groups = (N + kCols - 1) / kCols;
-  const bf16* packed = Pack(x, T, E);
+  const bf16* packed = Pack(pool, x, T, E);
   auto to = [&](int64_t t) { return y + t * N; };
   // Several items a thread: one that begins late is not waited for long.
   int64_t items = std::clamp<int64_t>(8 * pool.num_threads(), 1, (groups + 3) / 4);
@@ -38,7 +47,7 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int6
   MultiplyAny(pool, x, w, y, T, N, E);
 }
 
-Operand::Operand(ffi::ThreadPool&, const bf16* x, int64_t T, int64_t E) : x_(Pack(x, T, E)), T_(T), E_(E) {}
+Operand::Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
 
 int64_t Operand::AtOnce() const { return 2 * kCols; }
 
