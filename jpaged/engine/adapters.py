@@ -39,7 +39,6 @@ class AdapterSlots:
         self.count = count
         self.places: dict[AdapterVersion, int] = {}  # least recently used first
         self.users: dict[AdapterVersion, int] = {}  # running rows of each that has any
-        self.num_loads = 0
         self._loads: dict[int, AdapterVersion] = {}
 
     def has_room(self, adapter: AdapterVersion | None) -> bool:
@@ -71,7 +70,6 @@ class AdapterSlots:
         """What must be written before the next step."""
         loads = tuple(self._loads.items())
         self._loads.clear()
-        self.num_loads += len(loads)
         return loads
 
     def load_again(self) -> None:

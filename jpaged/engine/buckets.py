@@ -161,11 +161,8 @@ def output_sections(bucket: Bucket, config: EngineConfig) -> tuple[dict[str, Sec
     if bucket.phase != "prefill" and not bucket.draws_apart(config):
         shapes |= {"num_drawn": (rows,), "tokens": (steps, rows), "logprobs": (steps, rows)}
     if bucket.is_full:
-        shapes |= {
-            "ranks": (steps, rows),
-            "top_ids": (steps, rows, top),
-            "top_logprobs": (steps, rows, top),
-        }
+        shapes |= {"ranks": (steps, rows)}
+        shapes |= {"top_ids": (steps, rows, top), "top_logprobs": (steps, rows, top)}
     if bucket.phase == "sample" and bucket.masks:
         shapes |= {"allowed_logprobs": (steps, rows)}
     if bucket.features == "prompt":
@@ -306,11 +303,8 @@ def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:
     """
     assert config.seq_buckets is not None
     most = config.seq_buckets[-1]
-    return tuple(
-        dict.fromkeys(
-            _ceil(config.seq_buckets, min(n, most)) for n in (tokens // TOKENS_A_ROW, tokens)
-        )
-    )
+    rows = [_ceil(config.seq_buckets, min(n, most)) for n in (tokens // TOKENS_A_ROW, tokens)]
+    return tuple(dict.fromkeys(rows))
 
 
 def padded_blocks(count: int) -> int:

@@ -67,14 +67,15 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
             masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
         entry.seq.structured.advance(entry.run[1:])
     grammars.fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
+    allowed_S = np.bitwise_count(masks_SW).sum(axis=1)
     for row, entry, queues in live:
         seq, mask_W, extra = entry.seq, masks_SW[row], max(len(entry.run) - 1, 0)
-        if (error := _error(seq, mask_W)) is not None:
+        if (error := _error(seq, allowed_S[row])) is not None:
             mask_W[:] = ALL
             queues.finish(seq, "error", error=error)
         else:
-            _keep_open(seq, mask_W, seq.num_generated + extra)
-            seq.ahead = len(seq) + extra, _certain(seq, mask_W)
+            allowed = _keep_open(seq, mask_W, allowed_S[row], seq.num_generated + extra)
+            seq.ahead = len(seq) + extra, _certain(seq) if allowed == 1 else []
             seq.structured.go_back(extra)
     return masks_SW
 
@@ -87,10 +88,11 @@ def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None
     ends = seq.structured.grammars.eos_ids | seq.stop_ids
     for mask_W, guess in zip(masks_SW, (*entry.run[1:], None), strict=True):
         seq.structured.grammars.fill([(seq.structured, 0)], mask_W[None])
-        if (error := _error(seq, mask_W)) is not None:
+        allowed = np.bitwise_count(mask_W).sum()
+        if (error := _error(seq, allowed)) is not None:
             mask_W[:] = ALL
             break
-        _keep_open(seq, mask_W, seq.num_generated + went)
+        _keep_open(seq, mask_W, allowed, seq.num_generated + went)
         masked += 1
         if guess is None or guess in ends or not _is_allowed(mask_W, guess):
             break
@@ -105,11 +107,11 @@ def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None
 
 
 def _is_allowed(mask_W: np.ndarray, token: int) -> bool:
-    return bool(mask_W.view(np.uint32)[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
+    return bool(int(mask_W[token >> 5]) >> (token & 31) & 1)
 
 
-def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:
-    """The tokens that must come from here on, none where there is a choice, or one that may end the
+def _certain(seq: Sequence) -> list[int]:
+    """The tokens that must come from here on, where one may come: none from one on that may end the
     text.
     """
     # The counts of penalties have each token once it is drawn; a beam may be another's by then.
@@ -118,7 +120,7 @@ def _certain(seq: Sequence, mask_W: np.ndarray) -> list[int]:
     tokens = seq.structured.forced()
     ends = seq.structured.grammars.eos_ids | seq.stop_ids
     tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
-    return tokens if len(tokens) > 1 and np.bitwise_count(mask_W).sum() == 1 else []
+    return tokens if len(tokens) > 1 else []
 
 
 def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
@@ -142,25 +144,27 @@ def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
     return masks_TW
 
 
-def _error(seq: Sequence, mask_W: np.ndarray) -> RequestError | None:
+def _error(seq: Sequence, allowed: int) -> RequestError | None:
     said = seq.structured.error
-    if said is None and not mask_W.any():
-        said = "no token of the vocabulary goes on from here"
-    if said is None:
+    if said is None and allowed:
         return None
+    said = said or "no token of the vocabulary goes on from here"
     return RequestError(f"structured: after {seq.num_generated} tokens: {said}")
 
 
-def _keep_open(seq: Sequence, mask_W: np.ndarray, num_generated: int) -> None:
+def _keep_open(seq: Sequence, mask_W: np.ndarray, allowed: int, num_generated: int) -> int:
     """Forbid what would end the text where it is not to end yet, as far as that leaves anything:
     a text that is complete and can only end does so, whatever min_tokens and ignore_eos say.
+    allowed: the tokens of the mask; returns how many are left.
     """
     asked = seq.sampling_params
     closed = num_generated < asked.min_tokens
     if not closed and not asked.ignore_eos:
-        return
-    kept_W, bits_W = mask_W.copy(), mask_W.view(np.uint32)
-    for token in seq.structured.grammars.eos_ids | (seq.stop_ids if closed else frozenset()):
-        bits_W[token >> 5] &= ~np.uint32(1 << (token & 31))
-    if not mask_W.any():
-        mask_W[:] = kept_W
+        return allowed
+    ends = seq.structured.grammars.eos_ids | (seq.stop_ids if closed else frozenset())
+    ends = [token for token in ends if _is_allowed(mask_W, token)]
+    if len(ends) < allowed:
+        for token in ends:
+            mask_W.view(np.uint32)[token >> 5] &= ~np.uint32(1 << (token & 31))
+        allowed -= len(ends)
+    return allowed

@@ -287,8 +287,9 @@ def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Array, ...]
     """Up, as wide as the padded vocabulary, if there are any."""
     if masks_SW is None:
         return ()
-    padding = runner.steps.setting.mask_words - masks_SW.shape[1]
-    return (runner.transfers.put(np.pad(masks_SW, ((0, 0), (0, padding)))),)
+    if padding := runner.steps.setting.mask_words - masks_SW.shape[1]:
+        masks_SW = np.pad(masks_SW, ((0, 0), (0, padding)))
+    return (runner.transfers.put(masks_SW),)
 
 
 def _with_counts(

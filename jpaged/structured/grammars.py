@@ -28,6 +28,9 @@ LIMITS = {
 }
 KEPT = 32  # compiled forms
 PATIENCE_S = 1e-3  # for masks made one after the other
+# Tokens of words: where a form takes whatever they are made of, llguidance takes them all at once.
+# It knows the like of strings in JSON by itself; a pattern of letters had each token looked at.
+WORDS = [f"{of}{{1,{most}}}" for of in ("[a-z ]", "[a-zA-Z0-9 ]") for most in (10, 30)]
 
 
 class Grammars:
@@ -46,8 +49,9 @@ class Grammars:
         if not eos_ids:
             raise RequestError("structured output needs a tokenizer or a config that names an EOS")
         try:
+            slices = [*WORDS, *llguidance.LLTokenizer.general_slices()]
             self._tokenizer = llguidance.hf.from_tokenizer(
-                tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)
+                tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids), slices=slices
             )
         except (ValueError, TypeError) as e:
             kind = type(tokenizer).__name__

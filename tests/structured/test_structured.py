@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 import jpaged
 from jpaged import LLM, ConfigError, RequestError, SamplingParams
 from jpaged.engine import decode
+from jpaged.structured import spec
 from tests.batch_engine import load_script
 from tests.byte_tokenizer import END, EOS, make_tokenizer, params
 from tests.tiny import ENGINE, dense_logprobs
@@ -406,3 +407,25 @@ def test_forms_of_an_attacker_are_served_or_refused(llm: LLM, form: Any) -> None
     outs = llm.generate(PROMPTS[:2], sampling, on_error="return", use_tqdm=False)
     assert outs[0].error is None or isinstance(outs[0].error, RequestError)
     assert is_answer(outs[1].outputs[0].text) and llm.stats()["blocks_in_use"] == 0
+
+
+@pytest.mark.parametrize("form", [{"regex": "[a-z ]{3,20}"}, {"regex": "[A-Za-z0-9 ]+[.]"}, JSON])
+def test_masks_are_those_of_every_token_by_itself(llm: LLM, form: Any) -> None:
+    """What llguidance takes all at once (grammars.WORDS) changes no mask."""
+    import llguidance  # pyright: ignore[reportMissingImports]
+
+    matcher = llm.calls.processor.matcher(form)
+    grammars, rng = matcher.grammars, np.random.default_rng(0)
+    plain = grammars._tokenizer.with_slices([])
+    alone = llguidance.LLMatcher(plain, spec.grammar_of(form), log_level=0)
+    for _ in range(12):
+        masks = np.zeros((2, grammars.words), np.int32)
+        grammars.fill([(matcher, 0)], masks)
+        alone.unsafe_compute_mask_ptr(masks[1].ctypes.data, masks[1].nbytes)
+        assert masks[0].any() and (masks[0] == masks[1]).all()
+        allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
+        token = int(rng.choice(allowed))
+        if token in grammars.eos_ids:
+            break
+        matcher.push(token)
+        alone.consume_token(token)
