@@ -86,6 +86,8 @@ def test_the_control_a_put_keeps_copies() -> None:
     leaf = params["layers"]["0"]["attention"]["qkv"]
     jax.block_until_ready(jax.device_put(leaf, target))
     assert keeps_a_host_copy(leaf)
+    if jax.__version_info__ < (0, 12):  # whose guard says nothing of a put's own transfers
+        return
     leaf = params["layers"]["1"]["attention"]["qkv"]
     with (
         jax.transfer_guard_device_to_host("disallow"),
