@@ -15,7 +15,7 @@ const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
   auto pack = [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t += kRows) PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
   };
-  // What one thread packs before another could wake up; of more, the others would wait for a twentieth of the product.
+  // Of few rows one thread packs all before another could wake up; of many it has taken a fiftieth of the product.
   if (int64_t at_once = kPanel / E / kRows * kRows; T > at_once && at_once > 0) {
     ParallelFor(pool, (T + at_once - 1) / at_once,
                 [&](int64_t item) { pack(item * at_once, std::min(T, (item + 1) * at_once)); });
