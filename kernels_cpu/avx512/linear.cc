@@ -12,16 +12,13 @@ const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
   static thread_local std::vector<Line> memory;
   bf16* packed = Room<bf16>(memory, (T + kRows - 1) / kRows * kRows * E);
   auto from = [&](int64_t t) { return x + t * E; };
-  auto pack = [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t += kRows) PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
-  };
-  // Of few rows one thread packs all before another could wake up; of many it has taken a fiftieth of the product.
-  if (int64_t at_once = kPanel / E / kRows * kRows; T > at_once && at_once > 0) {
-    ParallelFor(pool, (T + at_once - 1) / at_once,
-                [&](int64_t item) { pack(item * at_once, std::min(T, (item + 1) * at_once)); });
-  } else {
-    pack(0, T);
-  }
+  // Of few rows one thread packs all before another could wake up; of many it would take a fiftieth of the product.
+  int64_t at_once = std::max(kRows, kPanel / E / kRows * kRows);
+  ParallelFor(pool, (T + at_once - 1) / at_once, [&](int64_t item) {
+    for (int64_t t = item * at_once; t < std::min(T, (item + 1) * at_once); t += kRows) {
+      PackRows(from, t, std::min(kRows, T - t), packed + t * E, E);
+    }
+  });
   return packed;
 }
 

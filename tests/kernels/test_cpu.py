@@ -131,7 +131,7 @@ def arrays(T: int, N: int, E: int) -> tuple[Any, Any]:
 
 
 # Rows and columns that fill tiles of 4 x 6, 3 x 3 or 32 x 32 and that do not, one of everything;
-# more rows than are few.
+# more rows than are few, and more than one thread packs.
 SHAPES = [
     (1, 2, 32),
     (3, 4, 64),
@@ -142,6 +142,7 @@ SHAPES = [
     (300, 26, 128),
     (50, 70, 64),
     (16, 32, 32),
+    (150, 8, 2048),
 ]
 
 
@@ -163,8 +164,9 @@ def test_padding_costs_nothing_and_is_zero() -> None:
         assert not np.asarray(linear(x, weight, count))[count:].any()
 
 
-def test_a_rows_bits_do_not_depend_on_the_others() -> None:
-    x, weight = arrays(150, 20, 96)
+@pytest.mark.parametrize("E", [96, 2048])
+def test_a_rows_bits_do_not_depend_on_the_others(E: int) -> None:
+    x, weight = arrays(150, 20, E)
     whole = np.asarray(linear(x, weight, 150))
     for rows in (slice(0, 1), slice(3, 10), slice(140, 150), slice(5, 140)):
         assert np.array_equal(linear(x[rows], weight, len(x[rows])), whole[rows])
