@@ -4,13 +4,16 @@ without them.
     python scripts/bench_speculative.py [CHECKPOINT] [--draft | --eagle FOLDER] [--tokens-ahead 4 7]
 
 Of two texts: `copies` asks for what the prompt has just shown (code, with the embedded model's own
-way of repeating itself), `new` is the head of something else. Engines take turns; the best of
---repeat turns counts. `equal`: rows whose tokens are those without drafts; all of them where
-serving is deterministic. `always`: each draft is tried, whatever was measured.
+way of repeating itself), `new` is the head of something else. Engines take turns; of --repeat turns
+the middle one counts, and for `of_plain` the middle ratio of two that followed each other. `equal`:
+rows whose tokens are those without drafts; all of them where serving is deterministic. `always`:
+each draft is tried, whatever was measured.
 """
 
 import time
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import _common as common
@@ -69,19 +72,17 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             )
         for kind in ("copies", "new"):
             for temperature in args.temperatures:
-                how: Any = {"max_tokens": args.tokens, "ignore_eos": True}
+                how: Any = {"temperature": temperature, "max_tokens": args.tokens}
                 each = [
-                    jpaged.SamplingParams(temperature=temperature, seed=i, **how)
-                    for i in range(rows)
+                    jpaged.SamplingParams(seed=i, ignore_eos=True, **how) for i in range(rows)
                 ]
-                best, found = {}, {}
+                took, found = {ahead: [] for ahead in engines}, {}
                 before = {ahead: llm.stats() for ahead, llm in engines.items()}
-                for turn in range(1 + args.repeat):
+                for _ in range(1 + args.repeat):
                     for ahead, llm in engines.items():
                         began = time.perf_counter()
                         outs = llm.generate(texts(kind, rows), each, use_tqdm=False)
-                        took = time.perf_counter() - began
-                        best[ahead] = min(best.get(ahead, took), took) if turn > 1 else took
+                        took[ahead].append(time.perf_counter() - began)
                         found[ahead] = [out.outputs[0].token_ids for out in outs]
                 for ahead in args.tokens_ahead:
                     stats = engines[ahead].stats()
@@ -94,8 +95,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                         "temperature": temperature,
                         "rows": rows,
                         "ahead": ahead,
-                        "tok_s": rows * args.tokens / best[ahead],
-                        "of_plain": best[0] / best[ahead],
+                        "tok_s": rows * args.tokens / median(took[ahead]),
+                        "of_plain": median(map(truediv, took[0], took[ahead])),
                         "drafted": tried,
                         "accepted": right / tried if tried else 0.0,
                         "equal": sum(map(list.__eq__, found[0], found[ahead])) / rows,

@@ -7,8 +7,8 @@ measured: how often guesses come true, whether they are tried or not, and what s
 without take.
 """
 
-import itertools
 import math
+import time
 import weakref
 from collections import deque
 from statistics import fmean, median
@@ -21,26 +21,33 @@ from jpaged.engine.sequence import Sequence
 if TYPE_CHECKING:
     from jpaged.engine.queues import Queues
 
-LENGTHS = (4, 3, 2)  # of the ending that is looked up, longest first
+LENGTHS = (4, 3)  # of the ending that is looked up, longest first, where more than a pair recurs
+PLACES = 16  # latest ones of a pair among which the longest is looked for
 FADES = 0.9  # weight of the past against one more guess
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
 REST = 4  # tokens of such a row after which it is looked up whether guesses would come true now
+SHARE = 0.01  # of the time of steps that may go on looking up in vain
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
+EVERY = 3  # of so many plain steps in a row one is timed: they come by twos, so an odd number
 ON_DEVICE = -1  # in the place of a token that a model is to guess
 AGAIN, THROUGH = 1024, 6  # of so many refusals some are let through: times change
+GAIN = 1.15  # times the tokens a second of plain steps that a draft is to promise
+WAITS = 0.05  # share of its steps that the fastest row may make the slowest wait
 PAUSE = 64  # tokens of a row after which a model drafts for it again
 
 
 class _Row:
-    """What is known of one sequence. right, tried: of its guesses, faded. guess: the position and
-    the token of one that nobody has checked yet. last: the length at which it drafted last.
+    """What is known of one sequence. right, tried: of its guesses, faded. gain: tokens that it was
+    to have beside its own of the latest steps with drafts. guess: the position and the token of one
+    that nobody has checked yet. last: the length at which it drafted last.
     """
 
     def __init__(self, rate: float = 0.5) -> None:
-        self.endings: dict[tuple[int, ...], int] = {}
-        self.num_indexed = self.last = 0
-        self.right, self.tried = 2 * rate, 2.0
+        self.ends: dict[tuple[int, ...], int] = {}  # where a pair of tokens ended last
+        self.before = [0, 0]  # of each place, where the pair that ends there ended before; or 0
+        self.last = 0
+        self.right, self.tried, self.gain = 2 * rate, 2.0, 0.0
         self.guess: tuple[int, int] | None = None
 
     @property
@@ -48,76 +55,123 @@ class _Row:
         """The share of guesses that come true."""
         return self.right / self.tried
 
+    def expected(self, tried: int) -> float:
+        """How many of so many guesses come true, as it seems."""
+        return math.fsum(self.rate**i for i in range(1, tried + 1))
+
     def learn(self, right: int, tried: int) -> None:
         fades = FADES**tried
         self.right, self.tried = fades * self.right + right, fades * self.tried + tried
 
     def look_up(self, tokens: list[int], most: int) -> list[int]:
         """What followed an earlier occurrence of the last tokens; the guess that this makes."""
-        if self.guess is not None and len(tokens) > self.guess[0]:
-            self.learn(int(tokens[self.guess[0]] == self.guess[1]), 1)
-        if self.num_indexed > len(tokens):  # after a failed step
-            self.endings, self.num_indexed = {}, 0
-        for end in range(max(self.num_indexed, LENGTHS[-1]), len(tokens)):
-            for length in LENGTHS:
-                if end >= length:
-                    self.endings[tuple(tokens[end - length : end])] = end
-        self.num_indexed = len(tokens)
-        places = (self.endings.get(tuple(tokens[-length:])) for length in LENGTHS)
-        at = next((at for at in places if at is not None), None)
-        found = [] if at is None else tokens[at : at + most]
-        self.guess = (len(tokens), found[0]) if found else None
-        return found
+        if self.guess is not None and self.guess[0] < len(tokens):
+            now, at = self.guess
+            known = len(tokens) - now
+            right = next((i for i in range(known) if tokens[now + i] != tokens[at + i]), known)
+            self.learn(right, min(right + 1, known))
+        if len(self.before) > len(tokens):  # after a failed step
+            self.ends, self.before = {}, [0, 0]
+        for end in range(len(self.before), len(tokens)):
+            pair = (tokens[end - 2], tokens[end - 1])
+            self.before.append(self.ends.get(pair, 0))
+            self.ends[pair] = end
+        self.guess = None
+        if not (at := self.ends.get(tuple(tokens[-2:]))):
+            return []
+        at = self._longest(tokens, at)
+        self.guess = len(tokens), at
+        return tokens[at : at + most]
+
+    def _longest(self, tokens: list[int], at: int) -> int:
+        """Of the places where the last pair was, by the latest of them, where most was the same."""
+        places = [at]
+        while self.before[places[-1]] and len(places) < PLACES:
+            places.append(self.before[places[-1]])
+        for length in LENGTHS if len(places) > 1 else ():
+            for place in places:
+                if tokens[max(place - length, 0) : place] == tokens[-length:]:
+                    return place
+        return at
 
 
 class Costs:
-    """Seconds that steps took lately, by kind and by the power of two of their tokens: of steps
-    that verify, of plain ones that ran ahead, dispatched before the last was committed, and of the
-    others, whose device has waited for the host: as the first after a draft does.
+    """What steps took lately, by the powers of two of their rows and tokens. Plain ones that ran
+    ahead, dispatched before the last was committed: seconds. Those that verify, and plain ones
+    whose device waited for the host, as the first after a draft does: in plain steps of that time,
+    since what slows a machine slows both.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, int], deque[float]] = {}
+        self._plain: dict[tuple[bool, int], deque[float]] = {}
+        self._compared: dict[_Kind, deque[float]] = {}
+        self._typical: dict[_Kind, float] = {}  # of those compared
         self._refused = THROUGH
+        self._observed = 0
         self._verified = 0  # steps since a plain one ran ahead
         self._runs_ahead = False  # now
 
     def observe(self, plan: Plan, seconds: float, ran_ahead: bool = False) -> None:
         """Take in a step, of those that decode alone, without tokens that are certain."""
+        self._observed += 1
+        if self._runs_ahead and ran_ahead and not plan.verifies and self._observed % EVERY:
+            return
         if not all(e.decodes and e.guesses >= bool(e.run) for e in plan.entries):
             return
-        kind = "verifies" if plan.verifies else "ahead" if ran_ahead else "alone"
-        steps = 1 if plan.verifies else max(entry.draws for entry in plan.entries)
-        size = plan.num_tokens // steps
-        kept = self._seconds.setdefault(_key(kind, size), deque(maxlen=SAMPLES))
-        kept.append(seconds / steps)
-        self._runs_ahead = kind == "ahead"
+        rows, tokens = len(plan.entries), plan.num_tokens
+        if not plan.verifies:
+            tokens //= max(entry.draws for entry in plan.entries)
+            seconds *= tokens / plan.num_tokens
+        self._runs_ahead = ran_ahead and not plan.verifies
+        if not self._runs_ahead and (plain := self._seconds(rows)):
+            # Of two plain steps that are waited for together the first takes what both do: all but
+            # the slowest count beside the middle one.
+            least = min(median(plain), fmean(sorted(plain)[:-1]))
+            kind = _kind(plan.verifies, rows, tokens)
+            kept = self._compared.setdefault(kind, deque(maxlen=SAMPLES))
+            kept.append(seconds / least)
+            self._typical[kind] = sorted(kept)[len(kept) // 4]  # some had a compile in the way
+        if not plan.verifies:
+            key = ran_ahead, _size(rows)
+            self._plain.setdefault(key, deque(maxlen=SAMPLES)).append(seconds)
         self._verified = 0 if self._runs_ahead else self._verified + plan.verifies
-        if self._verified >= AGAIN:  # times change: plain steps are measured anew
-            self._seconds = {key: x for key, x in self._seconds.items() if key[0] == "verifies"}
-            self._verified = 0
+        if self._verified >= AGAIN:  # times change: all is measured anew
+            self._plain, self._compared, self._typical, self._verified = {}, {}, {}, 0
 
-    def pays(self, rows: int, drafted: int, expected: float) -> bool:
-        """Whether to verify so many tokens of so many rows, of which so many are right."""
-        ahead, alone = (self._seconds.get(_key(kind, rows), ()) for kind in ("ahead", "alone"))
-        plain = ahead if len(ahead) >= TRIES else alone  # of an engine that never runs ahead
-        checked = self._seconds.get(_key("verifies", rows + drafted), ())
-        if len(plain) < TRIES or len(checked) < TRIES:
-            return len(plain) >= TRIES
-        # The middle ones: some had a compile or another program in the way. Of two plain steps that
-        # are waited for together the first takes what both do: all but the slowest count too.
-        least = min(median(plain), fmean(sorted(plain)[:-1]))
-        taken = median(checked)
-        if self._runs_ahead and alone:  # the plain step after this one will not
-            taken += max(median(alone) - least, 0.0)
-        if (rows + expected) * least > rows * taken:
+    def pays(self, drafted: int, expected: float, gains: list[float]) -> bool:
+        """Whether to verify so many tokens, of which so many are right. gains: of each row, those
+        right in steps like this one: where only some have any, the others wait for them.
+        """
+        rows = len(gains)
+        kind = _kind(True, rows, rows + drafted)
+        if not self._seconds(rows):
+            return False
+        if len(self._compared.get(kind, ())) < TRIES:
+            return True
+        taken = self._typical[kind]
+        is_fair = taken - 1 - min(gains) <= WAITS * (1 + max(gains))
+        if self._runs_ahead:  # the plain step after this one will not
+            taken += max(self._typical.get(_kind(False, rows, rows), 1.0) - 1.0, 0.0)
+        if is_fair and rows + expected > GAIN * rows * taken:
             return True
         self._refused = (self._refused + 1) % AGAIN
         return self._refused < THROUGH
 
+    def _seconds(self, rows: int) -> deque[float] | None:
+        """Of plain steps that ran ahead; of others in an engine where none does."""
+        each = (self._plain.get((ahead, _size(rows))) for ahead in (True, False))
+        return next((kept for kept in each if kept and len(kept) >= TRIES), None)
 
-def _key(kind: str, size: int) -> tuple[str, int]:
-    return kind, (size - 1).bit_length()
+
+_Kind = tuple[bool, int, int]
+
+
+def _kind(verifies: bool, rows: int, tokens: int) -> _Kind:
+    return verifies, _size(rows), _size(tokens)
+
+
+def _size(count: int) -> int:
+    return (count - 1).bit_length()
 
 
 class Drafter:
@@ -133,10 +187,16 @@ class Drafter:
         self.asked, self.most = asked, most
         self.costs = Costs()
         self.drafted = self.accepted = self.verify_steps = 0
+        self._spent = 0.0  # seconds of looking up in vain that steps are yet to make small
         self._rows: weakref.WeakKeyDictionary[Sequence, _Row] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: Any) -> "Drafter":
         return self  # a snapshot is of sequences, not of what was learnt
+
+    @property
+    def rests(self) -> bool:
+        """Whether looking up has to be paid for first by steps in which nothing is."""
+        return self.asked.adaptive and self._spent > 0
 
     def wants_tokens(self, *replicas: list[Sequence]) -> bool:
         """Whether rows that decode may have drafts once the tokens in flight are known. Meanwhile
@@ -166,6 +226,7 @@ class Drafter:
 
     def observe(self, plan: Plan, seconds: float, ran_ahead: bool) -> None:
         """Take in a step that was committed."""
+        self._spent = max(self._spent - SHARE * seconds, 0.0)
         self.verify_steps += plan.verifies
         self.costs.observe(plan, seconds, ran_ahead)
 
@@ -182,51 +243,50 @@ class Drafter:
     def chosen(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts that are worth a step with all these rows, as far as is known of them.
 
-        Those of a replica share its room.
+        Those of a replica share its room. Where they were not, nothing is looked up for some steps.
         """
+        began = time.perf_counter()
         num_rows = sum(map(len, replicas))
         room = sum(max(self.most - len(rows), 0) for rows in replicas)
-        if not room or (self.asked.adaptive and all(map(self._rests, itertools.chain(*replicas)))):
+        if self.rests or not min(room, num_rows):
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(room, num_rows * self.asked.num_tokens)
-        if not self._pays(num_rows, best, best):
-            return {}
+        pays = self._pays(best, best, [best / num_rows] * num_rows)
         found: dict[Sequence, list[int]] = {}
-        expected = 0.0
-        for rows in replicas:
+        for rows in replicas if pays else ():
             left = self.most - len(rows)
-            for seq in rows:
-                tokens, rate = self._draft(seq, left)
-                if tokens:
+            for i, seq in enumerate(rows):
+                share = -(-left // (len(rows) - i))
+                if tokens := self._draft(seq, self._row(seq), share):
                     found[seq] = tokens
                     left -= len(tokens)
-                    expected += math.fsum(rate**i for i in range(1, len(tokens) + 1))
-        drafted = sum(map(len, found.values()))
-        return found if drafted and self._pays(num_rows, drafted, expected) else {}
+        if found:
+            expected, gains = 0.0, []
+            for seq in (seq for rows in replicas for seq in rows):
+                row = self._row(seq)
+                gain = row.expected(len(found.get(seq, ())))
+                row.gain = max(gain, FADES * row.gain)
+                gains.append(row.gain)
+                expected += gain
+            pays = self._pays(sum(map(len, found.values())), expected, gains)
+        self._spent = 0.0 if found and pays else self._spent + time.perf_counter() - began
+        return found if pays else {}
 
-    def _pays(self, rows: int, drafted: int, expected: float) -> bool:
-        return not self.asked.adaptive or self.costs.pays(rows, drafted, expected)
+    def _pays(self, drafted: int, expected: float, gains: list[float]) -> bool:
+        return not self.asked.adaptive or self.costs.pays(drafted, expected, gains)
 
-    def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
-        """A row's draft, and the share of its tokens that are right."""
+    def _draft(self, seq: Sequence, row: _Row, most: int) -> list[int]:
+        """A row's draft."""
+        if self.asked.adaptive and row.rate < LEAST and len(seq) < len(row.before) + REST:
+            return []  # a row that gained nothing is not even looked up now
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         if most < 1 or not can_draft(seq):
-            return [], 0.0
-        if self.asked.adaptive and self._rests(seq):
-            return [], 0.0
-        row = self._row(seq)
+            return []
         found = row.look_up(seq.token_ids, most)
         if not self.asked.adaptive:
-            return found, row.rate
-        if row.rate < LEAST:
-            return [], 0.0
-        return found[: _worth(row.rate)], row.rate
-
-    def _rests(self, seq: Sequence) -> bool:
-        """Whether a row that gained nothing is not even looked up now."""
-        row = self._row(seq)
-        return row.rate < LEAST and len(seq) < row.num_indexed + REST
+            return found
+        return found[: _worth(row.rate)] if found and row.rate >= LEAST else []
 
     def _row(self, seq: Sequence) -> _Row:
         if (row := self._rows.get(seq)) is None:
@@ -267,21 +327,16 @@ class ModelDrafter(Drafter):
     def report(self) -> dict[str, Any]:
         return super().report() | {"draft_steps": self.draft_steps}
 
-    def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
+    def _draft(self, seq: Sequence, row: _Row, most: int) -> list[int]:
         """As many tokens as it is to guess, which nobody knows yet."""
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         if most < 1 or not can_draft(seq):
-            return [], 0.0
-        row = self._row(seq)
+            return []
         if self.asked.adaptive:
-            if self._rests(seq):
-                return [], 0.0
+            if row.rate < LEAST and len(seq) + seq.pending < row.last + PAUSE:
+                return []
             most = min(most, _worth(row.rate))
-        return [ON_DEVICE] * most, row.rate
-
-    def _rests(self, seq: Sequence) -> bool:
-        row = self._row(seq)
-        return row.rate < LEAST and len(seq) + seq.pending < row.last + PAUSE
+        return [ON_DEVICE] * most
 
     def learn(self, seq: Sequence, drafted: int, right: int) -> None:
         super().learn(seq, drafted, right)
@@ -314,7 +369,7 @@ def wants_tokens(*replicas: "Queues") -> bool:
     do nothing but decode.
     """
     drafter = replicas[0].drafter
-    if drafter is None or not all(map(_only_decodes, replicas)):
+    if drafter is None or drafter.rests or not all(map(_only_decodes, replicas)):
         return False
     return drafter.wants_tokens(*map(decoding, replicas))
 

@@ -146,12 +146,12 @@ class Oracle(Drafter):
 
     windows: tuple[int | None, ...] = (None,)
 
-    def _draft(self, seq: Sequence, most: int) -> tuple[list[int], float]:
+    def _draft(self, seq: Sequence, row: Any, most: int) -> list[int]:
         if not can_draft(seq):
-            return [], 0.0
+            return []
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         want = expected(seq, self.windows)[seq.num_generated :][: max(most, 0)]
-        return [(t + (len(seq) * 7 + t) % 5 // 4) % 100 for t in want], 1.0
+        return [(t + (len(seq) * 7 + t) % 5 // 4) % 100 for t in want]
 
 
 class CheckedEngine(Engine):

@@ -2,8 +2,24 @@
 
 from typing import Any
 
+import pytest
+
 from jpaged.config import Speculative
-from jpaged.engine.drafting import AGAIN, LEAST, SAMPLES, THROUGH, TRIES, Costs, Drafter, can_draft
+from jpaged.engine.drafting import (
+    AGAIN,
+    EVERY,
+    FADES,
+    GAIN,
+    LEAST,
+    SAMPLES,
+    SHARE,
+    THROUGH,
+    TRIES,
+    Costs,
+    Drafter,
+    _Row,
+    can_draft,
+)
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
 from jpaged.request.sampling_params import SamplingParams
@@ -56,7 +72,13 @@ def test_what_followed_the_last_tokens() -> None:
 def test_a_step_is_shared() -> None:
     """Rows and drafts together are no more than a step draws; a full batch drafts nothing."""
     seqs = [sequence([1, 2, 3, 4, 5, 1, 2]) for _ in range(4)]
-    for most, wanted in ((16, [3, 3, 3, 3]), (9, [3, 2, 0, 0]), (4, [0] * 4), (3, [0] * 4)):
+    for most, wanted in (
+        (16, [3, 3, 3, 3]),
+        (9, [2, 1, 1, 1]),
+        (6, [1, 1, 0, 0]),
+        (4, [0] * 4),
+        (3, [0] * 4),
+    ):
         drafts = Drafter(ALWAYS, most).drafts(seqs)
         assert [len(drafts.get(seq, ())) for seq in seqs] == wanted
     seqs[0].pending = 1
@@ -85,6 +107,7 @@ def test_rows_that_gain_nothing_stop() -> None:
     assert (drafter.drafted, drafter.accepted) == (16, 0)
     for i in range(36):  # 3, 4, 5, 6, 1, 2, 3, ...; not looked up at each of them, at first
         seq.token_ids.append([3, 4, 5, 6, 1, 2][i % 6])
+        drafter.observe(step(1), 1.0, ran_ahead=False)
         drafter.wants_tokens([seq])
     assert drafter.drafts([seq])[seq][:2] == [3, 4]
     for _ in range(12):
@@ -94,46 +117,128 @@ def test_rows_that_gain_nothing_stop() -> None:
     assert drafter.drafts([seq]) == {}
 
 
+def test_a_guess_is_checked_by_all_that_came() -> None:
+    """A row that was not looked up for some tokens tells by them how good its guess was."""
+    row, tokens = _Row(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+    assert row.look_up(tokens, 4) == [3, 4, 5, 6] and row.rate == 0.5
+    tokens += [3, 4, 5, 6, 7, 9]  # five right, then one wrong
+    row.look_up(tokens, 4)
+    assert row.rate == pytest.approx((FADES**6 + 5) / (2 * FADES**6 + 6))
+    tokens += [1, 2]
+    assert row.look_up(tokens, 4) == [3, 4, 5, 6]
+    before = row.rate
+    row.look_up(tokens, 4)
+    assert row.rate == before, "nothing came"
+
+
+def test_looking_up_in_vain_is_paid_for() -> None:
+    """By steps in which nothing is looked up; none of that where each draft is tried."""
+    for asked in (Speculative(num_tokens=4), ALWAYS):
+        drafter, seq = Drafter(asked, 16), sequence([1, 2, 3, 4])
+        for _ in range(TRIES):
+            drafter.costs.observe(step(1), 1.0)
+        assert not drafter.wants_tokens([seq])
+        seq.token_ids += [1, 2]
+        if not asked.adaptive:
+            assert drafter.wants_tokens([seq])
+            continue
+        assert drafter.rests and not drafter.wants_tokens([seq])
+        drafter.observe(step(1), drafter._spent / SHARE / 2, ran_ahead=True)
+        assert drafter.rests and not drafter.wants_tokens([seq])
+        drafter.observe(step(1), 2 * drafter._spent / SHARE, ran_ahead=True)
+        assert not drafter.rests and drafter.wants_tokens([seq]) and not drafter.rests
+
+
 def test_costs() -> None:
     """A step with drafts is worth it where the tokens that it gives cost less than without."""
     costs = Costs()
-    assert not costs.pays(1, 4, 4.0), "nothing is known of steps without"
+
+    def pays(drafted: int, expected: float, rows: int = 1) -> bool:
+        return costs.pays(drafted, GAIN * (rows + expected) - rows, [expected / rows] * rows)
+
+    assert not pays(4, 4.0), "nothing is known of steps without"
     for _ in range(TRIES):
         costs.observe(step(1), 1.0)
-    assert costs.pays(1, 4, 0.1), "nor of steps with: try them"
+    assert pays(4, 0.1), "nor of steps with: try them"
     costs.observe(step(1, drafted=4), 50.0)  # a compile
     for _ in range(TRIES):
         costs.observe(step(1, drafted=4), 2.0)
-    assert costs.pays(1, 4, 1.1) and not costs.pays(1, 4, 0.9)
-    for seconds in (1.99, 0.01, 1.0, 1.0):  # two of them are waited for together
-        costs.observe(step(1), seconds)
-    assert costs.pays(1, 4, 1.5)
-    assert not costs.pays(8, 4, 4.0), "of so many rows nothing is known"
-    assert sum(costs.pays(1, 4, 0.9) for _ in range(2 * AGAIN)) == 2 * THROUGH, "now and then again"
+    assert pays(4, 1.1) and not pays(4, 0.9)
+    assert not pays(4, 4.0, rows=8), "of so many rows nothing is known"
     for _ in range(SAMPLES):
-        costs.observe(step(1), 3.0)  # the machine is slower now
-    assert costs.pays(1, 4, 0.1)
+        costs.observe(step(1), 3.0)  # the machine is slower now, and so are both
+    assert pays(4, 1.1) and not pays(4, 0.9)
     for _ in range(SAMPLES):
-        costs.observe(step(1, steps=4), 2.0)  # four tokens a dispatch
-    assert costs.pays(1, 4, 3.1) and not costs.pays(1, 4, 2.9)
+        costs.observe(step(1, drafted=4), 4.5)
+    assert pays(4, 0.6) and not pays(4, 0.4)
+    assert sum(pays(4, 0.4) for _ in range(2 * AGAIN)) == 2 * THROUGH, "now and then again"
+    for _ in range(SAMPLES):
+        costs.observe(step(1, steps=4), 4.0)  # four tokens a dispatch
+    for _ in range(SAMPLES):
+        costs.observe(step(1, drafted=4), 4.0)
+    assert pays(4, 3.1) and not pays(4, 2.9)
+
+
+def test_steps_that_are_waited_for_together() -> None:
+    """The first takes what both do; and of plain steps in a row not each is timed."""
+    costs = Costs()
+    for _ in range(EVERY * SAMPLES):
+        costs.observe(step(1), 1.99, ran_ahead=True)
+        costs.observe(step(1), 0.01, ran_ahead=True)
+    for _ in range(TRIES):
+        costs.observe(step(1, drafted=4), 2.0)
+    assert costs.pays(4, 1.8, [1.8]) and not costs.pays(4, 1.3, [1.3])
 
 
 def test_costs_beside_steps_that_run_ahead() -> None:
     """A draft costs that they do: what the first plain step after it waits, too."""
     costs = Costs()
-    for _ in range(TRIES):
+
+    def pays(expected: float) -> bool:
+        return costs.pays(4, GAIN * (1 + expected) - 1, [expected])
+
+    for _ in range(2 * TRIES):
         costs.observe(step(1, drafted=4), 2.5)
         costs.observe(step(1), 2.0, ran_ahead=False)
         costs.observe(step(1), 1.0, ran_ahead=True)
-    assert costs.pays(1, 4, 2.6) and not costs.pays(1, 4, 2.4), "2.5, and 1 of the step after it"
+    assert pays(2.6) and not pays(2.4), "2.5, and 1 of the step after it"
     costs.observe(step(1, drafted=4), 2.5)
-    assert costs.pays(1, 4, 1.6) and not costs.pays(1, 4, 1.4), "a draft after another"
+    assert pays(1.6) and not pays(1.4), "a draft after another"
     for i in range(AGAIN):
         costs.observe(step(1, drafted=4), 2.5, ran_ahead=i % 2 == 0)
-    assert not costs.pays(1, 4, 4.0), "plain steps are measured anew"
-    for _ in range(TRIES):
+    assert not pays(4.0), "plain steps are measured anew"
+    for _ in range(2 * TRIES):
         costs.observe(step(1), 0.5, ran_ahead=True)
-    assert costs.pays(1, 4, 4.1) and not costs.pays(1, 4, 3.9)
+        costs.observe(step(1, drafted=4), 2.5)
+    costs.observe(step(1), 0.5, ran_ahead=True)
+    assert pays(4.1) and not pays(3.9)
+
+
+def test_rows_without_a_guess_do_not_wait_long() -> None:
+    """As many tokens a second in all, and the rows that gain nothing take twice their time."""
+    costs = Costs()
+    for _ in range(TRIES):
+        costs.observe(step(4), 1.0)
+    for _ in range(TRIES):
+        costs.observe(step(4, drafted=12), 2.0)
+    assert costs.pays(12, 12.0, [3.0] * 4) and not costs.pays(12, 12.0, [6.0, 6.0, 0.0, 0.0])
+    assert costs.pays(12, 12.0, [5.0, 5.0, 1.0, 1.0]), "those that go on as fast lose nothing"
+    for _ in range(SAMPLES):
+        costs.observe(step(4, drafted=12), 1.1)
+    assert costs.pays(12, 12.0, [6.0, 6.0, 0.0, 0.0]), "nor do they where a draft costs little"
+    drafter = Drafter(Speculative(num_tokens=4), 32)
+    drafter.costs = costs
+    seqs = [sequence([1, 2, 3, 4, 5, 6, 1, 2]) for _ in range(3)] + [sequence([1, 2, 3, 4])]
+    for seq in seqs:
+        drafter._row(seq).learn(50, 50)
+    assert set(drafter.drafts(seqs)) == set(seqs[:3])
+    for _ in range(SAMPLES):
+        costs.observe(step(4, drafted=12), 2.0)
+    assert drafter.drafts(seqs) == {}
+    drafter._spent, seqs[3].token_ids = 0.0, seqs[0].token_ids
+    assert set(drafter.drafts(seqs)) == set(seqs)
+    drafter._spent, seqs[3].token_ids = 0.0, [1, 2, 3, 4, 5]
+    assert set(drafter.drafts(seqs)) == set(seqs[:3]), "one that finds nothing just now"
 
 
 def test_on_the_host() -> None:
