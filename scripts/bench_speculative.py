@@ -73,9 +73,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         for kind in ("copies", "new"):
             for temperature in args.temperatures:
                 how: Any = {"temperature": temperature, "max_tokens": args.tokens}
-                each = [
-                    jpaged.SamplingParams(seed=i, ignore_eos=True, **how) for i in range(rows)
-                ]
+                each = [jpaged.SamplingParams(seed=i, ignore_eos=True, **how) for i in range(rows)]
                 took, found = {ahead: [] for ahead in engines}, {}
                 before = {ahead: llm.stats() for ahead, llm in engines.items()}
                 for _ in range(1 + args.repeat):
