@@ -91,19 +91,22 @@ def test_a_quantised_weight_goes_to_the_products_in_bf16_alone() -> None:
         assert len(recorder.counts) == asked
 
 
+@pytest.mark.parametrize("slots", [3, 16])
 @pytest.mark.parametrize("joined", [0, 1])
-def test_adapters_by_products_that_take_each_rows_own(joined: int) -> None:
-    """Of a linear layer with parts and of an embedding: what two products over all slots give."""
+def test_adapters_by_products_that_take_each_rows_own(joined: int, slots: int) -> None:
+    """Of a linear layer with parts and of an embedding: what two products over all slots give, and
+    where there are more of those than rows, a copy of each row's own.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
     parts, whole = (((5, 2), (1, 2)), (6, 2)) if joined == 0 else (((2, 3), (2, 1)), (2, 4))
-    slot_T, recorder = jnp.asarray([2, 0, 3, 2, 1], jnp.int32), Recorder()
+    slot_T, recorder = jnp.asarray([2, 0, slots, slots - 1, 1], jnp.int32), Recorder()
     own = LowRank(
-        a=normal(2, 3, 4, 2, 16),
-        b=(normal(3, 4, *parts[0]), normal(3, 4, *parts[1])),
+        a=normal(2, slots, 4, 2, 16),
+        b=(normal(slots, 4, *parts[0]), normal(slots, 4, *parts[1])),
         slot_T=slot_T,
         joined=joined,
     )
@@ -115,9 +118,11 @@ def test_adapters_by_products_that_take_each_rows_own(joined: int) -> None:
     is_equal = np.isclose(alone(x), plain, atol=1e-4).all(axis=(1, 2))
     assert is_equal.tolist() == [False, False, True, False, False]
     assert recorder.counts == [5, 5], "the product and what is added to it"
+    many = dataclasses.replace(alone, adapters=tiled(own, slots))
+    np.testing.assert_allclose(many(jnp.tile(x, (slots, 1)))[-5:], alone(x), rtol=1e-4, atol=1e-4)
 
     table, at_T = normal(7, 6), jnp.asarray([0, 6, 3, 3, -1])
-    own = LowRank(a=normal(1, 3, 4, 7), b=(normal(3, 4, 6),), slot_T=slot_T, joined=0)
+    own = LowRank(a=normal(1, slots, 4, 7), b=(normal(slots, 4, 6),), slot_T=slot_T, joined=0)
     y = table[at_T]
     one_hot = jnp.asarray(np.arange(7) == np.asarray(at_T)[:, None], jnp.float32)
     wanted = own.added(y, one_hot, Serving().product, None, 5)
@@ -125,6 +130,15 @@ def test_adapters_by_products_that_take_each_rows_own(joined: int) -> None:
         found = own.added_of_index(y, at_T, adder, 5)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(wanted[4], y[4])
+    found = tiled(own, slots).added_of_index(
+        jnp.tile(y, (slots, 1)), jnp.tile(at_T, slots), None, 5 * slots
+    )
+    np.testing.assert_allclose(found[-5:], wanted, rtol=1e-4, atol=1e-4)
+
+
+def tiled(own: LowRank, times: int) -> LowRank:
+    """The same adapters of so many times the rows, which are then no fewer than slots."""
+    return dataclasses.replace(own, slot_T=jnp.tile(own.slot_T, times))
 
 
 @pytest.mark.parametrize("num_rows", [3, None])

@@ -11,6 +11,8 @@ from jax import Array
 
 Product = Callable[[Array, Array, Any], Array]  # x [T, E], weight [N, E], dtype -> [T, N]
 
+PASSES = 3  # over the pair of a row that is copied: read, written, read again
+
 
 class Adder(Protocol):
     """A module that adds what adapters give, reading those of a step's rows alone."""
@@ -54,8 +56,8 @@ class LowRank:
     def added(self, y: Array, x_TE: Array, product: Product, adder: Adder | None, n: Any) -> Array:
         """y, f32, of T rows, with what they add to the product of x. n: rows that are real.
 
-        By an adder, or by two products over all slots, the rows of other slots masked between them,
-        so that their cost depends on the number of slots and on nothing else.
+        By an adder; or of few rows by a copy of each one's own pair; or by two products over all
+        slots, other slots' part masked between them, whose cost depends on the number of slots.
         """
         a = self.a.reshape(*self.a.shape[:3], -1)
         if (own := self._by(adder, x_TE, a)) is not None:
@@ -75,22 +77,33 @@ class LowRank:
         return y_TE + self._outputs(h[:, :, None], slot_T).reshape(y_TE.shape)
 
     def __call__(self, x_TE: Array, product: Product) -> Array:
-        """What they add to the product of x, f32 [T, *outputs], by products over all slots."""
-        tokens, (parts, slots, rank, *inputs) = x_TE.shape[0], self.a.shape
-        a = self.a.reshape(parts * slots * rank, math.prod(inputs))
-        h = product(x_TE, a, x_TE.dtype).reshape(tokens, parts, slots, rank)
-        return self._outputs(h, self.slot_T)
+        """What they add to the product of x, f32 [T, *outputs]."""
+        tokens, (parts, slots, rank, *_) = x_TE.shape[0], self.a.shape
+        if self._has_few(tokens):
+            own = self.a.reshape(parts, slots, rank, -1)[:, jnp.minimum(self.slot_T, slots - 1)]
+            h = jnp.einsum("te,ptre->tpr", x_TE, own, preferred_element_type=jnp.float32)
+            return self._outputs(h.astype(x_TE.dtype)[:, :, None], self.slot_T)
+        h = product(x_TE, self.a.reshape(parts * slots * rank, -1), x_TE.dtype)
+        return self._outputs(h.reshape(tokens, parts, slots, rank), self.slot_T)
+
+    def _has_few(self, tokens: int) -> bool:
+        """Whether to copy a pair for each of so many rows is less than to read all slots."""
+        return PASSES * tokens <= self.a.shape[1]
 
     def _outputs(self, h: Array, slot_T: Array) -> Array:
         """From [T, parts, slots (or 1), rank] on."""
         tokens, parts, slots, rank = h.shape[0], *self.a.shape[:3]
-        is_own = slot_T[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :]
-        h = jnp.where(is_own[:, None, :, None], h, jnp.zeros_like(h))
-        h = h.reshape(tokens, parts, slots * rank)
-        contract = (((1,), (0,)), ((), ()))
+        if self._has_few(tokens):
+            is_own = (slot_T < slots)[:, None]
+            own = jnp.minimum(slot_T, slots - 1)
+            each, dims = [b.reshape(slots, rank, -1)[own] for b in self.b], "tr,trn->tn"
+        else:
+            is_own = slot_T[:, None] == jnp.arange(slots, dtype=jnp.int32)[None, :]
+            each, dims = [b.reshape(slots * rank, -1) for b in self.b], "tr,rn->tn"
+        h = jnp.where(is_own[:, None, :, None], h, jnp.zeros_like(h)).reshape(tokens, parts, -1)
         added = [
-            jax.lax.dot_general(h[:, i], b, contract, preferred_element_type=jnp.float32)
-            for i, b in enumerate(b.reshape(slots * rank, -1) for b in self.b)
+            jnp.einsum(dims, h[:, i], b, preferred_element_type=jnp.float32)
+            for i, b in enumerate(each)
         ]
         shaped = [y.reshape(tokens, *b.shape[2:]) for y, b in zip(added, self.b, strict=True)]
         return jnp.concatenate(shaped, axis=1 + self.joined)
