@@ -187,7 +187,10 @@ class Numbers {
     if (g >= end_) {
       __m512i rows[kRows];
       int64_t begin = g / kLanes * kLanes, here = std::min(kLanes, count_ - begin);
-      for (int64_t j = 0; j < kRows; ++j) rows[j] = _mm512_maskz_loadu_epi32((1u << here) - 1, from_[j] + begin);
+      for (int64_t j = 0; j < kRows; ++j) {  // those of the next group are fetched: no one else sees a stream in so few
+        _mm_prefetch((const char*)(from_[j] + begin + kRows * count_), _MM_HINT_T1);
+        rows[j] = _mm512_maskz_loadu_epi32((1u << here) - 1, from_[j] + begin);
+      }
       Transpose(rows, pairs_);
       end_ = begin + kLanes;
     }
