@@ -1,10 +1,11 @@
-"""Check, then time, what there is for the GPU at hand: four calls, each of use alone.
+"""Check, then time, what there is for the GPU at hand: five calls, each of use alone.
 
     python scripts/gpu_check.py marks FOLDER      # 4 minutes: copy bandwidth and matmul rate, then
                                                   # every kernel against a float64 reference
     python scripts/gpu_check.py kernels FOLDER    # 8 minutes: kernels timed, and what else there is
     python scripts/gpu_check.py engine FOLDER     # 9 minutes: nano-vllm's workload end to end
     python scripts/gpu_check.py quantised FOLDER  # 9 minutes: the same in 8 and 4 bits
+    python scripts/gpu_check.py adapters FOLDER   # 2 minutes: ways to add adapters to a product
     python scripts/gpu_check.py report FOLDER     # the table of what FOLDER has
 
 Each ends in the table of all that FOLDER has so far, also where it is cut off by SIGTERM; records
@@ -31,7 +32,7 @@ from gpu_jobs import Job, read, run_job
 from kernels_pallas.paged_attention.cases import Case
 from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
-SECONDS = {"marks": 315, "kernels": 470, "engine": 560, "quantised": 560}
+SECONDS = {"marks": 315, "kernels": 470, "engine": 560, "quantised": 560, "adapters": 120}
 # Of what: the least share, and of which ceiling.
 GOALS = {
     "decode 128x2048 G2 D128 P64": (0.90, "copy bandwidth"),
@@ -103,7 +104,7 @@ def report(out: Path) -> str:
     rows = kernel_rows(found, limits)
     heads = ["case", "by", "call us", "kernel us", "GB/s", "TFLOP/s", "share", "of best"]
     lines += common.aligned(heads, rows, left=2) if rows else []
-    for job in ("engine", "quantised"):
+    for job in ("engine", "quantised", "adapters"):
         lines += engine_lines(job, found.get(job, {}), limits["copy"])
     return "\n".join(lines)
 

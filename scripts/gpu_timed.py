@@ -5,7 +5,7 @@
 JOB: marks (copy bandwidth and matmul rate: the two ceilings), kernels (ours, over the cases that
 tell most, compiled side by side first), peers_jax (jax's own Triton kernel, cuDNN over contiguous
 and over paged keys and values), peers_torch (SDPA by FlashAttention and by cuDNN, causal over equal
-work, and flex_attention), engine (nano-vllm's workload end to end).
+work, and flex_attention), engine (nano-vllm's workload end to end), quantised, adapters.
 
 A timed step holds several calls, each over another layer of the pool and fed by the one before, so
 that together they read far more than L2 holds; the layers change from step to step. A kernel's own
@@ -17,14 +17,12 @@ import functools
 import importlib
 import itertools
 import math
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _common as common
 import bench
@@ -32,7 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_jobs import run_cases
+from gpu_seconds import kernel_seconds, seconds_of
 
+from jpaged.models.layers import low_rank
 from kernels_pallas.paged_attention.cases import Case
 from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
@@ -61,54 +61,12 @@ LIMITS = {
     "peers_torch": 60,
     "engine": 400,
     "quantised": 180,
+    "adapters": 30,
 }
 
 
 def bench_cases(dry: bool) -> tuple[Case, ...]:
     return BENCH_DRY if dry else BENCH
-
-
-# ---- timing ----
-
-
-def seconds_of(run: Callable[[], Any], wait: Callable[[Any], Any], dry: bool) -> float:
-    """Median seconds of a run; the runs that a sample holds take 20 ms together."""
-    wait(run())
-    began = time.perf_counter()
-    wait(run())
-    repeat = 1 if dry else max(1, int(0.02 / max(time.perf_counter() - began, 1e-6)))
-    samples, last = [], None
-    for _ in range(1 if dry else 7):
-        began = time.perf_counter()
-        for _ in range(repeat):
-            last = run()
-        wait(last)
-        samples.append((time.perf_counter() - began) / repeat)
-    return statistics.median(samples)
-
-
-def kernel_seconds(run: Callable[[], Any], names: tuple[str, ...]) -> float | None:
-    """Seconds that kernels with any of these in their names take in a run; None where the profiler
-    sees none.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
-        files = list(Path(folder).glob("**/*.xplane.pb"))
-        planes = jax.profiler.ProfileData.from_file(str(files[0])).planes if files else ()
-        return device_seconds(planes, names)
-
-
-def device_seconds(planes: Any, names: tuple[str, ...]) -> float | None:
-    total = 0.0
-    for plane in planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):
-                events = (e for e in line.events if any(name in e.name for name in names))
-                total += sum(event.duration_ns for event in events)
-    return total / 1e9 or None
 
 
 # ---- marks ----
@@ -452,6 +410,36 @@ def quantised(dry: bool) -> Cases:
     return {name: functools.partial(case, *FORMS[name]) for name in names}
 
 
+def adapters(dry: bool) -> Cases:
+    """What adapters of every slot add to one product, in each way: `all` slots, a `copy` of each
+    row's own pair, jax's ragged_dot; beside the product alone.
+    """
+    inputs, outputs, slots, rank = (64, 64, 8, 4) if dry else (1024, 3072, 64, 16)
+    a, b = noise((1, slots, rank, inputs)), noise((slots, rank, outputs))
+    weight = noise((outputs, inputs))
+
+    def ragged(x: Any, slot: Any) -> Any:
+        order, sizes = jnp.argsort(slot), jnp.bincount(slot, length=slots)
+        h = jax.lax.ragged_dot(x[order], a[0].swapaxes(1, 2), sizes)
+        y = jax.lax.ragged_dot(h, b, sizes, preferred_element_type=jnp.float32)
+        return jnp.zeros_like(y).at[order].set(y)
+
+    def case(rows: int, way: str) -> Found:
+        def added(x: Any, slot: Any) -> Any:
+            own = low_rank.LowRank(a=a, b=(b,), slot_T=slot, joined=0)
+            return own(x, lambda x, w, dtype: jnp.dot(x, w.T, preferred_element_type=dtype))
+
+        ways = {"ragged": ragged, "alone": lambda x, _: x @ weight.T}
+        x, slot = noise((rows, inputs)), jnp.arange(rows) * 7 % slots
+        with mock.patch.object(low_rank, "PASSES", 0 if way == "copy" else 1 << 30):
+            call = jax.jit(ways.get(way, added)).lower(x, slot).compile()
+        seconds = seconds_of(lambda: call(x, slot), jax.block_until_ready, dry)
+        return {"us": 1e6 * seconds, "size": float(jnp.abs(call(x, slot)).mean())}
+
+    cases = itertools.product((4,) if dry else (4, 32, 256), ("alone", "all", "copy", "ragged"))
+    return {f"{rows} rows, {way}": functools.partial(case, rows, way) for rows, way in cases}
+
+
 JOBS: dict[str, Callable[[bool], Cases]] = {
     "marks": marks,
     "kernels": kernels,
@@ -459,6 +447,7 @@ JOBS: dict[str, Callable[[bool], Cases]] = {
     "peers_torch": peers_torch,
     "engine": engine,
     "quantised": quantised,
+    "adapters": adapters,
 }
 
 

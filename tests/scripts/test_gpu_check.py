@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import _common as common
 import gpu_check
 import gpu_jobs
+import gpu_seconds
 import gpu_timed
 import jax
 import jax.numpy as jnp
@@ -267,8 +268,8 @@ def test_kernel_time_is_of_its_events_on_the_device() -> None:
     )
     other = SimpleNamespace(name="XLA Ops", events=events(("mosaic_gpu", 5e3)))
     planes = [Plane("/device:GPU:0", [stream, other]), Plane("/host:CPU", [stream])]
-    assert gpu_timed.device_seconds(planes, ("mosaic_gpu",)) == pytest.approx(4e-6)
-    assert gpu_timed.device_seconds(planes[1:], ("mosaic_gpu",)) is None
+    assert gpu_seconds.device_seconds(planes, ("mosaic_gpu",)) == pytest.approx(4e-6)
+    assert gpu_seconds.device_seconds(planes[1:], ("mosaic_gpu",)) is None
 
 
 @pytest.mark.parametrize("case", BENCH, ids=str)
@@ -318,6 +319,9 @@ def test_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert found["run 2"]["compiles"] == 0 and found["run 2"]["read_bytes"] > 0
     if name == "kernels":
         assert len(found) == 2 * len(BENCH_DRY) and all("seconds" in r for r in found.values())
+    if name == "adapters":
+        sizes = [found[f"4 rows, {way}"]["size"] for way in ("all", "copy", "ragged")]
+        assert sizes[0] > 0 and sizes == pytest.approx([sizes[0]] * 3, rel=0.02)
     if name == "peers_torch":
         taken = all("seconds" in r for r in found.values())
         assert taken or all(r["not_taken"] == "torch is not installed" for r in found.values())

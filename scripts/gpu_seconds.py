@@ -1,0 +1,50 @@
+"""Seconds that a call takes on the device at hand: those that pass, and those of its kernels."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def seconds_of(run: Callable[[], Any], wait: Callable[[Any], Any], dry: bool) -> float:
+    """Median seconds of a run; the runs that a sample holds take 20 ms together."""
+    wait(run())
+    began = time.perf_counter()
+    wait(run())
+    repeat = 1 if dry else max(1, int(0.02 / max(time.perf_counter() - began, 1e-6)))
+    samples, last = [], None
+    for _ in range(1 if dry else 7):
+        began = time.perf_counter()
+        for _ in range(repeat):
+            last = run()
+        wait(last)
+        samples.append((time.perf_counter() - began) / repeat)
+    return statistics.median(samples)
+
+
+def kernel_seconds(run: Callable[[], Any], names: tuple[str, ...]) -> float | None:
+    """Seconds that kernels with any of these in their names take in a run; None where the profiler
+    sees none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        files = list(Path(folder).glob("**/*.xplane.pb"))
+        planes = jax.profiler.ProfileData.from_file(str(files[0])).planes if files else ()
+        return device_seconds(planes, names)
+
+
+def device_seconds(planes: Any, names: tuple[str, ...]) -> float | None:
+    total = 0.0
+    for plane in planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                events = (e for e in line.events if any(name in e.name for name in names))
+                total += sum(event.duration_ns for event in events)
+    return total / 1e9 or None
