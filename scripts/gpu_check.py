@@ -71,7 +71,7 @@ def jobs(part: str, out: Path, dry: bool) -> list[Job]:
         return [timed("marks", 60), *checks]
     if part == "kernels":
         return [timed("kernels", 260), timed("peers_jax", 100), timed("peers_torch", 110)]
-    return [timed(part, 560)]
+    return [timed(part, SECONDS[part])]
 
 
 # ---- table ----
