@@ -39,8 +39,8 @@ PAUSE = 64  # tokens of a row after which a model drafts for it again
 
 class _Row:
     """What is known of one sequence. right, tried: of its guesses, faded. gain: tokens that it was
-    to have beside its own of the latest steps with drafts. guess: the position and the token of one
-    that nobody has checked yet. last: the length at which it drafted last.
+    to have beside its own of the latest steps with drafts. guess: a position, and the earlier one
+    whose tokens may follow there too: unchecked. last: the length at which it drafted last.
     """
 
     def __init__(self, rate: float = 0.5) -> None:
