@@ -10,6 +10,7 @@ import pytest
 
 import jpaged
 from jpaged import Adapter, ConfigError, Params, RequestError, SamplingParams, api
+from jpaged.models.layers.low_rank import LowRank
 from jpaged.models.lora import targets
 from jpaged.models.params import nest
 from jpaged.models.quantized import dequantized, is_quantized, quantized_tree
@@ -303,6 +304,34 @@ def test_on_meshes(mesh: dict[str, Any], params: Params, llm: jpaged.LLM) -> Non
     )
     for ours, theirs in zip(where.score(prompts), llm.score(prompts), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_idle(where)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_copied_pairs_on_meshes(
+    mesh: dict[str, Any], params: Params, llm: jpaged.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer rows than a third of the slots: each takes a copy of its own pair, from tables whose
+    outputs or inputs lie on several devices.
+    """
+    traced, has_few = set(), LowRank._has_few
+
+    def spied(self: LowRank, tokens: int) -> bool:
+        traced.add((tokens, has_few(self, tokens)))
+        return has_few(self, tokens)
+
+    monkeypatch.setattr(LowRank, "_has_few", spied)
+    where = served(params, max_loras=12, max_num_seqs=4, seq_buckets=(4,), **mesh)
+    for i, name in enumerate("pqr"):
+        for each in (llm, where):
+            each.add_adapter(name, make_lora(40 + i))
+    prompts = [
+        {"prompt_token_ids": p, "adapter": n}
+        for p, n in zip(PROMPTS, ["r", "p", None, "q"], strict=True)
+    ]
+    got = where.generate(prompts, GREEDY, use_tqdm=False)
+    assert (4, True) in traced, "decodes of four rows"
+    assert_same(got, llm.generate(prompts, GREEDY, use_tqdm=False))
     assert_idle(where)
 
 
