@@ -32,6 +32,9 @@ SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are neede
 EVERY = 3  # of so many plain steps in a row one is timed: they come by twos, so an odd number
 ON_DEVICE = -1  # in the place of a token that a model is to guess
 AGAIN, THROUGH = 1024, 6  # of so many refusals some are let through: times change
+SOON = (
+    128  # refusals for the first time: drafts may have met a slow moment; each time twice as many
+)
 GAIN = 1.15  # times the tokens a second of plain steps that a draft is to promise
 WAITS = 0.05  # share of its steps that the fastest row may make the slowest wait
 PAUSE = 64  # tokens of a row after which a model drafts for it again
@@ -97,23 +100,27 @@ class _Row:
 
 class Costs:
     """What steps took lately, by the powers of two of their rows and tokens. Plain ones that ran
-    ahead, dispatched before the last was committed: seconds. Those that verify, and plain ones
-    whose device waited for the host, as the first after a draft does: in plain steps of that time,
-    since what slows a machine slows both.
+    ahead, dispatched before the last was committed: seconds. Those that verify, and the first
+    plain one after them, whose device waits for the host: in plain steps of that time, since what
+    slows a machine slows both.
     """
 
     def __init__(self) -> None:
         self._plain: dict[tuple[bool, int], deque[float]] = {}
         self._compared: dict[_Kind, deque[float]] = {}
         self._typical: dict[_Kind, float] = {}  # of those compared
-        self._refused = THROUGH
+        self._refused, self._pause = THROUGH, SOON
         self._observed = 0
         self._verified = 0  # steps since a plain one ran ahead
+        self._drained: float | None = None  # seconds of the last plain one, if it ran ahead
         self._runs_ahead = False  # now
 
     def observe(self, plan: Plan, seconds: float, ran_ahead: bool = False) -> None:
         """Take in a step, of those that decode alone, without tokens that are certain."""
         self._observed += 1
+        drained = self._drained
+        if not plan.verifies:
+            self._drained = seconds if ran_ahead else None
         if self._runs_ahead and ran_ahead and not plan.verifies and self._observed % EVERY:
             return
         if not all(e.decodes and e.guesses >= bool(e.run) for e in plan.entries):
@@ -123,13 +130,17 @@ class Costs:
             tokens //= max(entry.draws for entry in plan.entries)
             seconds *= tokens / plan.num_tokens
         self._runs_ahead = ran_ahead and not plan.verifies
-        if not self._runs_ahead and (plain := self._seconds(rows)):
+        compares = plan.verifies or (drained is not None and not ran_ahead)
+        if compares and (plain := self._seconds(rows)):
             # Of two plain steps that are waited for together the first takes what both do: all but
             # the slowest count beside the middle one.
             least = min(median(plain), fmean(sorted(plain)[:-1]))
+            # The last one before the drafts, done by the time it was waited for, gave what the
+            # first one after them took for two.
+            both = seconds if plan.verifies else seconds + (drained or 0.0) - least
             kind = _kind(plan.verifies, rows, tokens)
             kept = self._compared.setdefault(kind, deque(maxlen=SAMPLES))
-            kept.append(seconds / least)
+            kept.append(both / least)
             self._typical[kind] = sorted(kept)[len(kept) // 4]  # some had a compile in the way
         if not plan.verifies:
             key = ran_ahead, _size(rows)
@@ -150,11 +161,17 @@ class Costs:
             return True
         taken = self._typical[kind]
         is_fair = taken - 1 - min(gains) <= WAITS * (1 + max(gains))
-        if self._runs_ahead:  # the plain step after this one will not
-            taken += max(self._typical.get(_kind(False, rows, rows), 1.0) - 1.0, 0.0)
-        if is_fair and rows + expected > GAIN * rows * taken:
+        drained = _kind(False, rows, rows)
+        if self._runs_ahead and len(self._compared.get(drained, ())) >= TRIES:
+            taken += max(self._typical[drained] - 1.0, 0.0)  # the next plain one will wait
+        # The first ones find caches cold: what only seems not to gain enough is tried some more.
+        gain = GAIN if len(self._compared[kind]) == SAMPLES else 1.0
+        if is_fair and rows + expected > gain * rows * taken:
+            self._refused, self._pause = THROUGH, SOON
             return True
-        self._refused = (self._refused + 1) % AGAIN
+        self._refused += 1
+        if self._refused == self._pause:
+            self._refused, self._pause = 0, min(2 * self._pause, AGAIN)
         return self._refused < THROUGH
 
     def _seconds(self, rows: int) -> deque[float] | None:
@@ -345,7 +362,7 @@ class ModelDrafter(Drafter):
     def _row(self, seq: Sequence) -> _Row:
         if seq not in self._rows:  # as the others so far
             rate = (self.accepted + 1) / (self.drafted + 2)
-            self._rows[seq] = _Row(min(max(rate, LEAST), 0.9))
+            self._rows[seq] = _Row(max(rate, LEAST))
         return self._rows[seq]
 
 

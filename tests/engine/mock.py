@@ -284,7 +284,7 @@ class MockRunner:
         knows it, and (start, end) of each row's chunk, by the place of its last token. places: of
         tokens after which some are drawn.
         """
-        contexts, chunks = {}, {}
+        contexts, chunks, size = {}, {}, self.config.block_size
         for row, end in enumerate(view["context_lens"]):
             first, past = view["query_start_loc"][row : row + 2]
             tokens = view["tokens"][first:past].tolist()
@@ -295,9 +295,14 @@ class MockRunner:
             if tokens[0] == ON_DEVICE:
                 last = self.last[view["device_rows"][row]]
                 assert last != POISON, f"row {row} decodes from a row of the device without a token"
-                tokens = [max(last, 0)]
+                tokens = [last]
             tokens = adapted(tokens, self._version(view, row))
             tables, start = view["block_tables"][:, row], int(end) - len(tokens)
+            if last == STOPPED:  # in a decode of several steps: the rest of it was never written
+                for pool, table in zip(self.pools, tables, strict=True):
+                    pool[int(table[start // size]) * size + start % size] = POISON
+                contexts[past - 1], chunks[past - 1] = (int(end), [], last), (start, int(end))
+                continue
             if places & set(range(first, past - 1)):  # a run, after each token of which it draws
                 for i, token in enumerate(tokens):
                     _, seen = self._attend(tables, start + i + 1, [token])

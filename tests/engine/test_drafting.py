@@ -1,5 +1,6 @@
 """What is guessed, and whether it is tried."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from jpaged.engine.drafting import (
     LEAST,
     SAMPLES,
     SHARE,
+    SOON,
     THROUGH,
     TRIES,
     Costs,
@@ -163,6 +165,9 @@ def test_costs() -> None:
     costs.observe(step(1, drafted=4), 50.0)  # a compile
     for _ in range(TRIES):
         costs.observe(step(1, drafted=4), 2.0)
+    assert costs.pays(4, 1.1, [1.1]) and not costs.pays(4, 0.9, [0.9]), "no gain is asked yet"
+    for _ in range(SAMPLES):
+        costs.observe(step(1, drafted=4), 2.0)
     assert pays(4, 1.1) and not pays(4, 0.9)
     assert not pays(4, 4.0, rows=8), "of so many rows nothing is known"
     for _ in range(SAMPLES):
@@ -171,7 +176,13 @@ def test_costs() -> None:
     for _ in range(SAMPLES):
         costs.observe(step(1, drafted=4), 4.5)
     assert pays(4, 0.6) and not pays(4, 0.4)
-    assert sum(pays(4, 0.4) for _ in range(2 * AGAIN)) == 2 * THROUGH, "now and then again"
+    tried = [i for i in range(4 * AGAIN) if pays(4, 0.4)]
+    times = [i for i in tried if i - 1 not in tried]
+    assert len(tried) == THROUGH * len(times), "now and then again"
+    apart = [b - a for a, b in itertools.pairwise(times)]
+    assert apart == [2 * SOON, 4 * SOON, *[AGAIN] * (len(apart) - 2)], "ever more rarely"
+    assert times[0] < SOON and 4 <= len(apart) <= 5
+    assert pays(4, 0.6) and sum(pays(4, 0.4) for _ in range(SOON)) == THROUGH, "soon after a gain"
     for _ in range(SAMPLES):
         costs.observe(step(1, steps=4), 4.0)  # four tokens a dispatch
     for _ in range(SAMPLES):
@@ -185,7 +196,7 @@ def test_steps_that_are_waited_for_together() -> None:
     for _ in range(EVERY * SAMPLES):
         costs.observe(step(1), 1.99, ran_ahead=True)
         costs.observe(step(1), 0.01, ran_ahead=True)
-    for _ in range(TRIES):
+    for _ in range(SAMPLES):
         costs.observe(step(1, drafted=4), 2.0)
     assert costs.pays(4, 1.8, [1.8]) and not costs.pays(4, 1.3, [1.3])
 
@@ -197,17 +208,20 @@ def test_costs_beside_steps_that_run_ahead() -> None:
     def pays(expected: float) -> bool:
         return costs.pays(4, GAIN * (1 + expected) - 1, [expected])
 
-    for _ in range(2 * TRIES):
-        costs.observe(step(1, drafted=4), 2.5)
-        costs.observe(step(1), 2.0, ran_ahead=False)
+    for _ in range(EVERY * TRIES):
         costs.observe(step(1), 1.0, ran_ahead=True)
-    assert pays(2.6) and not pays(2.4), "2.5, and 1 of the step after it"
+    for _ in range(SAMPLES):
+        costs.observe(step(1, drafted=4), 2.5)
+        costs.observe(step(1), 2.7, ran_ahead=False)
+        for seconds in (*[1.0] * 10, 0.3):  # the last was done while the host looked for drafts
+            costs.observe(step(1), seconds, ran_ahead=True)
+    assert pays(2.6) and not pays(2.4), "2.5, and 1 of the steps beside it"
     costs.observe(step(1, drafted=4), 2.5)
     assert pays(1.6) and not pays(1.4), "a draft after another"
     for i in range(AGAIN):
         costs.observe(step(1, drafted=4), 2.5, ran_ahead=i % 2 == 0)
     assert not pays(4.0), "plain steps are measured anew"
-    for _ in range(2 * TRIES):
+    for _ in range(SAMPLES + TRIES):
         costs.observe(step(1), 0.5, ran_ahead=True)
         costs.observe(step(1, drafted=4), 2.5)
     costs.observe(step(1), 0.5, ran_ahead=True)
@@ -219,7 +233,7 @@ def test_rows_without_a_guess_do_not_wait_long() -> None:
     costs = Costs()
     for _ in range(TRIES):
         costs.observe(step(4), 1.0)
-    for _ in range(TRIES):
+    for _ in range(SAMPLES):
         costs.observe(step(4, drafted=12), 2.0)
     assert costs.pays(12, 12.0, [3.0] * 4) and not costs.pays(12, 12.0, [6.0, 6.0, 0.0, 0.0])
     assert costs.pays(12, 12.0, [5.0, 5.0, 1.0, 1.0]), "those that go on as fast lose nothing"
