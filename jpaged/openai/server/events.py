@@ -62,8 +62,12 @@ class Events:
             self._readers[choice] = self._make_reader()
             if self._is_chat:
                 begun = self._event(choice, delta={"role": "assistant", "content": ""})
+        is_text = self._is_text_alone(choice, chunk)
+        if is_text and type(self._readers[choice]) is Plain:  # as nearly all: nothing to look for
+            text = chunk.text_delta
+            return begun + self._text_event(choice, text) if text else begun
         deltas = self._deltas(choice, chunk)
-        if self._is_text_alone(choice, chunk, deltas):
+        if is_text and all(delta.keys() == CONTENT for delta in deltas):
             text = "".join(delta.get("content", "") for delta in deltas)
             return begun + self._text_event(choice, text) if text else begun
         piece = self._piece(choice, chunk)
@@ -89,11 +93,11 @@ class Events:
         """Whether the prompt is to come before the next text of a choice."""
         return self._echo is not None and choice not in self._echoed
 
-    def _is_text_alone(self, choice: int, chunk: CompletionChunk, deltas: list[Delta]) -> bool:
-        """Whether there is nothing to say of a piece but its text, as of nearly all."""
+    def _is_text_alone(self, choice: int, chunk: CompletionChunk) -> bool:
+        """Whether there is nothing to say of a piece but its text and what a reader finds in it."""
         if not self._is_plain or chunk.finish_reason is not None or chunk.text_delta is None:
             return False
-        return not self._echoes(choice) and all(delta.keys() == CONTENT for delta in deltas)
+        return not self._echoes(choice)
 
     def _text_event(self, choice: int, text: str) -> bytes:
         """As _event, of a piece with text alone."""
