@@ -365,3 +365,43 @@ def test_any_history(depth: int, examples: int, steps: int, at_least: int):
         ", ".join(f"{count} {name}" for name, count in sorted(machine.seen.items())),
     )
     assert machine.seen["engine steps"] >= at_least
+
+
+def test_a_row_that_stopped_on_the_device_in_a_mixed_step():
+    """It ends in the first of two steps of a decode; before the host knows, a mixed step takes it
+    on, after KV that nothing has written. What it draws there counts for nobody.
+    """
+    machine = type("StoppedMachine", (HostMachine,), {"depth": 2, "seen": Counter()})()
+    machine.start(
+        block_size=1,
+        num_blocks=7,
+        max_num_seqs=2,
+        max_num_batched_tokens=3,
+        enable_prefix_caching=True,
+        host_blocks=0,
+        swap_min_tokens=0,
+        decode_steps=2,
+        mixed=True,
+        windows=(None,),
+        windowed_blocks=None,
+        max_loras=1,
+        num_drafts=0,
+        method="ngram",
+    )
+    machine.score(adapter=None, length=1, root=0)
+    machine.add(
+        adapter=None,
+        eos_every=12,
+        length=0,
+        max_tokens=4,
+        min_tokens=0,
+        n=1,
+        root=0,
+        salt=None,
+        scored=False,
+        stop_ids=(),
+        tails=[[1], [1], [1]],
+        times=1,
+    )
+    machine.teardown()
+    assert machine.seen["mixed steps"] > 0
