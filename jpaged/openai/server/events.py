@@ -64,12 +64,10 @@ class Events:
                 begun = self._event(choice, delta={"role": "assistant", "content": ""})
         is_text = self._is_text_alone(choice, chunk)
         if is_text and type(self._readers[choice]) is Plain:  # as nearly all: nothing to look for
-            text = chunk.text_delta
-            return begun + self._text_event(choice, text) if text else begun
+            return begun + self._text_event(choice, chunk.text_delta or "")
         deltas = self._deltas(choice, chunk)
         if is_text and all(delta.keys() == CONTENT for delta in deltas):
-            text = "".join(delta.get("content", "") for delta in deltas)
-            return begun + self._text_event(choice, text) if text else begun
+            return begun + self._text_event(choice, "".join(d.get("content", "") for d in deltas))
         piece = self._piece(choice, chunk)
         if self._is_chat:
             if piece["finish_reason"] == "stop" and self._readers[choice].calls:
@@ -95,14 +93,13 @@ class Events:
 
     def _is_text_alone(self, choice: int, chunk: CompletionChunk) -> bool:
         """Whether there is nothing to say of a piece but its text and what a reader finds in it."""
-        if not self._is_plain or chunk.finish_reason is not None or chunk.text_delta is None:
-            return False
-        return not self._echoes(choice)
+        has_more = chunk.finish_reason is not None or chunk.text_delta is None
+        return self._is_plain and not has_more and not self._echoes(choice)
 
     def _text_event(self, choice: int, text: str) -> bytes:
-        """As _event, of a piece with text alone."""
+        """As _event, of a piece with text alone; nothing where there is none."""
         middle = b'{"index":%d%b%b%b' % (choice, self._opening, encode(text), self._closing)
-        return self._head + middle
+        return self._head + middle if text else b""
 
     def _deltas(self, choice: int, chunk: CompletionChunk) -> list[Delta]:
         reader = self._readers[choice]
