@@ -6,10 +6,11 @@
 A child process holds the engine and serves it; this one is the client, which keeps so many streams
 open until all requests are answered. In turn with that, the child's LLM.generate takes as many
 prompts of the same lengths at once. Prints tokens a second of both, best and median of the rounds,
-what the server loses, and of all streams the time to the first token and between tokens, p50 and
-p99; then one JSON line. Prompts are random token ids, no two alike. Client and server share the
-machine, so on a CPU what they do is taken from the model: the seconds of processors are told apart,
-those of the server's process, of its threads that run Python, and of the client.
+what the server loses (of two in turn, the median), and of all streams the time to the first token
+and between tokens, p50 and p99; then one JSON line. Prompts are random token ids, no two alike.
+Client and server share the machine, so on a CPU what they do is taken from the model: the seconds
+of processors are told apart, those of the server's process, of its threads that run Python, and of
+the client.
 """
 
 import argparse
@@ -264,7 +265,7 @@ class Stream:
 
 def report(args: argparse.Namespace, bulk: list[float], found: list[dict[str, Any]]) -> None:
     rates = [one["rate"] for one in found]
-    loss = 1 - statistics.median(rates) / statistics.median(bulk)
+    loss = 1 - statistics.median(b / a for a, b in zip(bulk, rates, strict=True))  # in turn
     print(f"{common.model_name(args)}: {args.requests} requests of {args.input} tokens in and")
     print(f"{args.output} out, {args.concurrency} at once, {args.rounds} rounds")
     for name, values in (("LLM.generate", bulk), ("server, streams", rates)):
