@@ -32,9 +32,7 @@ SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are neede
 EVERY = 3  # of so many plain steps in a row one is timed: they come by twos, so an odd number
 ON_DEVICE = -1  # in the place of a token that a model is to guess
 AGAIN, THROUGH = 1024, 6  # of so many refusals some are let through: times change
-SOON = (
-    128  # refusals for the first time: drafts may have met a slow moment; each time twice as many
-)
+SOON = 128  # refusals before the first time, then twice as many: it may have been a slow moment
 GAIN = 1.15  # times the tokens a second of plain steps that a draft is to promise
 WAITS = 0.05  # share of its steps that the fastest row may make the slowest wait
 PAUSE = 64  # tokens of a row after which a model drafts for it again
