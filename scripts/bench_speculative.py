@@ -4,12 +4,14 @@ without them.
     python scripts/bench_speculative.py [CHECKPOINT] [--draft | --eagle FOLDER] [--tokens-ahead 4 7]
 
 Of two texts: `copies` asks for what the prompt has just shown (code, with the embedded model's own
-way of repeating itself), `new` is the head of something else. Engines take turns; of --repeat turns
-the middle one counts, and for `of_plain` the middle ratio of two that followed each other. `equal`:
-rows whose tokens are those without drafts; all of them where serving is deterministic. `always`:
-each draft is tried, whatever was measured.
+way of repeating itself), `new` is the head of something else. Engines take turns, in random order,
+for what ran last leaves caches as it left them; of --repeat turns the middle one counts, and for
+`of_plain` the middle ratio of two of the same turn. `equal`: rows whose tokens are those without
+drafts; all of them where serving is deterministic. `always`: each draft is tried, whatever was
+measured.
 """
 
+import random
 import time
 from operator import truediv
 from pathlib import Path
@@ -54,15 +56,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--always", action="store_true")
     args = parser.parse_args(argv)
     params = jpaged.load_params(args.checkpoint, dtype=args.dtype)
-    records = []
+    records, order = [], random.Random(0)
     for rows in args.rows:
         engines: dict[int, jpaged.LLM] = {}
         for ahead in (0, *args.tokens_ahead):
             asked: dict[str, Any] = {"num_tokens": ahead, "adaptive": not args.always}
-            if args.draft:
-                asked |= {"method": "draft", "model": args.draft}
-            if args.eagle:
-                asked |= {"method": "eagle", "model": args.eagle}
+            for method, model in (("draft", args.draft), ("eagle", args.eagle)):
+                if model:
+                    asked |= {"method": method, "model": model}
             engines[ahead] = jpaged.LLM(
                 params,
                 max_num_seqs=max(32, 2 * rows),
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                 took, found = {ahead: [] for ahead in engines}, {}
                 before = {ahead: llm.stats() for ahead, llm in engines.items()}
                 for _ in range(1 + args.repeat):
-                    for ahead, llm in engines.items():
+                    for ahead, llm in order.sample(list(engines.items()), len(engines)):
                         began = time.perf_counter()
                         outs = llm.generate(texts(kind, rows), each, use_tqdm=False)
                         took[ahead].append(time.perf_counter() - began)

@@ -27,6 +27,7 @@ FADES = 0.9  # weight of the past against one more guess
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
 REST = 4  # tokens of such a row after which it is looked up whether guesses would come true now
 SHARE = 0.01  # of the time of steps that may go on looking up in vain
+DOUBTS = 4  # times less of it, where all rows gained nothing
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
 EVERY = 3  # of so many plain steps in a row one is timed: they come by twos, so an odd number
@@ -258,16 +259,17 @@ class Drafter:
     def chosen(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
         """The drafts that are worth a step with all these rows, as far as is known of them.
 
-        Those of a replica share its room. Where they were not, nothing is looked up for some steps.
+        Those of a replica share its room. Where they were not, nothing is looked up for some steps,
+        and for more of them where no row has gained anything.
         """
         began = time.perf_counter()
-        num_rows = sum(map(len, replicas))
+        everyone = [seq for rows in replicas for seq in rows]
         room = sum(max(self.most - len(rows), 0) for rows in replicas)
-        if self.rests or not min(room, num_rows):
+        if self.rests or not min(room, len(everyone)):
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
-        best = min(room, num_rows * self.asked.num_tokens)
-        pays = self._pays(best, best, [best / num_rows] * num_rows)
+        best = min(room, len(everyone) * self.asked.num_tokens)
+        pays = self._pays(best, best, [best / len(everyone)] * len(everyone))
         found: dict[Sequence, list[int]] = {}
         for rows in replicas if pays else ():
             left = self.most - len(rows)
@@ -278,13 +280,15 @@ class Drafter:
                     left -= len(tokens)
         if found:
             expected, gains = 0.0, []
-            for seq in (seq for rows in replicas for seq in rows):
+            for seq in everyone:
                 row = self._row(seq)
                 gain = row.expected(len(found.get(seq, ())))
                 row.gain = max(gain, FADES * row.gain)
                 gains.append(row.gain)
                 expected += gain
             pays = self._pays(sum(map(len, found.values())), expected, gains)
+        elif pays and all(self._row(seq).rate < LEAST for seq in everyone):
+            began -= (DOUBTS - 1) * (time.perf_counter() - began)
         self._spent = 0.0 if found and pays else self._spent + time.perf_counter() - began
         return found if pays else {}
 

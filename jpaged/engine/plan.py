@@ -93,7 +93,7 @@ class Plan:
         """Rows of the draw."""
         return sum(e.num_draws for e in self.entries)
 
-    @property
+    @functools.cached_property
     def verifies(self) -> bool:
         """Whether any row guesses."""
         return any(e.guesses for e in self.entries)

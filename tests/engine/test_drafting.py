@@ -2,12 +2,14 @@
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from jpaged.config import Speculative
 from jpaged.engine.drafting import (
     AGAIN,
+    DOUBTS,
     EVERY,
     FADES,
     GAIN,
@@ -149,6 +151,25 @@ def test_looking_up_in_vain_is_paid_for() -> None:
         assert drafter.rests and not drafter.wants_tokens([seq])
         drafter.observe(step(1), 2 * drafter._spent / SHARE, ran_ahead=True)
         assert not drafter.rests and drafter.wants_tokens([seq]) and not drafter.rests
+
+
+def test_looking_up_for_rows_that_gain_nothing_is_rarer() -> None:
+    """As long as one of them may gain, it costs the others no more than ever."""
+
+    def spent(*rates: float) -> float:
+        drafter = Drafter(Speculative(num_tokens=4), 16)
+        for _ in range(TRIES):
+            drafter.costs.observe(step(len(rates)), 1.0)
+        seqs = [sequence([1, 2, 3, 4]) for _ in rates]
+        for seq, rate in zip(seqs, rates, strict=True):
+            row = drafter._row(seq)
+            row.right, row.tried = rate, 1.0
+        with mock.patch("jpaged.engine.drafting.time.perf_counter", itertools.count().__next__):
+            assert not drafter.wants_tokens(seqs)
+        return drafter._spent
+
+    assert spent(0.9) == spent(LEAST) == spent(0.1, 0.9) == spent(0.9, 0.1) == 1.0
+    assert spent(LEAST - 0.01) == spent(0.1, 0.2) == DOUBTS + 1, "a tick to tell"
 
 
 def test_costs() -> None:
