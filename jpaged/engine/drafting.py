@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 LENGTHS = (4, 3)  # of the ending that is looked up, longest first, where more than a pair recurs
 PLACES = 16  # latest ones of a pair among which the longest is looked for
 FADES = 0.9  # weight of the past against one more guess
+UNKNOWN = 0.5  # share of right guesses of a row that has made none
 LEAST = 0.4  # share of right guesses below which a row drafts nothing
 REST = 4  # tokens of such a row after which it is looked up whether guesses would come true now
 SHARE = 0.01  # of the time of steps that may go on looking up in vain
-DOUBTS = 4  # times less of it, where all rows gained nothing
+DOUBTS = 4  # times less of it, where no row is known to gain
 WORTH = 0.25  # chance below which a token is left off the end of a draft
 SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
 EVERY = 3  # of so many plain steps in a row one is timed: they come by twos, so an odd number
@@ -45,7 +46,7 @@ class _Row:
     whose tokens may follow there too: unchecked. last: the length at which it drafted last.
     """
 
-    def __init__(self, rate: float = 0.5) -> None:
+    def __init__(self, rate: float = UNKNOWN) -> None:
         self.ends: dict[tuple[int, ...], int] = {}  # where a pair of tokens ended last
         self.before = [0, 0]  # of each place, where the pair that ends there ended before; or 0
         self.last = 0
@@ -159,10 +160,10 @@ class Costs:
         if len(self._compared.get(kind, ())) < TRIES:
             return True
         taken = self._typical[kind]
-        is_fair = taken - 1 - min(gains) <= WAITS * (1 + max(gains))
         drained = _kind(False, rows, rows)
         if self._runs_ahead and len(self._compared.get(drained, ())) >= TRIES:
             taken += max(self._typical[drained] - 1.0, 0.0)  # the next plain one will wait
+        is_fair = taken - 1 - min(gains) <= WAITS * (1 + max(gains))
         # The first ones find caches cold: what only seems not to gain enough is tried some more.
         gain = GAIN if len(self._compared[kind]) == SAMPLES else 1.0
         if is_fair and rows + expected > gain * rows * taken:
@@ -214,12 +215,6 @@ class Drafter:
         """Whether looking up has to be paid for first by steps in which nothing is."""
         return self.asked.adaptive and self._spent > 0
 
-    def wants_tokens(self, *replicas: list[Sequence]) -> bool:
-        """Whether rows that decode may have drafts once the tokens in flight are known. Meanwhile
-        it learns how good those would have been.
-        """
-        return bool(self.chosen(*replicas))
-
     def runs(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
         """The last token of each row with a draft, and the draft."""
         return {seq: [seq.token_ids[-1], *draft] for seq, draft in self.drafts(*replicas).items()}
@@ -260,7 +255,7 @@ class Drafter:
         """The drafts that are worth a step with all these rows, as far as is known of them.
 
         Those of a replica share its room. Where they were not, nothing is looked up for some steps,
-        and for more of them where no row has gained anything.
+        and for more of them where no row is known to gain.
         """
         began = time.perf_counter()
         everyone = [seq for rows in replicas for seq in rows]
@@ -287,7 +282,7 @@ class Drafter:
                 gains.append(row.gain)
                 expected += gain
             pays = self._pays(sum(map(len, found.values())), expected, gains)
-        elif pays and all(self._row(seq).rate < LEAST for seq in everyone):
+        elif pays and all(self._row(seq).rate <= UNKNOWN for seq in everyone):
             began -= (DOUBTS - 1) * (time.perf_counter() - began)
         self._spent = 0.0 if found and pays else self._spent + time.perf_counter() - began
         return found if pays else {}
@@ -385,12 +380,12 @@ def drafter_of(config: EngineConfig) -> Drafter | None:
 
 def wants_tokens(*replicas: "Queues") -> bool:
     """Whether the next plan would rather know the tokens in flight: rows may guess then, where all
-    do nothing but decode.
+    do nothing but decode. Meanwhile it learns how good those would have been.
     """
     drafter = replicas[0].drafter
     if drafter is None or drafter.rests or not all(map(_only_decodes, replicas)):
         return False
-    return drafter.wants_tokens(*map(decoding, replicas))
+    return bool(drafter.chosen(*map(decoding, replicas)))
 
 
 def decoding(queues: "Queues") -> list[Sequence]:

@@ -19,6 +19,7 @@ from jpaged.engine.drafting import (
     SOON,
     THROUGH,
     TRIES,
+    UNKNOWN,
     Costs,
     Drafter,
     _Row,
@@ -112,7 +113,7 @@ def test_rows_that_gain_nothing_stop() -> None:
     for i in range(36):  # 3, 4, 5, 6, 1, 2, 3, ...; not looked up at each of them, at first
         seq.token_ids.append([3, 4, 5, 6, 1, 2][i % 6])
         drafter.observe(step(1), 1.0, ran_ahead=False)
-        drafter.wants_tokens([seq])
+        drafter.chosen([seq])
     assert drafter.drafts([seq])[seq][:2] == [3, 4]
     for _ in range(12):
         drafter.learn(seq, 4, 4)
@@ -141,19 +142,19 @@ def test_looking_up_in_vain_is_paid_for() -> None:
         drafter, seq = Drafter(asked, 16), sequence([1, 2, 3, 4])
         for _ in range(TRIES):
             drafter.costs.observe(step(1), 1.0)
-        assert not drafter.wants_tokens([seq])
+        assert not drafter.chosen([seq])
         seq.token_ids += [1, 2]
         if not asked.adaptive:
-            assert drafter.wants_tokens([seq])
+            assert drafter.chosen([seq])
             continue
-        assert drafter.rests and not drafter.wants_tokens([seq])
+        assert drafter.rests and not drafter.chosen([seq])
         drafter.observe(step(1), drafter._spent / SHARE / 2, ran_ahead=True)
-        assert drafter.rests and not drafter.wants_tokens([seq])
+        assert drafter.rests and not drafter.chosen([seq])
         drafter.observe(step(1), 2 * drafter._spent / SHARE, ran_ahead=True)
-        assert not drafter.rests and drafter.wants_tokens([seq]) and not drafter.rests
+        assert not drafter.rests and drafter.chosen([seq]) and not drafter.rests
 
 
-def test_looking_up_for_rows_that_gain_nothing_is_rarer() -> None:
+def test_looking_up_for_rows_not_known_to_gain_is_rarer() -> None:
     """As long as one of them may gain, it costs the others no more than ever."""
 
     def spent(*rates: float) -> float:
@@ -165,11 +166,11 @@ def test_looking_up_for_rows_that_gain_nothing_is_rarer() -> None:
             row = drafter._row(seq)
             row.right, row.tried = rate, 1.0
         with mock.patch("jpaged.engine.drafting.time.perf_counter", itertools.count().__next__):
-            assert not drafter.wants_tokens(seqs)
+            assert not drafter.chosen(seqs)
         return drafter._spent
 
-    assert spent(0.9) == spent(LEAST) == spent(0.1, 0.9) == spent(0.9, 0.1) == 1.0
-    assert spent(LEAST - 0.01) == spent(0.1, 0.2) == DOUBTS + 1, "a tick to tell"
+    assert spent(0.9) == spent(0.6) == spent(0.1, 0.9) == spent(0.9, 0.1) == 1.0
+    assert spent(UNKNOWN) == spent(0.1, 0.2) == DOUBTS + 1, "a tick to tell"
 
 
 def test_costs() -> None:
