@@ -33,8 +33,9 @@ WINGS = {
     # on a GPU, 60 for draws that are plain but for a mask, 20 for rows that read their own
     # adapters, 30 for what drafts cost beside steps that run ahead, 40 for drafts that no other row
     # waits for and for looking up within a share of the time, 10 for adapters of few rows,
-    # 15 for drafts that met a slow moment, or caches that were cold, and are tried again soon
-    "request path": 11560,
+    # 15 for drafts that met a slow moment, or caches that were cold, and are tried again soon,
+    # 10 for arrays that go up with the call that takes them
+    "request path": 11570,
     # asked: 500; 50 of them for models by name, 90 to read in shares, 85 for experts in mxfp4, 75
     # for the trees of Gemma and of experts, 140 for adapters of PEFT and of other trees,
     # 240 for four formats in 8 and 4 bits, 50 for tokenizers that are kept, 5 to refuse what is not

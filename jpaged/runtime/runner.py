@@ -28,7 +28,7 @@ from jpaged.runtime.one_pass import choose_one_pass
 from jpaged.runtime.processes import put
 from jpaged.runtime.products import choose_experts, choose_products
 from jpaged.runtime.steps import StepSetting
-from jpaged.runtime.transfers import Transfers
+from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 DraftOf = tuple[ModelConfig, Any]  # a draft model and its serving tree
@@ -106,7 +106,7 @@ class Runner:
         """Start a step, all but a draw under masks; the state is rebound to its result before this
         returns. CapacityError where memory runs out.
         """
-        with explained(self.config):
+        with explained(self.config), self.transfers.sending():
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
             counts = any(part.counts for part in batch.each)
             _prepare(self, buckets, full=counts or any(b.is_full for b in buckets))
@@ -114,7 +114,7 @@ class Runner:
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
         """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas."""
-        with explained(self.config):
+        with explained(self.config), self.transfers.sending():
             return self._draw(handle, *_put_masks(self, masks_SW))
 
     def _dispatch(self, batch: Batch) -> Handle:
@@ -145,7 +145,7 @@ class Runner:
         handle = dataclasses.replace(handle, undrawn=(hidden, packed))
         return handle if batch.sample.masks else self._draw(handle)
 
-    def _draw(self, handle: Handle, *masks: Array) -> Handle:
+    def _draw(self, handle: Handle, *masks: Sent) -> Handle:
         batch, state = handle.batch, self._state
         assert batch.sample is not None and handle.undrawn is not None and state is not None
         hidden, packed = handle.undrawn
@@ -272,7 +272,7 @@ def _prepare(runner: Runner, buckets: list[Bucket], *, full: bool) -> None:
             future.result()
 
 
-def _drafted(runner: Runner, batch: Batch, packed: Array) -> Handle:
+def _drafted(runner: Runner, batch: Batch, packed: Sent) -> Handle:
     step = runner._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
     state = runner._lent(batch.bucket)
     params = runner.draft_params
@@ -283,7 +283,7 @@ def _drafted(runner: Runner, batch: Batch, packed: Array) -> Handle:
     return Handle(batch=batch, outs=(out,), done=out)
 
 
-def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Array, ...]:
+def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Sent, ...]:
     """Up, as wide as the padded vocabulary, if there are any."""
     if masks_SW is None:
         return ()
@@ -316,7 +316,7 @@ def seal(runner: Runner) -> None:
     runner.steps.seal()
 
 
-def _copied(state: DeviceState | None, steps: CompiledSteps, copies_GC2: Array) -> DeviceState:
+def _copied(state: DeviceState | None, steps: CompiledSteps, copies_GC2: Sent) -> DeviceState:
     """The state with blocks copied within each group's pool, before a step writes to them."""
     assert state is not None
     return dataclasses.replace(state, kv=steps.copy_blocks()(state.kv, copies_GC2))

@@ -79,10 +79,11 @@ def test_compiles_equal_the_buckets_used(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "sampling", [PLAIN, FULL, SCORED, PENALISED], ids=["plain", "full", "prompt", "penalised"]
 )
-def test_steady_state(llm: LLM, sampling: SamplingParams) -> None:
+def test_steady_state(llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a first call, the same again traces nothing and moves nothing but through put and
-    get.
+    get, of which the first moves arrays by itself here, lest calls be allowed to.
     """
+    monkeypatch.setattr(runner_of(llm).transfers, "with_calls", False)
     seeded = SamplingParams(**{**vars(sampling), "seed": 1})
     first = run(llm, seeded)
     with jax.no_tracing(), jax.transfer_guard("disallow"), compiles() as names:
@@ -119,12 +120,12 @@ def test_one_transfer_each_way_a_step(
     llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(llm, sampling)
-    put, get = [], []
-    device_put, device_get = jax.device_put, jax.device_get
+    put, device_put = [], jax.device_put
     monkeypatch.setattr(
         jax, "device_put", lambda x, *a, **k: (put.append(np.shape(x)), device_put(x, *a, **k))[1]
     )
-    monkeypatch.setattr(jax, "device_get", lambda x: (get.append(np.shape(x)), device_get(x))[1])
+    monkeypatch.delattr(jax, "device_get")
+    monkeypatch.setattr(runner_of(llm).transfers, "with_calls", False)
     before = llm.stats()
     run(llm, sampling)
     after = llm.stats()
@@ -132,9 +133,7 @@ def test_one_transfer_each_way_a_step(
     # Two prefills draw nothing yet and send nothing back, unless they score; three do both and have
     # a buffer for each.
     assert (
-        steps > 5
-        and up == steps == len(put)
-        and down == steps + (3 if sampling is SCORED else -2) == len(get)
+        steps > 5 and up == steps == len(put) and down == steps + (3 if sampling is SCORED else -2)
     )
 
 
@@ -198,13 +197,25 @@ def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.Monke
         runner.steps[Bucket(phase="decode", tokens=64, rows=64, tables=1, blocks=16)]
 
 
-def test_put_and_get_are_counted(llm: LLM) -> None:
+@pytest.mark.parametrize("with_calls", [True, False])
+def test_put_and_get_are_counted(
+    llm: LLM, with_calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To one device an array goes with the call that takes it, and by itself to several."""
     transfers = runner_of(llm).transfers
+    assert transfers.with_calls
+    monkeypatch.setattr(transfers, "with_calls", with_calls)
     up, down = transfers.ups, transfers.downs
-    array = transfers.put(np.arange(3, dtype=np.int32))
-    assert isinstance(array, jax.Array) and transfers.get(array).tolist() == [0, 1, 2]
+    put = transfers.put(np.arange(3, dtype=np.int32))
+    assert isinstance(put, np.ndarray if with_calls else jax.Array)
+    take = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.int32)).compile()
+    with jax.transfer_guard("disallow"), transfers.sending():
+        array = take(put)
+    assert isinstance(array, jax.Array) and transfers.get(array).tolist() == [1, 2, 3]
     assert isinstance(transfers.get(array), np.ndarray)
     assert (transfers.ups - up, transfers.downs - down) == (1, 2)
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed"):
+        take(np.arange(3, dtype=np.int32))
 
 
 def test_two_engines_of_different_block_size(llm: LLM) -> None:
