@@ -282,9 +282,10 @@ class Drafter:
                 gains.append(row.gain)
                 expected += gain
             pays = self._pays(sum(map(len, found.values())), expected, gains)
-        elif pays and all(self._row(seq).rate <= UNKNOWN for seq in everyone):
-            began -= (DOUBTS - 1) * (time.perf_counter() - began)
-        self._spent = 0.0 if found and pays else self._spent + time.perf_counter() - began
+        spent = time.perf_counter() - began
+        if pays and not found and all(self._row(seq).rate <= UNKNOWN for seq in everyone):
+            spent *= DOUBTS
+        self._spent = 0.0 if found and pays else self._spent + spent
         return found if pays else {}
 
     def _pays(self, drafted: int, expected: float, gains: list[float]) -> bool:

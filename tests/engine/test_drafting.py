@@ -170,7 +170,7 @@ def test_looking_up_for_rows_not_known_to_gain_is_rarer() -> None:
         return drafter._spent
 
     assert spent(0.9) == spent(0.6) == spent(0.1, 0.9) == spent(0.9, 0.1) == 1.0
-    assert spent(UNKNOWN) == spent(0.1, 0.2) == DOUBTS + 1, "a tick to tell"
+    assert spent(UNKNOWN) == spent(0.1, 0.2) == DOUBTS
 
 
 def test_costs() -> None:
@@ -248,6 +248,22 @@ def test_costs_beside_steps_that_run_ahead() -> None:
         costs.observe(step(1, drafted=4), 2.5)
     costs.observe(step(1), 0.5, ran_ahead=True)
     assert pays(4.1) and not pays(3.9)
+
+
+def test_rows_without_a_guess_wait_for_the_next_plain_step_too() -> None:
+    """Where plain steps run ahead: what the first one after a draft takes longer counts."""
+    costs = Costs()
+    for _ in range(EVERY * TRIES):
+        costs.observe(step(4), 1.0, ran_ahead=True)
+    for _ in range(SAMPLES):
+        costs.observe(step(4, drafted=12), 1.2)
+        costs.observe(step(4), 2.0, ran_ahead=False)
+        for _ in range(EVERY):
+            costs.observe(step(4), 1.0, ran_ahead=True)
+    assert costs.pays(12, 12.0, [6.0, 4.0, 1.0, 1.0])
+    assert not costs.pays(12, 12.0, [6.0, 6.0, 0.0, 0.0]), "0.2 of that draft, 1.0 of the next step"
+    costs.observe(step(4, drafted=12), 1.2)
+    assert costs.pays(12, 12.0, [6.0, 6.0, 0.0, 0.0]), "a draft after another"
 
 
 def test_rows_without_a_guess_do_not_wait_long() -> None:

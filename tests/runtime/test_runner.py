@@ -79,11 +79,14 @@ def test_compiles_equal_the_buckets_used(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "sampling", [PLAIN, FULL, SCORED, PENALISED], ids=["plain", "full", "prompt", "penalised"]
 )
-def test_steady_state(llm: LLM, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a first call, the same again traces nothing and moves nothing but through put and
-    get, of which the first moves arrays by itself here, lest calls be allowed to.
+@pytest.mark.parametrize("with_calls", [True, False])
+def test_steady_state(
+    llm: LLM, sampling: SamplingParams, with_calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a first call, the same again traces nothing and moves nothing but through put and get.
+    The last is seen where put moves arrays by itself: calls that take them let any in.
     """
-    monkeypatch.setattr(runner_of(llm).transfers, "with_calls", False)
+    monkeypatch.setattr(runner_of(llm).transfers, "with_calls", with_calls)
     seeded = SamplingParams(**{**vars(sampling), "seed": 1})
     first = run(llm, seeded)
     with jax.no_tracing(), jax.transfer_guard("disallow"), compiles() as names:
