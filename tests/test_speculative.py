@@ -228,6 +228,7 @@ def test_new_drafts() -> None:
     """Other weights of a draft model are served at once, without a compile, and change no token and
     no cached prefix; those of a folder are read.
     """
+    jpaged.release(compiled=True)
     params, asked = make_params(0, MODEL), SamplingParams(temperature=0, max_tokens=12)
     how: Any = {"method": "draft", "num_tokens": 3, "adaptive": False}
     settings: Any = {"engine_config": EngineConfig(**{**SMALL, "speculative": how})}
