@@ -1,5 +1,5 @@
-// Products with weights of int8 and int4, x in integers of 16 bits: each 256 inputs of a row are rounded to a 32767th (with
-// VNNI a 32639th) of the largest of them, which is 2^7 times finer than bf16 is at that one. Weights are what they are.
+// Products with weights of int8 and int4, x in integers: with VNNI each 32 inputs of a row are rounded to a 127th of the
+// largest of them; with AVX2, which multiplies bytes no faster, each 256 to a 32767th. Weights are what they are.
 #pragma once
 
 #include "quantized.h"

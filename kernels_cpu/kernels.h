@@ -43,24 +43,31 @@ T* Room(std::vector<Line>& memory, int64_t count) {
   return reinterpret_cast<T*>(memory.data());
 }
 
-// Calls body(i) once for each i < items and returns when all calls have. The caller works too and waits only for calls
-// that have begun, so that a pool whose threads all wait in here makes progress still; a helper that comes late finds no
-// item left and touches nothing but `state`.
+// Calls body(i) once for each i < items and returns when all calls have. Each thread has a part of the items, which it takes
+// in order, so that what it fetches ahead is its own, and then what is left of the others'. The caller works too and waits
+// only for calls that have begun, so that a pool whose threads all wait in here makes progress still; a helper that comes
+// late finds no item left and touches nothing but `state`.
 template <typename Body>
 void ParallelFor(ffi::ThreadPool& pool, int64_t items, const Body& body) {
   struct State {
-    std::atomic<int64_t> next{0}, done{0};
+    std::vector<std::atomic<int64_t>> next;
+    std::atomic<int64_t> done{0};
   };
+  int64_t workers = std::clamp<int64_t>(items, 1, pool.num_threads());
   auto state = std::make_shared<State>();
-  auto work = [state, items, &body] {
-    for (int64_t i; (i = state->next.fetch_add(1)) < items;) {
-      body(i);
-      state->done.fetch_add(1, std::memory_order_release);
+  state->next = std::vector<std::atomic<int64_t>>(workers);
+  for (int64_t part = 0; part < workers; ++part) state->next[part] = items * part / workers;
+  auto work = [state, items, workers, &body](int64_t worker) {
+    for (int64_t part = worker; part < worker + workers; ++part) {
+      int64_t end = items * (part % workers + 1) / workers;
+      for (int64_t i; (i = state->next[part % workers].fetch_add(1)) < end;) {
+        body(i);
+        state->done.fetch_add(1, std::memory_order_release);
+      }
     }
   };
-  int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work(); });
-  work();
+  for (int64_t worker = 1; worker < workers; ++worker) pool.Schedule([work, worker] { work(worker); });
+  work(0);
   for (int spins = 0; state->done.load(std::memory_order_acquire) < items; ++spins) {
     if (spins < 4096) {
       _mm_pause();

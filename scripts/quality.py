@@ -5,7 +5,8 @@
 runs the model over the text in windows, with its weights as they are and in each form: perplexity,
 the divergence of the form's next-token distributions from the model's own (KL, in nats a token) and
 the share of tokens whose most likely one is the same. A table, then a JSON line. Without a
-checkpoint it is the embedded model; without --text, the sources of jpaged itself.
+checkpoint it is the embedded model; without --text, the sources of jpaged itself. Products with a
+form are those that serve it on this device.
 """
 
 import functools
@@ -24,8 +25,10 @@ from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
+from jpaged.models.layers.linear import Serving
 from jpaged.models.params import Params
 from jpaged.models.quantized import quantized_tree
+from jpaged.runtime.products import choose_products
 
 FORMS = ("int8", "fp8", "int4")
 
@@ -41,7 +44,8 @@ def measured(config: ModelConfig, own: Any, other: Any, tokens_BT: jax.Array) ->
     """Sums over a batch of windows: the other weights' log-probability of the text, KL from their
     distributions to the own ones, and how many most likely tokens are equal.
     """
-    model, form = bind(config, own), bind(config, other)
+    products = choose_products(jax.devices()[0], own["embed"]["weight"].dtype, deterministic=True)
+    model, form = bind(config, own), bind(config, other, Serving(products=products))
     p, q = (jax.nn.log_softmax(m.logits(m(tokens_BT)[0][:, :-1])) for m in (model, form))
     seen = jnp.take_along_axis(q, tokens_BT[:, 1:, None], axis=-1)
     divergence = jnp.sum(jnp.exp(p) * (p - q))
@@ -54,9 +58,7 @@ def quality(params: Params, tokens: np.ndarray, forms: list[str]) -> Iterator[di
     own, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
     for form in (None, *forms):
         other: Any = own if form is None else quantized_tree(params, form)  # pyright: ignore[reportArgumentType]
-        sums = np.zeros(3)
-        for row in tokens:
-            sums += np.asarray(measured(params.config, own, other, jnp.asarray(row[None])))
+        sums = np.sum([measured(params.config, own, other, row[None]) for row in tokens], 0, float)
         yield {
             "weights": form or str(params["embed"]["weight"].dtype),
             "MB": sum(leaf.nbytes for leaf in jax.tree.leaves(other)) / 1e6,

@@ -107,6 +107,7 @@ def test_new_weights_compile_nothing(params: Params) -> None:
     """As in training: new adapters every step, with the base for reference; and the very same
     objects are the same version, whose prefixes stay.
     """
+    jpaged.release(compiled=True)
     generate(params, PROMPTS, lora=make_lora(1))
     jpaged.score(params, PROMPTS, lora=make_lora(1), engine_config=ENGINE)
     generate(params, PROMPTS)

@@ -1,9 +1,9 @@
 // Products with weights of int8 and int4 by VNNI, which multiplies bytes without a sign (weights, plus what makes them so) by
-// bytes with one: the upper and the lower half of each integer of x; see integers.h.
+// bytes with one: x, of which each 32 inputs of a row are rounded to a 127th of the largest of them.
 //
-// A register has 8 bytes each of 8 rows: of x, which meet 8 inputs of one output, or, where x has few rows, of 8 outputs,
-// which meet 8 inputs of one row of x. Either way a row and output has two sums, of the first and the last 4 of each 8 inputs,
-// which are exact up to where a scale ends and are added up in f32 in one order from there on.
+// A register is 4 inputs each of 16 outputs, for which weights are turned once for all rows, and meets 4 inputs of a row of x
+// in all of its lanes. Sums of integers are exact up to where a scale of x ends; they are added up in f32, in one order, from
+// there on, so that a row's bits do not depend on the others.
 #include "../integers.h"
 
 #include <cstring>
@@ -13,285 +13,258 @@
 namespace jpaged {
 namespace {
 
-constexpr int64_t kRows = 8;      // of x in a tile, and outputs in a group
-constexpr int64_t kInputs = 8;    // bytes of a row in a register
-constexpr int64_t kLanes = 16;    // sums in a register
-constexpr int64_t kChunk = 64;    // weights that become bytes at a time
-constexpr int64_t kBlock = 256;   // inputs that share a scale of x
-constexpr int64_t kFew = 4;       // rows of x for which outputs are gathered
-constexpr int64_t kLine = 64;     // bytes in a cache line
-constexpr float kMost = 32639.0f;  // 127 * 256 + 127
+constexpr int64_t kCols = 16;      // outputs in a group, one a lane
+constexpr int64_t kGroups = 3;     // of them in a tile
+constexpr int64_t kRows = 4;       // of x in a tile
+constexpr int64_t kInputs = 4;     // of a lane
+constexpr int64_t kBlock = 32;     // inputs that share a scale of x; whole blocks share one of w
+constexpr int64_t kLine = 64;      // bytes in a cache line: of each output's weights so many are turned at a time
+constexpr int64_t kDepth = 512;    // inputs whose bytes stay in the L1 cache
+constexpr int64_t kPanel = 512 * 1024;  // bytes of x that stay in the L2 cache
+constexpr float kMost = 127.0f;
 constexpr float kNothing = 1e-30f;  // what is below is zero: its scale would have no inverse
-
-// Inputs whose sums are exact: of one scale of x, and of w.
-constexpr int64_t Segment(Scales kind) { return kind == Scales::kRow ? kBlock : kPacked; }
 
 // What the bytes of a form have in excess.
 constexpr int32_t Excess(Form form) { return form == Form::kInt4 ? 8 : 128; }
 
-template <Form form>
-constexpr int64_t Bytes(int64_t inputs) {
-  return form == Form::kInt4 ? inputs / 2 : inputs;
-}
+// Inputs that are turned at a time.
+constexpr int64_t Turned(Form form) { return form == Form::kInt4 ? 2 * kLine : kLine; }
 
-// Rows of x in tiles of 8, [tiles][inputs / 8][upper, lower][8 rows][8], zeros past the last row and input; times scales,
-// [tiles][blocks][8 rows][2]; and what the excess of w adds to their sums, to be taken from them, [tiles][segments][8][2].
+constexpr int64_t Bytes(Form form, int64_t inputs) { return form == Form::kInt4 ? inputs / 2 : inputs; }
+
+// Rows of x in tiles of up to 4, one after the other. Of a tile of R rows: values [E / 4][R][4]; and [E / 32][R] of each block
+// its scale, what the excess of w adds to its sums, to be taken from them, and what a zero of w takes: its sum and scale.
 struct Integers {
   int8_t* values;
   float* scales;
   int32_t* excess;
-  int64_t E, blocks, segments;
+  float* sums;
+  int64_t T, E;
 
-  int64_t Stride() const { return (E + kChunk - 1) / kChunk * kChunk; }
-  const int8_t* At(int64_t tile) const { return values + tile * 2 * kRows * Stride(); }
+  int64_t Rows(int64_t tile) const { return std::min(kRows, T - tile * kRows); }
 };
 
 inline __m512 Floats(const bf16* at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
 }
 
-// Row `row` of a tile from x. NaN or infinity makes a block's scale so.
-void ToIntegers(const bf16* x, const Integers& to, int64_t tile, int64_t row, int64_t segment, int32_t excess) {
-  int8_t* values = to.values + tile * 2 * kRows * to.Stride() + row * kInputs;
-  for (int64_t first = 0; first < to.E; first += kBlock) {
-    int64_t end = std::min(to.E, first + kBlock);
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t e = first; e < end; e += kPacked) {  // of bits without a sign the larger number has the larger, NaN the largest
-      most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + e), _mm512_set1_epi16(0x7fff)));
-    }
+// Row `row` of a tile of `rows` from x. NaN or infinity makes a block's scale so.
+void ToIntegers(const bf16* x, const Integers& to, int64_t tile, int64_t row, int32_t excess) {
+  int64_t rows = to.Rows(tile);
+  int8_t* values = to.values + tile * kRows * to.E + row * kInputs;
+  for (int64_t e = 0; e < to.E; e += kBlock) {
+    // Of bits without a sign the larger number has the larger, NaN the largest.
+    __m512i most = _mm512_and_si512(_mm512_loadu_si512(x + e), _mm512_set1_epi16(0x7fff));
     __m512i odd = _mm512_srli_epi32(most, 16), even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff));
     uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(odd, even)) << 16;
     float largest;
     std::memcpy(&largest, &bits, sizeof(largest));
     bool is_zero = largest < kNothing;
-    float* scale = to.scales + ((tile * to.blocks + first / kBlock) * kRows + row) * 2;
-    scale[0] = scale[1] = is_zero ? 0.0f : largest / kMost;
+    float scale = is_zero ? 0.0f : largest / kMost;
     __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : kMost / largest);
-    for (int64_t begin = first; begin < end; begin += segment) {
-      __m512i sums = _mm512_setzero_si512();
-      for (int64_t e = begin; e < std::min(end, begin + segment); e += kLanes) {
-        __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e), inverse));
-        __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-        sums = _mm512_add_epi32(sums, whole);
-        alignas(16) int8_t halves[2][kLanes];
-        _mm_store_si128((__m128i*)halves[0], _mm512_cvtepi32_epi8(upper));
-        _mm_store_si128((__m128i*)halves[1], _mm512_cvtepi32_epi8(whole));
-        for (int half = 0; half < 2; ++half) {
-          for (int64_t i = 0; i < kLanes; i += kInputs) {
-            std::memcpy(values + (2 * (e + i) + half * kInputs) * kRows, halves[half] + i, kInputs);
-          }
-        }
-      }
-      int32_t* out = to.excess + ((tile * to.segments + begin / segment) * kRows + row) * 2;
-      out[0] = -excess * _mm512_mask_reduce_add_epi32(0x0f0f, sums);
-      out[1] = -excess * _mm512_mask_reduce_add_epi32(0xf0f0, sums);
-    }
+    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e), inverse));
+    __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e + kBlock / 2), inverse));
+    alignas(16) int8_t bytes[kBlock];
+    _mm_store_si128((__m128i*)bytes, _mm512_cvtepi32_epi8(low));
+    _mm_store_si128((__m128i*)(bytes + kBlock / 2), _mm512_cvtepi32_epi8(high));
+    for (int64_t i = 0; i < kBlock; i += kInputs) std::memcpy(values + (e + i) * rows, bytes + i, kInputs);
+    int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+    int64_t at = (tile * kRows * to.E + e * rows) / kBlock + row;
+    to.scales[at] = scale;
+    to.excess[at] = -excess * sum;
+    to.sums[at] = -scale * static_cast<float>(sum);
   }
 }
 
-// 64 weights as they lie, or the 32 at a row's end, as bytes without a sign.
+// The line from byte `at` on of each output of a group, of whose words `mask` has those that are there, as bytes without a
+// sign: [inputs / 4][16 outputs][4].
 template <Form form>
-inline __m512i Widen(const uint8_t* at, bool is_half) {
-  if constexpr (form == Form::kInt8) {
-    return _mm512_xor_si512(_mm512_maskz_loadu_epi8(is_half ? 0xffffffffull : ~0ull, at), _mm512_set1_epi8(static_cast<char>(0x80)));
-  } else {  // a byte holds the values i and i + 16 of its 32
-    __m512i bytes = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(is_half ? 0xffff : ~0u, at));
-    __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), bytes);
-    return _mm512_and_si512(_mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4)), _mm512_set1_epi8(15));
-  }
+void Turn(const uint8_t* const (&group)[kCols], int64_t at, __mmask16 mask, uint8_t* to) {
+  __m512i rows[kCols];
+#pragma GCC unroll 16
+  for (int64_t j = 0; j < kCols; ++j) rows[j] = _mm512_maskz_loadu_epi32(mask, group[j] + at);
+  Transpose(rows, [&](int64_t word, __m512i bytes) {
+    if constexpr (form == Form::kInt8) {
+      _mm512_storeu_si512(to + word * kLine, _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))));
+    } else {  // a byte holds the values i and i + 16 of its 32
+      const __m512i four = _mm512_set1_epi8(15);
+      uint8_t* low = to + (word / 4 * 8 + word % 4) * kLine;
+      _mm512_storeu_si512(low, _mm512_and_si512(bytes, four));
+      _mm512_storeu_si512(low + 4 * kLine, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), four));
+    }
+  });
 }
 
-inline __m512i Eight(const void* at) {
-  int64_t bytes;
+// What comes from memory while products are at work: so many bytes of each of `rows`, so many lines a block, evenly, or the
+// processor waits.
+struct Ahead {
+  const uint8_t* row;
+  int64_t stride, bytes, left, lines, at = 0;
+
+  Ahead(const uint8_t* from, int64_t stride, int64_t bytes, int64_t rows, int64_t blocks)
+      : row(from), stride(stride), bytes(bytes), left(rows * ((bytes + kLine - 1) / kLine)) {
+    lines = (left + blocks - 1) / blocks;
+  }
+
+  void Fetch() {
+    for (int64_t i = std::min(left, lines); i > 0; --i, --left) {
+      _mm_prefetch((const char*)row + at, _MM_HINT_T1);
+      if ((at += kLine) >= bytes) at = 0, row += stride;
+    }
+  }
+};
+
+// What a thread has of the groups that it is at.
+struct Own {
+  const uint8_t* values[kGroups][kCols];            // where their weights begin, the last one's again where there are no more
+  alignas(64) uint8_t bytes[kGroups][kDepth * kCols];  // of some inputs, [inputs / 4][16][4]
+  float *scales[kGroups], *zeros[kGroups];          // [S][16]
+};
+
+// What comes after the inputs from e on of `rows` outputs. Of one tile it is what lies as far on among the next outputs, as
+// memory gives it fastest; of more, the next inputs, since so much of the next outputs would not stay in the cache.
+template <Form form>
+Ahead Next(const Quantized& w, const uint8_t* outputs, int64_t rows, int64_t e, int64_t tiles) {
+  int64_t stride = Bytes(form, w.E), depth = std::min(kDepth, w.E - e), blocks = tiles * depth / kBlock;
+  const uint8_t* others = outputs + rows * stride;
+  if (tiles == 1) return Ahead(others + rows * Bytes(form, e), 0, rows * Bytes(form, depth), 1, blocks);
+  if (depth == w.E - e) return Ahead(others, stride, Bytes(form, std::min(kDepth, w.E)), rows, blocks);
+  return Ahead(outputs + Bytes(form, e + depth), stride, Bytes(form, std::min(kDepth, w.E - e - depth)), rows, blocks);
+}
+
+inline __m512i Four(const int8_t* at) {
+  int32_t bytes;
   std::memcpy(&bytes, at, sizeof(bytes));
-  return _mm512_set1_epi64(bytes);
+  __m512i all = _mm512_set1_epi32(bytes);
+  asm("" : "+v"(all));  // or compilers load it again for each group
+  return all;
 }
 
-inline __m512i Whole(__m512i upper, __m512i lower) { return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower); }
-
-// A group of outputs: where their weights, scales and zeros begin, the last one's again where there are no more.
-struct Group {
-  const uint8_t* values[kRows];
-  const float *scales[kRows], *zeros[kRows];
-  int64_t size;  // inputs of a scale
-
-  template <Form form>
-  static Group Of(const Quantized& w, int64_t n) {
-    Group group;
-    for (int64_t j = 0; j < kRows; ++j) {
-      int64_t row = std::min(n + j, w.N - 1);
-      group.values[j] = static_cast<const uint8_t*>(w.values) + row * Bytes<form>(w.E);
-      group.scales[j] = w.scales + row * w.S;
-      group.zeros[j] = w.zeros == nullptr ? nullptr : w.zeros + row * w.S;
-    }
-    group.size = w.E / w.S;
-    return group;
-  }
-};
-
-// The sums of a tile of x and a group whose bytes are [8][stride]: [8 outputs][8 rows][2]. The first tile makes the bytes
-// as it goes, a chunk ahead, while what comes next of w comes from memory: evenly, or the processor waits.
-template <Form form, Scales kind, bool is_first>
-void Tile(const Integers& x, int64_t tile, uint8_t* bytes, const Group& group, int64_t ahead, float* sums) {
-  __m512 totals[kRows];
-#pragma GCC unroll 8
-  for (int j = 0; j < kRows; ++j) totals[j] = _mm512_setzero_ps();
-  const int8_t* values = x.At(tile);
-  int64_t stride = x.Stride(), segment = 0;
-  auto make = [&](int64_t j, int64_t e) {
-    const uint8_t* at = group.values[j] + Bytes<form>(e);
-    _mm_prefetch((const char*)at + ahead, _MM_HINT_T1);
-    _mm512_storeu_si512(bytes + j * stride + e, Widen<form>(at, x.E - e < kChunk));
-  };
-  for (int64_t j = 0; is_first && j < kRows; ++j) make(j, 0);
-  for (int64_t first = 0; first < x.E; first += Segment(kind), ++segment) {
-    __m512i excess = _mm512_loadu_si512(x.excess + (tile * x.segments + segment) * kLanes);
-    __m512i upper[kRows], lower[kRows];
-#pragma GCC unroll 8
-    for (int j = 0; j < kRows; ++j) upper[j] = _mm512_setzero_si512(), lower[j] = excess;
-    for (int64_t e = first; e < std::min(x.E, first + Segment(kind)); e += kInputs) {
-      if (int64_t next = (e / kChunk + 1) * kChunk; is_first && next < x.E) make(e / kInputs % kRows, next);
-      __m512i high = _mm512_loadu_si512(values + 2 * kRows * e), low = _mm512_loadu_si512(values + 2 * kRows * e + kLine);
-#pragma GCC unroll 8
-      for (int j = 0; j < kRows; ++j) {
-        __m512i w = Eight(bytes + j * stride + e);
-        upper[j] = _mm512_dpbusd_epi32(upper[j], w, high);
-        lower[j] = _mm512_dpbusd_epi32(lower[j], w, low);
-      }
-    }
-    __m512 scale = _mm512_loadu_ps(x.scales + (tile * x.blocks + first / kBlock) * kLanes);
-    __m512 each = _mm512_mul_ps(_mm512_cvtepi32_ps(excess), _mm512_set1_ps(1.0f / Excess(Form::kInt4)));
-    int64_t g = first / group.size;
-#pragma GCC unroll 8
-    for (int j = 0; j < kRows; ++j) {
-      __m512 number = _mm512_cvtepi32_ps(Whole(upper[j], lower[j]));
-      if constexpr (kind == Scales::kRow) {
-        totals[j] = _mm512_fmadd_ps(number, scale, totals[j]);
-      } else {
-        if constexpr (kind == Scales::kZeros) number = _mm512_fmadd_ps(_mm512_set1_ps(group.zeros[j][g]), each, number);
-        totals[j] = _mm512_fmadd_ps(_mm512_mul_ps(number, scale), _mm512_set1_ps(group.scales[j][g]), totals[j]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int j = 0; j < kRows; ++j) _mm512_storeu_ps(sums + j * kLanes, totals[j]);
-}
-
-// The numbers of a group's outputs, scales or zeros: 16 of each output are turned at a time.
-class Numbers {
- public:
-  Numbers(const float* const (&from)[kRows], int64_t count) : from_(from), count_(count) {}
-
-  // Of each output that at `g`, twice. g grows.
-  __m512 Twice(int64_t g) {
-    if (g >= end_) {
-      __m512i rows[kRows];
-      int64_t begin = g / kLanes * kLanes, here = std::min(kLanes, count_ - begin);
-      for (int64_t j = 0; j < kRows; ++j) {  // those of the next group are fetched: no one else sees a stream in so few
-        _mm_prefetch((const char*)(from_[j] + begin + kRows * count_), _MM_HINT_T1);
-        rows[j] = _mm512_maskz_loadu_epi32((1u << here) - 1, from_[j] + begin);
-      }
-      Transpose(rows, pairs_);
-      end_ = begin + kLanes;
-    }
-    __m512 pair = _mm512_castsi512_ps(pairs_[g % kLanes / 2]);
-    return g % 2 == 0 ? _mm512_moveldup_ps(pair) : _mm512_movehdup_ps(pair);
-  }
-
- private:
-  const float* const (&from_)[kRows];
-  int64_t count_, end_ = 0;
-  __m512i pairs_[kRows];
-};
-
-// The sums of the first R rows of x and a group, as it lies: [R rows][8 outputs][2].
-template <Form form, Scales kind, int R>
-void FewRows(const Integers& x, const Group& group, int64_t ahead, float* sums) {
-  __m512 totals[R];
+// Adds the products of a tile of R rows of x and C groups over up to kDepth inputs from `first` on to their sums, [C][R][16].
+// The first tile makes the bytes as it goes.
+template <Form form, Scales kind, int R, int C>
+void Tile(const Integers& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, Own& own, Ahead& ahead,
+          float* to) {
+  const int8_t* values = x.values + tile * kRows * x.E;
+  int64_t block = (tile * kRows * x.E + first * R) / kBlock, size = w.E / w.S, g = first / size;
+  __m512 totals[C][R];
+#pragma GCC unroll 3
+  for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) totals[r] = _mm512_setzero_ps();
-  __m512i upper[R], lower[R];
-  Numbers scales_of(group.scales, x.E / group.size), zeros_of(group.zeros, x.E / group.size);
-  auto begin = [&](int64_t segment) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) upper[r] = _mm512_setzero_si512(), lower[r] = Eight(x.excess + segment * kLanes + 2 * r);
-  };
-  auto end = [&](int64_t first) {
-    int64_t g = first / group.size, block = first / kBlock;
-    __m512 zeros = kind == Scales::kZeros ? zeros_of.Twice(g) : _mm512_setzero_ps();
-    __m512 scales = kind == Scales::kRow ? _mm512_setzero_ps() : scales_of.Twice(g);
+    for (int r = 0; r < R; ++r) totals[c][r] = first == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to + (c * R + r) * kCols);
+  }
+  for (int64_t e = first; e < std::min(w.E, first + kDepth); e += kBlock, block += R) {
+    int64_t at = (e - first) * kCols;
+    if (e == (g + 1) * size) ++g;
+    if (is_first && e % Turned(form) == 0) {
+      __mmask16 mask = (1ull << std::min(kLine, Bytes(form, x.E - e)) / sizeof(int32_t)) - 1;
+      for (int c = 0; c < C; ++c) Turn<form>(own.values[c], Bytes(form, e), mask, own.bytes[c] + at);
+    }
+    ahead.Fetch();
+    __m512i sums[C][R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      __m512 number = _mm512_cvtepi32_ps(Whole(upper[r], lower[r])), scale = _mm512_set1_ps(x.scales[block * kLanes + 2 * r]);
-      if constexpr (kind == Scales::kRow) {
-        totals[r] = _mm512_fmadd_ps(number, scale, totals[r]);
-      } else {
-        if constexpr (kind == Scales::kZeros) {
-          __m512 excess = _mm512_cvtepi32_ps(Eight(x.excess + first / Segment(kind) * kLanes + 2 * r));
-          number = _mm512_fmadd_ps(zeros, _mm512_mul_ps(excess, _mm512_set1_ps(1.0f / Excess(Form::kInt4))), number);
-        }
-        totals[r] = _mm512_fmadd_ps(_mm512_mul_ps(number, scale), scales, totals[r]);
-      }
+      __m512i excess = _mm512_set1_epi32(x.excess[block + r]);
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) sums[c][r] = excess;
     }
-  };
-  for (int64_t first = 0; first < x.E; first += kChunk) {
-    __m512i rows[kRows], eights[kRows];
-    bool is_half = x.E - first < kChunk;
 #pragma GCC unroll 8
-    for (int j = 0; j < kRows; ++j) {
-      const uint8_t* at = group.values[j] + Bytes<form>(first);
-      if (form == Form::kInt8 || first % (2 * kChunk) == 0) _mm_prefetch((const char*)at + ahead, _MM_HINT_T1);
-      rows[j] = Widen<form>(at, is_half);
-    }
-    Transpose(rows, eights);
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-      int64_t e = first + i * kInputs;
-      if (e % Segment(kind) == 0) begin(e / Segment(kind));
+    for (int64_t i = 0; i < kBlock; i += kInputs) {
+      __m512i weights[C];
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) weights[c] = _mm512_loadu_si512(own.bytes[c] + at + i * kCols);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const int8_t* own = x.values + (2 * e + r) * kRows;
-        upper[r] = _mm512_dpbusd_epi32(upper[r], eights[i], Eight(own));
-        lower[r] = _mm512_dpbusd_epi32(lower[r], eights[i], Eight(own + kLine));
+        __m512i four = Four(values + (e + i) * R + r * kInputs);
+#pragma GCC unroll 3
+        for (int c = 0; c < C; ++c) sums[c][r] = _mm512_dpbusd_epi32(sums[c][r], weights[c], four);
       }
-      int64_t done = e + kInputs;
-      if (done == x.E || done % Segment(kind) == 0) end((done - 1) / Segment(kind) * Segment(kind));
-      if (done == x.E) break;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      __m512 of_x = _mm512_set1_ps(x.scales[block + r]);
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) {
+        __m512 number = _mm512_cvtepi32_ps(sums[c][r]);
+        if constexpr (kind == Scales::kRow) {
+          totals[c][r] = _mm512_fmadd_ps(number, of_x, totals[c][r]);
+        } else {
+          number = _mm512_mul_ps(number, of_x);
+          if constexpr (kind == Scales::kZeros) {
+            number = _mm512_fmadd_ps(_mm512_loadu_ps(own.zeros[c] + g * kCols), _mm512_set1_ps(x.sums[block + r]), number);
+          }
+          totals[c][r] = _mm512_fmadd_ps(number, _mm512_loadu_ps(own.scales[c] + g * kCols), totals[c][r]);
+        }
+      }
     }
   }
+#pragma GCC unroll 3
+  for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums + r * kLanes, totals[r]);
+    for (int r = 0; r < R; ++r) _mm512_store_ps(to + (c * R + r) * kCols, totals[c][r]);
+  }
 }
 
-// One thread's part: the groups [begin, end) of 8 outputs for all rows of x.
-template <Form form, Scales kind>
-void MultiplyGroups(const Integers& x, const Quantized& w, float* y, int64_t T, int64_t begin, int64_t end) {
-  constexpr decltype(&FewRows<form, kind, 1>) kByRows[kFew] = {&FewRows<form, kind, 1>, &FewRows<form, kind, 2>,
-                                                               &FewRows<form, kind, 3>, &FewRows<form, kind, 4>};
-  static thread_local std::vector<Line> memory;
-  uint8_t* bytes = Room<uint8_t>(memory, kRows * x.Stride());
-  int64_t ahead = kRows * Bytes<form>(w.E);  // what comes next of w comes from memory meanwhile
-  alignas(64) float sums[kRows * kLanes];
-  for (int64_t n = begin * kRows; n < std::min(w.N, end * kRows); n += kRows) {
-    Group group = Group::Of<form>(w, n);
-    int64_t cols = std::min(kRows, w.N - n);
-    // Of row r and output j, the two sums that are left.
-    auto put = [&](int64_t row, int64_t j, const float* two) {
-      float sum = two[0] + two[1];
-      y[row * w.N + n + j] = kind == Scales::kRow ? sum * group.scales[j][0] : sum;
-    };
-    if (T <= kFew) {
-      kByRows[T - 1](x, group, ahead, sums);
-      for (int64_t r = 0; r < T; ++r) {
-        for (int64_t j = 0; j < cols; ++j) put(r, j, sums + r * kLanes + 2 * j);
-      }
-      continue;
+// out[s][j] = from[n + j][s]: scales or zeros of a group.
+void TurnNumbers(const float* from, const Quantized& w, int64_t n, float* out) {
+  for (int64_t s = 0; s < w.S; s += kCols) {
+    __m512i rows[kCols];
+    for (int64_t j = 0; j < kCols; ++j) {  // those of the next groups are fetched: no one else sees a stream in so few
+      const float* at = from + std::min(n + j, w.N - 1) * w.S + s;
+      _mm_prefetch((const char*)(at + kGroups * kCols * w.S), _MM_HINT_T1);
+      rows[j] = _mm512_maskz_loadu_epi32((1u << std::min(kCols, w.S - s)) - 1, at);
     }
-    for (int64_t t = 0; t < T; t += kRows) {
-      auto tile = t == 0 ? &Tile<form, kind, true> : &Tile<form, kind, false>;
-      tile(x, t / kRows, bytes, group, ahead, sums);
-      for (int64_t r = 0; r < std::min(kRows, T - t); ++r) {
-        for (int64_t j = 0; j < cols; ++j) put(t + r, j, sums + j * kLanes + 2 * r);
+    Transpose(rows, reinterpret_cast<bf16*>(out + s * kCols), 2 * kCols);
+  }
+}
+
+// One thread's part: the groups [begin, end) of 16 outputs for all rows of x.
+template <Form form, Scales kind>
+void MultiplyGroups(const Integers& x, const Quantized& w, float* y, int64_t begin, int64_t end) {
+  constexpr decltype(&Tile<form, kind, 1, 1>) kBySize[kGroups][kRows] = {
+      {&Tile<form, kind, 1, 1>, &Tile<form, kind, 2, 1>, &Tile<form, kind, 3, 1>, &Tile<form, kind, 4, 1>},
+      {&Tile<form, kind, 1, 2>, &Tile<form, kind, 2, 2>, &Tile<form, kind, 3, 2>, &Tile<form, kind, 4, 2>},
+      {&Tile<form, kind, 1, 3>, &Tile<form, kind, 2, 3>, &Tile<form, kind, 3, 3>, &Tile<form, kind, 4, 3>}};
+  static thread_local std::vector<Line> memory, scales, zeros, sums;
+  int64_t together = x.T <= kRows ? 1 : kGroups;  // where memory is the limit, the less the sooner is more fetched
+  int64_t tiles = (x.T + kRows - 1) / kRows, panel = std::min(tiles, std::max<int64_t>(1, kPanel / (kRows * w.E)));
+  int64_t numbers = (w.S + kCols - 1) / kCols * kCols * kCols, of_tile = kGroups * kRows * kCols;
+  Own& own = *Room<Own>(memory, 1);
+  for (int64_t c = 0; c < kGroups; ++c) {
+    own.scales[c] = Room<float>(scales, kGroups * numbers) + c * numbers;
+    own.zeros[c] = Room<float>(zeros, kGroups * numbers) + c * numbers;
+  }
+  float* totals = Room<float>(sums, panel * of_tile);
+  for (int64_t first = 0; first < tiles; first += panel) {
+    int64_t last = std::min(tiles, first + panel);
+    for (int64_t g = begin; g < end; g += together) {
+      int64_t groups = std::min(together, end - g);
+      for (int64_t c = 0; c < groups; ++c) {
+        int64_t n = (g + c) * kCols;
+        for (int64_t j = 0; j < kCols; ++j) {
+          own.values[c][j] = static_cast<const uint8_t*>(w.values) + std::min(n + j, w.N - 1) * Bytes(form, w.E);
+        }
+        TurnNumbers(w.scales, w, n, own.scales[c]);
+        if (kind == Scales::kZeros) TurnNumbers(w.zeros, w, n, own.zeros[c]);
+      }
+      for (int64_t e = 0; e < w.E; e += kDepth) {
+        Ahead ahead = Next<form>(w, own.values[0][0], groups * kCols, e, last - first);
+        for (int64_t tile = first; tile < last; ++tile) {
+          auto add = kBySize[groups - 1][x.Rows(tile) - 1];
+          add(x, tile, w, e, tile == first, own, ahead, totals + (tile - first) * of_tile);
+        }
+      }
+      for (int64_t tile = first; tile < last; ++tile) {
+        const float* from = totals + (tile - first) * of_tile;
+        for (int64_t c = 0; c < groups; ++c) {
+          int64_t n = (g + c) * kCols;
+          __mmask16 cols = w.N - n < kCols ? (1u << (w.N - n)) - 1 : 0xffff;
+          for (int64_t t = tile * kRows; t < tile * kRows + x.Rows(tile); ++t, from += kCols) {
+            __m512 sum = _mm512_load_ps(from);
+            if (kind == Scales::kRow) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(own.scales[c]));
+            _mm512_mask_storeu_ps(y + t * w.N + n, cols, sum);
+          }
+        }
       }
     }
   }
@@ -299,24 +272,20 @@ void MultiplyGroups(const Integers& x, const Quantized& w, float* y, int64_t T, 
 
 template <Form form, Scales kind>
 void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  int64_t tiles = (T + kRows - 1) / kRows, segment = Segment(kind);
-  Integers from{nullptr, nullptr, nullptr, w.E, (w.E + kBlock - 1) / kBlock, (w.E + segment - 1) / segment};
-  int64_t bytes = 2 * kRows * from.Stride();
-  static thread_local std::vector<Line> values, scales, excess;
-  from.values = Room<int8_t>(values, tiles * bytes);
-  from.scales = Room<float>(scales, tiles * from.blocks * kLanes);
-  from.excess = Room<int32_t>(excess, tiles * from.segments * kLanes);
-  ParallelFor(pool, tiles, [&](int64_t tile) {
-    if (from.Stride() > w.E || T < (tile + 1) * kRows) std::memset(from.values + tile * bytes, 0, bytes);
-    for (int64_t row = 0; row < std::min(kRows, T - tile * kRows); ++row) {
-      ToIntegers(x + (tile * kRows + row) * w.E, from, tile, row, segment, Excess(form));
+  static thread_local std::vector<Line> values, scales, excess, sums;
+  int64_t blocks = T * w.E / kBlock;
+  Integers from{Room<int8_t>(values, T * w.E), Room<float>(scales, blocks), Room<int32_t>(excess, blocks),
+                Room<float>(sums, blocks), T, w.E};
+  ParallelFor(pool, (T + kRows - 1) / kRows, [&](int64_t tile) {
+    for (int64_t row = 0; row < from.Rows(tile); ++row) {
+      ToIntegers(x + (tile * kRows + row) * w.E, from, tile, row, Excess(form));
     }
   });
-  int64_t groups = (w.N + kRows - 1) / kRows;
+  int64_t groups = (w.N + kCols - 1) / kCols;
   // Several items a thread: one that begins late is not waited for long.
-  int64_t items = std::clamp<int64_t>(8 * pool.num_threads(), 1, (groups + 3) / 4);
+  int64_t items = std::clamp<int64_t>(8 * pool.num_threads(), 1, (groups + kGroups - 1) / kGroups);
   ParallelFor(pool, items, [&](int64_t item) {
-    MultiplyGroups<form, kind>(from, w, y, T, groups * item / items, groups * (item + 1) / items);
+    MultiplyGroups<form, kind>(from, w, y, groups * item / items, groups * (item + 1) / items);
   });
 }
 }  // namespace

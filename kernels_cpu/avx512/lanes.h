@@ -27,8 +27,9 @@ inline __m512 Sums(const __m512 (&a)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-// out[j][i] = x[i][j] for 16 x 16 words.
-inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
+// put(j, of each x[i] the word j), for 16 x 16 words.
+template <typename Put>
+inline void Transpose(__m512i (&x)[16], const Put& put) {
   __m512i t[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
@@ -47,11 +48,15 @@ inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
   for (int j = 0; j < 4; ++j) {  // quarter n of x[4i + j] is column 4n + j of rows 4i to 4i + 3
     __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), b = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
     __m512i c = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd), d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-    _mm512_storeu_si512(out + j * stride, _mm512_shuffle_i32x4(a, b, 0x88));
-    _mm512_storeu_si512(out + (4 + j) * stride, _mm512_shuffle_i32x4(c, d, 0x88));
-    _mm512_storeu_si512(out + (8 + j) * stride, _mm512_shuffle_i32x4(a, b, 0xdd));
-    _mm512_storeu_si512(out + (12 + j) * stride, _mm512_shuffle_i32x4(c, d, 0xdd));
+    put(j, _mm512_shuffle_i32x4(a, b, 0x88));
+    put(4 + j, _mm512_shuffle_i32x4(c, d, 0x88));
+    put(8 + j, _mm512_shuffle_i32x4(a, b, 0xdd));
+    put(12 + j, _mm512_shuffle_i32x4(c, d, 0xdd));
   }
+}
+
+inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
+  Transpose(x, [&](int64_t j, __m512i words) { _mm512_storeu_si512(out + j * stride, words); });
 }
 
 // out[j] = of each x[i] its eight bytes from 8 j on.

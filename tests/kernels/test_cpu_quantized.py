@@ -1,5 +1,6 @@
 """The C++ products with weights in 8 and 4 bits, against the definition in float64."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ SHAPES = [
     (70, 26, 64),
     (127, 12, 64),
     (18, 7, 1056),
+    (540, 7, 1056),
 ]
 
 
@@ -55,16 +57,17 @@ def meant(w: QuantizedWeight) -> np.ndarray:
 
 
 def rounding(x: Any, weight: Any, form: str) -> np.ndarray:
-    """How far a sum may be off because x is rounded to integers: 256 inputs at a time, in steps of
-    a 32767th of the largest with AVX2, a 32639th with AVX-512.
+    """How far a sum may be off because x is rounded to integers: with AVX2 256 inputs at a time, in
+    steps of a 32767th of the largest; with AVX-512 32 inputs, in steps of a 127th.
     """
     if not takes_integers(form):
         return np.zeros(())
-    T, E = x.shape
-    whole = np.zeros((T, -(-E // 256) * 256))
+    (T, E), chosen = x.shape, level()
+    size, most = (256, 32767) if chosen is not None and chosen.name == "avx2" else (32, 127)
+    whole = np.zeros((T, -(-E // size) * size))
     whole[:, :E] = np.abs(x.astype(np.float64))
-    blocks = whole.reshape(T, -1, 256)
-    step = np.broadcast_to(blocks.max(-1, keepdims=True) / 32639, blocks.shape).reshape(whole.shape)
+    blocks = whole.reshape(T, -1, size)
+    step = np.broadcast_to(blocks.max(-1, keepdims=True) / most, blocks.shape).reshape(whole.shape)
     return step[:, :E] / 2 @ np.abs(np.asarray(weight, np.float64)).T
 
 
@@ -84,9 +87,10 @@ def test_equals_the_definition(T: int, N: int, E: int, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_scales_of_groups_and_zeros(form: str) -> None:
-    """As files have them: of 64 inputs each, and in int4 zeros."""
-    x, w = arrays(5, 13, 192, form)
+@pytest.mark.parametrize("E", [192, 1152])
+def test_scales_of_groups_and_zeros(E: int, form: str) -> None:
+    """As files have them: three to a row, and in int4 zeros."""
+    x, w = arrays(5, 13, E, form)
     rng = np.random.default_rng(0)
     scales = jnp.asarray(rng.uniform(0.01, 0.1, (13, 3)), jnp.float32)
     zeros = jnp.asarray(rng.integers(-7, 8, (13, 3)), jnp.float32) if form == "int4" else None
@@ -97,6 +101,17 @@ def test_scales_of_groups_and_zeros(form: str) -> None:
     assert (np.abs(found - exact) <= allowed).all()
     plain = np.asarray(native.linear(x, w.values, scales, w.form, 5))
     assert (zeros is None) == np.array_equal(plain, found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_huge_input_costs_its_neighbours_alone(form: str) -> None:
+    """Those of its 256 at most: what is elsewhere is rounded as it would be without."""
+    x, w = arrays(5, 13, 576, form)
+    values = w.values.at[:, : 256 * w.values.shape[1] // 576].set(0x88 if form == "int4" else 0)
+    plain = product(x, dataclasses.replace(w, values=values), 5)
+    x[:, 3] *= 1e4
+    assert plain.any()
+    assert np.array_equal(product(x, dataclasses.replace(w, values=values), 5), plain)
 
 
 def test_every_value_of_fp8() -> None:
@@ -146,5 +161,5 @@ def test_sizes_far_from_one(form: str, size: float) -> None:
     x, w = arrays(3, 20, 576, form)
     scaled = (x.astype(np.float32) * size).astype(jnp.bfloat16)
     exact = scaled.astype(np.float64) @ meant(w).T
-    allowed = 1e-3 * np.abs(exact).max(0) + 1e-30
+    allowed = 1e-3 * np.abs(exact).max(0) + 1e-30 + rounding(scaled, meant(w), form)
     assert (np.abs(product(scaled, w, 3) - exact) <= allowed).all()

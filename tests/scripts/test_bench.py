@@ -129,6 +129,7 @@ def run(folder: Path, *flags: str) -> None:
     assert bench.main(["--random", str(folder), *SMALL.split(), *flags]) == 0
 
 
+@pytest.mark.own_steps
 @pytest.mark.usefixtures("few_shapes")
 def test_a_run_on_a_random_model(random_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(random_folder)

@@ -122,7 +122,8 @@ class Linear:
 
     def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
         products = self.serving.products
-        if products is None or x.dtype != jnp.bfloat16 or x.ndim != 2:
+        if products is None or x.dtype != jnp.bfloat16:
             return weight.linear(x).astype(dtype)
+        rows = x.reshape(-1, x.shape[-1])
         parts = (weight.values, weight.scales, weight.zeros, weight.form)
-        return products.quantized(x, *parts, self.serving.count(x)).astype(dtype)
+        return products.quantized(rows, *parts, self.serving.count(rows)).astype(dtype)
