@@ -52,7 +52,7 @@ LEVELS = (  # the best first
         name="amx",
         needs=AVX512 | {"amx_tile", "amx_bf16"},
         flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        sources=("avx512/attend.cc", "avx512/experts.cc", "avx512/quantized.cc", "amx/linear.cc"),
+        sources=("avx512/attend.cc", "avx512/experts.cc", "amx/quantized.cc", "amx/linear.cc"),
         tiles=True,
     ),
     Level(
@@ -62,8 +62,8 @@ LEVELS = (  # the best first
         sources=(
             "avx512/attend.cc",
             "avx512/experts.cc",
+            "avx512/floats.cc",
             "avx512/integers.cc",
-            "avx512/quantized.cc",
             "avx512/linear.cc",
         ),
     ),

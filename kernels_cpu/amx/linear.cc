@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../avx512/lanes.h"
-#include "../avx512/operand.h"
+#include "operand.h"
 
 namespace jpaged {
 namespace {

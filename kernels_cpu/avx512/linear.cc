@@ -1,7 +1,6 @@
 // Products of few rows with AVX-512 bf16; see linear.h.
 #include "../linear.h"
 
-#include "operand.h"
 #include "products.h"
 
 namespace jpaged {
@@ -42,14 +41,5 @@ void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
   MultiplyAny(pool, x, w, y, T, N, E);
-}
-
-Operand::Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
-
-int64_t Operand::AtOnce() const { return 2 * kCols; }
-
-void Operand::Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
-  auto to = [&](int64_t t) { return y + t * stride; };
-  MultiplyGroups(x_, to, T_, w, count, E_, 0, (count + kCols - 1) / kCols);
 }
 }  // namespace jpaged

@@ -35,17 +35,14 @@ def arrays(T: int, N: int, E: int, form: Any) -> tuple[Any, QuantizedWeight]:
     return x.astype(jnp.bfloat16), quantized(jnp.asarray(w, jnp.bfloat16), form, 1)
 
 
-def takes_integers(form: str) -> bool:
-    """Whether x becomes integers too, which AMX has no use for."""
-    return form != "fp8" and (chosen := level()) is not None and chosen.name != "amx"
+def by_tiles() -> bool:
+    """Whether AMX multiplies, which takes bf16 of everything."""
+    return (chosen := level()) is not None and chosen.name == "amx"
 
 
-def as_multiplied(weight: Any, form: str) -> np.ndarray:
-    """What f32 weights with scales of groups are in a product: rounded to bf16 where they are not
-    integers, but for AVX2.
-    """
-    rounds = not takes_integers(form) and (chosen := level()) is not None and chosen.name != "avx2"
-    return np.asarray(weight.astype(jnp.bfloat16) if rounds else weight, np.float64)
+def as_multiplied(weight: Any) -> np.ndarray:
+    """What f32 weights with scales of groups are in a product: rounded to bf16 with AMX."""
+    return np.asarray(weight.astype(jnp.bfloat16) if by_tiles() else weight, np.float64)
 
 
 def meant(w: QuantizedWeight) -> np.ndarray:
@@ -53,14 +50,14 @@ def meant(w: QuantizedWeight) -> np.ndarray:
     it is never rounded.
     """
     whole = dequantized(w.values, w.scales, w.form)
-    return as_multiplied(whole, w.form) if w.form == "int4" else np.asarray(whole, np.float64)
+    return as_multiplied(whole) if w.form == "int4" else np.asarray(whole, np.float64)
 
 
 def rounding(x: Any, weight: Any, form: str) -> np.ndarray:
     """How far a sum may be off because x is rounded to integers: with AVX2 256 inputs at a time, in
     steps of a 32767th of the largest; with AVX-512 32 inputs, in steps of a 127th.
     """
-    if not takes_integers(form):
+    if form == "fp8" or by_tiles():
         return np.zeros(())
     (T, E), chosen = x.shape, level()
     size, most = (256, 32767) if chosen is not None and chosen.name == "avx2" else (32, 127)
@@ -94,7 +91,7 @@ def test_scales_of_groups_and_zeros(E: int, form: str) -> None:
     rng = np.random.default_rng(0)
     scales = jnp.asarray(rng.uniform(0.01, 0.1, (13, 3)), jnp.float32)
     zeros = jnp.asarray(rng.integers(-7, 8, (13, 3)), jnp.float32) if form == "int4" else None
-    whole = as_multiplied(dequantized(w.values, scales, w.form, zeros), form)
+    whole = as_multiplied(dequantized(w.values, scales, w.form, zeros))
     exact = x.astype(np.float64) @ whole.T
     allowed = 1e-5 * np.abs(exact).max(0) + 1e-6 + rounding(x, whole, form)
     found = np.asarray(native.linear(x, w.values, scales, w.form, 5, zeros))

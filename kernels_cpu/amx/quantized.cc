@@ -1,10 +1,8 @@
-// Products with weights in 8 and 4 bits with AVX-512 bf16, and with AMX beside it; see quantized.h. A few rows of the weight
-// at a time become bf16 in the cache and meet all rows of x there: those of one scale as they are, which bf16 holds, others
-// times their scales, rounded.
+// Products with weights in 8 and 4 bits with AMX; see quantized.h. A few rows of the weight at a time become bf16 in the cache
+// and meet all rows of x there: those of one scale as they are, which bf16 holds, others times their scales, rounded.
 #include "../quantized.h"
 
-#include "../integers.h"
-#include "lanes.h"
+#include "../avx512/lanes.h"
 #include "operand.h"
 
 namespace jpaged {
@@ -99,9 +97,6 @@ void Fetch(const Quantized& w, int64_t first, int64_t count) {
 }  // namespace
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-#ifdef __AVX512VNNI__  // of the level that has no tiles, which are faster still
-  if (w.form != Form::kFp8) return MultiplyIntegers(pool, x, w, y, T);
-#endif
   Operand operand(pool, x, T, w.E);
   int64_t at_once = operand.AtOnce(), blocks = (w.N + at_once - 1) / at_once;
   // Several items a thread: one that begins late is not waited for long.

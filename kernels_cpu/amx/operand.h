@@ -1,5 +1,4 @@
-// The rows of x of a product in the form that a processor's tiles take, for weights of which a few rows at a time become
-// bf16; AVX-512 and AMX each have theirs.
+// The rows of x of a product in the form that tiles take, for weights of which a few rows at a time become bf16.
 #pragma once
 
 #include "../kernels.h"
