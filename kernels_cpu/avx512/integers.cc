@@ -41,9 +41,8 @@ void ToIntegers(const bf16* x, const Integers& to, int64_t tile, int64_t row, in
     uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(odd, even)) << 16;
     float largest;
     std::memcpy(&largest, &bits, sizeof(largest));
-    bool is_zero = largest < kNothing;
-    float scale = is_zero ? 0.0f : largest / kMost;
-    __m512 inverse = _mm512_set1_ps(is_zero ? 0.0f : kMost / largest);
+    float scale = largest / kMost;
+    __m512 inverse = _mm512_set1_ps(largest < kNothing ? 0.0f : kMost / largest);
     __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e), inverse));
     __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e + kBlock / 2), inverse));
     alignas(16) int8_t bytes[kBlock];
