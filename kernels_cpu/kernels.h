@@ -53,7 +53,7 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t items, const Body& body) {
     std::vector<std::atomic<int64_t>> next;
     std::atomic<int64_t> done{0};
   };
-  int64_t workers = std::clamp<int64_t>(items, 1, pool.num_threads());
+  int64_t workers = std::max<int64_t>(1, std::min<int64_t>(items, pool.num_threads()));
   auto state = std::make_shared<State>();
   state->next = std::vector<std::atomic<int64_t>>(workers);
   for (int64_t part = 0; part < workers; ++part) state->next[part] = items * part / workers;
