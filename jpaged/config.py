@@ -19,6 +19,7 @@ CHOICES = {  # of fields that may be None
     "quantization": ("int8", "int4", "fp8"),
     "kv_cache_dtype": ("int8", "fp8"),
 }
+BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
 SPECULATIVE = (
     'guess tokens ahead and check them in one step, with equal outputs: {"method": "ngram", '
     '"num_tokens": 8}, by a smaller model: {"method": "draft", "model": FOLDER}, or by an EAGLE-3 '
@@ -104,7 +105,7 @@ class EngineConfig:
         None, "tokens of prompt and completion together; None: max_position_embeddings"
     )
     max_num_seqs: int = _knob(256, "rows that run at once, of each replica")
-    max_num_batched_tokens: int = _knob(8192, "prefill tokens a step")
+    max_num_batched_tokens: int = _knob(BATCHED, "prefill tokens a step; default on a CPU: 1024")
     block_size: int = _knob(64, "P, tokens a KV block")
     num_blocks: int | None = _knob(
         None, "N, KV blocks of a replica; None sizes the pool from memory"
@@ -245,6 +246,8 @@ class EngineConfig:
                 f"max_model_len={max_model_len}: the model has max_position_embeddings={longest}"
             )
         batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if on_cpu and batched == BATCHED and self.token_buckets is None:
+            batched = CPU_BATCHED
         tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
         is_single = seqs == 1 and not self.speculative  # a row that guesses draws several times
         rows = self.seq_buckets or ((1,) if is_single else _up_to(seqs, SEQ_BUCKETS))
@@ -331,9 +334,7 @@ def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: boo
     """alike: whether a draw of its own gives the same bits. None: until a step of both is there."""
     if steps > 1:
         if config.separate_draw:
-            raise ConfigError(
-                f"separate_draw=True: a dispatch of decode_steps={steps} draws within its loop"
-            )
+            raise ConfigError(f"separate_draw=True: a dispatch of decode_steps={steps} draws too")
         return False
     if config.separate_draw is not None or (on_cpu and alike and not config.strict):
         return config.separate_draw

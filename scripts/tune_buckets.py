@@ -8,7 +8,8 @@ Lengths are run through the engine's own scheduler, over no device, to see which
 step padded to a bucket of n tokens (rows, in decode) is taken to last a + b*n seconds, and each
 bucket that a step uses to compile once; dynamic programming finds the buckets that cost least over
 --runs-per-compile runs of these steps. --out writes what `EngineConfig(**json)` takes:
-token_buckets and seq_buckets. The other flags say what the engine's settings are now.
+token_buckets and seq_buckets, and the settings that they reach up to. The other flags say what the
+engine's settings are now; those that nobody gives are the ones of the device that is here.
 
 Without --step-seconds and the like, a and b are those of the 60M model of bench.py on two CPU cores
 in bf16; a record that says how many tokens a second it had stretches them to that speed, and says
@@ -28,6 +29,7 @@ from typing import Any
 
 import _common as common
 import bench
+import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
@@ -259,7 +261,7 @@ def engine_config(args: argparse.Namespace, longest: int) -> EngineConfig:
     # Of the model, only the longest context counts here.
     length = max(longest, config.max_model_len or 1)
     model = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=length)
-    config = config.resolve(model)
+    config = config.resolve(model, on_cpu=jax.default_backend() == "cpu")
     enough = config.max_num_seqs * config.max_blocks_per_seq
     return dataclasses.replace(config, num_blocks=config.num_blocks or enough)
 
@@ -307,8 +309,7 @@ def run(args: argparse.Namespace) -> None:
         drawn = zip(*bench.workload(args).requests_of(), strict=True)
         lengths = [(len(prompt), output) for prompt, output in drawn]
     config = engine_config(args, max((sum(pair) for pair in lengths), default=1))
-    is_recorded = args.record is not None
-    sizes = record_sizes(record, args.record) if is_recorded else simulate(config, lengths)
+    sizes = record_sizes(record, args.record) if args.record else simulate(config, lengths)
     costs, rows, tuned = costs_of(args, record, sizes, config), [], {}
     for phase, name in PHASES.items():
         knob, largest = LIMITS[phase], max(sizes[phase], default=0)
@@ -333,7 +334,8 @@ def run(args: argparse.Namespace) -> None:
     for name, buckets in tuned.items():
         print(f"{name}: {buckets}")
     if args.out is not None:
-        args.out.write_text(json.dumps(tuned) + "\n")
+        limits = {knob: getattr(config, knob) for knob in LIMITS.values()}
+        args.out.write_text(json.dumps(tuned | limits) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

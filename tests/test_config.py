@@ -323,6 +323,24 @@ def test_engine_config_resolves_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "on_cpu", "batched", "last"),
+    [
+        ({}, False, 8192, 8192),
+        ({}, True, 1024, 1024),
+        ({"max_num_batched_tokens": 4096}, True, 4096, 4096),
+        ({"token_buckets": (512, 8192)}, True, 8192, 8192),
+    ],
+)
+def test_the_tokens_of_a_step(
+    change: dict[str, Any], on_cpu: bool, batched: int, last: int
+) -> None:
+    """A CPU takes fewer at a time, where nobody chose."""
+    settings = EngineConfig(**change).resolve(ModelConfig.from_hf(hf("qwen2")), on_cpu=on_cpu)
+    assert settings.max_num_batched_tokens == batched
+    assert settings.token_buckets is not None and settings.token_buckets[-1] == last
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
