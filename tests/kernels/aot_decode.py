@@ -4,9 +4,10 @@
 
 compiles the step of 256 rows of Qwen3-0.6B with 2 and with 3 layers, for a card that is not there,
 and prints a JSON line for each: graphs, the pieces that the host launches one after another (where
-a loop or a branch lies between two, it waits for the card), kernels, and how often the logits are
-read. The last line is of the step that looks for top_k and top_p, which must be several graphs and
-reads them more than once: the control. Exit status 1 where the plain step is not one, or does.
+a loop or a branch lies between two, it waits for the card), kernels, those of them beside the
+products, and how often the logits are read. The last line is of the step that looks for top_k and
+top_p, which must be several graphs and reads them more than once: the control. Exit status 1 where
+the plain step is not one, or does.
 """
 
 import dataclasses
@@ -26,16 +27,22 @@ from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
 
 ROWS = 256
 THUNKS = "*thunk_sequence_after_thunk_passes.txt"  # that XLA writes of a program
-KERNEL = re.compile(r"^\s*\d+: k(CustomKernel|CustomCall|Copy)\b")
-TOP = re.compile(r"^\d+: k")
+KERNEL = re.compile(r"^\s*\d+: k(?:CustomKernel|CustomCall|Copy)\b(?:.*?\] (\w+))?", re.MULTILINE)
+TOP = re.compile(r"^\d+: k", re.MULTILINE)
 
 
 def launched(thunks: str) -> dict[str, int]:
-    """Pieces at the top of a sequence of thunks, and kernels in all of it."""
-    lines = thunks.splitlines()
+    """Pieces at the top of a sequence of thunks, kernels in all of it, and those that are neither a
+    product nor the sum of the parts that XLA cut one into.
+    """
+    names = KERNEL.findall(thunks)
+    is_product = [name.startswith("gemm") for name in names]
+    follows = [False, *is_product[:-1]]
+    is_sum = [after and "add" in name for after, name in zip(follows, names, strict=True)]
     return {
-        "graphs": sum(TOP.match(line) is not None for line in lines),
-        "kernels": sum(KERNEL.match(line) is not None for line in lines),
+        "graphs": len(TOP.findall(thunks)),
+        "kernels": len(names),
+        "beside": len(names) - sum(is_product) - sum(is_sum),
     }
 
 

@@ -13,9 +13,12 @@ from tests.kernels.aot_decode import launched, readings
 
 THUNKS = """
 000: kCommandBuffer [source | next=003 (1)]
-    001: kCustomKernel [source | sink] loop_fusion
+    001: kCustomKernel [source | sink] loop_add_fusion grid: [2048] threads: [64]
     002: kDynamicSliceFusion [source | sink] params=6
         002: kCustomCall [source | sink] kCustomCall
+    002: kCustomKernel [prev=001 (1)  | next=003 (1) ] gemm_fusion_dot grid: [8192] threads: [64]
+    002: kCustomKernel [prev=001 (1)  | next=003 (1) ] loop_add_fusion_1 grid: [2048] threads: [64]
+    002: kCustomKernel [prev=001 (1)  | next=003 (1) ] loop_add_fusion_2 grid: [2048] threads: [64]
 003: kWhile         [prev=000 (1) | sink]
 condition:
     004: kCustomKernel [source | sink] wrapped_compare
@@ -50,7 +53,7 @@ def test_readings_are_counted() -> None:
 
 
 def test_thunks_are_counted() -> None:
-    assert launched(THUNKS) == {"graphs": 2, "kernels": 4}
+    assert launched(THUNKS) == {"graphs": 2, "kernels": 7, "beside": 5}
 
 
 @pytest.mark.slow
@@ -58,8 +61,8 @@ def test_thunks_are_counted() -> None:
 def test_decode_is_one_graph() -> None:
     """Nothing in it waits for the host, where nobody asks for top_k or top_p: the control does.
     Four products, of which XLA splits two and adds their parts up with the residual; beside these
-    two norms, what prepares attention, attention, and the gate: 11 kernels a layer. The logits are
-    read once.
+    two norms, what prepares attention, attention, and the gate: 11 kernels a layer, five beside the
+    products. The logits are read once.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -70,4 +73,5 @@ def test_decode_is_one_graph() -> None:
     two, three, control = (json.loads(line) for line in child.stdout.splitlines())
     assert two["graphs"] == three["graphs"] == 1 < control["graphs"]
     assert three["kernels"] - two["kernels"] <= 11
+    assert three["beside"] - two["beside"] <= 5
     assert two["readings"] == three["readings"] == 1 < control["readings"]
