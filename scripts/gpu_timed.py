@@ -33,6 +33,7 @@ from gpu_jobs import run_cases
 from gpu_seconds import kernel_seconds, seconds_of
 
 from jpaged.models.layers import low_rank
+from jpaged.models.quantized import fp8_product, quantized
 from kernels_pallas.paged_attention.cases import Case
 from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
@@ -397,7 +398,7 @@ FORMS = {
 
 def quantised(dry: bool) -> Cases:
     """The same with weights in 8 and 4 bits, and keys and values in 8: a run of each after its
-    warm-up.
+    warm-up. First products of an FFN of 8B with fp8 weights, x in bf16 and in fp8, beside bf16's.
     """
 
     def case(*flags: str) -> Found:
@@ -406,8 +407,24 @@ def quantised(dry: bool) -> Cases:
         llm().close()
         return found
 
+    def product(rows: int, way: str) -> Found:
+        plain = noise((96, 64) if dry else (28672, 4096))
+        x, weight = noise((rows, plain.shape[1])), quantized(plain, "fp8", 1)
+        ways = {"x in bf16": lambda x, w: w.linear(x).astype(x.dtype), "bf16": lambda x, w: x @ w.T}
+        call = ways.get(way, lambda x, w: fp8_product(x, w).astype(x.dtype))
+        weight = plain if way == "bf16" else weight
+        compiled = jax.jit(call).lower(x, weight).compile()
+        seconds = seconds_of(lambda: compiled(x, weight), jax.block_until_ready, dry)
+        size = jnp.abs(compiled(x, weight)).mean(dtype=jnp.float32)
+        return {"us": 1e6 * seconds, "size": float(size)}
+
     names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
-    return {name: functools.partial(case, *FORMS[name]) for name in names}
+    rows, ways = (16,) if dry else (64, 256, 1024, 8192), ("x in bf16", "x in fp8", "bf16")
+    products: Cases = {
+        f"fp8, {n} rows, {way}": functools.partial(product, n, way)
+        for n, way in itertools.product(rows, ways)
+    }
+    return products | {name: functools.partial(case, *FORMS[name]) for name in names}
 
 
 def adapters(dry: bool) -> Cases:

@@ -85,6 +85,23 @@ def test_over_four_devices(form: Any) -> None:
         assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
 
 
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_fp8_by_fp8(monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int) -> None:
+    """As on a card that multiplies it: rounding x costs about as much as rounding weights."""
+    monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: None)
+    params = params_of(dtype=jnp.bfloat16)
+    how = {"quantization": "fp8", "tensor_parallel_size": tensor_parallel_size}
+    plain, widened = served(params).score(PROMPTS), served(params, **how).score(PROMPTS)
+    monkeypatch.setattr("jpaged.runtime.runner.multiplies_fp8", lambda _: True)
+    monkeypatch.setattr("jpaged.models.quantized.ROUNDED_FROM", 1)
+    rounded = served(params, **how).score(PROMPTS)
+
+    def apart(some: Any, others: Any) -> float:
+        return float(np.mean(np.abs(np.concatenate(some) - np.concatenate(others))))
+
+    assert 0.3 < apart(rounded, widened) / apart(widened, plain) < 3
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_experts_too(form: Any, tensor_parallel_size: int) -> None:

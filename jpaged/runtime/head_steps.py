@@ -38,9 +38,8 @@ class HeadSteps:
         """The head for a product of so many rows."""
         model, how = self.setting.model, self.setting
         assert isinstance(model, HeadConfig)
-        serving = Serving(
-            num_rows=num_rows, max_len=how.config.max_model_len, products=how.products
-        )
+        sizes: Any = {"num_rows": num_rows, "max_len": how.config.max_model_len}
+        serving = Serving(**sizes, products=how.products, in_fp8=how.in_fp8)
         return Head(model, self.params, self.target, serving)
 
     def follow(

@@ -39,6 +39,12 @@ def choose_products(device: Any, dtype: Any, *, deterministic: bool) -> NativePr
     return NativeProducts(most_rows=None if deterministic else rates().most_rows)
 
 
+def multiplies_fp8(device: Any) -> bool:
+    """Whether a device has tensor cores for fp8: NVIDIA's do from compute capability 8.9 on."""
+    capability = getattr(device, "compute_capability", "")
+    return capability[:1].isdecimal() and float(capability) >= 8.9  # AMD's begin with "gfx"
+
+
 def choose_experts(
     model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool = True
 ) -> ExpertProducts | None:

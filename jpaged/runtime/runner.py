@@ -26,7 +26,7 @@ from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.one_pass import choose_one_pass
 from jpaged.runtime.processes import put
-from jpaged.runtime.products import choose_experts, choose_products
+from jpaged.runtime.products import choose_experts, choose_products, multiplies_fp8
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -364,6 +364,7 @@ def _setting(
         experts=choose_experts(
             model, placement.device, dtype, placement.axis_size, experts_are_plain(params)
         ),
+        in_fp8=multiplies_fp8(placement.device),
         tensor_axis=axis,
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),

@@ -37,7 +37,8 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
-    products, experts: who multiplies beside XLA. one_pass: who sums over the vocabulary.
+    products, experts: who multiplies beside XLA. in_fp8: as of Serving. one_pass: who sums over the
+    vocabulary.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
     None. vocabulary: how that lies. draft: of a draft model, whose pools come last among `pools`.
@@ -48,6 +49,7 @@ class StepSetting:
     pools: tuple[PoolSpec, ...]
     products: Products | None = None
     experts: ExpertProducts | None = None
+    in_fp8: bool = False
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
@@ -138,6 +140,7 @@ class _Step:
             tensor_axis=self.to.tensor_axis,
             axis_size=self.to.axis_size,
             adapters=adapters,
+            in_fp8=self.to.in_fp8,
         )
         return bind(self.to.model, params, serving)
 

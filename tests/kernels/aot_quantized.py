@@ -4,8 +4,9 @@
     python -m tests.kernels.aot_quantized tpu v5e:2x2
 
 compiles, of each form, the product of 16 rows with a weight of 6144 x 1024 (an FFN of Qwen3-0.6B)
-and prints a JSON line: bytes of temporaries, and how many instructions write the widened weight to
-memory. "control" writes it by order.
+and prints a JSON line: bytes of temporaries, how many instructions write the widened weight to
+memory, and how many products are of fp8 by fp8. "control" writes it by order; "fp8 by fp8" is the
+product of 704 rows where tensor cores can do that.
 """
 
 import functools
@@ -24,7 +25,7 @@ from scripts._common import absent_device, stay_on_cpu
 
 N, E, ROWS = 6144, 1024, 16
 FORMS: tuple[Form, ...] = ("int8", "fp8", "int4")
-NAMES = (*FORMS, "fp8 in blocks", "int4 with zeros", "control")
+NAMES = (*FORMS, "fp8 by fp8", "fp8 in blocks", "int4 with zeros", "control")
 
 
 def weight(name: str) -> QuantizedWeight:
@@ -44,7 +45,7 @@ def weight(name: str) -> QuantizedWeight:
 
 
 def product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
-    return w.linear(x).astype(x.dtype)
+    return w.linear(x, in_fp8=len(x) > ROWS).astype(x.dtype)
 
 
 def control(x: jax.Array, w: QuantizedWeight) -> jax.Array:
@@ -68,6 +69,16 @@ def written(hlo: str) -> list[str]:
     return found
 
 
+def in_fp8(hlo: str) -> int:
+    """Products in a module, both sides of which are fp8 as they come."""
+    computations = re.findall(r"^%([^\n]*)\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)
+    fused = (
+        head.count(": f8e4m3fn[") == 2 and " dot(" in body and " convert(" not in body
+        for head, body in computations
+    )
+    return sum(fused) + hlo.count('custom_call_target="__cublas$lt$matmul$f8"')
+
+
 def _at(where: Any, x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
@@ -76,7 +87,8 @@ def facts(platform: str, chip: str) -> Iterator[dict[str, Any]]:
     for name in NAMES:
         with absent_device(platform, chip) as device:
             where = jax.sharding.SingleDeviceSharding(device)
-            args = (jax.ShapeDtypeStruct((ROWS, E), jnp.bfloat16), weight(name))
+            rows = 704 if name == "fp8 by fp8" else ROWS
+            args = (jax.ShapeDtypeStruct((rows, E), jnp.bfloat16), weight(name))
             placed = jax.tree.map(functools.partial(_at, where), args)
             function = control if name == "control" else product
             compiled: Any = jax.jit(function).trace(*placed).lower().compile()
@@ -84,6 +96,7 @@ def facts(platform: str, chip: str) -> Iterator[dict[str, Any]]:
             "form": name,
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
             "written": len(written(compiled.as_text())),
+            "in_fp8": in_fp8(compiled.as_text()),
         }
 
 

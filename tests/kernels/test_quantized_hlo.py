@@ -29,6 +29,15 @@ def test_what_is_read_of_hlo() -> None:
     assert aot_quantized.written(f"{fused}\n{wide}\n}}\n{entry}\n  %a = bf16[16,6144] dot()") == []
 
 
+def test_products_of_fp8_are_told_from_widened_ones() -> None:
+    head = "%fused (a: f8e4m3fn[16,8], b: f8e4m3fn[4,8]) -> f32[16,4] {"
+    product = "  ROOT %dot = f32[16,4]{1,0} dot(%a, %b)"
+    assert aot_quantized.in_fp8(f"HloModule m\n\n{head}\n{product}\n}}\n") == 1
+    widened = f"  %c = bf16[4,8] convert(%b)\n{product}"
+    assert aot_quantized.in_fp8(f"{head}\n{widened}\n}}\n") == 0
+    assert aot_quantized.in_fp8(f"{head.replace('f8e4m3fn[16', 'bf16[16')}\n{product}\n}}\n") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("platform", "chip"), CHIPS)
 def test_no_weight_is_widened_in_memory(platform: str, chip: str) -> None:
@@ -42,3 +51,6 @@ def test_no_weight_is_widened_in_memory(platform: str, chip: str) -> None:
         # A TPU writes the scales of blocks beside each other, in the memory of its core.
         assert written <= (platform == "tpu" and form == "fp8 in blocks"), form
         assert found[form]["temporaries"] < 2**20, form
+        assert found[form]["in_fp8"] == 0, form
+    if platform == "cuda":
+        assert found["fp8 by fp8"]["in_fp8"] == 1 and found["fp8 by fp8"]["written"] == 0

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import jpaged.models.quantized as quantized_module
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_table
 from jpaged.models.quantized import (
     Form,
     QuantizedWeight,
     as_they_lie,
+    fp8_product,
     partition,
     quantized,
     served_form,
@@ -155,3 +157,40 @@ def test_parts_that_products_are_made_of(form: Form, zeros: bool) -> None:
     found = sum(np.asarray(own, np.float64) @ np.asarray(part).T for own, part in parts)
     exact = x.astype(np.float32) @ np.asarray(w.whole(), np.float64).T
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_product_of_fp8_by_fp8() -> None:
+    """Rows of x are rounded, each with its own scale; what they stand for is multiplied exactly."""
+    w = quantized(jnp.asarray(weight((12, 64)) * 0.1, jnp.bfloat16), "fp8", 1)
+    x = np.random.default_rng(2).standard_normal((7, 64)).astype(np.float32)
+    x[1], x[2], x[3], x[4, 5] = 0.0, x[2] * 1e5, x[3] * 1e-20, 1e4
+    x[6, 0] = np.nan
+    x = jnp.asarray(x, jnp.bfloat16)
+    wide = np.asarray(x, np.float64)[:6]
+    tops = np.abs(wide).max(1, keepdims=True)
+    scales = np.where(tops == 0, 1, tops / 448)
+    seen = np.asarray((wide / scales).astype(np.float32).astype(jnp.float8_e4m3fn), np.float64)
+    seen *= scales
+    # Half a step of 3 bits; below 2**-6 steps are all of 2**-9.
+    assert (np.abs(seen - wide) <= np.maximum(np.abs(wide) / 16, scales * 2.0**-10)).all()
+    found, expected = np.asarray(fp8_product(x, w)), seen @ meant(w).T
+    assert np.isnan(found[6]).all(), "and no other row"
+    size = np.abs(seen) @ np.abs(meant(w)).T
+    assert (np.abs(found[:6] - expected) <= 1e-5 * size + 1e-37).all()
+
+
+def test_which_products_are_of_fp8_by_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = jnp.asarray(weight((8, 256))[4:] * 0.1, jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((3, 256)), jnp.bfloat16)
+    monkeypatch.setattr(quantized_module, "ROUNDED_FROM", 3 * 4 * 256)
+
+    def rounds(x: jax.Array, w: QuantizedWeight, *, in_fp8: bool = True) -> bool:
+        plain = w.linear(x)
+        return not np.array_equal(w.linear(x, in_fp8=in_fp8), plain)
+
+    fp8 = quantized(wide, "fp8", 1)
+    assert rounds(x, fp8) and np.array_equal(fp8.linear(x, in_fp8=True), fp8_product(x, fp8))
+    assert not rounds(x, fp8, in_fp8=False) and not rounds(x[:2], fp8), "too small"
+    assert not rounds(x.astype(jnp.float32), fp8) and not rounds(x, quantized(wide, "int8", 1))
+    blocks = dataclasses.replace(fp8, scales=jnp.repeat(fp8.scales, 2, axis=1))
+    assert not rounds(x, blocks)

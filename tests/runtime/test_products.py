@@ -1,6 +1,7 @@
 """Who multiplies is chosen when an engine starts, and never asked for while a step is traced."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jpaged.engine.buckets import bucket_table
 from jpaged.models.forward import bind
 from jpaged.runtime import products
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import FREE, choose_products, resolve_for
+from jpaged.runtime.products import FREE, choose_products, multiplies_fp8, resolve_for
 from jpaged.runtime.runner import Runner
 from kernels_cpu import library, paged_attention
 from kernels_cpu.linear import NativeProducts
@@ -42,6 +43,14 @@ def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPa
     assert chosen(jnp.bfloat16) is None
     monkeypatch.setattr(library, "unavailable", asked)
     assert chosen(jnp.float32) is None
+
+
+def test_which_devices_multiply_fp8() -> None:
+    kinds = {"9.0": True, "8.9": True, "12.0": True, "8.0": False, "gfx942": False}
+    for capability, expected in kinds.items():
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        assert multiplies_fp8(device) is expected
+    assert not multiplies_fp8(ONE_DEVICE.device)
 
 
 def test_deterministic_by_default_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,10 @@ def test_dry_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if name == "adapters":
         sizes = [found[f"4 rows, {way}"]["size"] for way in ("all", "copy", "ragged")]
         assert sizes[0] > 0 and sizes == pytest.approx([sizes[0]] * 3, rel=0.02)
+    if name == "quantised":
+        sizes = [found[f"fp8, 16 rows, {way}"]["size"] for way in ("bf16", "x in bf16", "x in fp8")]
+        assert sizes[0] > 0 and sizes == pytest.approx([sizes[0]] * 3, rel=0.05)
+        assert len(set(sizes)) == 3
     if name == "peers_torch":
         taken = all("seconds" in r for r in found.values())
         assert taken or all(r["not_taken"] == "torch is not installed" for r in found.values())

@@ -59,7 +59,7 @@ class Serving:
     experts: who multiplies by the experts of a mixture; None computes all of them, and can be
     differentiated. tensor_axis: the mesh axis (or axes) of axis_size devices that hold shares of
     the weights, inside shard_map; None where each holds all. adapters: of the rows; None where no
-    row has any.
+    row has any. in_fp8: XLA has tensor cores for products of fp8 by fp8.
     """
 
     num_rows: Array | None = None
@@ -69,6 +69,7 @@ class Serving:
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     adapters: AdapterRows | None = None
+    in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def count(self, x: Array) -> Any:
         """How many rows of x are real."""
@@ -123,7 +124,7 @@ class Linear:
     def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
         products = self.serving.products
         if products is None or x.dtype != jnp.bfloat16:
-            return weight.linear(x).astype(dtype)
+            return weight.linear(x, in_fp8=self.serving.in_fp8).astype(dtype)
         rows = x.reshape(-1, x.shape[-1])
         parts = (weight.values, weight.scales, weight.zeros, weight.form)
         return products.quantized(rows, *parts, self.serving.count(rows)).astype(dtype)
