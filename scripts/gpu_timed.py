@@ -22,23 +22,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import _common as common
 import bench
+import gpu_products
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_jobs import run_cases
+from gpu_products import Cases, Found, noise
 from gpu_seconds import kernel_seconds, seconds_of
 
-from jpaged.models.layers import low_rank
-from jpaged.models.quantized import fp8_product, quantized
 from kernels_pallas.paged_attention.cases import Case
 from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
-Found = dict[str, Any]
-Cases = dict[str, Callable[[], Found]]
 # A function of q and more arguments, and these arguments for each layer of the pool.
 Built = tuple[Callable[..., Any], list[Any]]
 
@@ -134,11 +131,6 @@ def our_step(
         *((x.shape, x.dtype) for x in rest),
     ]
     return step, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def noise(shape: tuple[int, ...]) -> Any:
-    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
 
 
 def time_ours(case: Case, layers: int, compiled: Callable[[], Any], dry: bool) -> Found:
@@ -398,7 +390,7 @@ FORMS = {
 
 def quantised(dry: bool) -> Cases:
     """The same with weights in 8 and 4 bits, and keys and values in 8: a run of each after its
-    warm-up. First products of an FFN of 8B with fp8 weights, x in bf16 and in fp8, beside bf16's.
+    warm-up. First single products and experts.
     """
 
     def case(*flags: str) -> Found:
@@ -407,54 +399,9 @@ def quantised(dry: bool) -> Cases:
         llm().close()
         return found
 
-    def product(rows: int, way: str) -> Found:
-        plain = noise((96, 64) if dry else (28672, 4096))
-        x, weight = noise((rows, plain.shape[1])), quantized(plain, "fp8", 1)
-        ways = {"x in bf16": lambda x, w: w.linear(x).astype(x.dtype), "bf16": lambda x, w: x @ w.T}
-        call = ways.get(way, lambda x, w: fp8_product(x, w).astype(x.dtype))
-        weight = plain if way == "bf16" else weight
-        compiled = jax.jit(call).lower(x, weight).compile()
-        seconds = seconds_of(lambda: compiled(x, weight), jax.block_until_ready, dry)
-        size = jnp.abs(compiled(x, weight)).mean(dtype=jnp.float32)
-        return {"us": 1e6 * seconds, "size": float(size)}
-
     names = ("int8", "KV int8") if dry else FORMS  # int4 has no groups in heads of 16
-    rows, ways = (16,) if dry else (64, 256, 1024, 8192), ("x in bf16", "x in fp8", "bf16")
-    products: Cases = {
-        f"fp8, {n} rows, {way}": functools.partial(product, n, way)
-        for n, way in itertools.product(rows, ways)
-    }
-    return products | {name: functools.partial(case, *FORMS[name]) for name in names}
-
-
-def adapters(dry: bool) -> Cases:
-    """What adapters of every slot add to one product, in each way: `all` slots, a `copy` of each
-    row's own pair, jax's ragged_dot; beside the product alone.
-    """
-    inputs, outputs, slots, rank = (64, 64, 8, 4) if dry else (1024, 3072, 64, 16)
-    a, b = noise((1, slots, rank, inputs)), noise((slots, rank, outputs))
-    weight = noise((outputs, inputs))
-
-    def ragged(x: Any, slot: Any) -> Any:
-        order, sizes = jnp.argsort(slot), jnp.bincount(slot, length=slots)
-        h = jax.lax.ragged_dot(x[order], a[0].swapaxes(1, 2), sizes)
-        y = jax.lax.ragged_dot(h, b, sizes, preferred_element_type=jnp.float32)
-        return jnp.zeros_like(y).at[order].set(y)
-
-    def case(rows: int, way: str) -> Found:
-        def added(x: Any, slot: Any) -> Any:
-            own = low_rank.LowRank(a=a, b=(b,), slot_T=slot, joined=0)
-            return own(x, lambda x, w, dtype: jnp.dot(x, w.T, preferred_element_type=dtype))
-
-        ways = {"ragged": ragged, "alone": lambda x, _: x @ weight.T}
-        x, slot = noise((rows, inputs)), jnp.arange(rows) * 7 % slots
-        with mock.patch.object(low_rank, "PASSES", 0 if way == "copy" else 1 << 30):
-            call = jax.jit(ways.get(way, added)).lower(x, slot).compile()
-        seconds = seconds_of(lambda: call(x, slot), jax.block_until_ready, dry)
-        return {"us": 1e6 * seconds, "size": float(jnp.abs(call(x, slot)).mean())}
-
-    cases = itertools.product((4,) if dry else (4, 32, 256), ("alone", "all", "copy", "ragged"))
-    return {f"{rows} rows, {way}": functools.partial(case, rows, way) for rows, way in cases}
+    cases = {name: functools.partial(case, *FORMS[name]) for name in names}
+    return gpu_products.in_fp8(dry) | gpu_products.mixtures(dry) | cases
 
 
 JOBS: dict[str, Callable[[bool], Cases]] = {
@@ -464,7 +411,7 @@ JOBS: dict[str, Callable[[bool], Cases]] = {
     "peers_torch": peers_torch,
     "engine": engine,
     "quantised": quantised,
-    "adapters": adapters,
+    "adapters": gpu_products.adapters,
 }
 
 

@@ -3,7 +3,9 @@ at once.
 """
 
 import dataclasses
+import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,15 @@ import pytest
 import jpaged
 from jpaged import LLM, EngineConfig, Params, SamplingParams
 from jpaged.errors import ConfigError
-from jpaged.models.quantized import dequantized, is_quantized, quantized_tree
+from jpaged.models.quantized import (
+    dequantized,
+    experts_are_plain,
+    is_quantized,
+    quantized_tree,
+)
 from jpaged.runtime.footprint import form_of
 from kernels_cpu import library
+from kernels_pallas.experts import triton
 from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
 
 MODEL = config(head_dim=32, intermediate_size=64)
@@ -110,6 +118,37 @@ def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
     plain = served(rounded(params, form))
     for (ours, logprobs), (theirs, expected) in zip(answers(llm), answers(plain), strict=True):
         assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_in_bf16(form: Any) -> None:
+    """Whose plain experts C++ kernels take, or a card's: those in 8 and 4 bits are not for them."""
+    params = make_params(0, MIXTURE, jnp.bfloat16)
+    tree = quantized_tree(params, form)
+    assert experts_are_plain(dict(params)) and not experts_are_plain(tree)
+    found, plain = (
+        answers(served(params, quantization=form)),
+        answers(served(rounded(params, form))),
+    )
+    apart = [np.abs(a[1] - b[1])[0] for a, b in zip(found, plain, strict=True)]
+    assert max(apart) < 0.1, "of first tokens, drawn after the same text"
+
+
+@pytest.mark.parametrize(("form", "tensor_parallel_size"), [("int8", 1), ("int4", 2)])
+def test_experts_by_triton(
+    monkeypatch: pytest.MonkeyPatch, form: Any, tensor_parallel_size: int
+) -> None:
+    """As on a card, interpreted."""
+    params = make_params(0, MIXTURE, jnp.bfloat16)
+    how = {"quantization": form, "tensor_parallel_size": tensor_parallel_size}
+    plain = answers(served(params, **how))
+    module = mock.Mock(wraps=triton)
+    module.experts = mock.Mock(wraps=functools.partial(triton.experts, interpret=True))
+    monkeypatch.setattr("jpaged.runtime.runner.choose_experts", lambda *_: module)
+    found = answers(served(params, **how))
+    apart = [np.abs(a[1] - b[1])[0] for a, b in zip(found, plain, strict=True)]
+    assert max(apart) < 0.05, "of first tokens, drawn after the same text"
+    assert module.experts.called
 
 
 @pytest.mark.own_steps

@@ -216,7 +216,8 @@ def _e2m1(numbers: Array) -> Array:
 def experts_are_plain(tree: Any) -> bool:
     """Whether the experts of a model's parameters are arrays, as those of one without are."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_quantized)
-    return not any(is_quantized(leaf) and "['experts']" in str(path) for path, leaf in leaves)
+    experts = [leaf for path, leaf in leaves if "['experts']" in jax.tree_util.keystr(path)]
+    return not any(map(is_quantized, experts))
 
 
 def quantized(weight: Array, form: Form, num_outputs: int) -> QuantizedWeight:

@@ -32,6 +32,7 @@ class Implementation:
 IMPLEMENTATIONS = {
     "megablox": Implementation("kernels_pallas.experts.megablox", ("tpu",)),
     "mosaic_gpu": Implementation("kernels_pallas.experts.mosaic_gpu", ("gpu", "cuda")),
+    "triton": Implementation("kernels_pallas.experts.triton", ("gpu", "cuda")),
     "native": Implementation("kernels_cpu.experts", ("cpu",)),
     "tiles": Implementation("kernels_pallas.experts.tiles"),
 }

@@ -70,8 +70,8 @@ def grouped_experts(
     weights: ExpertWeights,
     glu: Glu,
 ) -> Array:
-    """`experts` by a product of sorted rows [P, in] and weights [X, out, in], with sizes [X] that
-    sum up to P: [P, out].
+    """`experts` by a product of sorted rows [P, in] and weights [X, ..., in], with sizes [X] that
+    sum up to P: [P, out], all outputs as one axis.
     """
     num_experts, _, width, embed = weights.gate_up.shape
     # Every row needs an expert: padding goes to the last, and weighs nothing.
@@ -79,7 +79,7 @@ def grouped_experts(
     weight_TA = jnp.where(is_real_TA, weight_TA, 0.0)
     by_expert = sort(jnp.minimum(chosen_TA, num_experts - 1), num_experts)
     rows_PE = x_TE[by_expert.token_P]
-    h = product(rows_PE, weights.gate_up.reshape(num_experts, -1, embed), by_expert.sizes_X)
+    h = product(rows_PE, weights.gate_up, by_expert.sizes_X)
     h = h.astype(jnp.float32)
     if weights.gate_up_bias is not None:
         expert_P = jnp.minimum(chosen_TA, num_experts - 1).reshape(-1)[by_expert.pair_P]

@@ -41,7 +41,7 @@ def experts(
 
 
 def _product(x: Array, weights: Array, sizes: Array, *, interpret: bool) -> Array:
-    rows = x.shape[0]
+    rows, weights = x.shape[0], weights.reshape(len(weights), -1, x.shape[1])
     x = jnp.pad(x, ((0, -rows % ROWS), (0, 0)))  # rows that belong to no group
     tiling = (ROWS, _tile(x.shape[1], MOST_IN), _tile(weights.shape[1], MOST_OUT))
     y = gmm(x, weights, sizes, jnp.float32, tiling, transpose_rhs=True, interpret=interpret)

@@ -37,7 +37,7 @@ def _product(x: Array, weights: Array, sizes: Array) -> Array:
     many = x.shape[0] >= MANY * weights.shape[0]
     return ragged_dot(
         x,
-        weights,
+        weights.reshape(len(weights), -1, x.shape[1]),
         group_sizes=sizes,
         block_m=MANY if many else FEW,
         block_n=OUT,

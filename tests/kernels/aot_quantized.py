@@ -6,10 +6,12 @@
 compiles, of each form, the product of 16 rows with a weight of 6144 x 1024 (an FFN of Qwen3-0.6B)
 and prints a JSON line: bytes of temporaries, how many instructions write the widened weight to
 memory, and how many products are of fp8 by fp8. "control" writes it by order; "fp8 by fp8" is the
-product of 704 rows where tensor cores can do that.
+product of 704 rows where tensor cores can do that. For CUDA then 32 tokens through 4 of 32 experts
+(a layer of GPT-OSS 20B), by Triton and in tiles by XLA, and how many loops ask the host.
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -20,7 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import Form, QuantizedWeight, quantized
+from kernels_pallas.experts import tiles, triton
+from kernels_pallas.experts.interface import ExpertWeights
 from scripts._common import absent_device, stay_on_cpu
 
 N, E, ROWS = 6144, 1024, 16
@@ -83,21 +88,54 @@ def _at(where: Any, x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
+def compiled(platform: str, chip: str, function: Any, *args: Any) -> Any:
+    with absent_device(platform, chip) as device:
+        where = jax.sharding.SingleDeviceSharding(device)
+        placed = jax.tree.map(functools.partial(_at, where), args)
+        return jax.jit(function).trace(*placed).lower().compile()
+
+
+def mixture(form: Any) -> tuple[Any, ...]:
+    """The shapes of 32 tokens, their choices, and experts in a form."""
+    X, width, T, A = 32, 2880, 32, 4
+
+    def held(*shape: int) -> QuantizedWeight:
+        if form != "mxfp4":
+            plain = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            return jax.eval_shape(lambda x: quantized(x, form, len(shape) - 1), plain)
+        parts: Any = {"values": jax.ShapeDtypeStruct((*shape[:-1], width // 2), jnp.uint8)}
+        parts["scales"] = jax.ShapeDtypeStruct((*shape[:-1], width // 32), jnp.float32)
+        how = {"form": form, "num_outputs": len(shape) - 1, "dtype": jnp.dtype(jnp.bfloat16)}
+        return QuantizedWeight(**parts, **how)
+
+    weights = ExpertWeights(
+        gate_up=held(X, 2, width, width), gate_up_bias=None, down=held(X, width, width)
+    )
+    kinds = ((T, width), jnp.bfloat16), ((T, A), jnp.int32), ((T, A), jnp.float32)
+    return *(jax.ShapeDtypeStruct(*kind) for kind in kinds), weights
+
+
 def facts(platform: str, chip: str) -> Iterator[dict[str, Any]]:
     for name in NAMES:
-        with absent_device(platform, chip) as device:
-            where = jax.sharding.SingleDeviceSharding(device)
-            rows = 704 if name == "fp8 by fp8" else ROWS
-            args = (jax.ShapeDtypeStruct((rows, E), jnp.bfloat16), weight(name))
-            placed = jax.tree.map(functools.partial(_at, where), args)
-            function = control if name == "control" else product
-            compiled: Any = jax.jit(function).trace(*placed).lower().compile()
-        yield {
-            "form": name,
-            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-            "written": len(written(compiled.as_text())),
-            "in_fp8": in_fp8(compiled.as_text()),
-        }
+        rows = 704 if name == "fp8 by fp8" else ROWS
+        args = jax.ShapeDtypeStruct((rows, E), jnp.bfloat16), weight(name)
+        function = control if name == "control" else product
+        yield {"form": name} | found_in(compiled(platform, chip, function, *args))
+    ways = {"triton": triton.experts, "tiles": tiles.experts} if platform == "cuda" else {}
+    for form, (way, experts) in itertools.product(("mxfp4", "int8", "fp8", "int4"), ways.items()):
+        function = functools.partial(experts, glu=functools.partial(gated, "silu"))
+        made = compiled(platform, chip, function, *mixture(form))
+        yield {"form": f"experts in {form}, {way}"} | found_in(made)
+
+
+def found_in(program: Any) -> dict[str, int]:
+    hlo = program.as_text()
+    return {
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "written": len(written(hlo)),
+        "in_fp8": in_fp8(hlo),
+        "loops": len(re.findall(r" while\(", hlo)),
+    }
 
 
 if __name__ == "__main__":

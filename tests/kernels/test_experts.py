@@ -18,21 +18,26 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jpaged.models.layers.experts import every_expert
 from jpaged.models.layers.mlp import gated
-from kernels_pallas.experts import IMPLEMENTATIONS, megablox, mosaic_gpu, tiles
+from jpaged.models.quantized import QuantizedWeight, dequantized, quantized
+from kernels_pallas.experts import IMPLEMENTATIONS, megablox, mosaic_gpu, tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights, Shapes
 from tests.kernels import aot_cuda
 
 GLU = functools.partial(gated, "silu")
+TRITON: Any = functools.partial(triton.experts, interpret=True)
 WAYS = {
     "definition": every_expert,
     "tiles": tiles.experts,
     "megablox": functools.partial(megablox.experts, interpret=True),
+    "triton": TRITON,
 }
 
 
-def make(T: int, X: int, A: int, dtype: Any, bias: bool = True) -> Any:
+def make(
+    T: int, X: int, A: int, dtype: Any, bias: bool = True, width: int = 128, embed: int = 128
+) -> Any:
     """x, choices and their weights, and the experts; the last token of three is padding."""
-    rng, E, width = np.random.default_rng(T * X + A), 128, 128
+    rng, E = np.random.default_rng(T * X + A), embed
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape) / np.sqrt(shape[-1]), dtype)
@@ -137,6 +142,104 @@ def test_the_definition_is_differentiable() -> None:
     np.testing.assert_allclose(slope, numeric, rtol=2e-2)
 
 
+def in_form(plain: jax.Array, form: str, num_outputs: int, group: int | None) -> QuantizedWeight:
+    """A weight of experts. group: inputs that share a scale; int4 has zeros then, fp8 blocks."""
+    rng = np.random.default_rng(plain.shape[-1])
+    if form == "mxfp4":
+        shape = (*plain.shape[:-1], plain.shape[-1] // 2)
+        scales = 2.0 ** rng.integers(-9, -4, (*plain.shape[:-1], plain.shape[-1] // 32))
+        made = {"values": jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)}
+        made["scales"] = jnp.asarray(scales, jnp.float32)
+        return QuantizedWeight(
+            **made, form="mxfp4", num_outputs=num_outputs, dtype=jnp.dtype(jnp.bfloat16)
+        )
+    made = quantized(plain, form, num_outputs)  # pyright: ignore[reportArgumentType]
+    if group is None:
+        return made
+    scales = rng.uniform(0.01, 0.05, (*plain.shape[:-1], plain.shape[-1] // group))
+    zeros = rng.integers(-8, 8, scales.shape) if form == "int4" else None
+    zeros = None if zeros is None else jnp.asarray(zeros, jnp.float32)
+    scales = jnp.asarray(scales, jnp.float32)
+    return dataclasses.replace(made, scales=scales, zeros=zeros)
+
+
+def quantised(
+    T: int, X: int, A: int, form: str, width: int, embed: int, group: int | None
+) -> tuple[Any, Any]:
+    """Arguments in bf16, and the same with plain f32 experts that the others stand for."""
+    x, chosen, weight, weights = make(T, X, A, jnp.bfloat16, width=width, embed=embed)
+    up = in_form(weights.gate_up, form, 3, group)
+    down = in_form(weights.down, form, 2, group)
+    plain = dataclasses.replace(weights, gate_up=up.whole(), down=down.whole())
+    held = dataclasses.replace(weights, gate_up=up, down=down)
+    return (x, chosen, weight, held), (x, chosen, weight, plain)
+
+
+@pytest.mark.parametrize(
+    ("form", "group"),
+    [
+        *(("int8", None), ("fp8", None), ("int4", None), ("mxfp4", None)),
+        *(("fp8", 32), ("int4", 32), ("int8", 96), ("fp8", 64), ("int4", 96)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("T", "X", "A", "width", "embed"), [(9, 5, 2, 192, 192), (70, 2, 1, 192, 192)], ids=str
+)
+def test_triton_takes_weights_in_8_and_4_bits(
+    T: int, X: int, A: int, width: int, embed: int, form: str, group: int | None
+) -> None:
+    """Widths that are no whole tiles, rows that fill several: what scales of groups are rounded to
+    is nearer than what bf16 makes of the rest.
+    """
+    held, plain = quantised(T, X, A, form, width, embed, group)
+    found, wanted = np.asarray(TRITON(*held, GLU)), exact(*plain)
+    assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+    assert (
+        np.abs(np.asarray(tiles.experts(*held, glu=GLU)) - found).max() < 0.01 * np.abs(found).max()
+    )
+
+
+def test_triton_reads_drawn_experts_alone() -> None:
+    (x, _, weight, weights), _ = quantised(8, 6, 2, "int8", 64, 64, None)
+    chosen = jnp.tile(jnp.asarray([[1, 4]], jnp.int32), (8, 1))
+    drawn = jnp.zeros(6, bool).at[jnp.asarray([1, 4])].set(True)[:, None, None, None]
+    scales = jnp.where(drawn, weights.gate_up.scales, jnp.nan)
+    broken = dataclasses.replace(
+        weights, gate_up=dataclasses.replace(weights.gate_up, scales=scales)
+    )
+    args = (chosen, weight)
+    np.testing.assert_array_equal(TRITON(x, *args, broken, GLU), TRITON(x, *args, weights, GLU))
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "mxfp4"])
+def test_triton_widens_every_value(form: Any) -> None:
+    """All 256 bytes, but for what is no number; in groups of 32 as they lie."""
+    held = np.arange(256, dtype=np.uint8).reshape(1, 256)
+    kinds = {"int8": np.int8, "fp8": jnp.float8_e4m3fn}
+    values = jnp.asarray(held.view(kinds.get(form, np.uint8)))
+    scales = jnp.ones((1, 1 if form in kinds else 16), jnp.float32)
+    meant = np.asarray(dequantized(values, scales, form))
+    numbers = triton._numbers(jnp.asarray(held) if form == "fp8" else values, form)
+    if len(numbers) == 2:
+        meant = np.stack([half.reshape(-1) for half in np.moveaxis(meant.reshape(16, 2, 16), 1, 0)])
+    found, known = np.concatenate(numbers), ~np.isnan(meant)
+    np.testing.assert_array_equal(found[known], meant[known])
+    assert known.sum() >= 254
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 40, 3), (0, 0, 48, 0), (1, 1, 1, 1), (16, 16, 16, 0)])
+def test_every_row_is_in_one_tile_of_its_expert(sizes: tuple[int, ...]) -> None:
+    P, owner = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
+    expert, first, end = map(np.asarray, triton.tile_table(jnp.asarray(sizes), P, 16))
+    rows = [
+        (row, at)
+        for at, begin, stop in zip(expert, first, end, strict=True)
+        if at < len(sizes)
+        for row in range(begin, min(begin + 16, stop))
+    ]
+    assert sorted(rows) == list(enumerate(owner))
+
+
 @pytest.mark.middle
 @pytest.mark.parametrize(("T", "X", "A"), [(70, 5, 2), (300, 2, 1)], ids=str)
 def test_mosaic_gpu_interpreted(T: int, X: int, A: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +273,27 @@ SHAPES = Shapes(dtype=jnp.dtype(jnp.bfloat16), hidden_size=2048, expert_size=768
         ("megablox", {"dtype": jnp.dtype(jnp.float16)}, "dtype float16"),
         ("mosaic_gpu", {"hidden_size": 1000}, "hidden_size 1000"),
         ("mosaic_gpu", {"dtype": jnp.dtype(jnp.float32)}, "dtype float32"),
+        ("triton", {"dtype": jnp.dtype(jnp.float32)}, "dtype float32"),
     ],
 )
 def test_what_cannot_run_says_why(name: str, change: dict[str, Any], said: str) -> None:
     module = IMPLEMENTATIONS[name].module()
     assert module.unsupported(SHAPES, None) is None
     assert said in module.unsupported(dataclasses.replace(SHAPES, **change), None)
+
+
+def test_who_takes_experts_on_a_card() -> None:
+    """In 8 bits, of widths that are no whole tiles, or before Hopper: Triton."""
+
+    def names(capability: str, **changes: Any) -> list[str]:
+        device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+        shapes, there = dataclasses.replace(SHAPES, **changes), IMPLEMENTATIONS.items()
+        ours = ((name, each) for name, each in there if "gpu" in (each.platforms or ["gpu"]))
+        return [name for name, each in ours if each.module().unsupported(shapes, device) is None]
+
+    assert names("9.0") == ["mosaic_gpu", "triton", "tiles"]
+    assert names("9.0", is_plain=False) == names("9.0", expert_size=2880) == ["triton", "tiles"]
+    assert names("8.0") == ["triton", "tiles"] and names("7.5") == ["tiles"]
 
 
 def abstract(T: int) -> Any:

@@ -54,3 +54,7 @@ def test_no_weight_is_widened_in_memory(platform: str, chip: str) -> None:
         assert found[form]["in_fp8"] == 0, form
     if platform == "cuda":
         assert found["fp8 by fp8"]["in_fp8"] == 1 and found["fp8 by fp8"]["written"] == 0
+        for form in ("mxfp4", "int8", "fp8", "int4"):
+            ours, xla = (found[f"experts in {form}, {way}"] for way in ("triton", "tiles"))
+            assert (ours["loops"], ours["written"]) == (0, 0) and xla["loops"] == 1
+            assert 4 * ours["temporaries"] < xla["temporaries"]

@@ -94,7 +94,7 @@ def test_predicted_waste_is_the_engines(tmp_path: Path, capsys: pytest.CaptureFi
         (n, 4 if n > 5 else 2) for n in (5, 9, 6, 11, 8, 7, 10, 6, 9, 8)
     ]  # 79 tokens, then 10 rows, then 9
     (tmp_path / "lengths.jsonl").write_text("".join(f"[{n}, {m}]\n" for n, m in lengths))
-    settings = {
+    settings: dict[str, Any] = {
         "max_model_len": 64,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 96,

@@ -1,0 +1,199 @@
+"""Experts on CUDA cards by Pallas' Triton backend: a grouped product for weights in any form.
+
+Rows come sorted by their experts, and a program multiplies a tile of one expert's rows by a tile of
+its outputs. Weights in 8 and 4 bits become bf16 in registers: memory gives their bits as they lie,
+and nothing widened is ever written. Scales of outputs come after the product, in f32; those of
+groups before it, where they are rounded to bf16 with their weights.
+
+Shapes: P rows, X experts, O outputs; I tiles of R rows each; of a step, N outputs and C places of
+the last axis of values, which are inputs, or in 4 bits pairs of them.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from kernels_pallas.experts import tiles
+from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped_experts
+
+FEW, MANY = 16, 128  # rows of a tile
+OUT, IN = 128, 64  # outputs of a tile, and places of values in a step
+GROUP = 32  # inputs in 16 bytes: their first half in the low bits
+IN_4_BITS = ("int4", "mxfp4")
+
+
+class Parts(NamedTuple):
+    """A weight of experts as [X, outputs, places]. form: None is plain."""
+
+    form: str | None
+    values: Array
+    scales: Array | None
+    zeros: Array | None
+
+
+def unsupported(shapes: Shapes, device: Any) -> str | None:
+    """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    if shapes.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {shapes.dtype}: only bfloat16 and float16"
+    capability = getattr(device, "compute_capability", None)
+    if capability and float(capability) < 8.0:
+        return f"compute capability {capability}: only from 8.0"
+    return None
+
+
+def experts(
+    x_TE: Array,
+    chosen_TA: Array,
+    weight_TA: Array,
+    weights: ExpertWeights,
+    glu: Glu,
+    *,
+    interpret: bool = False,
+) -> Array:
+    """See the package."""
+    sizes = [part.size for part in jax.tree.leaves((weights.gate_up, weights.down))]
+    if any(2**31 <= size <= 2**32 for size in sizes):  # Pallas counts them in signed 32 bits
+        return tiles.experts(x_TE, chosen_TA, weight_TA, weights, glu)
+    product = functools.partial(_product, interpret=interpret)
+    return grouped_experts(product, x_TE, chosen_TA, weight_TA, weights, glu)
+
+
+def _product(x: Array, weights: Any, sizes_X: Array, *, interpret: bool) -> Array:
+    """f32 [P, outputs] of rows x [P, inputs], as many of each expert as sizes say."""
+    of = _parts(weights)
+    outputs, rows = of.values.shape[1], tile_rows(x.shape[0], len(sizes_X))
+    table = tile_table(sizes_X, x.shape[0], rows)
+    xs = (x,) if of.form not in IN_4_BITS else _halves(x)
+    how = {"form": of.form, "rows": rows, "count": len(xs), "has_zeros": of.zeros is not None}
+    return pl.pallas_call(
+        functools.partial(_kernel, **how),
+        grid=(table[0].size, pl.cdiv(outputs, OUT)),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=4 if rows <= 64 else 8, num_stages=3),
+        name="expert_product",
+    )(*table, *xs, *(part for part in of[1:] if part is not None))
+
+
+def _parts(weights: Any) -> Parts:
+    if isinstance(weights, Array):
+        return Parts(None, weights.reshape(len(weights), -1, weights.shape[-1]), None, None)
+    values = weights.values.reshape(weights.shape[0], -1, weights.values.shape[-1])
+    scales = weights.scales.reshape(*values.shape[:2], -1)
+    zeros = None if weights.zeros is None else weights.zeros.reshape(scales.shape)
+    if weights.form == "fp8":  # whose own casts not every card has
+        values = lax.bitcast_convert_type(values, jnp.uint8)
+    return Parts(weights.form, values, scales, zeros)
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    """Of x [P, inputs] what is multiplied by the low halves of the bytes, and by the high ones."""
+    groups = x.reshape(len(x), -1, 2, GROUP // 2)
+    return groups[:, :, 0].reshape(len(x), -1), groups[:, :, 1].reshape(len(x), -1)
+
+
+def tile_rows(num_rows: int, num_experts: int) -> int:
+    """About as many as an expert has on average, a power of two."""
+    average = max(num_rows // num_experts, 1)
+    return min(max(pl.next_power_of_2(average), FEW), MANY)
+
+
+def tile_table(sizes_X: Array, num_rows: int, rows: int) -> tuple[Array, Array, Array]:
+    """int32 [I] each: the expert of a tile, past the last one for no tile; its first row, and where
+    that expert's end.
+    """
+    X = len(sizes_X)
+    tiles_X = -(-sizes_X // rows)
+    last_X, end_X = jnp.cumsum(tiles_X), jnp.cumsum(sizes_X)
+    at_I = jnp.arange(num_rows // rows + min(X, num_rows), dtype=jnp.int32)
+    expert_I = jnp.sum(last_X[None, :] <= at_I[:, None], axis=1, dtype=jnp.int32)
+    own_I = jnp.minimum(expert_I, X - 1)
+    before_I = at_I - last_X[own_I] + tiles_X[own_I]  # tiles of the same expert
+    first_I = end_X[own_I] - sizes_X[own_I] + before_I * rows
+    return expert_I, first_I.astype(jnp.int32), end_X[own_I].astype(jnp.int32)
+
+
+def _kernel(
+    expert_ref,
+    first_ref,
+    end_ref,
+    *refs,
+    form: str | None,
+    rows: int,
+    count: int,
+    has_zeros: bool,
+):
+    *x_refs, values_ref = refs[: count + 1]
+    *more, out_ref = refs[count + 1 :]
+    tile, block = pl.program_id(0), pl.program_id(1)
+    expert, (num_experts, outputs, width) = expert_ref[tile], values_ref.shape
+
+    @pl.when(expert < num_experts)
+    def _():
+        row_R, out_N = first_ref[tile] + jnp.arange(rows), block * OUT + jnp.arange(OUT)
+        real_R, here_N = (row_R < end_ref[tile])[:, None], (out_N < outputs)[:, None]
+        groups = more[0].shape[2] if more else 1
+        size = width // groups  # places of a group
+        taken = math.gcd(IN, size) if IN % size else IN  # of a step: whole groups, or of one
+
+        def of_groups(ref, step):
+            each = max(taken // size, 1)
+            at_G = lax.div(step * taken, size) + jnp.arange(each)
+            at = ref.at[expert, out_N[:, None], at_G[None, :]]
+            found_NG = plgpu.load(at, mask=here_N & (at_G < groups)[None, :], other=0.0)
+            spread = jnp.broadcast_to(found_NG[:, :, None], (OUT, each, taken // each))
+            return spread.reshape(OUT, taken)
+
+        def body(step, acc):
+            at_C = step * taken + jnp.arange(taken)
+            real_C = (at_C < width)[None, :]
+            at = values_ref.at[expert, out_N[:, None], at_C[None, :]]
+            none = jnp.zeros((), values_ref.dtype)
+            numbers = _numbers(plgpu.load(at, mask=here_N & real_C, other=none), form)
+            scales = of_groups(more[0], step) if groups > 1 else None
+            zeros = of_groups(more[1], step) if has_zeros else None
+            for x_ref, w_NC in zip(x_refs, numbers, strict=True):
+                if zeros is not None:
+                    w_NC = w_NC - zeros
+                if scales is not None:
+                    w_NC = w_NC * scales
+                x_RC = plgpu.load(
+                    x_ref.at[row_R[:, None], at_C[None, :]], mask=real_R & real_C, other=0.0
+                )
+                acc = acc + plgpu.dot(x_RC, w_NC.astype(x_RC.dtype).T)
+            return acc
+
+        acc = lax.fori_loop(0, pl.cdiv(width, taken), body, jnp.zeros((rows, OUT), jnp.float32))
+        if more and groups == 1:
+            scale_N = plgpu.load(more[0].at[expert, out_N, 0], mask=out_N < outputs, other=0.0)
+            acc = acc * scale_N[None, :]
+        mask_RN = real_R & (out_N < outputs)[None, :]
+        plgpu.store(out_ref.at[row_R[:, None], out_N[None, :]], acc, mask=mask_RN)
+
+
+def _numbers(values: Array, form: str | None) -> list[Array]:
+    """What values stand for before their zeros and scales, f32: of bytes with two, the low halves
+    and the high ones. Floats of few bits are those of float16, but for their exponents' bias.
+    """
+    if form is None:
+        return [values]
+    if form == "int8":
+        return [values.astype(jnp.float32)]
+    bits = values.astype(jnp.int32)
+    if form == "fp8":
+        return [_float16((bits & 128) << 8 | (bits & 127) << 7) * 256.0]
+    halves = [bits & 15, bits >> 4]
+    if form == "int4":
+        return [half.astype(jnp.float32) - 8 for half in halves]
+    return [_float16((half & 8) << 12 | (half & 7) << 9) * 16384.0 for half in halves]
+
+
+def _float16(bits: Array) -> Array:
+    short = bits.astype(jnp.uint16)
+    return lax.bitcast_convert_type(short, jnp.float16).astype(jnp.float32)

@@ -1,0 +1,103 @@
+"""What gpu_timed times of products beside attention: those with weights in 8 and 4 bits, experts,
+adapters.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from gpu_seconds import seconds_of
+
+from jpaged.models.layers import low_rank
+from jpaged.models.layers.mlp import gated
+from jpaged.models.quantized import fp8_product, quantized
+from kernels_pallas.experts import tiles, triton
+from kernels_pallas.experts.interface import ExpertWeights
+
+Found = dict[str, Any]
+Cases = dict[str, Callable[[], Found]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def noise(shape: tuple[int, ...]) -> Any:
+    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+
+
+def in_fp8(dry: bool) -> Cases:
+    """Products of an FFN of 8B with fp8 weights, x in bf16 and in fp8, beside bf16's."""
+    rows, ways = (16,) if dry else (64, 256, 1024, 8192), ("x in bf16", "x in fp8", "bf16")
+    return {
+        f"fp8, {n} rows, {way}": functools.partial(product, dry, n, way)
+        for n, way in itertools.product(rows, ways)
+    }
+
+
+def product(dry: bool, rows: int, way: str) -> Found:
+    plain = noise((96, 64) if dry else (28672, 4096))
+    x, weight = noise((rows, plain.shape[1])), quantized(plain, "fp8", 1)
+    ways = {"x in bf16": lambda x, w: w.linear(x).astype(x.dtype), "bf16": lambda x, w: x @ w.T}
+    call = ways.get(way, lambda x, w: fp8_product(x, w).astype(x.dtype))
+    weight = plain if way == "bf16" else weight
+    compiled = jax.jit(call).lower(x, weight).compile()
+    seconds = seconds_of(lambda: compiled(x, weight), jax.block_until_ready, dry)
+    size = jnp.abs(compiled(x, weight)).mean(dtype=jnp.float32)
+    return {"us": 1e6 * seconds, "size": float(size)}
+
+
+def mixtures(dry: bool) -> Cases:
+    """The experts of a layer of GPT-OSS 20B, by Triton and in tiles by XLA."""
+    forms, rows = ("int4", "int8", "bf16"), (16,) if dry else (32, 2048)
+    return {
+        f"experts, {n} rows, {form}, {way}": functools.partial(mixture, dry, n, form, way)
+        for n, form, way in itertools.product(rows, forms, ("triton", "tiles"))
+    }
+
+
+def mixture(dry: bool, rows: int, form: str, way: str) -> Found:
+    X, width, A = (4, 64, 2) if dry else (32, 2880, 4)
+    up, down = noise((X, 2, width, width)), noise((X, width, width)) / width**0.5
+    if form != "bf16":
+        up, down = (quantized(w, form, w.ndim - 1) for w in (up, down))  # pyright: ignore[reportArgumentType]
+    weights = ExpertWeights(gate_up=up, gate_up_bias=None, down=down)
+    chosen = jnp.arange(rows * A, dtype=jnp.int32).reshape(rows, A) * 7 % X
+    args = noise((rows, width)), chosen, jnp.full((rows, A), 1 / A), weights
+    how = {"interpret": True} if dry and way == "triton" else {}
+    experts = {"triton": triton.experts, "tiles": tiles.experts}[way]
+    call = functools.partial(experts, glu=functools.partial(gated, "silu"), **how)
+    compiled = jax.jit(call).lower(*args).compile()
+    seconds = seconds_of(lambda: compiled(*args), jax.block_until_ready, dry)
+    return {"us": 1e6 * seconds, "size": float(jnp.abs(compiled(*args)).mean())}
+
+
+def adapters(dry: bool) -> Cases:
+    """What adapters of every slot add to one product, in each way: `all` slots, a `copy` of each
+    row's own pair, jax's ragged_dot; beside the product alone.
+    """
+    inputs, outputs, slots, rank = (64, 64, 8, 4) if dry else (1024, 3072, 64, 16)
+    a, b = noise((1, slots, rank, inputs)), noise((slots, rank, outputs))
+    weight = noise((outputs, inputs))
+
+    def ragged(x: Any, slot: Any) -> Any:
+        order, sizes = jnp.argsort(slot), jnp.bincount(slot, length=slots)
+        h = jax.lax.ragged_dot(x[order], a[0].swapaxes(1, 2), sizes)
+        y = jax.lax.ragged_dot(h, b, sizes, preferred_element_type=jnp.float32)
+        return jnp.zeros_like(y).at[order].set(y)
+
+    def case(rows: int, way: str) -> Found:
+        def added(x: Any, slot: Any) -> Any:
+            own = low_rank.LowRank(a=a, b=(b,), slot_T=slot, joined=0)
+            return own(x, lambda x, w, dtype: jnp.dot(x, w.T, preferred_element_type=dtype))
+
+        ways = {"ragged": ragged, "alone": lambda x, _: x @ weight.T}
+        x, slot = noise((rows, inputs)), jnp.arange(rows) * 7 % slots
+        with mock.patch.object(low_rank, "PASSES", 0 if way == "copy" else 1 << 30):
+            call = jax.jit(ways.get(way, added)).lower(x, slot).compile()
+        seconds = seconds_of(lambda: call(x, slot), jax.block_until_ready, dry)
+        return {"us": 1e6 * seconds, "size": float(jnp.abs(call(x, slot)).mean())}
+
+    cases = itertools.product((4,) if dry else (4, 32, 256), ("alone", "all", "copy", "ragged"))
+    return {f"{rows} rows, {way}": functools.partial(case, rows, way) for rows, way in cases}
