@@ -100,6 +100,10 @@ def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
                 and as_it_lies.values.nbytes == experts[1][name].size // 2
             )
             np.testing.assert_array_equal(as_it_lies.whole(), experts[1][name].astype(jnp.float32))
+    ids = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
+    served = [jpaged.LLM(p, **SIZES).score(ids) for p in (kept, found)]
+    for ours, theirs in zip(*served, strict=True):
+        assert np.abs(np.subtract(ours, theirs)[1:]).max() < 0.05, "in bf16, as the folder has it"
     gate_up = np.asarray(wanted["layers"]["0"]["mlp"]["experts"]["gate_up"], np.float32)
     stored = unpacked(tensors)["model.layers.0.mlp.experts.gate_up_proj"].astype(np.float32)
     np.testing.assert_array_equal(gate_up[3, 0], stored[3, :, 0::2].T)  # gates

@@ -199,6 +199,18 @@ def test_triton_takes_weights_in_8_and_4_bits(
     )
 
 
+def test_triton_stores_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of its tiles: a card has none."""
+    (*args, weights), _ = quantised(40, 5, 2, "int8", 64, 64, None)
+    wanted, table = TRITON(*args, weights, GLU), triton.tile_table
+
+    def turned(*of: Any) -> Any:
+        return tuple(x[::-1] for x in table(*of))
+
+    monkeypatch.setattr(triton, "tile_table", turned)
+    np.testing.assert_array_equal(TRITON(*args, weights, GLU), wanted)
+
+
 def test_triton_reads_drawn_experts_alone() -> None:
     (x, _, weight, weights), _ = quantised(8, 6, 2, "int8", 64, 64, None)
     chosen = jnp.tile(jnp.asarray([[1, 4]], jnp.int32), (8, 1))
