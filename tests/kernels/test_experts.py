@@ -199,6 +199,17 @@ def test_triton_takes_weights_in_8_and_4_bits(
     )
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8", "plain"])
+def test_triton_stops_where_rows_end(form: str) -> None:
+    """Of widths that no step divides, with scales of outputs, or none."""
+    if form == "plain":
+        held = plain = make(9, 5, 2, jnp.bfloat16, width=96, embed=160)
+    else:
+        held, plain = quantised(9, 5, 2, form, 96, 160, None)
+    found, wanted = np.asarray(TRITON(*held, GLU)), exact(*plain)
+    assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+
+
 def test_triton_stores_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of its tiles: a card has none."""
     (*args, weights), _ = quantised(40, 5, 2, "int8", 64, 64, None)
