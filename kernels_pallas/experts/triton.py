@@ -140,7 +140,8 @@ def _kernel(
         real_R, here_N = (row_R < end_ref[tile])[:, None], (out_N < outputs)[:, None]
         groups = more[0].shape[2] if more else 1
         size = width // groups  # places of a group
-        taken = math.gcd(IN, size) if IN % size else IN  # of a step: whole groups, or of one
+        # Of a step: whole groups, or a part of one.
+        taken = IN if groups == 1 or IN % size == 0 else math.gcd(IN, size)
 
         def of_groups(ref, step):
             each = max(taken // size, 1)
