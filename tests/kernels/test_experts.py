@@ -21,7 +21,7 @@ from jpaged.models.layers.mlp import gated
 from jpaged.models.quantized import QuantizedWeight, dequantized, quantized
 from kernels_pallas.experts import IMPLEMENTATIONS, megablox, mosaic_gpu, tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights, Shapes
-from tests.kernels import aot_cuda
+from tests.kernels import aot_cuda, aot_quantized
 
 GLU = functools.partial(gated, "silu")
 TRITON: Any = functools.partial(triton.experts, interpret=True)
@@ -343,3 +343,11 @@ def test_megablox_lowers_for_tpu(T: int) -> None:
 def test_mosaic_gpu_lowers_for_hopper(T: int) -> None:
     text = aot_cuda.lower(functools.partial(mosaic_gpu.experts, glu=GLU), *abstract(T))
     assert text.count("mosaic_gpu") >= 2
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("form", ["plain", "int8", "fp8", "int4", "mxfp4"])
+def test_triton_lowers_for_cuda(form: str) -> None:
+    args = abstract(8) if form == "plain" else aot_quantized.mixture(form)
+    text = aot_cuda.lower(functools.partial(triton.experts, glu=GLU), *args)
+    assert text.count("@__gpu$xla.gpu.triton(") == 2
