@@ -109,6 +109,8 @@ def make_plan(
     reason = None if card is None else common.cannot_compile(card.platform)
     limits = card and Limits(total=int(card.limit * config.memory_utilization))
     compiled = reason is None and not args.bound
+    if reason is not None and config.token_buckets is None:  # steps of the card, not of a CPU
+        config = dataclasses.replace(config, token_buckets=(config.max_num_batched_tokens,))
     with devices_of(card, config, reason) as devices:
         found = jpaged.plan_memory(model, config, device=devices, limits=limits, compiled=compiled)
     if compiled:

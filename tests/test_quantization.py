@@ -22,7 +22,7 @@ from jpaged.models.quantized import (
     quantized_tree,
 )
 from jpaged.runtime.footprint import form_of
-from kernels_cpu import library
+from kernels_cpu import library, quantized
 from kernels_pallas.experts import triton
 from tests.tiny import ENGINE, compiles, config, make_params, make_prompts
 
@@ -120,16 +120,31 @@ def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
         assert ours == theirs and np.abs(logprobs - expected).max() < 2e-5
 
 
+@pytest.mark.own_steps
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "XLA"])
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_in_bf16(form: Any) -> None:
-    """Whose plain experts C++ kernels take, or a card's: those in 8 and 4 bits are not for them."""
-    params = make_params(0, MIXTURE, jnp.bfloat16)
+def test_experts_in_bf16(form: Any, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for arrays are not for those in 8 and 4 bits, which products in C++ multiply one by
+    one, where there is a compiler.
+    """
+    model = dataclasses.replace(MIXTURE, expert_size=96)  # that no other test has traced
+    params = make_params(0, model, jnp.bfloat16)
     tree = quantized_tree(params, form)
     assert experts_are_plain(dict(params)) and not experts_are_plain(tree)
-    found, plain = (
-        answers(served(params, quantization=form)),
-        answers(served(rounded(params, form))),
-    )
+    plain, asked = answers(served(rounded(params, form))), list[tuple[int, ...]]()
+    multiply = quantized.linear
+
+    def watched(x: Any, values: Any, *rest: Any) -> Any:
+        asked.append(values.shape)
+        return multiply(x, values, *rest)
+
+    monkeypatch.setattr(quantized, "linear", watched)
+    if not native:
+        monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: None)
+    found = answers(served(params, quantization=form))
+    inputs = model.hidden_size // (2 if form == "int4" else 1)
+    is_asked = (2 * model.expert_size, inputs) in asked
+    assert is_asked == (native and library.unavailable() is None)
     apart = [np.abs(a[1] - b[1])[0] for a, b in zip(found, plain, strict=True)]
     assert max(apart) < 0.1, "of first tokens, drawn after the same text"
 

@@ -41,7 +41,7 @@ class QuantizedWeight:
     an output (of size 1 in all inputs, for int8 and fp8), or one a group of the last axis.
     num_outputs: how many axes come first. dtype: of the weight that it stands for, which products
     and embeddings take. zeros: f32 as the scales of int4, what is taken off values before they are
-    scaled; or None.
+    scaled; or None. products: who multiplies by it (see models.layers.linear); None is XLA.
     """
 
     values: Array
@@ -50,6 +50,7 @@ class QuantizedWeight:
     num_outputs: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
     zeros: Array | None = None
+    products: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,11 +103,14 @@ class QuantizedWeight:
         return taken.whole().astype(self.dtype)
 
     def linear(self, x: Array, *, in_fp8: bool = False) -> Array:
-        """x [..., E] times this matrix transposed, [..., outputs] in f32, by XLA: scales of outputs
-        after the product, those of groups before it, rounded to x's dtype. in_fp8: the device
+        """x [..., E] times this matrix transposed, [..., outputs] in f32; by XLA scales of outputs
+        come after the product, those of groups before it, rounded to x's dtype. in_fp8: the device
         multiplies fp8 by fp8, so that x is rounded too where the product is large.
         """
         assert self.num_outputs == 1 and self.ndim == 2
+        if self.products is not None:
+            parts = (self.values, self.scales, self.zeros, self.form)
+            return self.products.quantized(x, *parts, x.shape[0])
         in_fp8 = in_fp8 and self.form == "fp8" and self.by_output and x.dtype == jnp.bfloat16
         if in_fp8 and math.prod(x.shape) * self.shape[0] >= ROUNDED_FROM:
             return fp8_product(x, self)

@@ -328,7 +328,8 @@ def test_windows_free_memory() -> None:
     full = dataclasses.replace(model, sliding_windows=(), local_rope_theta=None)
     assert plan(full).pool.of(2048) == 48 * gib
     # What a card of 80 GiB holds at once, of sequences of that length.
-    many = plan(model, max_num_seqs=8, max_num_batched_tokens=8192)
-    few = plan(full, max_num_seqs=8, max_num_batched_tokens=8192)
+    wide: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 8192}
+    wide["token_buckets"] = (2048, 8192)  # a CPU would take steps of 1024
+    many, few = plan(model, **wide), plan(full, **wide)
     print(f"128k sequences: {many.num_blocks / 2048:.1f} with windows, {few.num_blocks / 2048:.1f}")
     assert few.num_blocks < 2048 < 4 * 2048 < many.num_blocks

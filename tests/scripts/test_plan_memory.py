@@ -124,6 +124,8 @@ def test_a_card_that_nothing_here_compiles_for(
         f"requests of 40,960 tokens: {account['pool'] // block_bytes // 640} in the pool"
     )
     assert waste.startswith(f"waste: {account['unused']:,} ")
+    assert plan_memory.main(["--random", "0.6b", *flags, "--token-buckets", "8192"]) == 0
+    assert read(capsys.readouterr().out)[1] == account, "steps of the card, not of a CPU"
 
 
 def test_eight_cards_that_share_a_model(

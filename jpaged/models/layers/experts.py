@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.layers.linear import Linear
+from jpaged.models.layers.linear import Linear, Products
 from jpaged.models.layers.mlp import MLP, Activation, gated
 from jpaged.models.params import MeshAxis
-from jpaged.models.quantized import QuantizedWeight
+from jpaged.models.quantized import QuantizedWeight, is_quantized
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
@@ -50,8 +51,11 @@ class Experts:
         experts = every_expert if serving.experts is None else serving.experts.experts
         if self.weights.adapters is not None:  # the others know of none
             experts = tiles.experts
+        weights = self.weights
+        if serving.products is not None and x.dtype == jnp.bfloat16:
+            weights = _multiplied_by(serving.products, weights)
         with jax.named_scope("experts"):
-            y = experts(rows, chosen, weight, self.weights, glu)
+            y = experts(rows, chosen, weight, weights, glu)
         shared = self._shared(rows)
         if self.sums_shared:
             y, shared = y + shared, 0.0
@@ -77,6 +81,20 @@ class Experts:
         if self.is_normed:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         return chosen, weight
+
+
+def _multiplied_by(products: Products, weights: ExpertWeights) -> ExpertWeights:
+    """With those in forms that it knows multiplied by a module, one by one."""
+
+    def one(weight: Any) -> Any:
+        if not is_quantized(weight) or weight.form == "mxfp4":
+            return weight
+        values = weight.values
+        if weight.form == "fp8":  # XLA:CPU would take an expert out of it a number at a time
+            values = jax.lax.bitcast_convert_type(values, jnp.uint8)
+        return dataclasses.replace(weight, values=values, products=products)
+
+    return jax.tree.map(one, weights, is_leaf=is_quantized)
 
 
 def every_expert(
