@@ -121,7 +121,7 @@ def test_experts_too(form: Any, tensor_parallel_size: int) -> None:
 
 
 @pytest.mark.own_steps
-@pytest.mark.parametrize("native", [True, False], ids=["C++", "XLA"])
+@pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.middle)])
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_in_bf16(form: Any, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for arrays are not for those in 8 and 4 bits, which products in C++ multiply one by
@@ -149,6 +149,7 @@ def test_experts_in_bf16(form: Any, native: bool, monkeypatch: pytest.MonkeyPatc
     assert max(apart) < 0.1, "of first tokens, drawn after the same text"
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(("form", "tensor_parallel_size"), [("int8", 1), ("int4", 2)])
 def test_experts_by_triton(
     monkeypatch: pytest.MonkeyPatch, form: Any, tensor_parallel_size: int
