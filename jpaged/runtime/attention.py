@@ -17,7 +17,8 @@ from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup
 from jpaged.models.layers.heads import Heads
-from kernels_pallas.paged_attention import CUDA, IMPLEMENTATIONS
+from kernels_pallas.implementation import CUDA
+from kernels_pallas.paged_attention import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import PoolLayout

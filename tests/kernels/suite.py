@@ -15,8 +15,8 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
+from scripts._attention_cases import DECODE, PREFILL, Case
 
 CASES = (*DECODE, *PREFILL)
 F32_TOLERANCE = 1e-5

@@ -26,11 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention import mosaic_gpu
-from kernels_pallas.paged_attention.cases import GPU, Case
-from kernels_pallas.paged_attention.device_cases import IN_TILES
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import split_count, work_item
+from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
 from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check, prepared

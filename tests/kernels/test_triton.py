@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas.paged_attention import triton
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
+from scripts._attention_cases import DECODE, GPU, PREFILL, SCALED, Case
 from scripts._common import H200
 from tests.kernels import aot_cuda
 from tests.kernels.bounds import again, watch
