@@ -9,7 +9,7 @@ heads, K KV heads, G = H/K, D head dim.
 
 import dataclasses
 
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,10 @@ class Case:
     @property
     def options(self) -> Options:
         """What the call is compiled for."""
-        return Options(
-            scale=self.D**-0.5,
-            num_layers=self.num_layers,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
+        attention = AttentionOptions(
+            scale=self.D**-0.5, soft_cap=self.soft_cap, window=self.sliding_window
         )
+        return Options(attention=attention, num_layers=self.num_layers)
 
     @property
     def shapes(self) -> Shapes:

@@ -167,7 +167,7 @@ def _states(params: Params, tokens: Any, layers: tuple[int, ...]) -> list[Any]:
     """The hidden states that go into these layers, by the dense forward."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
     model = bind(params.config, dict(params))
-    return model.tapped(tokens, positions, DenseKV.of(params.config), layers)[-1]
+    return model.tapped(tokens, positions, DenseKV(), layers)[-1]
 
 
 def wide(x: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ from jpaged.checks import at_least, is_scalar, read_json
 from jpaged.errors import ConfigError
 from jpaged.models.hf_config import read_hf, write_hf
 from jpaged.models.rope_scaling import RopeScaling
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 POSITIVE = (
     "rope_theta",
@@ -152,6 +153,14 @@ class ModelConfig:
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def attention_options(self, layer: int) -> AttentionOptions:
+        """Return what the attention of a layer computes: its scale, its cap and its window."""
+        return AttentionOptions(
+            scale=self.score_scale,
+            soft_cap=self.attn_logit_softcapping,
+            window=self.sliding_window(layer),
+        )
 
     @property
     def rotary_dim(self) -> int:

@@ -120,7 +120,7 @@ class Head:
         with jax.named_scope("embed"):
             x = embed(tree["embed"]["weight"], tokens, self.serving, None).astype(hidden.dtype)
         own, length = weights.at("layers").at("0"), self.serving.max_len or tokens.shape[-1]
-        layer, norm, hidden_norm = own.layer(0), own.norm("input_norm"), own.norm("hidden_norm")
+        layer, norm, hidden_norm = own.layer(0, 0), own.norm("input_norm"), own.norm("hidden_norm")
         assert norm is not None and hidden_norm is not None and layer.post_norm is not None
         normed = hidden_norm(hidden)
         rotary = Rotary.at(config, positions, "global", length)

@@ -162,8 +162,8 @@ class Weights:
             sums_shared=sums_shared,
         )
 
-    def layer(self, group: int) -> Layer:
-        """This node as a layer."""
+    def layer(self, index: int, group: int) -> Layer:
+        """This node as a layer. index: of the layer in the model; group: of its keys and values."""
         attention, config = self.at("attention"), self.config
         return Layer(
             input_norm=self.norm("input_norm"),
@@ -174,8 +174,7 @@ class Weights:
                 out=attention.linear("out"),
                 sinks=attention.tree.get("sinks"),
                 group=group,
-                scale=config.score_scale,
-                soft_cap=config.attn_logit_softcapping,
+                options=config.attention_options(index),
             ),
             attention_post_norm=self.norm("attention_post_norm"),
             post_norm=self.norm("post_norm"),
@@ -204,7 +203,7 @@ class Forward:
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        x, view, _ = self.tapped(tokens, positions, DenseKV.of(self.config) if kv is None else kv)
+        x, view, _ = self.tapped(tokens, positions, DenseKV() if kv is None else kv)
         return x, view
 
     def tapped(
@@ -228,7 +227,7 @@ class Forward:
             x = _scaled(x, self.config.embedding_scale)
         for i, (group, index) in enumerate(kv_places(self.config)):
             tapped |= {i: x} if i in taps else {}
-            layer = weights.at("layers").at(str(i)).layer(group)
+            layer = weights.at("layers").at(str(i)).layer(i, group)
             x, view = _run_layer(layer, x, rotaries[kinds[i]], view, np.int32(index))
         tapped[len(kinds)] = x
         return _normed(weights.norm("norm"), x), view, [tapped[i] for i in taps]

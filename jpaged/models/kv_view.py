@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.heads import Heads
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,17 +60,15 @@ class KVView(Protocol):
         index: Any,
         qkv: Any,
         heads: Heads,
-        *,
-        scale: float,
-        soft_cap: float | None,
+        options: AttentionOptions,
         sinks: Any = None,
     ) -> tuple[Any, Self]:
         """Keep these tokens' keys and values, then attend over each row's whole context.
 
-        group: of kv_groups. index: place of the layer among the group's, an int or a scalar array.
-        q, k, v are heads(qkv). soft_cap: c of c * tanh(score / c), or None. sinks [H]: one more
-        score of each head, which takes its share of the softmax alone; or None. Returns o [..., H,
-        D] in qkv's dtype, and the view with the keys and values in it.
+        group: index into kv_groups. index: place of the layer in its group, an int or a scalar
+        array. heads: q, k, v = heads(qkv). options: passed on to the kernel as it is. sinks: f32
+        [H] or None, passed on likewise. Returns o [..., H, D] in qkv's dtype, and the view with the
+        keys and values in it.
         """
         ...
 
@@ -77,14 +76,7 @@ class KVView(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseKV:
-    """The keys and values of the tokens at hand and no others, for training: causal by index."""
-
-    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # a group
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> Self:
-        """With the windows of a model's groups."""
-        return cls(windows=tuple(group.window for group in kv_groups(config)))
+    """A view without a cache, for training: tokens attend to those before them in the same call."""
 
     def attend(
         self,
@@ -92,38 +84,33 @@ class DenseKV:
         index: Any,
         qkv: Any,
         heads: Heads,
-        *,
-        scale: float,
-        soft_cap: float | None,
+        options: AttentionOptions,
         sinks: Any = None,
     ) -> tuple[Any, Self]:
         """See KVView: jax's reference attention, differentiable, its softmax in f32."""
         q, k, v = heads(qkv)
-        window = self.windows[group]
-        if soft_cap is not None or sinks is not None:
-            return _attention(q, k, v, sinks, scale, soft_cap, window), self
-        local = None if window is None else (window - 1, 0)
+        if options.soft_cap is not None or sinks is not None:
+            return _attention(q, k, v, options, sinks), self
+        local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
             o = jax.nn.dot_product_attention(
-                q, k, v, scale=scale, is_causal=True, local_window_size=local
+                q, k, v, scale=options.scale, is_causal=True, local_window_size=local
             )
         return o, self
 
 
-def _attention(
-    q: Any, k: Any, v: Any, sinks: Any, scale: float, soft_cap: float | None, window: int | None
-) -> Any:
-    """jax's reference attention with sinks and capped scores, which it does not have."""
+def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) -> Any:
+    """Dense attention with sinks and capped scores, which jax's reference does not have."""
     tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
     q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=jnp.float32)
-    scores = scores * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    at = jnp.arange(tokens)
-    seen = at[None, :] <= at[:, None]
-    if window is not None:
-        seen &= at[None, :] > at[:, None] - window
+    scores = scores * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    position = jnp.arange(tokens)
+    seen = position[None, :] <= position[:, None]
+    if options.window is not None:
+        seen &= position[None, :] > position[:, None] - options.window
     scores = jnp.where(seen.reshape((1,) * (scores.ndim - 2) + seen.shape), scores, -jnp.inf)
     most = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:

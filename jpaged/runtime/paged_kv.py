@@ -9,6 +9,7 @@ from jax import Array
 
 from jpaged.models.layers.heads import Heads
 from jpaged.runtime.kv_cache import PoolSpec
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +18,7 @@ class GroupView:
     """What all layers of one group share in a step.
 
     block_table_SM int32, padded with 0. slot_mapping_T: block * P + slot of each token, past the
-    pool's end for padding. prepared: of Kernel.prepare.
+    pool's end for padding. prepared: what the kernel's `prepare` returned, None for a decode.
     """
 
     block_table_SM: Array
@@ -48,29 +49,24 @@ class PagedKV:
         index: Any,
         qkv: Array,
         heads: Heads,
-        *,
-        scale: float,
-        soft_cap: float | None,
+        options: AttentionOptions,
         sinks: Any = None,
     ) -> tuple[Array, "PagedKV"]:
-        """See models.kv_view.KVView; index: of the layer in its group."""
-        spec, of = self.specs[group], self.groups[group]
-        places = (self.pools[group], index, of.slot_mapping_T)
-        q, pool = spec.kernel.write(qkv, heads, *places, num_layers=spec.num_layers)
-        args = (q, pool, index, of.block_table_SM, self.context_lens_S)
-        options = {
-            "scale": scale,
-            "soft_cap": soft_cap,
-            "sinks_H": sinks,
-            "num_layers": spec.num_layers,
-            "sliding_window": spec.group.window,
-        }
+        """See models.kv_view.KVView."""
+        spec, view = self.specs[group], self.groups[group]
+        assert options.window == spec.group.window, "what was prepared is for the group's window"
+        slots_T, kernel = view.slot_mapping_T, spec.kernel
+        q, pool = kernel.write(
+            qkv, heads, self.pools[group], index, slots_T, num_layers=spec.num_layers
+        )
+        rows = (view.block_table_SM, self.context_lens_S)
+        call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                o = spec.kernel.decode(*args, **options)
+                o = kernel.module.decode(q, pool, index, *rows, **call)
             else:
-                starts = (self.query_start_loc_S1, of.prepared)
-                o = spec.kernel.prefill(*args, *starts, **options)
+                rows = (*rows, self.query_start_loc_S1, view.prepared)
+                o = kernel.module.prefill(q, pool, index, *rows, **call)
         pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
         return o, dataclasses.replace(self, pools=pools)
 
@@ -102,9 +98,12 @@ def view_of(
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
         prepared = None
         if not is_decode:
-            window = spec.group.window
-            how: dict[str, Any] = {"num_tokens": row_T.shape[0], "sliding_window": window}
-            prepared = spec.kernel.prepare(*rows, **how)
+            prepared = spec.kernel.module.prepare(
+                *rows,
+                num_tokens=row_T.shape[0],
+                shapes=spec.kernel.shapes,
+                window=spec.group.window,
+            )
         slots_T = slot_mapping(row_T, positions_T, table_SM, spec.block_size, pool)
         group = GroupView(block_table_SM=table_SM, slot_mapping_T=slots_T, prepared=prepared)
         groups.append(group)

@@ -23,7 +23,7 @@ from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.paged_attention import tpu
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import LIBTPU, absent_devices
@@ -107,7 +107,12 @@ def step(program: Program) -> Callable[..., Any]:
     """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts,
     starts.
     """
-    options = Options(num_layers=LAYERS, scale=0.1, num_kv_heads=program.K, interpret=False)
+    options = Options(
+        attention=AttentionOptions(scale=0.1),
+        num_layers=LAYERS,
+        num_kv_heads=program.K,
+        interpret=False,
+    )
     how: Any = {"options": options}
     module = jax_tpu if program.is_jax else tpu
     if program.sinks:

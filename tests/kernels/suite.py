@@ -131,7 +131,7 @@ def prepared(implementation: Any, case: Case, inputs: Inputs) -> Any:
         jnp.asarray(inputs.context_lens),
         num_tokens=len(inputs.q),
         shapes=case.shapes,
-        sliding_window=case.sliding_window,
+        window=case.sliding_window,
     )
 
 

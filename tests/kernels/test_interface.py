@@ -26,7 +26,7 @@ FUNCTIONS = {
         "context_lens_S",
         "num_tokens",
         "shapes",
-        "sliding_window",
+        "window",
     ],
     "prefill": ["q_THD", *_ROWS, "query_start_loc_S1", "prepared", "options", "sinks_H"],
     "decode": ["q_SHD", *_ROWS, "options", "sinks_H"],

@@ -428,9 +428,9 @@ def test_jax_kernel_is_given_the_right_arguments(case: Case, values: Any) -> Non
             "jnp.sum(starts_S < live - 5,",
             2,
         ),
-        ("sm_scale=options.scale,", "sm_scale=1.0,", 2),
-        ("sliding_window=options.sliding_window,", "", 3),
-        ("soft_cap=options.soft_cap,", "", 4),
+        ("sm_scale=options.attention.scale,", "sm_scale=1.0,", 2),
+        ("sliding_window=options.attention.window,", "", 3),
+        ("soft_cap=options.attention.soft_cap,", "", 4),
         (
             "return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)",
             "return o_THD",

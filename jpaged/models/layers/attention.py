@@ -11,6 +11,7 @@ from jpaged.models.layers.heads import Heads
 from jpaged.models.layers.linear import Linear
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
 @jax.tree_util.register_dataclass
@@ -18,9 +19,9 @@ from jpaged.models.layers.rope import Rotary
 class Attention:
     """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
 
-    group: of kv_groups, where this layer's keys and values are kept. scale: of the scores.
-    soft_cap: c of c * tanh(score / c), or None. sinks: one more score of each head, [K, G], which
-    takes its share of the softmax alone; or None.
+    group: index into kv_groups, where this layer's keys and values are kept. options: scale, cap
+    and window of the scores. sinks [K, G]: one more score of each query head, which takes its share
+    of the softmax and adds nothing; None for a plain softmax.
     """
 
     qkv: Linear
@@ -29,8 +30,7 @@ class Attention:
     out: Linear
     sinks: Array | None
     group: int = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
-    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    options: AttentionOptions = dataclasses.field(metadata={"static": True})
 
     def __call__(
         self, x: Array, rotary: Rotary | None, kv: KVView, index: Any
@@ -42,8 +42,7 @@ class Attention:
             qkv = self.qkv(x)
         heads = Heads(q_norm=self.q_norm, k_norm=self.k_norm, rotary=rotary)
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
-        options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": sinks}
         # q, k, v = heads(qkv), which the view does as it keeps the keys and values.
-        o, kv = kv.attend(self.group, index, qkv, heads, **options)
+        o, kv = kv.attend(self.group, index, qkv, heads, self.options, sinks)
         with jax.named_scope("out"):
             return self.out(o.reshape(*x.shape[:-1], -1)), kv

@@ -222,9 +222,9 @@ def attend(
         sinks = [jnp.broadcast_to(jnp.tile(start_KG, (1, B))[:, :, None], (K, Q, 128))]
     whole = pl.BlockSpec((K, Q, 128), lambda *_: (0, 0, 0))
     how = {
-        "scale": options.scale,
-        "sliding_window": options.sliding_window,
-        "soft_cap": options.soft_cap,
+        "scale": options.attention.scale,
+        "sliding_window": options.attention.window,
+        "soft_cap": options.attention.soft_cap,
         "packed": D <= 64,
         "kv_dtype": pool.dtype.name if scales else None,
     }
