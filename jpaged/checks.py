@@ -7,6 +7,13 @@ from typing import Any
 from jpaged.errors import ConfigError, JpagedError, RequestError
 
 FLOAT32_MAX = 3.4028234e38  # controls travel as float32
+# The least and the largest temperature that draws divide by: differences of logits, and reciprocals
+# of these, stay numbers of float32.
+TEMPERATURES = (1e-30, 1e30)
+# With biases up to this and repetition penalties in this range, logits stay numbers of float32 that
+# a draw can subtract and divide.
+MAX_LOGIT_BIAS = 1e30
+REPETITION_PENALTIES = (1e-6, 1e6)
 
 
 def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
@@ -25,6 +32,11 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> Non
             f"{name}={value}: must be at least {low}"
             + ("" if high is None else f" and at most {high}")
         )
+
+
+def check_seed(value: Any) -> None:
+    """RequestError unless it is an integer of 64 bits, with or without a sign."""
+    check_whole("seed", value, -(2**63), 2**64 - 1)
 
 
 def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:

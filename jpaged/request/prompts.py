@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.checks import is_scalar
+from jpaged.checks import check_seed, is_scalar
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
@@ -168,6 +168,7 @@ def as_key(seed: Any) -> Key:
         return functools.reduce(fold_in, rest, (first, second))
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise RequestError(f"seed={seed!r}: pass an int or a jax key")
+    check_seed(seed)
     return key_from_seed(int(seed))
 
 
