@@ -27,6 +27,7 @@ def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     if not is_scalar(value):
         raise RequestError(f"{name}={value!r}: must be an integer")
+    value = int(value)  # a jax scalar compares with numbers of its dtype alone
     if value < low or (high is not None and value > high):
         raise RequestError(
             f"{name}={value}: must be at least {low}"

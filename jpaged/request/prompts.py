@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,15 +174,24 @@ def as_key(seed: Any) -> Key:
 
 
 class CallKeys:
-    """A key for each call of a face, so that equal calls draw anew. count: the calls so far."""
+    """The keys of a face's calls. seed: what calls without a seed draw from, each anew. count:
+    those calls so far. Any thread may ask.
+    """
 
     def __init__(self, seed: Any):
         self._key = as_key(seed)
+        self._lock = threading.Lock()
         self.count = 0
 
     def next(self) -> Key:
-        self.count += 1
-        return fold_in(self._key, self.count)
+        """A key that no call has had."""
+        with self._lock:
+            self.count += 1
+            return fold_in(self._key, self.count)
+
+    def of(self, seed: Any) -> Key:
+        """The key of a call with this seed; None: the next one."""
+        return self.next() if seed is None else as_key(seed)
 
 
 def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:

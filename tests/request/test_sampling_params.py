@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +52,7 @@ GOOD: list[dict[str, Any]] = [
     {"top_k": 10**6},
     {"seed": -(2**63)},
     {"seed": 2**64 - 1},
+    {"seed": jnp.int32(3), "top_k": jnp.int32(3)},
     {"max_tokens": None, "min_tokens": 1000},
     {"max_tokens": 3, "min_tokens": 3},
     {"logprobs": 0, "prompt_logprobs": 5, "logprobs_mode": "processed"},
