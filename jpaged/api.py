@@ -17,7 +17,7 @@ from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, ConfigError
 from jpaged.request.outputs import RequestOutput
-from jpaged.request.prompts import as_key, as_list
+from jpaged.request.prompts import CallKeys, as_list
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import warmup as compile_table
 from jpaged.runtime.weights import as_params
@@ -26,6 +26,7 @@ from jpaged.session import Session, adapted
 
 MAX_ENGINES = 2
 _kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first
+_keys = CallKeys(0)  # of calls without a seed
 
 
 def generate(
@@ -36,7 +37,7 @@ def generate(
     config: Any = None,
     tokenizer: Any = None,
     mesh: Mesh | None = None,
-    seed: int | jax.Array = 0,
+    seed: int | jax.Array | None = 0,
     engine_config: EngineConfig | None = None,
     lora: Any = None,
     draft: Any = None,
@@ -49,7 +50,8 @@ def generate(
     trees need config=), or a checkpoint folder, which each call reads anew. prompts: str,
     list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list of them,
     mixed. sampling_params: one for all or one each; None is SamplingParams(). seed: int or jax key;
-    the same call repeats itself. on_error: "raise" checks everything first, then raises
+    the same call repeats itself, as LLM.generate does with the same seed. None draws anew in each
+    call, as LLM.generate does by default. on_error: "raise" checks everything first, then raises
     GenerationError (with `.outputs`) once the others have finished; "return" puts each error into
     its own output. New params are new by the identity of their leaves: they are served at once,
     without a compile, and drop the prefix cache. lora: an adapter on top of the params
@@ -58,7 +60,7 @@ def generate(
     Params of a smaller model that guesses ahead (see docs/speculation.md), where engine_config says
     speculative={"method": "draft"}; new ones, too, are served at once.
     """
-    key = as_key(seed)
+    key = _keys.of(seed)
     with _serving(params, config, mesh, engine_config, tokenizer, draft=draft) as calls:
         prompts = adapted(calls.session, as_list(prompts), lora)
         makes = calls.completions(prompts, sampling_params, key)
@@ -127,9 +129,8 @@ def score(
     is_any = tokenizer is None
     how = (params, config, mesh, engine_config, tokenizer)
     with _serving(*how, any_tokenizer=is_any, draft=draft) as calls:
-        form = {"structured": structured, "prompt_lens": prompt_lens}
         token_lists = adapted(calls.session, as_list(token_lists), lora)
-        return calls.score(token_lists, temperature, return_greedy, **form)
+        return calls.score(token_lists, temperature, return_greedy, structured, prompt_lens)
 
 
 def warmup(

@@ -5,10 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any, Self, Unpack
+
+import jax
+from jax.sharding import Mesh
 
 from jpaged.calls import SamplingParamsLike
 from jpaged.config import EngineConfig
+from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
@@ -23,15 +27,34 @@ PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python'
 class AsyncLLM:
     """A model that any number of tasks generate with at once, of one event loop or of several.
 
-    model: an LLM, which from then on is this object's alone, or what LLM takes, with its settings.
+    model: an LLM, which from then on is this object's alone, or what LLM takes, with its settings;
+    seed None is LLM's own.
     One thread steps the engine. A task that is cancelled, or a stream that is closed, aborts its
     request. Raises what LLM raises, and ConfigError for an LLM with unfinished requests.
     """
 
-    def __init__(self, model: Any, **settings: Any):
-        if isinstance(model, LLM) and settings:
-            raise ConfigError(f"{min(settings)!r}: an LLM that is made has its settings already")
-        llm = self._llm = model if isinstance(model, LLM) else LLM(model, **settings)
+    def __init__(
+        self,
+        model: Any,
+        *,
+        params: Any = None,
+        tokenizer: Any = None,
+        mesh: Mesh | None = None,
+        seed: int | jax.Array | None = None,
+        **engine_config: Unpack[EngineFields],
+    ):
+        if isinstance(model, LLM):
+            settings = {"params": params, "tokenizer": tokenizer, "mesh": mesh, "seed": seed}
+            passed = [name for name, value in settings.items() if value is not None]
+            if passed := [*passed, *engine_config]:
+                raise ConfigError(f"{min(passed)!r}: an LLM that is made has its settings already")
+            llm = model
+        else:
+            seed = 0 if seed is None else seed
+            llm = LLM(
+                model, params=params, tokenizer=tokenizer, mesh=mesh, seed=seed, **engine_config
+            )
+        self._llm = llm
         if llm.has_unfinished():
             raise ConfigError("this LLM has unfinished requests: finish or abort them first")
         if llm.tokenizer is not None:

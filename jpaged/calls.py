@@ -1,6 +1,6 @@
 """Calls: what every face does with a session: prompts to requests, run them, collect or stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from functools import partial
 from pathlib import Path
@@ -75,10 +75,15 @@ class Calls:
         return outputs
 
     def score(
-        self, token_lists: list[Any], temperature: float, return_greedy: bool, **form: Any
+        self,
+        token_lists: list[Any],
+        temperature: float,
+        return_greedy: bool,
+        structured: Mapping[str, Any] | None,
+        prompt_lens: List[int] | None,
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """See jpaged.score; form: as in Processor.scores."""
-        requests = self.processor.scores(token_lists, temperature, **form)
+        """See jpaged.score."""
+        requests = self.processor.scores(token_lists, temperature, structured, prompt_lens)
         self._reserve(requests)
         # One token alone predicts nothing.
         self.run([request for request in requests if request.sequences[0].prompt_len > 1])

@@ -7,6 +7,13 @@ from typing import Any
 from jpaged.errors import ConfigError, JpagedError, RequestError
 
 FLOAT32_MAX = 3.4028234e38  # controls travel as float32
+# The least and the largest temperature that draws divide by: differences of logits, and reciprocals
+# of these, stay numbers of float32.
+TEMPERATURES = (1e-30, 1e30)
+# With biases up to this and repetition penalties in this range, logits stay numbers of float32 that
+# a draw can subtract and divide.
+MAX_LOGIT_BIAS = 1e30
+REPETITION_PENALTIES = (1e-6, 1e6)
 
 
 def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> None:
@@ -20,11 +27,17 @@ def check_real(name: str, value: Any, low: float, high: float = FLOAT32_MAX) -> 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     if not is_scalar(value):
         raise RequestError(f"{name}={value!r}: must be an integer")
+    value = int(value)  # a jax scalar compares with numbers of its dtype alone
     if value < low or (high is not None and value > high):
         raise RequestError(
             f"{name}={value}: must be at least {low}"
             + ("" if high is None else f" and at most {high}")
         )
+
+
+def check_seed(value: Any) -> None:
+    """RequestError unless it is an integer of 64 bits, with or without a sign."""
+    check_whole("seed", value, -(2**63), 2**64 - 1)
 
 
 def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:

@@ -1,10 +1,9 @@
 """LLM: the face of one model that is kept: prompts in bulk, one by one, as a stream."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
-from jpaged.errors import ConfigError
+from jpaged.engine_fields import EngineFields, check_fields
 from jpaged.models.params import Params
 from jpaged.request.chat import Chat, as_chats
 from jpaged.request.outputs import CompletionChunk, RequestOutput
@@ -35,8 +34,10 @@ class LLM:
     model: a checkpoint folder or OWNER/NAME of the Hugging Face Hub; or, with `params`, what
     describes them (ModelConfig, Hugging Face config dict, folder); or Params. tokenizer: None takes
     the source folder's, when first needed. mesh: where to serve; None is data_parallel_size *
-    tensor_parallel_size devices, or the params' mesh. seed: int or jax key. The rest are
-    EngineConfig's fields. session holds weights and pool. Raises CheckpointError, ConfigError.
+    tensor_parallel_size devices, or the params' mesh. seed: int or jax key, from which calls
+    without a seed of theirs draw, each anew. The rest are EngineConfig's fields; ConfigError names
+    the nearest one to a name that is none. session holds weights and pool. Raises CheckpointError,
+    ConfigError.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LLM:
         tokenizer: Any = None,
         mesh: Mesh | None = None,
         seed: int | jax.Array = 0,
-        **engine_config: Any,
+        **engine_config: Unpack[EngineFields],
     ):
         config, draft = _engine_config(engine_config)
         weights, mesh = _weights(model, params, config, mesh)
@@ -63,11 +64,16 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParamsLike = None,
         *,
+        seed: int | jax.Array | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs in the order of the prompts. See jpaged.generate."""
-        makes = self.calls.completions(as_list(prompts), sampling_params, self.keys.next())
+        """Complete each prompt; outputs in the order of the prompts. See jpaged.generate.
+
+        seed: int or jax key; the same call repeats itself, with the tokens of jpaged.generate.
+        None draws anew in each call.
+        """
+        makes = self.calls.completions(as_list(prompts), sampling_params, self.keys.of(seed))
         return self.calls.complete(makes, on_error, use_tqdm)
 
     def beam_search(
@@ -95,31 +101,49 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         adapter: str | None = None,
+        seed: int | jax.Array | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or each of a list, by the chat
         template. sampling_params None generates up to the end of the context. adapter: its name.
+        seed: as in generate.
         """
         goes_on = {"continue_final_message": continue_final_message, "adapter": adapter}
         how = goes_on | {"add_generation_prompt": add_generation_prompt}
         chats = as_chats(messages, template_kwargs=chat_template_kwargs, **how)
         sampling_params = sampling_params or SamplingParams(max_tokens=None)
-        return self.generate(chats, sampling_params, on_error=on_error, use_tqdm=use_tqdm)
+        return self.generate(
+            chats, sampling_params, seed=seed, on_error=on_error, use_tqdm=use_tqdm
+        )
 
     def stream(
-        self, prompts: Any, sampling_params: SamplingParamsLike = None
+        self,
+        prompts: Any,
+        sampling_params: SamplingParamsLike = None,
+        *,
+        seed: int | jax.Array | None = None,
     ) -> Iterator[CompletionChunk]:
-        """The completions in pieces, which add up to generate's. Closing it aborts the rest."""
-        prompts, key = as_list(prompts), self.keys.next()
+        """The completions in pieces, which add up to generate's with the same seed. Closing it
+        aborts the rest.
+        """
+        prompts, key = as_list(prompts), self.keys.of(seed)
         makes = self.calls.completions(prompts, sampling_params, key, streaming=True)
         return self.calls.stream(makes)
 
     def score(
-        self, token_lists: Any, *, temperature: float = 1.0, return_greedy: bool = False, **how: Any
+        self,
+        token_lists: Any,
+        *,
+        temperature: float = 1.0,
+        return_greedy: bool = False,
+        structured: Mapping[str, Any] | None = None,
+        prompt_lens: List[int] | None = None,
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
-        """log p(token t+1 | tokens <= t) of given sequences: see jpaged.score, `how` too."""
-        return self.calls.score(as_list(token_lists), temperature, return_greedy, **how)
+        """log p(token t+1 | tokens <= t) of sequences: see jpaged.score."""
+        return self.calls.score(
+            as_list(token_lists), temperature, return_greedy, structured, prompt_lens
+        )
 
     def add_request(
         self,
@@ -145,10 +169,20 @@ class LLM:
         return bool(self.calls.ready) or self.session.engine.has_unfinished()
 
     def render_chat(
-        self, messages: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None, **how: Any
+        self,
+        messages: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of one conversation; `how`: add_generation_prompt, continue_final_message."""
-        chat = Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)
+        """Token ids of one conversation, as `chat` renders it."""
+        chat = Chat(
+            messages=messages,
+            template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         return self.calls.processor.render(chat)
 
     def update_params(
@@ -244,13 +278,10 @@ def _weights(
     return load_params(model, dtype=config.dtype, mesh=mesh, each=each), mesh
 
 
-def _engine_config(settings: dict[str, Any]) -> tuple[EngineConfig, Params | None]:
-    """Of settings, and the draft model of `speculative` if that is weights."""
-    known = [f.name for f in dataclasses.fields(EngineConfig)]
-    if unknown := sorted(set(settings) - set(known)):
-        raise ConfigError(
-            f"{unknown[0]!r} is not a setting of LLM; EngineConfig has {', '.join(known)}"
-        )
+def _engine_config(fields: EngineFields) -> tuple[EngineConfig, Params | None]:
+    """The config of these fields, and the draft model of `speculative` if that is weights."""
+    check_fields(fields)
+    settings: dict[str, Any] = {**fields}
     asked, draft = settings.get("speculative"), None
     if isinstance(asked, Mapping) and not isinstance(asked.get("model"), str | Path | None):
         rest = {name: value for name, value in asked.items() if name != "model"}

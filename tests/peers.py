@@ -97,11 +97,11 @@ def guessing(settings: Any) -> dict[str, Any]:
 
     how: dict[str, Any] = {"num_tokens": 3, "adaptive": False}
     try:
-        LLM(PARAMS, **{**vars(settings), "speculative": {**how, "adaptive": True}})
+        LLM(PARAMS, **vars(settings) | {"speculative": {**how, "adaptive": True}})
         refused = ""
     except ConfigError as e:
         refused = str(e)
-    llm = LLM(PARAMS, **{**vars(settings), "speculative": how})
+    llm = LLM(PARAMS, **vars(settings) | {"speculative": how})
     asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     outs = llm.generate([p * 3 for p in make_prompts(5, 7, 4)], asked, use_tqdm=False)
     tokens = [out.outputs[0].token_ids for out in outs]

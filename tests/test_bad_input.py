@@ -56,6 +56,12 @@ BAD = {  # scenario 13: (prompt, sampling params, what the error says)
     "frequency inf": ([1], SamplingParams(frequency_penalty=-math.inf), "frequency_penalty=-inf"),
     "repetition zero": ([1], SamplingParams(repetition_penalty=0.0), "repetition_penalty=0.0"),
     "bias nan": ([1], SamplingParams(logit_bias={3: math.nan}), "nan"),
+    "bias beyond draws": ([1], SamplingParams(logit_bias={3: 3e38}), "between -1e"),
+    "repetition beyond draws": (
+        [1],
+        SamplingParams(repetition_penalty=1e-45),
+        "repetition_penalty=1e-45: must be a finite number between 1e-06 and 1000000.0",
+    ),
     "bias of no token": ([1], SamplingParams(logit_bias={97: 1.0}), "logit_bias key=97"),
     "too many biases": (
         [1],

@@ -187,7 +187,7 @@ def test_products_that_differ_with_the_number_of_rows(
     monkeypatch.setattr(Serving, "product", in_two_parts)
     params = jpaged.load_params(MODEL_PATH, dtype="float32")
     prompts, sampling = requests(params.config.vocab_size)
-    llm = LLM(params, **{**ORDINARY, "deterministic": deterministic})
+    llm = LLM(params, **dict[str, Any](ORDINARY, deterministic=deterministic))
     is_equal = bits(together(llm, prompts, sampling)) == bits(alone(llm, prompts, sampling))
     assert is_equal == deterministic
     llm.close()

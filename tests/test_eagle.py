@@ -86,7 +86,7 @@ def test_it_guesses_as_written_apart(
     """
     params, head = make_params(0, target), make_params(3, head_config(target, **changes))
     seen = guesses_of(monkeypatch)
-    llm = LLM(params, **{**SIZES, "speculative": eagle(head)})
+    llm = LLM(params, **dict[str, Any](SIZES, speculative=eagle(head)))
     prompts = make_prompts(1, 8, 21, 5)
     prompts.append([*prompts[2][:11], 3, 4])
     for at, asked in ((0, greedy(8)), (2, greedy(8)), (3, greedy(8)), (2, greedy(6, n=2))):
@@ -102,7 +102,7 @@ def test_a_head_that_knows_is_right() -> None:
     params = counting(MODEL, exact=True)
     head = counting_head(params, exact=True)
     prompts = [[5, 6, 7], [40, 41], [70]]
-    llm = LLM(params, **{**SIZES, "speculative": eagle(head, 1)})
+    llm = LLM(params, **dict[str, Any](SIZES, speculative=eagle(head, 1)))
     outs = llm.generate(prompts, greedy(24), use_tqdm=False)
     stats = llm.stats()
     assert tokens_of(outs) == [[(p[-1] + i) % 97 for i in range(1, 25)] for p in prompts]
@@ -179,7 +179,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_on_a_mesh_it_is_refused() -> None:
     params, head = make_params(0, MODEL), make_params(3, head_config(MODEL))
     with pytest.raises(UnsupportedError, match="method='eagle' on 2 devices that share the model"):
-        LLM(params, **{**SIZES, "speculative": eagle(head), "tensor_parallel_size": 2})
+        LLM(params, **SIZES | {"speculative": eagle(head), "tensor_parallel_size": 2})
 
 
 @pytest.mark.middle
@@ -225,7 +225,7 @@ def test_new_heads_and_new_models() -> None:
         outs = jpaged.generate(params, prompts, greedy(12), draft=good, **settings)
     assert names == [] and tokens_of(outs) == tokens_of(wanted)
     jpaged.release(compiled=True)
-    llm = LLM(params, **{**SIZES, "speculative": {**how, "model": poor}})
+    llm = LLM(params, **dict[str, Any](SIZES, speculative={**how, "model": poor}))
     llm.generate(prompts, greedy(12), use_tqdm=False)
     rate = llm.stats()["acceptance_rate"]
     llm.update_params(params, draft=good)
@@ -254,7 +254,7 @@ def test_beside_a_cache_of_8_bits(kind: Any) -> None:
     drawn = SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True)
     for cache in (kind, None):
         how: Any = {**SIZES, **few, "deterministic": True, "kv_cache_dtype": cache}
-        plain, llm = LLM(params, **how), LLM(params, **{**how, "speculative": eagle(head)})
+        plain, llm = LLM(params, **how), LLM(params, **how | {"speculative": eagle(head)})
         for asked in (greedy(24), drawn):
             wanted = plain.generate(prompts, asked, use_tqdm=False)
             outs = llm.generate(prompts, asked, use_tqdm=False)

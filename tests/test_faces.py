@@ -1,8 +1,19 @@
 """Who leans on whom among the faces."""
 
 import ast
+import dataclasses
+import inspect
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jpaged
+from jpaged import LLM
+from jpaged.config import EngineConfig
+from jpaged.engine_fields import EngineFields, check_fields
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,3 +66,65 @@ def test_faces_reach_into_no_privates() -> None:
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
                 is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
                 assert is_own or node.attr.startswith("__"), f"{file}: {ast.unparse(node)}"
+
+
+# Arguments of a function that the caller passes too, as in asyncio.to_thread.
+CALLED_WITH = {"AsyncLLM.call(args)", "AsyncLLM.prepare(args)"}
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    for name in jpaged.__all__:
+        found = getattr(jpaged, name)
+        if not inspect.isclass(found):
+            yield name, found
+        elif not issubclass(found, BaseException):
+            for method, function in inspect.getmembers(found, inspect.isfunction):
+                if method == "__init__" or not method.startswith("_"):
+                    yield f"{name}.{method}", function
+
+
+def test_public_signatures_are_written_out() -> None:
+    """So that editors show what can be passed, and Python refuses the rest by the function's name;
+    LLM's engine_config has its names and types from EngineFields.
+    """
+    left = set()
+    for name, function in public_functions():
+        for parameter in inspect.signature(function).parameters.values():
+            is_bundle = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if is_bundle and parameter.annotation != typing.Unpack[EngineFields]:
+                left.add(f"{name}({parameter.name})")
+    assert left == CALLED_WITH
+
+
+def test_an_unknown_name_is_refused_by_the_function_that_was_called() -> None:
+    unknown: Any = {"top_k": 8}
+    functions: tuple[Any, ...] = jpaged.score, LLM.score, LLM.render_chat, jpaged.generate
+    for function in functions:
+        said = rf"{function.__qualname__}\(\) got an unexpected keyword argument 'top_k'"
+        with pytest.raises(TypeError, match=said):
+            function(None, [[1, 2]], **unknown)
+
+
+def test_engine_fields_are_those_of_engine_config() -> None:
+    of_config = typing.get_type_hints(EngineConfig)
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    of_fields = typing.get_type_hints(EngineFields)
+    assert list(of_fields) == names
+    wider = of_fields.pop("speculative")
+    assert set(typing.get_args(of_config["speculative"])) < set(typing.get_args(wider))
+    assert of_fields == {name: of_config[name] for name in names if name != "speculative"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_num_seq", "did you mean 'max_num_seqs'?"),
+        ("gpu_memory_utilization", "did you mean 'memory_utilization'?"),
+        ("kv_cache_type", "did you mean 'kv_cache_dtype'?"),
+        ("zzz", "'zzz' is not a setting of LLM; EngineConfig has max_model_len, "),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_one(name: str, said: str) -> None:
+    with pytest.raises(jpaged.ConfigError) as caught:
+        check_fields([name, "block_size"])
+    assert said in str(caught.value)

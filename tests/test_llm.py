@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -498,6 +499,34 @@ def test_score(llm: LLM) -> None:
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
     assert len(llm.score("abcd")[0]) == 3
+    jpaged.release(compiled=True)
+
+
+def test_seeds_mean_the_same_to_generate_and_to_an_llm(llm: LLM) -> None:
+    """A seed repeats itself, with equal tokens of both; None draws anew of both."""
+    prompts, asked = make_prompts(9, 5), SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def of_llm(seed: Any) -> list[list[int]]:
+        outputs = llm.generate(prompts, asked, seed=seed, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def of_function(seed: Any) -> list[list[int]]:
+        outputs = jpaged.generate(
+            llm.session.params, prompts, asked, seed=seed, engine_config=ENGINE
+        )
+        return [output.outputs[0].token_ids for output in outputs]
+
+    for seed in (0, 7, jax.random.key(7), -1):
+        assert of_llm(seed) == of_llm(seed) == of_function(seed) == of_function(seed)
+    assert of_llm(0) != of_llm(7)
+    assert of_llm(None) != of_llm(None) and of_function(None) != of_function(None)
+    pieces: list[list[int]] = [[], []]
+    for chunk in llm.stream(prompts, asked, seed=7):
+        pieces[chunk.request_index] += chunk.token_ids_delta
+    assert pieces == of_llm(7)
+    chat = {"seed": 7, "use_tqdm": False}
+    answers = [llm.chat(USER, asked, **chat)[0].outputs[0].token_ids for _ in range(2)]
+    assert answers[0] == answers[1] != llm.chat(USER, asked, use_tqdm=False)[0].outputs[0].token_ids
     jpaged.release(compiled=True)
 
 

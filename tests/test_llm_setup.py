@@ -45,9 +45,9 @@ def generate(llm: LLM, prompts: Any, sampling: Any = ENDLESS) -> list[jpaged.Req
 def test_unknown_settings(folder: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'gpu_memory_utilization' is not a setting of LLM; EngineConfig has max_model",
+        match=r"'gpu_memory_utilization' is not a setting of LLM: did you mean 'memory_uti",
     ):
-        LLM(folder, gpu_memory_utilization=0.9)
+        LLM(folder, gpu_memory_utilization=0.9)  # pyright: ignore[reportCallIssue]
     with pytest.raises(
         ConfigError, match=r"max_model_len=65: the model has max_position_embeddings=64"
     ):
@@ -57,7 +57,7 @@ def test_unknown_settings(folder: Path) -> None:
 def test_ways_to_name_a_model(folder: Path, params: Params) -> None:
     """A folder with or without a dtype, Params, and a description with raw params."""
     small = vars(engine(num_blocks=16))
-    half = LLM(folder, **{**small, "dtype": "bfloat16"})
+    half = LLM(folder, **dict[str, Any](small, dtype="bfloat16"))
     assert half.session.runner.pools[0].dtype == jnp.bfloat16
     for built in (
         LLM(params, **small),

@@ -67,7 +67,7 @@ def llm(params: Params) -> jpaged.LLM:
 
 
 def served(params: Any, **settings: Any) -> jpaged.LLM:
-    return jpaged.LLM(params, **{**SIZES, "max_lora_rank": 4, **settings})
+    return jpaged.LLM(params, **SIZES | {"max_lora_rank": 4, **settings})
 
 
 def generate(params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any) -> Any:

@@ -170,7 +170,9 @@ def test_windows() -> None:
     params = make_params(0, WINDOWED)
     asked = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     outs = [
-        LLM(params, **{**SMALL, "speculative": how}).generate(PROMPTS, asked, use_tqdm=False)
+        LLM(params, **dict[str, Any](SMALL, speculative=how)).generate(
+            PROMPTS, asked, use_tqdm=False
+        )
         for how in (None, GUESSING)
     ]
     assert [o.outputs[0].token_ids for o in outs[0]] == [o.outputs[0].token_ids for o in outs[1]]
@@ -179,7 +181,7 @@ def test_windows() -> None:
 @pytest.mark.middle
 @pytest.mark.own_steps
 def test_it_compiles_nothing_of_its_own() -> None:
-    llm = LLM(make_params(0, MODEL), **{**SMALL, "strict": True})
+    llm = LLM(make_params(0, MODEL), **dict[str, Any](SMALL, strict=True))
     with compiles() as names:
         asked = SamplingParams(temperature=0, max_tokens=24)
         llm.generate(PROMPTS, asked, use_tqdm=False)
@@ -200,12 +202,12 @@ def test_what_is_refused() -> None:
             LLM(params, speculative={"method": method})
     other = make_params(1, config(vocab_size=90))
     with pytest.raises(ConfigError, match="vocab_size=90, the model has 97"):
-        LLM(params, **{**SMALL, "speculative": drafting(other)})
+        LLM(params, **dict[str, Any](SMALL, speculative=drafting(other)))
     short = make_params(1, config(max_position_embeddings=32))
     with pytest.raises(ConfigError, match="max_position_embeddings=32 is below max_model_len=64"):
-        LLM(params, **{**SMALL, "speculative": drafting(short)})
+        LLM(params, **dict[str, Any](SMALL, speculative=drafting(short)))
     with pytest.raises(ConfigError, match="method='draft' needs a model"):
-        LLM(params, **{**SMALL, "speculative": {"method": "draft"}})
+        LLM(params, **dict[str, Any](SMALL, speculative={"method": "draft"}))
     with pytest.raises(ConfigError, match="only with method='draft' or 'eagle'"):
         LLM(params, speculative={"model": "folder"})
     with pytest.raises(ConfigError, match="a config takes a folder"):
@@ -219,7 +221,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_tokens=0"):
         LLM(params, speculative={"num_tokens": 0})
     with pytest.raises(ConfigError, match="a draft model only with one replica in one process"):
-        LLM(params, **{**SMALL, "speculative": drafting(params), "data_parallel_size": 2})
+        LLM(params, **SMALL | {"speculative": drafting(params), "data_parallel_size": 2})
     assert EngineConfig(speculative=Speculative()) == EngineConfig(speculative={})  # pyright: ignore[reportArgumentType]
 
 
@@ -244,7 +246,7 @@ def test_new_drafts() -> None:
     with pytest.raises(ConfigError, match="needs a model"):
         jpaged.generate(params, PROMPTS, asked, **settings)
     jpaged.release(compiled=True)
-    llm = LLM(params, **{**SMALL, "speculative": {**how, "model": poor}})
+    llm = LLM(params, **dict[str, Any](SMALL, speculative={**how, "model": poor}))
     before = llm.generate(PROMPTS, asked, use_tqdm=False)
     rate = llm.stats()["acceptance_rate"]
     llm.update_params(params, draft=params)

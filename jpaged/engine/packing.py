@@ -247,7 +247,7 @@ def _pack_tokens(view: Views, plan: Plan, config: EngineConfig) -> None:
                 following = seq.token_ids[entry.start + 1 : entry.end + 1]
                 view["targets"][start : start + len(following)] = following
                 mode = LOGPROBS_MODES.index(seq.sampling_params.logprobs_mode)
-                view["scoring"].view(np.float32)[len(starts), 0] = seq.sampling_params.temperature
+                view["scoring"].view(np.float32)[len(starts), 0] = seq.sampling_params.divisor
                 view["scoring"][len(starts), 1] = mode
             starts.append(start)
             computed.append(entry)
@@ -289,8 +289,8 @@ def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineCo
         view["controls"][row] = seq.controls
         # So many tokens of output come before the first one drawn now. A mask says it by itself.
         if seq.sampling_params.min_tokens and seq.structured is None:
-            drawn = length - seq.prompt_len
-            view["open_after"][row] = max(seq.sampling_params.min_tokens - drawn, 0)
+            left = seq.sampling_params.min_tokens - (length - seq.prompt_len)
+            view["open_after"][row] = min(max(left, 0), np.iinfo(np.int32).max)
         if full and (bias := seq.sampling_params.logit_bias):
             view["bias_ids"][row, : len(bias)] = list(bias)
             view["bias"].view(np.float32)[row, : len(bias)] = list(bias.values())
@@ -300,7 +300,7 @@ def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
     """A row of CONTROLS and the ids that stop it."""
     p: SamplingParams = seq.sampling_params
     values = (
-        p.temperature,
+        p.divisor,
         p.top_p,
         p.min_p,
         min(max(p.top_k, 0), PAD_TOKEN),

@@ -13,8 +13,9 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
+from jpaged.engine_fields import EngineFields
 from jpaged.errors import ConfigError, RequestError
 from jpaged.integrations.batch.lines import BarePrompt
 from jpaged.integrations.seeds import stable_seed
@@ -89,7 +90,7 @@ class JPagedPredictor:
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         output_prefix: str = "",
-        **engine_config: Any,
+        **engine_config: Unpack[EngineFields],
     ):
         self._llm = LLM(model, seed=seed, **engine_config)
         for name, source in (adapters or {}).items():

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from jpaged.config import EngineConfig
+from jpaged.engine_fields import EngineFields
 from jpaged.errors import ConfigError, JpagedError, PeerError, ReplicaError, RequestError
 from jpaged.integrations.ray_replica import (
     Job,
@@ -106,7 +107,7 @@ class RayLLM:
         max_retries: int = 3,
         start_timeout_s: float = 900.0,
         adapters: Mapping[str, str | Path] | None = None,
-        **engine_config: Any,
+        **engine_config: Unpack[EngineFields],
     ):
         check_counts(replicas=(replicas, 1), max_retries=(max_retries, 0), hosts=(hosts, 1))
         self._seed = seed
@@ -122,7 +123,7 @@ class RayLLM:
         self._owns_ray = connect(address, replicas * (hosts or 1))
         self._slots = [Slot(number) for number in range(replicas)]
         try:
-            self._launch = launch_of(model, seed, engine_config, resources, hosts, adapters)
+            self._launch = launch_of(model, seed, {**engine_config}, resources, hosts, adapters)
             for slot in self._slots:
                 slot.start(self._launch)
             self._wait_for_first(start_timeout_s)

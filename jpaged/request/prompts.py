@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jpaged.checks import is_scalar
+from jpaged.checks import check_seed, is_scalar
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
@@ -168,19 +169,29 @@ def as_key(seed: Any) -> Key:
         return functools.reduce(fold_in, rest, (first, second))
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise RequestError(f"seed={seed!r}: pass an int or a jax key")
+    check_seed(seed)
     return key_from_seed(int(seed))
 
 
 class CallKeys:
-    """A key for each call of a face, so that equal calls draw anew. count: the calls so far."""
+    """The keys of a face's calls. seed: what calls without a seed draw from, each anew. count:
+    those calls so far. Any thread may ask.
+    """
 
     def __init__(self, seed: Any):
         self._key = as_key(seed)
+        self._lock = threading.Lock()
         self.count = 0
 
     def next(self) -> Key:
-        self.count += 1
-        return fold_in(self._key, self.count)
+        """A key that no call has had."""
+        with self._lock:
+            self.count += 1
+            return fold_in(self._key, self.count)
+
+    def of(self, seed: Any) -> Key:
+        """The key of a call with this seed; None: the next one."""
+        return self.next() if seed is None else as_key(seed)
 
 
 def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:

@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jpaged.checks import FLOAT32_MAX, check_real, check_whole
+from jpaged.checks import (
+    MAX_LOGIT_BIAS,
+    REPETITION_PENALTIES,
+    TEMPERATURES,
+    check_real,
+    check_seed,
+    check_whole,
+)
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
 from jpaged.structured.spec import check as check_structured
@@ -19,16 +26,21 @@ class SamplingParams:
     """Controls of one request; checked by `validate` when it is admitted, so that a bad one harms
     no neighbour.
 
-    n: completions a prompt. temperature: 0 is greedy. top_p: 1 is off. top_k: 0 or -1 is off.
-    min_p: 0 is off. seed: equal prompts with equal seeds give equal samples; None draws from the
-    call's seed. max_tokens: None means up to max_model_len. min_tokens: EOS, stop ids and stop
-    strings wait this long. stop: strings that end the text (left out of it). stop_token_ids: ids
-    that end it. ignore_eos: EOS does not. logprobs, prompt_logprobs: how many top alternatives to
-    return a token (0: the token's own only). logprobs_mode: "raw" is the model's distribution
-    before any control, "tempered" log_softmax(logits / temperature) and nothing else, "processed"
-    after all controls. presence_penalty, frequency_penalty: subtracted for tokens of the output.
-    repetition_penalty: divides positive logits of tokens seen in prompt or output
-    (arXiv:1909.05858). logit_bias: added to the logits of these ids. structured: the form of the
+    n: completions a prompt. temperature: 0 is greedy, which takes the lowest id of equal logits,
+    ignores top_p, top_k and min_p, and counts as 1 in log-probabilities; any other counts as one
+    from 1e-30 to 1e30, all that float32 can divide by. top_p: 1 is off. top_k: 0 or -1 is off; 1
+    keeps one token, the lowest id of the largest logits. min_p: 0 is off. top_p, min_p and a larger
+    top_k keep all logits that equal the last one kept. seed: equal prompts with equal seeds give
+    equal samples; None draws from the call's seed. max_tokens: None means up to max_model_len.
+    min_tokens: EOS, stop ids and stop strings wait this long. stop: strings that end the text (left
+    out of it). stop_token_ids: ids that end it. ignore_eos: EOS does not. logprobs,
+    prompt_logprobs: how many top alternatives to return a token (0: the token's own only).
+    logprobs_mode: "raw" is the model's distribution before any control, "tempered"
+    log_softmax(logits / temperature) and nothing else, "processed" after all controls.
+    presence_penalty, frequency_penalty: subtracted for tokens of the output. repetition_penalty:
+    divides positive logits of tokens seen in prompt or output, and multiplies the others
+    (arXiv:1909.05858); 1e-6 to 1e6. logit_bias: added to the logits of these ids, -1e30 to 1e30;
+    beyond about 1e8 nothing is left of the logit, and equal biases tie. structured: the form of the
     answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
     {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see docs/structured.md.
     """
@@ -62,6 +74,12 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def divisor(self) -> float:
+        """The temperature that logits are divided by: one that float32 can divide by, or 0."""
+        least, most = TEMPERATURES
+        return min(max(self.temperature, least), most) if self.temperature > 0 else 0.0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the request needs its token counts on the device."""
         return (
@@ -93,11 +111,9 @@ class SamplingParams:
         check_whole("top_k", self.top_k, -1)
         check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_real("repetition_penalty", self.repetition_penalty, 0.0)
-        if self.repetition_penalty == 0.0:
-            raise RequestError("repetition_penalty=0.0: must be above 0 (1.0 is off)")
+        check_real("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         if self.seed is not None:
-            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
+            check_seed(self.seed)
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1)
         check_whole("min_tokens", self.min_tokens, 0)
@@ -140,4 +156,4 @@ class SamplingParams:
             )
         for token, bias in biases.items():
             check_whole("logit_bias key", token, 0, vocab_size - 1)
-            check_real(f"logit_bias[{token}]", bias, -FLOAT32_MAX)
+            check_real(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

@@ -47,7 +47,7 @@ __all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Controls:
     """What every row has. Off is: top_p 1, min_p 0, top_k 0; temperature 0 is greedy and ignores
-    the thresholds.
+    the thresholds; top_k 1 keeps one token, the lowest id of the largest logits.
     """
 
     temperature_S: Array  # f32
@@ -152,11 +152,15 @@ def sample(
         own_SN = sums.against(max_S)
         if full is None and mask_SW is None:
             raw_S = total(vocabulary.gather(sums.plain_against(max_S)))
-    rows = (max_S, temp_S, floor_S, greedy_S)
+    keeps_one_S = ~greedy_S & (controls.top_k_S == 1) if filters else None
+    takes_first_S = greedy_S if keeps_one_S is None else greedy_S | keeps_one_S
+    rows = (max_S, temp_S, floor_S, takes_first_S)
     gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
     drawn_from = (z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary, mask_only_SW)
     token_S, sums_SN = _draw(*drawn_from)
     total_S = total(sums_SN)
+    if keeps_one_S is not None:  # equal logits were summed too
+        total_S = jnp.where(keeps_one_S, jnp.minimum(total_S, jnp.float32(1)), total_S)
 
     source_max_S, same_S = max_S, processed_S
     if full is not None:
@@ -207,7 +211,11 @@ def sample(
         return value_S, rank_S, *top_values(source_SV, max_logprobs, vocabulary)
 
     def processed() -> tuple[Array, Array, Array, Array]:
-        kept_SV = jnp.where(z_SV >= floor_S[:, None], z_SV, NEG_INF)
+        is_kept_SV = z_SV >= floor_S[:, None]
+        if keeps_one_S is not None:
+            is_drawn_SV = vocabulary.ids(z_SV) == token_S[:, None]
+            is_kept_SV = jnp.where(keeps_one_S[:, None], is_drawn_SV, is_kept_SV)
+        kept_SV = jnp.where(is_kept_SV, z_SV, NEG_INF)
         return lists(jnp.where(processed_S[:, None], kept_SV, logits_SV))
 
     value_S, rank_S, top_SK, top_ids_SK = lax.cond(
@@ -328,7 +336,7 @@ def _draw(
     max_S: Array,
     temp_S: Array,
     floor_S: Array,
-    greedy_S: Array,
+    takes_first_S: Array,
     gumbel_SX: Array,
     vocabulary: Vocabulary = WHOLE,
     mask_SW: Array | None = None,
@@ -338,14 +346,15 @@ def _draw(
 
     Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
     rounding noise in the logits turns hardly more draws than it must. own_SN: sums of the tiles
-    that this device has. gumbel_SX: see _noise. mask_SW: of what z_SV knows nothing of. Greedy rows
-    take the first tile, and in it the first token, with the row's maximum.
+    that this device has. gumbel_SX: see _noise. mask_SW: of what z_SV knows nothing of. Rows that
+    take the first (greedy ones, or with top_k 1) take the first tile, and in it the first token,
+    with the row's maximum.
     """
     vocab, tiles = vocabulary.tokens(z_SV), tile_max_SN.shape[1]
     in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
     best_S = first_true(tile_max_SN == max_S[:, None])
     drawn_S, sums_SN = _draw_tile(own_SN, of_tile_SN, vocabulary)
-    tile_S = jnp.where(greedy_S, best_S, drawn_S)
+    tile_S = jnp.where(takes_first_S, best_S, drawn_S)
     tile_S = jnp.minimum(tile_S, tiles - 1)
 
     z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE, vocabulary)
@@ -353,7 +362,7 @@ def _draw(
         z_SC = jnp.where(vocabulary.bits(mask_SW, ids_SC), z_SC, NEG_INF)
     p_SC = weights(z_SC, max_S, temp_S, floor_S)
     # The tile's largest logit is kept whenever any of the tile is.
-    at_S = jnp.where(greedy_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
+    at_S = jnp.where(takes_first_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
     return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), sums_SN
 
 

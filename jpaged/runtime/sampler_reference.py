@@ -22,7 +22,7 @@ def draw(
     included, and the next one looks at what is left.
     """
     z = logits_V.astype(np.float64)
-    if temperature == 0:
+    if temperature == 0 or top_k == 1:
         return int(np.argmax(z))  # the lowest of equal ids
     z = (z - z.max()) / temperature
     kept = np.exp(z) >= min_p

@@ -36,6 +36,7 @@ from jpaged.runtime.reshard import Reshard, is_served
 
 log = logging.getLogger("jpaged")
 UNMULTIPLIED = ("bias']", "scale']")  # ends of names of what is no linear weight, whatever its axes
+FOREIGN = "if another project's model has these names, jpaged.params_from makes Params of it"
 
 
 def as_params(params: Any, config: Any = None) -> Params:
@@ -300,13 +301,16 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
     """Every name and shape as the config says, and every leaf a live floating-point array."""
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}"
+            f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}; "
+            f"{FOREIGN}"
         )
     if missing := sorted(shapes.keys() - tree.keys()):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise ConfigError(f"params{path} lack {missing[0]!r}{more}")
+        raise ConfigError(f"params{path} lack {missing[0]!r}{more}; {FOREIGN}")
     if extra := sorted(tree.keys() - shapes.keys()):
-        raise ConfigError(f"params{path} hold {extra[0]!r}, which this config does not have")
+        raise ConfigError(
+            f"params{path} hold {extra[0]!r}, which this config does not have; {FOREIGN}"
+        )
     for name, shape in shapes.items():
         leaf, where = tree[name], f"{path}[{name!r}]"
         if isinstance(shape, dict):

@@ -275,6 +275,25 @@ def test_controls_travel_as_their_bits():
     assert LOGPROBS_MODES[values["mode"]] == "processed" and values["sample_index"] == 0
 
 
+@pytest.mark.parametrize(
+    ("temperature", "travels_as"),
+    [(0, 0), (1e-300, 1e-30), (1e-45, 1e-30), (1e-38, 1e-30), (0.7, 0.7), (3e38, 1e30)],
+)
+def test_temperatures_travel_as_numbers_that_f32_divides_by(temperature: float, travels_as: float):
+    """f32 takes most of the small ones, and the reciprocals of the largest, for 0."""
+    row = entry(0, 4, prompt=4, temperature=temperature, prompt_logprobs=0)
+    batch = pack(plan(row), CONFIG)
+    column = [name for name, _ in CONTROLS].index("temperature")
+    scored = fields(batch)["scoring"].view(np.float32)[0, 0]
+    drawn = drawing(batch)["controls"].view(np.float32)[0, column]
+    assert scored == drawn == np.float32(travels_as)
+
+
+def test_min_tokens_beyond_any_context_travel_too():
+    row = entry(0, 4, prompt=4, max_tokens=None, min_tokens=2**40)
+    assert drawing(pack(plan(row), CONFIG))["open_after"][0] == 2**31 - 1
+
+
 def test_controls_are_packed_once_a_request():
     row = entry(0, 6, temperature=0.5)
     first = drawing(pack(plan(row), CONFIG))["controls"][0]

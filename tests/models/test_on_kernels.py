@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @functools.cache
-def logprobs(attention: str, family: str) -> np.ndarray:
+def logprobs(attention: Any, family: str) -> np.ndarray:
     """Of a prompt and of the two tokens after it."""
     model = dataclasses.replace(FAMILY_CONFIGS[family], head_dim=64)  # what all of them take
     llm = LLM(make_params(3, model), attention=attention, **SETTINGS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
-from jpaged.request.prompts import as_list, match_sampling_params, tokenize
+from jpaged.request.prompts import as_key, as_list, match_sampling_params, tokenize
 from jpaged.request.sampling_params import SamplingParams
 
 VOCAB = 30
@@ -170,3 +170,14 @@ def test_match_sampling_params_refuses_another_length(given: list[SamplingParams
 def test_match_sampling_params_refuses_other_types(given: Any):
     with pytest.raises(RequestError, match="sampling_params of type"):
         match_sampling_params(given, 2)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 2**200, True, 1.0, "1", None])
+def test_a_seed_that_would_be_cut_off_is_refused(seed: Any):
+    with pytest.raises(RequestError, match="seed="):
+        as_key(seed)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, -(2**63), np.uint64(2**63)])
+def test_a_seed_has_64_bits(seed: Any):
+    assert as_key(seed) == ((int(seed) >> 32) % 2**32, int(seed) % 2**32)

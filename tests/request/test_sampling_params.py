@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,15 +52,20 @@ GOOD: list[dict[str, Any]] = [
     {"top_k": 10**6},
     {"seed": -(2**63)},
     {"seed": 2**64 - 1},
+    {"seed": jnp.int32(3), "top_k": jnp.int32(3)},
     {"max_tokens": None, "min_tokens": 1000},
     {"max_tokens": 3, "min_tokens": 3},
     {"logprobs": 0, "prompt_logprobs": 5, "logprobs_mode": "processed"},
     {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 0.1},
+    {"repetition_penalty": 1e-6},
+    {"repetition_penalty": 1e6},
     {"stop": "x", "stop_token_ids": (0, 49)},
     {"stop": ["x", "yz"], "stop_token_ids": []},
     {"stop": []},
     {"logit_bias": {}},
     {"logit_bias": {0: -100, 49: 3.5, np.int32(7): np.float32(1)}},
+    {"logit_bias": {0: -1e30, 1: 1e30}},
+    {"temperature": 1e-300},
 ]
 
 
@@ -79,6 +85,10 @@ BAD: list[tuple[str, Any]] = [
     ("frequency_penalty", -2.1),
     ("repetition_penalty", 0),
     ("repetition_penalty", -1.0),
+    ("repetition_penalty", 1e-45),
+    ("repetition_penalty", 1e-20),
+    ("repetition_penalty", 9e-7),
+    ("repetition_penalty", 1.1e6),
     ("n", 0),
     ("n", 257),
     ("n", -1),
@@ -119,6 +129,10 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {3: "1"}),
     ("logit_bias", dict.fromkeys(range(5), 1.0)),
     ("logit_bias", {3: 1e39}),
+    ("logit_bias", {3: 3e38}),
+    ("logit_bias", {3: -1.1e30}),
+    ("logit_bias", {3: -math.inf}),
+    ("logit_bias", {3: 10**400}),
 ]
 
 
@@ -210,7 +224,7 @@ def test_seeds_have_64_bits(seed: int):
         frequency_penalty=st.floats(-2, 2),
         repetition_penalty=st.floats(1e-6, 1e6),
         max_tokens=st.none() | st.integers(1, 10**9),
-        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-1e38, 1e38), max_size=4),
+        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-1e30, 1e30), max_size=4),
     )
 )
 def test_everything_in_range_passes(params: SamplingParams):

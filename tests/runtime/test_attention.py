@@ -154,7 +154,7 @@ def expected() -> list[Any]:
     return serve("xla")
 
 
-def serve(attention: str) -> list[Any]:
+def serve(attention: Any) -> list[Any]:
     """A chunked prompt, a prefix hit, forks and ordinary rows, through prefill and decode."""
     llm = LLM(
         make_params(5, MODEL), attention=attention, **SETTINGS
@@ -224,7 +224,7 @@ SINKS = dataclasses.replace(MODEL, attention_sinks=True, sliding_windows=(None, 
 MODELS = {"plain": MODEL, "scaled": SCALED, "capped": CAPPED, "sinks": SINKS}
 
 
-def logprobs(attention: str, model: ModelConfig) -> np.ndarray:
+def logprobs(attention: Any, model: ModelConfig) -> np.ndarray:
     """Of a prompt in two chunks, and of the token after it."""
     llm = LLM(make_params(5, model), attention=attention, **SETTINGS)
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)

@@ -484,6 +484,52 @@ def test_greedy_takes_the_lowest_of_equal_ids_whatever_the_thresholds() -> None:
     np.testing.assert_array_equal(out.token_S, [min(ids) for ids in ties])
 
 
+@pytest.mark.parametrize("features", ["filtered", "full", "masked"])
+def test_top_k_1_keeps_the_lowest_of_equal_ids_alone(features: str) -> None:
+    """As temperature 0 does; its distribution after all controls is that one token."""
+    logits = np.random.default_rng(0).normal(size=(8, VOCAB)).astype(np.float32)
+    ties = [[299], [2, 5], [150, 20, 299], [127, 128], [0, 1], [255, 256], [298, 299], [31, 32]]
+    for row, ids in zip(logits, ties, strict=True):
+        row[ids] = 9.0
+    full = full_controls(8, VOCAB) if features == "full" else None
+    mask = jnp.full((8, -(-VOCAB // 32)), -1, jnp.int32) if features == "masked" else None
+    for call in range(8):
+        asked = controls(8, call, top_k=1, temperature=1.3, logprobs_mode=PROCESSED)
+        out = run(jnp.asarray(logits), asked, full, mask, max_logprobs=WIDTH if full else 0)
+        np.testing.assert_array_equal(out.token_S, [min(ids) for ids in ties])
+        np.testing.assert_array_equal(out.logprob_S, np.zeros(8))
+        if full is not None:
+            assert out.rank_S is not None and out.top_logprobs_SK is not None
+            np.testing.assert_array_equal(out.rank_S, np.ones(8))
+            np.testing.assert_array_equal(out.top_logprobs_SK, [[0] + [NEG_INF] * (WIDTH - 1)] * 8)
+    noise = np.zeros(SUM_TILE + -(-VOCAB // SUM_TILE), np.float32)
+    assert [sampler_reference.draw(row, noise, top_k=1) for row in logits] == list(map(min, ties))
+
+
+@pytest.mark.parametrize("repetition", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("bias", [-1e30, 0.0, 1e30])
+def test_the_ends_of_biases_and_penalties_stay_finite(bias: float, repetition: float) -> None:
+    """Greedy tokens and logprobs are float64's at every corner that `validate` lets through."""
+    logits = np.random.default_rng(0).normal(size=(8, VOCAB)).astype(np.float32) * 4
+    counts = COUNTS.copy()
+    counts[[5, 7]] = (1, 0)  # of the biased tokens one was seen
+    extra = {"bias": {5: bias, 7: bias / 2, 9: -bias / 3}, "repetition": repetition}
+    extra |= {"presence": -2.0, "frequency": 2.0, "counts": counts}
+    full = full_controls(8, VOCAB, **extra)
+    for temperature in (0.0, 1e-30, 1.0, 1e30):
+        asked = controls(8, temperature=temperature, logprobs_mode=PROCESSED)
+        out = run(jnp.asarray(logits), asked, full, max_logprobs=WIDTH)
+        wanted = [reference(row, temperature=temperature, **extra) for row in logits]
+        if temperature < 1:
+            np.testing.assert_array_equal(out.token_S, [np.argmax(z) for z, _, _ in wanted])
+        tokens = np.asarray(out.token_S)
+        assert np.isfinite(out.logprob_S).all()
+        assert out.top_logprobs_SK is not None and not np.isnan(out.top_logprobs_SK).any()
+        if bias == 0 or temperature in (1e-30, 1e30):
+            p = [p[token] for (_, _, p), token in zip(wanted, tokens, strict=True)]
+            np.testing.assert_allclose(out.logprob_S, np.log(p), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("temperature", [1e-37, 1e-6, 1e30])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = np.random.default_rng(0).normal(size=(8, VOCAB)).astype(np.float32) * 10

@@ -87,10 +87,20 @@ class Checker:
         return self._processor.default_sampling_params()
 
     def render_chat(
-        self, messages: Any, *, chat_template_kwargs: Any = None, **how: Any
+        self,
+        messages: Any,
+        *,
+        chat_template_kwargs: Any = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         return self._processor.render(
-            Chat(messages=messages, template_kwargs=chat_template_kwargs, **how)
+            Chat(
+                messages=messages,
+                template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
         )
 
     def tokens(self, request: BatchRequest) -> tuple[int, int]:
