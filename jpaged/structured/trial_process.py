@@ -88,8 +88,14 @@ class ByteTokenizer:
 def try_form(lib: Any, tokenizer: Any, text: str, limits: Any) -> tuple[Any, str | None]:
     """Compile a form, and go the first steps in it: its matcher, and what is wrong with it or None.
 
-    Each token that may come first is tried, and then the way that the lowest tokens lead.
+    Each token that may come first is tried, and then the way that the lowest tokens lead. Where
+    that comes to a place from which nothing goes on, others may not: it is the form's own matter.
     """
+
+    def error_of(matcher: Any) -> str | None:
+        error = matcher.get_error() if matcher.is_error() else None
+        return None if error is None or error.startswith("NoExtension") else error
+
     matcher = lib.LLMatcher(tokenizer, text, log_level=0, limits=limits)
     for step in range(TOKENS):
         if matcher.is_error():
@@ -101,12 +107,12 @@ def try_form(lib: Any, tokenizer: Any, text: str, limits: Any) -> tuple[Any, str
         for token in tokens if step == 0 else ():
             beside = matcher.deep_copy()
             beside.consume_token(token)
-            if beside.is_error():
-                return beside, beside.get_error()
+            if (error := error_of(beside)) is not None:
+                return beside, error
         if not tokens or matcher.is_stopped():
             break
         matcher.consume_token(tokens[0])
-    return matcher, matcher.get_error() if matcher.is_error() else None
+    return matcher, error_of(matcher)
 
 
 def serve(settings: Mapping[str, Any]) -> None:
