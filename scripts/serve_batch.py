@@ -15,6 +15,7 @@ failed; 1 nothing could run, or the engine or the input failed on the way; 3 sto
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from jpaged.errors import CheckpointError, PeerError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch import adapters
 from jpaged.integrations.batch.journal import Existing, shard_path
+from jpaged.integrations.batch.judged import judged_engine, judged_flags
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest, model_identity
 from jpaged.integrations.batch.metrics import serve_metrics
@@ -44,9 +46,6 @@ from jpaged.integrations.batch.stats import BatchStats
 from jpaged.request.sampling_params import SamplingParams
 
 SAMPLING = ("max_tokens", "temperature", "top_p")
-# Settings of the engine that an answer, or whether there is one, depends on.
-JUDGING = ("max_model_len", "dtype", "deterministic", "max_n", "max_logprobs", "max_logit_bias")
-JUDGING += ("max_stop_ids",)
 LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_hosts": 1}
 LEASTS |= {"replica_retries": 0}
 
@@ -346,21 +345,26 @@ def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Setting
 
 
 def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
-    """Everything that an answer depends on, from files and flags alone; what is left at the
-    engine's default is null, so that a setting that comes later changes no older manifest.
+    """Everything that an answer depends on, from files and flags alone. Which settings that are:
+    jpaged/integrations/batch/judged.py.
     """
-    format = guess_format(args.input) if args.format == "auto" else args.format
-    names = ("max_line_bytes", "ignore_unknown", "error_style", "seed", *SAMPLING)
-    given = {name: getattr(args, name) for name in names}
-    for name in JUDGING:
-        value = args.engine.get(name)
-        given[name] = None if value == getattr(EngineConfig, name) else value
+    given = {name: getattr(args, name) for name in judged_flags(flag_names())}
+    if args.format == "auto":
+        given["format"] = guess_format(args.input)
+    folders = adapters.folders(args.adapter)
     return make_manifest(
         model=model_identity(model_path(args)),
-        settings={"format": format, **given},
+        adapters={name: model_identity(folder) for name, folder in folders.items()},
+        settings={**given, **judged_engine(args.engine)},
         source=source.identity(),
         shard=args.shard,
     )
+
+
+def flag_names() -> list[str]:
+    """Every flag by its attribute, those of EngineConfig not among them."""
+    names = {action.dest for action in make_parser()._actions}
+    return sorted(names - {field.name for field in dataclasses.fields(EngineConfig)})
 
 
 def ask(args: argparse.Namespace) -> Existing:

@@ -35,6 +35,8 @@ class Constraint(Protocol):
 
     def go_back(self, count: int) -> None: ...
 
+    def renew(self, token_ids: List[int]) -> bool: ...
+
     @property
     def error(self) -> str | None: ...
 
@@ -67,6 +69,8 @@ def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:
             masks_SW.view(np.uint32)[row - before, token >> 5] = 1 << (token & 31)
         entry.seq.structured.advance(entry.run[1:])
     grammars.fill([(entry.seq.structured, row) for row, entry, _ in live], masks_SW)
+    for row, entry, _ in live:
+        _renew(entry.seq, entry.run[1:], masks_SW[row])
     allowed_S = np.bitwise_count(masks_SW).sum(axis=1)
     for row, entry, queues in live:
         seq, mask_W, extra = entry.seq, masks_SW[row], max(len(entry.run) - 1, 0)
@@ -88,6 +92,7 @@ def _mask_guesses(entry: PlanEntry, masks_SW: np.ndarray) -> RequestError | None
     ends = seq.structured.grammars.eos_ids | seq.stop_ids
     for mask_W, guess in zip(masks_SW, (*entry.run[1:], None), strict=True):
         seq.structured.grammars.fill([(seq.structured, 0)], mask_W[None])
+        _renew(seq, entry.run[1 : 1 + went], mask_W)
         allowed = np.bitwise_count(mask_W).sum()
         if (error := _error(seq, allowed)) is not None:
             mask_W[:] = ALL
@@ -142,6 +147,15 @@ def prompt_masks(plan: Plan, tokens: int) -> np.ndarray | None:
                 seq.structured.fill_run(before, seq.token_ids[begin:end], rows_TW)
         first += entry.num_tokens
     return masks_TW
+
+
+def _renew(seq: Sequence, ahead: List[int], mask_W: np.ndarray) -> None:
+    """Make the mask again where a row failed by what others had done to a lexer that it shares with
+    them: what it may draw depends on it alone. ahead: tokens after those of the sequence.
+    """
+    form = seq.structured
+    if form.error is not None and form.renew([*seq.token_ids[seq.prompt_len :], *ahead]):
+        form.grammars.fill([(form, 0)], mask_W[None])
 
 
 def _error(seq: Sequence, allowed: int) -> RequestError | None:

@@ -123,6 +123,10 @@ class Form:
     def go_back(self, count: int) -> None:
         del self.tokens[len(self.tokens) - count :]
 
+    def renew(self, token_ids: Iterable[int]) -> bool:
+        assert [*token_ids] == self.tokens, "a row is renewed where it stands"
+        return False
+
     @property
     def error(self) -> str | None:
         return "out of words" if len(self.tokens) >= self.fails_after else None

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 import jpaged
 from jpaged import LLM, ConfigError, RequestError, SamplingParams
 from jpaged.engine import decode
-from jpaged.structured import spec
+from jpaged.structured import grammars, spec
 from tests.batch_engine import load_script
 from tests.byte_tokenizer import END, EOS, make_tokenizer, params
 from tests.tiny import ENGINE, dense_logprobs
@@ -407,6 +407,26 @@ def test_forms_of_an_attacker_are_served_or_refused(llm: LLM, form: Any) -> None
     outs = llm.generate(PROMPTS[:2], sampling, on_error="return", use_tqdm=False)
     assert outs[0].error is None or isinstance(outs[0].error, RequestError)
     assert is_answer(outs[1].outputs[0].text) and llm.stats()["blocks_in_use"] == 0
+
+
+def test_a_lexer_that_neighbours_fill(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one form share a lexer, which has so many states: none fails by the others'."""
+    form = {"regex": "([a-h]*a[a-h]{12}x)|([a-h]*b[a-h]{14}y)"}
+    sampling = [ask(form, seed, max_tokens=40, temperature=4.0) for seed in range(24)]
+    prompts = ["abaab"] * len(sampling)
+    alone = [done.token_ids for done in run(llm, sampling, prompts)]
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 200)
+    monkeypatch.delitem(vars(llm.calls.processor), "grammars")
+    made: list[Any] = []
+    renewed = grammars.Grammars.renewed
+
+    def counted(self: grammars.Grammars, form: grammars.Form) -> grammars.Form | None:
+        made.append(renewed(self, form))
+        return made[-1]
+
+    monkeypatch.setattr(grammars.Grammars, "renewed", counted)
+    crowded = run(llm, sampling, prompts)
+    assert [done.token_ids for done in crowded] == alone and made and all(made)
 
 
 @pytest.mark.parametrize("form", [{"regex": "[a-z ]{3,20}"}, {"regex": "[A-Za-z0-9 ]+[.]"}, JSON])

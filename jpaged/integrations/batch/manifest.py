@@ -1,8 +1,9 @@
 """The manifest of an output file: what made it. A run resumes only what it would have made itself.
 
-Files are known by their size and a digest of samples, the first and the last bytes among them: a
-changed checkpoint or input is found without reading gigabytes, and an input that has only grown
-still matches at its old size.
+Large files are known by their size and a digest of samples, the first and the last bytes among
+them: a changed checkpoint or input is found without reading gigabytes, and an input that has only
+grown still matches at its old size. What describes a model (configs, tokenizer, template, headers
+of weights) is digested whole. Which settings are compared: judged.py.
 """
 
 import json
@@ -11,10 +12,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from jpaged.integrations.batch.judged import not_judged
 from jpaged.integrations.batch.source import BatchError, file_identity
 
-VERSION = 1
-NOT_COMPARED = {"complete", "lines", "input.newline"}  # how the run and its input ended
+VERSION = 2
+# How the run and its input ended, and what check_same looks at by itself.
+NOT_COMPARED = {"complete", "lines", "input.newline", "not_judged"}
+# Suffixes and beginnings of names of files that describe a model or say how its weights lie.
+DESCRIBING = (".json", ".jinja", ".model", ".txt", ".yaml", ".ocdbt", ".zarray")
+DESCRIBING_NAMES = ("_METADATA", "_sharding", "_CHECKPOINT_METADATA", "chat_template")
+WHOLE_BYTES = 256 << 20  # a larger one is digested in samples, as weights are
 
 
 def manifest_path(output: str) -> str:
@@ -27,27 +36,67 @@ def make_manifest(
     settings: Mapping[str, Any],
     source: Mapping[str, Any],
     shard: tuple[int, int] | None,
+    adapters: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """The manifest of a run. settings: everything that an answer depends on beside the model and
-    its line.
+    """The manifest of a run.
+
+    model: its model_identity. adapters: that of each adapter, by name. settings: everything else
+    that an answer depends on beside its line, the judged settings of judged.py among it.
     """
     shards = None if shard is None else "/".join(map(str, shard))
     return {
         "version": VERSION,
         "model": dict(model),
+        "adapters": dict(adapters or {}),
         "run": dict(settings),
         "input": dict(source),
         "shard": shards,
+        "not_judged": not_judged(),
     }
 
 
 def model_identity(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Size and digest of every file of a checkpoint folder, by its name inside."""
-    root, found = Path(folder), {}
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and not p.name.startswith(".")):
+    """Size and digest of every file of a checkpoint or adapter folder, by its name inside.
+
+    Files that describe the model and the headers of safetensors files are digested whole, weights
+    in samples. Links are followed; hidden files are left out.
+    """
+    found = {}
+    for path in _files_below(Path(folder), set()):
         identity = file_identity(str(path))
-        found[str(path.relative_to(root))] = f"{identity['bytes']} bytes, {identity['digest']}"
+        parts = [f"{identity['bytes']} bytes", str(identity["digest"])]
+        if (digest := _digest_of_description(path)) is not None:
+            parts.append(digest)
+        found[str(path.relative_to(folder))] = ", ".join(parts)
     return found
+
+
+def _files_below(folder: Path, above: set[str]) -> Iterator[Path]:
+    """Every file of a folder by name, through links too. above: real paths of the folders that this
+    one lies in, which a link may lead back to.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files_below(path, above | {real})
+        elif path.is_file() and not path.name.startswith("."):
+            yield path
+
+
+def _digest_of_description(path: Path) -> str | None:
+    """A digest of all of a file that describes a model, or of the header of a safetensors file;
+    None for any other file.
+    """
+    with open(path, "rb") as file:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            return f"header {xxhash.xxh3_64_hexdigest(file.read(min(length, WHOLE_BYTES)))}"
+        is_describing = path.suffix in DESCRIBING or path.name.startswith(DESCRIBING_NAMES)
+        if not is_describing or os.fstat(file.fileno()).st_size > WHOLE_BYTES:
+            return None
+        return f"whole {xxhash.xxh3_64_hexdigest(file.read())}"
 
 
 def read_manifest(output: str) -> dict[str, Any]:
@@ -61,8 +110,14 @@ def read_manifest(output: str) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as e:
         raise BatchError(f"cannot read {path}: {e}") from None
-    if not isinstance(found, dict) or found.get("version") != VERSION:
+    if not isinstance(found, dict) or found.get("version") not in (1, VERSION):
         raise BatchError(f"{path} is not of this version: start again with --overwrite")
+    if found["version"] == 1:
+        raise BatchError(
+            f"{path} was written by an earlier jpaged and does not say with which quantization, "
+            "kv_cache_dtype and adapters the run began: finish the run with the jpaged that began "
+            "it, or start again with --overwrite"
+        )
     return found
 
 
@@ -85,6 +140,12 @@ def check_same(
     source: path of a file of lines, which may have grown since by more lines; None where nothing
     may.
     """
+    left_out, judged = set(old.get("not_judged", ())), set(new["run"])
+    if unknown := sorted(left_out & judged):
+        raise BatchError(
+            f"{output} was begun by an earlier jpaged, whose manifest does not say {unknown[0]}: "
+            "finish the run with that version, or start again with --overwrite"
+        )
     new = {**new, "input": dict(new["input"])}
     before = old["input"]
     whole_lines, size = before.get("newline"), new["input"].get("bytes", 0)
