@@ -301,24 +301,41 @@ class CompletionRequest(GenerationRequest):
 
 
 class Function(BaseModel):
-    """A function that a model once called."""
+    """A function that a model once called. Clients put parsed_arguments beside the arguments; the
+    template sees the arguments alone.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str
     arguments: Arguments = {}
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
 
 
 class ToolCall(BaseModel):
+    """A call of a tool, as an answer has it or as the pieces of a stream add up to it; the latter
+    has an index, which the template does not see.
+    """
+
     model_config = ConfigDict(strict=True, extra="allow")
 
+    id: Any = None
+    type: Any = None
     function: Function
+    index: Annotated[Any, Field(exclude=True)] = None
 
 
 class Message(Body):
     """One message of a conversation; its tool calls and their results are the chat template's to
     write.
+
+    A message that a server answered with is taken in whatever form a client dumps it. annotations
+    and parsed (the openai package's) say nothing that the text does not. A refusal is a
+    part of what the assistant said. reasoning is vLLM's newer name of reasoning_content.
     """
+
+    HARMLESS: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed"})
+    NOT_BUILT: ClassVar[frozenset[str]] = frozenset({"audio", "function_call"})
 
     role: Annotated[str, Field(min_length=1)]
     content: Content | None = None
@@ -326,12 +343,29 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], FailFast()] | None = None
+    refusal: Annotated[str | None, Field(exclude=True)] = None
+    reasoning: Annotated[str | None, Field(exclude=True)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in sorted(cls.NOT_BUILT & data.keys()):
+            if data[name] is not None:
+                refuse(f"{name}={short(data[name])} is not supported (only null)", "messages")
+        left_out = cls.HARMLESS | cls.NOT_BUILT
+        return {name: value for name, value in data.items() if name not in left_out}
 
     @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+    def _is_whole(self) -> Self:
+        if self.content is None and self.role != "assistant":
             raise ValueError("has no content")
-        self.content = self.content or ""
+        self.content = "\n".join(filter(None, (self.content, self.refusal)))
+        if self.reasoning is not None:
+            if self.reasoning_content not in (None, self.reasoning):
+                raise ValueError("reasoning and reasoning_content differ: give one of them")
+            self.reasoning_content = self.reasoning
         self.tool_calls = self.tool_calls or None
         return self
 

@@ -216,7 +216,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         case _:
             raise ValueError(f"type {short(kind)} is not supported")
     if kind == "message":
-        last["content"] = _text(item["content"])
+        last["content"] = _text(item["content"] or [])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         last["reasoning_content"] = _text(parts)
@@ -227,20 +227,24 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 
 
 THOUGHT = {"role", "reasoning_content"}
-PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal")
 
 
 def _text(content: Any) -> str:
     """The text of a content, which may come in parts."""
     if isinstance(content, str):
         return content
-    given = content if isinstance(content, list) else [content]
-    parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {} for part in given]
-    if not all(part.get("type") in PARTS for part in parts):
-        raise ValueError("has a part that is not text")
-    if not all(isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("has a part without text")
-    return "\n".join(part["text"] for part in parts)
+    parts = content if isinstance(content, list) else [content]
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in PARTS:
+            raise ValueError("has a part that is not text")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ValueError("has a part without text")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _choice(choice: Any) -> Any:
