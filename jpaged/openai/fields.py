@@ -66,23 +66,31 @@ def _one_prompt(value: Any) -> Any:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a message that comes in parts."""
+    """The text of a message that comes in parts; a refusal is a text, too."""
     if not isinstance(content, list):
         return content
-    parts = [p if isinstance(p, dict) and p.get("type") == "text" else {} for p in content]
-    if not all(isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("has a part that is not text")
-    return "\n".join(part["text"] for part in parts)
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            raise ValueError("has a part that is not text")
+        texts.append(text)
+    return "\n".join(texts)
 
 
-def _arguments(given: Any) -> Any:
-    """What a call was given, as the object that templates write, not as its JSON."""
-    if not isinstance(given, str):
-        return given or {}
+def _arguments(value: Any) -> Any:
+    """The arguments of a call: the object, which templates write themselves. A string that is no
+    JSON object stays as it is, since an answer may be cut off within its arguments.
+    """
+    if not isinstance(value, str):
+        return value or {}
     try:
-        return json.loads(given) if given else {}
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+        parsed = json.loads(value) if value else {}
+        json.dumps(parsed, ensure_ascii=False).encode()  # what a template will do with it
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, dict) else value
 
 
 def _variables(value: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +116,6 @@ Tools = Annotated[
 Prompt = Annotated[str | Tokens, BeforeValidator(_one_prompt)]
 Biases = Annotated[dict[int, float], BeforeValidator(_biases)]
 Truncation = Annotated[Integer, AfterValidator(_truncation)]
-Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments)]
+Arguments = Annotated[dict[str, Any] | str, BeforeValidator(_arguments)]
 Content = Annotated[str, BeforeValidator(_joined)]
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]

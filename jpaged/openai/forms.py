@@ -7,13 +7,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from jpaged.openai.fields import short
+
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], FailFast(), Field(min_length=1)]
 Schema = dict[str, Any] | str
 
 
 class Strict(BaseModel):
-    """What is in it is known, and of its type."""
+    """What is in it is known, and of its type: all of a form changes the answer. Null is "not
+    given", whatever the field.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -21,8 +25,11 @@ class Strict(BaseModel):
     @classmethod
     def _known(cls, data: Any) -> Any:
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        if isinstance(data, dict) and (unknown := sorted(map(str, data.keys() - known))):
-            raise ValueError(f"{unknown[0]!r} is not supported")
+        if not isinstance(data, dict):
+            return data
+        given = {name for name in data.keys() - known if data[name] is not None}
+        if unknown := sorted(map(str, given)):
+            raise ValueError(f"{short(unknown[0])} is not supported")
         return data
 
 

@@ -113,19 +113,23 @@ class Call:
         self._arguments: Scanner | None = None
         self._whole = Scanner()
         self._scanned = 0  # characters of raw
+        self._is_long = False  # too long for a head
         self.rest: str | None = None  # what came after it, once it has ended; the call may be none
 
     def push(self, text: str) -> list[Delta]:
         self.raw += text
         if self._arguments is None:
-            head = HEAD.match(self.raw) if len(self.raw) <= 2 * LONGEST_HEAD else None
-            if head is None:
+            # However much of it comes at once, a head is looked for in its first characters.
+            head = None if self._is_long else HEAD.match(self.raw, 0, 2 * LONGEST_HEAD)
+            self._is_long = len(self.raw) > 2 * LONGEST_HEAD
+            name = None if head is None else _name(head[1])
+            if head is None or name is None:
                 return self._to_the_end()
             self._arguments = Scanner()
             # What the head leaves open is closed after the arguments.
             self.raw = self.raw[head.end() :]
             self.is_known = True
-            return [self._begun(json.loads(head[1], strict=False)), *self.push("")]
+            return [self._begun(name), *self.push("")]
         return self._pass_on()
 
     def _pass_on(self) -> list[Delta]:
@@ -158,7 +162,7 @@ class Call:
         end += self._scanned
         found = _object(self.raw[:end])
         if found is None:
-            self.rest = ""
+            self.rest, self.raw = self.raw[end:], self.raw[:end]
             return []
         self.rest, self.raw, self.is_known = self.raw[end:], "", True
         name, arguments = found
@@ -178,17 +182,37 @@ def _object(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call, None where a text is none."""
     try:
         found = json.loads(text, strict=False)
+        found = found.get("function", found) if isinstance(found, dict) else None
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            return None
+        arguments = found.get("arguments", found.get("parameters", {}))
+        if not isinstance(arguments, str | dict) or not _is_text(found["name"]):
+            return None
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError):
         return None
-    found = found.get("function", found) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    return found["name"], arguments.encode(errors="backslashreplace").decode()
+
+
+def _name(literal: str) -> str | None:
+    """The name that a JSON string is, None where it is none."""
+    try:
+        name = json.loads(literal, strict=False)
+    except ValueError:  # an escape that JSON has not
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):
-        return found["name"], arguments
-    if not isinstance(arguments, dict):
-        return None
-    return found["name"], json.dumps(arguments, ensure_ascii=False)
+    return name if _is_text(name) else None
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can write it: JSON's escapes may leave half of a surrogate pair, which no
+    client could send back.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Reader:
@@ -341,8 +365,8 @@ class Tagged(Reader):
             return found
         call, self._call = self._call, None
         if not call.is_known:  # no call: what it is stays content
-            self._state = "text"
-            return found + self._part("content", f"<tool_call>{call.raw}{call.rest}")
+            self._state, self._text = "text", (call.rest or "") + self._text
+            return found + self._part("content", f"<tool_call>{call.raw}")
         self.calls += 1
         self._text, self._state = (call.rest or "") + self._text, "after"
         return found

@@ -1,7 +1,9 @@
 """Bodies of OpenAI's requests with vLLM's extra fields, as strict pydantic models.
 
-A bool is not an integer, NaN is not a number, null is "not given". A field is known, harmless, or
-refused: none is ignored that could change an answer.
+A bool is not an integer, NaN is not a number, null is "not given". A field that is known is built,
+harmless (HARMLESS), or taken where its value asks for nothing and refused by name otherwise
+(NOT_BUILT). A field that nobody knows is refused by `Body.read`; `Body.read_known` leaves it out
+and names it.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -37,18 +40,22 @@ from jpaged.openai.fields import (
 from jpaged.openai.forms import FormFields
 from jpaged.request.sampling_params import SamplingParams
 
-HARMLESS = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "priority",
-    "request_id",
-    "spaces_between_special_tokens",
-}
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "priority",
+        "request_id",
+        "spaces_between_special_tokens",
+        "prediction",  # makes OpenAI's servers faster, and changes no token
+        "guided_decoding_backend",  # there is one, which keeps to every form
+    }
+)
 # Fields that are not built, each with the values that ask for nothing (null always does): anything
 # else is refused.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -73,19 +80,20 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "stream_options": (),
     "audio": (),
-    "prediction": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "allowed_token_ids": (),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "chat_template": (),
-    "documents": (),
-    "logits_processors": (),
-    "mm_processor_kwargs": (),
-    "add_special_tokens": (),
+    "documents": ([],),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (True,),  # the tokenizer adds them to a text
     "prompt_embeds": (),
-    "logprob_token_ids": (),
+    "logprob_token_ids": ([],),
     "thinking_token_budget": (),
     "repetition_detection": (),
 }
@@ -109,19 +117,85 @@ def refuse(message: str, param: str | None, code: LiteralString = "unsupported_f
 
 
 class Body(BaseModel):
-    """Strict, without unknown fields; what is null was not given."""
+    """Strict; what is null was not given.
+
+    harmless: fields whose value changes no answer. not_built: fields that are not built, each with
+    the values that ask for nothing (null always does). within: fields that are bodies themselves,
+    or lists of bodies.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    within: ClassVar[Mapping[str, "type[Body]"]] = {}
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields that read_known left out; those of a body within: "messages.NAME"."""
+        return self._ignored
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """The fields that are known: built, harmless, or not built."""
+        return {*cls.model_fields, *cls.harmless, *cls.not_built}
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            known = cls.model_fields
-            if len(data) > MOST_FIELDS:
-                refuse(f"{len(data)} fields are more than any request has", None, "unknown_field")
-            return {k: v for k, v in data.items() if v is not None or k not in known}
-        return data
+    def _built(cls, data: Any) -> Any:
+        """The fields that are built and given. A field that is not built is refused by its name
+        where it asks for something.
+        """
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MOST_FIELDS:
+            refuse(f"{len(data)} fields are more than any request has", None, "unknown_field")
+        built = cls.model_fields
+        for name in cls.not_built.keys() & data.keys() - built.keys():
+            value, allowed = data[name], cls.not_built[name]
+            if value is None or any(type(value) is type(v) and value == v for v in allowed):
+                continue
+            only = " or ".join(json.dumps(v) for v in allowed) or "null"
+            refuse(f"{name}={short(value)} is not supported (only {only})", name)
+        left_out = (cls.harmless | cls.not_built.keys()) - built.keys()
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in left_out and (value is not None or name not in built)
+        }
+
+    @classmethod
+    def known(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The fields that are known, and the names of the others."""
+        names, kept, unknown = cls.names(), {}, dict[str, None]()
+        for name, value in data.items():
+            if name not in names:
+                unknown[name] = None
+            elif (body := cls.within.get(name)) is None:
+                kept[name] = value
+            elif isinstance(value, list):
+                pairs = [body._known_within(each) for each in value]
+                kept[name] = [each for each, _ in pairs]
+                unknown |= dict.fromkeys(f"{name}.{n}" for _, more in pairs for n in more)
+            else:
+                kept[name], more = body._known_within(value)
+                unknown |= dict.fromkeys(f"{name}.{n}" for n in more)
+        return kept, tuple(unknown)
+
+    @classmethod
+    def _known_within(cls, value: Any) -> tuple[Any, tuple[str, ...]]:
+        """The same of what should be a body; one with more fields than any has is to be refused."""
+        is_one = isinstance(value, dict) and len(value) <= MOST_FIELDS
+        return cls.known(value) if is_one else (value, ())
+
+    @classmethod
+    def read_known(cls, data: Any) -> Self:
+        """As `read`, of the fields that are known; `ignored` has the names of the others."""
+        data, names = cls._known_within(data)
+        body = cls.read(data)
+        body._ignored = names
+        return body
 
     @classmethod
     def read(cls, data: Any) -> Self:
@@ -213,6 +287,8 @@ class GenerationRequest(SamplingFields, FormFields):
     """What prompts and conversations have in common."""
 
     is_chat: ClassVar[bool] = False
+    harmless: ClassVar[frozenset[str]] = HARMLESS
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_BUILT
 
     model: str | None = None
     return_token_ids: bool | None = None
@@ -222,30 +298,6 @@ class GenerationRequest(SamplingFields, FormFields):
     tools: Tools | None = None
     tool_choice: Any = None
     reasoning_effort: str | None = None
-
-    @classmethod
-    def unknown(cls, data: Mapping[str, Any]) -> list[str]:
-        """Names of a body's fields that are of no request."""
-        return [
-            name
-            for name in data
-            if name not in cls.model_fields.keys() | HARMLESS | NOT_BUILT.keys()
-        ]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        own = cls.model_fields.keys()
-        for name in NOT_BUILT.keys() & data.keys() - own:
-            value, allowed = data[name], NOT_BUILT[name]
-            if value is None or any(type(value) is type(v) and value == v for v in allowed):
-                continue
-            only = " or ".join(json.dumps(v) for v in allowed) or "null"
-            refuse(f"{name}={short(value)} is not supported (only {only})", name)
-        left_out = (HARMLESS | NOT_BUILT.keys()) - own
-        return {k: v for k, v in data.items() if k not in left_out}
 
     def sampling(self) -> dict[str, Any]:
         return super().sampling() | _unless_none(structured=next(iter(self.forms.values()), None))
@@ -301,24 +353,41 @@ class CompletionRequest(GenerationRequest):
 
 
 class Function(BaseModel):
-    """A function that a model once called."""
+    """A function that a model once called. Clients put parsed_arguments beside the arguments; the
+    template sees the arguments alone.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str
     arguments: Arguments = {}
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None
 
 
 class ToolCall(BaseModel):
+    """A call of a tool, as an answer has it or as the pieces of a stream add up to it; the latter
+    has an index, which the template does not see.
+    """
+
     model_config = ConfigDict(strict=True, extra="allow")
 
+    id: Any = None
+    type: Any = None
     function: Function
+    index: Annotated[Any, Field(exclude=True)] = None
 
 
 class Message(Body):
     """One message of a conversation; its tool calls and their results are the chat template's to
     write.
+
+    A message that a server answered with is taken in whatever form a client dumps it. annotations
+    and parsed (the openai package's) say nothing that the text does not. A refusal is a
+    part of what the assistant said. reasoning is vLLM's newer name of reasoning_content.
     """
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"annotations", "parsed"})
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"audio": (), "function_call": ()}
 
     role: Annotated[str, Field(min_length=1)]
     content: Content | None = None
@@ -326,12 +395,18 @@ class Message(Body):
     reasoning_content: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], FailFast()] | None = None
+    refusal: Annotated[str | None, Field(exclude=True)] = None
+    reasoning: Annotated[str | None, Field(exclude=True)] = None
 
     @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+    def _is_whole(self) -> Self:
+        if self.content is None and self.role != "assistant":
             raise ValueError("has no content")
-        self.content = self.content or ""
+        self.content = "\n".join(filter(None, (self.content, self.refusal)))
+        if self.reasoning is not None:
+            if self.reasoning_content not in (None, self.reasoning):
+                raise ValueError("reasoning and reasoning_content differ: give one of them")
+            self.reasoning_content = self.reasoning
         self.tool_calls = self.tool_calls or None
         return self
 
@@ -360,6 +435,11 @@ class Conversation(ChosenLogprobs):
     """A conversation, and how the chat template is to render it."""
 
     is_chat: ClassVar[bool] = True
+    # A chat's special tokens are its template's to write.
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_BUILT | {
+        "add_special_tokens": (False,)
+    }
+    within: ClassVar[Mapping[str, type[Body]]] = {"messages": Message}
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Integer | None = None  # OpenAI's new name of max_tokens, which wins

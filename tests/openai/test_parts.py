@@ -95,6 +95,28 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
         f"<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
         {"content": "First.", "calls": ONE},
     ),
+    # After what is no call, another may come.
+    (
+        tagged,
+        '<tool_call>{"a": 1}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        {"content": '<tool_call>{"a": 1}</tool_call>', "calls": [("f", "{}")]},
+    ),
+    # A name with an escape that JSON has not, or with half of a surrogate pair.
+    (
+        JsonCalls,
+        '{"name": "\\q", "parameters": {}}',
+        {"content": '{"name": "\\q", "parameters": {}}'},
+    ),
+    (
+        JsonCalls,
+        '{"name": "\\ud800", "parameters": {}}',
+        {"content": '{"name": "\\ud800", "parameters": {}}'},
+    ),
+    (
+        JsonCalls,
+        '{"parameters": {"a": "\\ud800"}, "name": "f"}',
+        {"content": None, "calls": [("f", '{"a": "\\ud800"}')]},
+    ),
 ]
 
 
@@ -156,6 +178,15 @@ def test_hostile_text_is_read_in_one_pass(make: Any, text: str):
     for i in range(0, len(text), 4):
         reader.push(text[i : i + 4])
     reader.finish()
+
+
+@pytest.mark.parametrize("size", [1, 100, 10_000])
+def test_a_long_call_that_is_cut_off(size: int):
+    """It is a call, however much of it comes at once: a head is looked for in what is first."""
+    arguments = '{"a": "' + "x" * 3000
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}'
+    found = read(tagged(), [text[i : i + size] for i in range(0, len(text), size)])
+    assert found == {"content": None, "calls": [("weather", arguments)]}
 
 
 def test_which_family_a_template_is_of():

@@ -58,6 +58,30 @@ def test_what_is_wrong_is_told_before_what_is_unknown() -> None:
     assert refused(CompletionRequest, prompt="a", lable=1, n="x")[0] == "n"
 
 
+def test_what_an_assistant_said() -> None:
+    """A refusal and parts of one are text; null is no content; reasoning has two names."""
+
+    def taken(**message: Any) -> dict[str, Any]:
+        messages = [*SAID, {"role": "assistant"} | message]
+        return ChatCompletionRequest.read({"messages": messages}).conversation[1]
+
+    part = {"type": "refusal", "refusal": "No."}
+    for message in ({"refusal": "No."}, {"content": [part]}, {"content": "", "refusal": "No."}):
+        assert taken(**message) == {"role": "assistant", "content": "No."}
+    for message in ({}, {"content": None}, {"content": []}, {"tool_calls": []}):
+        assert taken(**message) == {"role": "assistant", "content": ""}
+    for message in ({"reasoning": "r"}, {"reasoning": "r", "reasoning_content": "r"}):
+        assert taken(**message)["reasoning_content"] == "r"
+    for message, said in (
+        ({"reasoning": "r", "reasoning_content": "s"}, "reasoning and reasoning_content differ"),
+        ({"audio": {"id": "a"}}, "audio={'id': 'a'} is not supported (only null)"),
+        ({"function_call": {"name": "f", "arguments": "{}"}}, "is not supported (only null)"),
+    ):
+        messages = [*SAID, {"role": "assistant"} | message]
+        param, _, told = refused(ChatCompletionRequest, messages=messages)
+        assert param == "messages" and said in told
+
+
 def test_unknown_fields_are_named_as_far_as_that_helps() -> None:
     message = SAID[0] | {"nome": "x"}
     found = refused(ChatCompletionRequest, messages=[message])

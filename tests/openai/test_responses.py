@@ -185,7 +185,7 @@ def test_what_a_chat_is_asked():
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [TOOL | {"name": "two words"}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "b"}}, "tool_choice"),
-        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
         ({"n": 2}, "n"),
     ],
     ids=str,

@@ -199,7 +199,7 @@ ERRORS = [
     (COMPLETIONS, {"prompt": [97]}, 400, "invalid_value", None),
     (COMPLETIONS, {"prompt": "a" * 70}, 400, "context_length_exceeded", None),
     (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
-    (COMPLETIONS, {"prompt": "a", "nn": 2}, 400, "unknown_field", "nn"),
+    (COMPLETIONS, {"prompt": "a", "messages": [1]}, 400, "unsupported_field", "messages"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "invalid_value", "n"),
     (COMPLETIONS, {"prompt": "a", "n": 10**9}, 400, "invalid_value", "n"),
     (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, 400, "invalid_value", "n"),

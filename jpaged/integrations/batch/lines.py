@@ -106,7 +106,7 @@ class BatchRequest:
             self.form, kind, fields = "bare", BarePrompt, {"prompt": text}
         else:
             kind, fields = self._read(json_object(text), settings)
-        body = self.body = kind.read(self._known(fields, kind.unknown(fields), settings))
+        body = self.body = kind.read(self._known(kind, fields, settings))
         if body.model is not None:
             self.model = body.model
             self.adapter = body.model if body.model in settings.adapters else None
@@ -141,8 +141,10 @@ class BatchRequest:
         if {"body", "url", "method"} & set(line):
             self.form = "chat" if line.get("url") == "/v1/chat/completions" else "completion"
             self.id = found
-            unknown = [name for name in line if name not in BatchLine.model_fields]
-            batch = BatchLine.read(self._known(line, unknown, settings, " beside 'body'"))
+            _, unknown = BatchLine.known(line)
+            if unknown and not settings.ignore_unknown:
+                raise unknown_fields([*unknown], " beside 'body'")
+            batch = BatchLine.read(self._known(BatchLine, line, settings))
             return URLS[batch.url], batch.body
         name = "custom_id" if "custom_id" in line else "id"
         if found is None and line.get(name) is not None:
@@ -158,15 +160,14 @@ class BatchRequest:
         return Conversation if given == ["messages"] else BarePrompt, fields
 
     def _known(
-        self, fields: dict[str, Any], unknown: list[str], settings: Settings, where: str = ""
+        self, kind: type[Body], fields: dict[str, Any], settings: Settings
     ) -> dict[str, Any]:
         """The fields without unknown ones, if the run may leave them out."""
         if not settings.ignore_unknown:
-            if unknown and where:
-                raise unknown_fields(unknown, where)
             return fields
+        known, unknown = kind.known(fields)
         self.ignored += tuple(name[:60] for name in unknown)
-        return {k: v for k, v in fields.items() if k not in unknown}
+        return known
 
     def _seed(self, seed: int) -> int:
         """A seed of the line's own: the same in a whole run, a resumed one and a shard."""

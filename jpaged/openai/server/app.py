@@ -12,8 +12,13 @@ from starlette.routing import Route
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.openai.json_text import json_object
-from jpaged.openai.protocol import Conversation
-from jpaged.openai.server.bodies import Detokenize, ServedChat, ServedCompletion, Tokenize
+from jpaged.openai.server.bodies import (
+    Detokenize,
+    ServedChat,
+    ServedCompletion,
+    Tokenize,
+    TokenizeChat,
+)
 from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.metrics import Metrics
 from jpaged.openai.server.page import Page
@@ -27,6 +32,7 @@ HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 LEFT = 499  # in metrics: the client left before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
+Prepared = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
 
 
 class Server:
@@ -121,14 +127,19 @@ class Server:
         answer = await self._prepared(exchange, _detokenized)
         await exchange.answer(encode(answer))
 
-    async def _prepared(self, exchange: Exchange, function: Any) -> Any:
+    async def _prepared(
+        self, exchange: Exchange, function: Callable[[Any, dict[str, Any]], Prepared]
+    ) -> dict[str, Any]:
         """What a function makes of a body, in a thread."""
         with contextlib.closing(self._generation.room.hold()) as held:
             await exchange.read(held)
             body = json_object(exchange.text, max_depth=self.settings.max_json_depth)
             name = body.get("model")
             self._generation.check_model(name if isinstance(name, str) else None)
-            return await exchange.while_connected(self.llm.prepare(function, body))
+            work = self.llm.prepare(function, body)
+            answer, ignored = await exchange.while_connected(work)
+            self._generation.report_ignored(exchange, ignored)
+            return answer
 
 
 class Endpoint:
@@ -177,23 +188,24 @@ class _Answer:
         self._server.metrics.requests["other", self._error.status] += 1
 
 
-def _tokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
+def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     if raw.get("messages") is not None:
-        body = Conversation.read({k: v for k, v in raw.items() if k != "return_token_strs"})
-        ids, named = body.given_prompt(llm), raw.get("return_token_strs") is True
+        body = TokenizeChat.read_known(raw)
+        ids = body.given_prompt(llm)
     else:
-        text = Tokenize.read(raw)
-        ids, named = llm.calls.processor.tokens(text.prompt)[1], text.return_token_strs
+        body = Tokenize.read_known(raw)
+        ids = llm.calls.processor.tokens(body.prompt)[1]
     answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.engine_config.max_model_len}
-    if named:
+    if body.return_token_strs:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
-    return answer
+    return answer, body.ignored
 
 
-def _detokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
-    ids, size = Detokenize.read(raw).tokens, llm.model_config.vocab_size
+def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
+    body = Detokenize.read_known(raw)
+    ids, size = body.tokens, llm.model_config.vocab_size
     if llm.tokenizer is None:
         raise RequestError("tokens: this model has no tokenizer")
     if ids and max(ids) >= size:
         raise RequestError(f"tokens: {max(ids)} is outside the vocabulary of {size}")
-    return {"prompt": llm.tokenizer.decode(ids)}
+    return {"prompt": llm.tokenizer.decode(ids)}, body.ignored

@@ -1,7 +1,9 @@
 """Bodies that only a server takes: streams, lists of prompts, echo, and those of /tokenize."""
 
+import functools
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
@@ -18,15 +20,62 @@ from jpaged.request.sampling_params import SamplingParams
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
+# The bodies of the routes that answer with completions; response_bodies.py adds its own.
+ROUTES: dict[str, type[Body]] = {}
+
+
+class OfRoute(Body):
+    """A body of one of ROUTES. A field that another route has, and this one has not, is refused by
+    name unless it asks for nothing: whoever sends it wants another answer than he would get.
+    """
+
+    @classmethod
+    def names(cls) -> set[str]:
+        return super().names() | _of_others(cls).keys()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_fields_of_others(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        others = _of_others(cls)
+        for name in others.keys() & data.keys():
+            url, default = others[name]
+            if data[name] and data[name] != default:
+                refuse(f"{name}={short(data[name])}: a field of {url}, not of this route", name)
+        return {name: value for name, value in data.items() if name not in others}
+
+
+@functools.cache
+def _of_others(kind: type[Body]) -> dict[str, tuple[str, Any]]:
+    """The fields that other routes have and a body of this kind has not: by name, the route and
+    the field's default there.
+    """
+    own = {*kind.model_fields, *kind.harmless, *kind.not_built}
+    return {
+        name: (url, field.default)
+        for url, other in ROUTES.items()
+        for name, field in other.model_fields.items()
+        if name not in own
+    }
+
+
 class StreamOptions(Body):
-    """What a stream has beside its pieces."""
+    """What a stream has beside its pieces.
+
+    include_usage: an event at its end says what was used. continuous_usage_stats: and every event,
+    what its completion has used so far (vLLM's). include_obfuscation: nothing is obfuscated.
+    """
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
-class Served(GenerationRequest):
+class Served(OfRoute, GenerationRequest):
     """What a server adds to a request of a batch file."""
+
+    within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -41,6 +90,12 @@ class Served(GenerationRequest):
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """As vLLM has it: only beside include_usage."""
+        options = self.stream_options
+        return self.wants_usage and options is not None and options.continuous_usage_stats
+
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
         """The prompts, as LLM.add_request takes them. Raises RequestError."""
         return [self.prompt_for(llm, params)]
@@ -52,12 +107,14 @@ class ServedChat(Served, ChatCompletionRequest):
     tool_choice: "auto", "none", "required", or the function that is to be called.
     """
 
+    within: ClassVar[Mapping[str, type[Body]]] = {**Served.within, **ChatCompletionRequest.within}
+
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:
         for tool in self.tools or ():
-            name, schema = tool["function"].get("name"), tool["function"].get("parameters", {})
+            name, schema = tool["function"].get("name"), tool["function"].get("parameters") or {}
             if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
                 refuse(f"tools: {short(name)} is no name of a function", "tools", "invalid_value")
             if not isinstance(schema, dict):
@@ -139,11 +196,22 @@ class ServedCompletion(Served, CompletionRequest):
         return [self.fitted(prompt, llm, params) for prompt in self.prompt]
 
 
+ROUTES |= {"/v1/chat/completions": ServedChat, "/v1/completions": ServedCompletion}
+
+
 class Tokenize(Body):
-    """The body of POST /tokenize with a text; with messages it is a Conversation."""
+    """The body of POST /tokenize with a text."""
+
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"add_special_tokens": (True,)}
 
     prompt: str
     model: str | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeChat(ServedChat):
+    """The body of POST /tokenize with a chat: counted as it would be answered."""
+
     return_token_strs: bool = False
 
 

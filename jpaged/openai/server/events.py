@@ -1,6 +1,7 @@
 """An answer in pieces: what a stream of server-sent events says of the chunks of completions."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ class Events:
     """Chunks as events, of one answer.
 
     echo: the text before each completion of a prompt, by the prompt's place. with_usage: an event
-    with the tokens of all prompts ends the stream. reader: makes what reads a chat's answer.
+    with the tokens of all prompts ends the stream. prompt_sizes: tokens of the prompts, where every
+    event says what its completion has used so far. reader: makes what reads a chat's answer.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Events:
         form: AnswerForm,
         n: int,
         with_usage: bool,
+        prompt_sizes: list[int] | None = None,
         echo: list[str] | None = None,
         reader: Callable[[], Reader] = Plain,
     ):
@@ -44,16 +47,18 @@ class Events:
         }
         # All events begin alike: written once.
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._same_tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         # And those with nothing but text end alike too.
         self._opening = b',"finish_reason":null,"logprobs":null,'
         self._opening += b'"delta":{"content":' if is_chat else b'"text":'
-        self._closing = (b"}}" if is_chat else b"}") + self._tail
+        self._closing = b"}}" if is_chat else b"}"
         self._is_plain = form.top is None and not form.token_ids
         self._make_reader = reader
         self._readers: dict[int, Reader] = {}  # of the choices that have had an event
         self._echoed: set[int] = set()
         self._offsets: dict[int, int] = {}  # in the characters of their tokens
+        self._prompt_sizes = prompt_sizes
+        self._drawn: Counter[int] = Counter()  # tokens of the choices, where events tell of them
 
     def pieces(self, prompt: int, chunk: CompletionChunk) -> bytes:
         """The events of a chunk: none where it has nothing to say yet."""
@@ -62,6 +67,8 @@ class Events:
             self._readers[choice] = self._make_reader()
             if self._is_chat:
                 begun = self._event(choice, delta={"role": "assistant", "content": ""})
+        if self._prompt_sizes is not None:
+            self._drawn[choice] += len(chunk.token_ids_delta)
         is_text = self._is_text_alone(choice, chunk)
         if is_text and type(self._readers[choice]) is Plain:  # as nearly all: nothing to look for
             return begun + self._text_event(choice, chunk.text_delta or "")
@@ -99,7 +106,7 @@ class Events:
     def _text_event(self, choice: int, text: str) -> bytes:
         """As _event, of a piece with text alone; nothing where there is none."""
         middle = b'{"index":%d%b%b%b' % (choice, self._opening, encode(text), self._closing)
-        return self._head + middle if text else b""
+        return self._head + middle + self._tail(choice) if text else b""
 
     def _deltas(self, choice: int, chunk: CompletionChunk) -> list[Delta]:
         reader = self._readers[choice]
@@ -125,7 +132,17 @@ class Events:
 
     def _event(self, choice: int, **said: Any) -> bytes:
         whole = {"index": choice, "finish_reason": None} | said
-        return self._head + encode(whole) + self._tail
+        return self._head + encode(whole) + self._tail(choice)
+
+    def _tail(self, choice: int) -> bytes:
+        """What an event of a choice ends with."""
+        if self._prompt_sizes is None:
+            return self._same_tail
+        prompt, drawn = self._prompt_sizes[choice // self._n], self._drawn[choice]
+        usage = (prompt, drawn, prompt + drawn)
+        return (
+            b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % usage
+        )
 
     def _logprobs(self, choice: int, chunk: CompletionChunk) -> Any:
         if self._form.top is None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ from jpaged.openai.server.wire import (
     Held,
     Room,
     encode,
+    listed,
     overloaded,
 )
 from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
@@ -39,6 +41,10 @@ from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import answered_by
 from jpaged.request.sampling_params import SamplingParams
 
+log = logging.getLogger("jpaged")
+
+IGNORED = b"x-jpaged-ignored-fields"
+MOST_LOGGED = 256  # names of unknown fields, over a server's life
 MOST_COMPILING = 2  # forms at once; the other threads that prepare requests are for those without
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
@@ -46,7 +52,8 @@ MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
     """A request that was understood. echo: the texts of the prompts, where they are repeated.
-    reader: makes what reads a chat's answer.
+    reader: makes what reads a chat's answer. prompt_sizes: tokens of the prompts, where a stream
+    tells of them as it goes on.
     """
 
     body: Served
@@ -57,6 +64,7 @@ class Asked:
     name: str
     echo: list[str] | None
     reader: Callable[[], Reader]
+    prompt_sizes: list[int] | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -74,6 +82,7 @@ class Generation:
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
         self._choices = 0  # admitted, and not ended
+        self._ignored: set[str] = set()  # unknown fields that the log has
         self._compiling = asyncio.Semaphore(MOST_COMPILING)
 
     async def serve(self, exchange: Exchange, kind: type[Served]) -> None:
@@ -89,6 +98,7 @@ class Generation:
         arrived = time.monotonic()
         async with asyncio.timeout(self._settings.request_timeout_s):
             body = await self._llm.prepare(self._read, kind, exchange.text)
+            self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
             with self._admitted(_num_prompts(body) * params.n):
@@ -123,7 +133,20 @@ class Generation:
         return name or names[0]
 
     def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
-        return kind.read(json_object(text, max_depth=self._settings.max_json_depth))
+        return kind.read_known(json_object(text, max_depth=self._settings.max_json_depth))
+
+    def report_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
+        """Tell of unknown fields that a request was read without: the client by a header of the
+        answer, the operator by a metric, and by a line of the log for a name that is new.
+        """
+        if not names:
+            return
+        self._metrics.ignored_fields += len(names)
+        exchange.headers.append((IGNORED, listed(names).encode()))
+        fresh = [n for n in names if n not in self._ignored][: MOST_LOGGED - len(self._ignored)]
+        self._ignored.update(fresh)
+        if fresh:
+            log.warning("requests have fields that are unknown and ignored: %s", listed(fresh))
 
     def _params(self, body: Served) -> SamplingParams:
         params, most = body.params(self._defaults), self._settings.max_output_tokens
@@ -206,6 +229,7 @@ def _events(llm: Any, asked: Asked) -> Events | ResponseEvents:
         form=asked.form,
         n=asked.params.n,
         with_usage=asked.body.wants_usage,
+        prompt_sizes=asked.prompt_sizes,
         echo=asked.echo,
         reader=asked.reader,
     )
@@ -274,10 +298,15 @@ def _understood(
         raise BodyError(refused, code="unsupported_field")
     if params.structured is not None:
         llm.calls.processor.matcher(params.structured)  # the request will find it compiled
+    sizes = None
+    if body.wants_continuous_usage:
+        sizes = [len(llm.calls.processor.tokens(prompt)[1]) for prompt in prompts]
     if adapter is not None:
         prompts = [answered_by(adapter, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
-    return Asked(body=body, params=params, prompts=prompts, reader=reader, **how)
+    return Asked(
+        body=body, params=params, prompts=prompts, reader=reader, prompt_sizes=sizes, **how
+    )
 
 
 def _held_to_calls(

@@ -62,6 +62,7 @@ class Metrics:
         self.errors: Counter[str] = Counter()  # by code
         self.endings: Counter[str] = Counter()  # of completions, by finish_reason
         self.rejected = 0
+        self.ignored_fields = 0
         self.first_token, self.between_tokens, self.whole = Histogram(), Histogram(), Histogram()
         self._ends: deque[float] = deque(maxlen=RECENT)
 
@@ -107,6 +108,9 @@ class Metrics:
         name = "jpaged_http_rejected_total"
         yield from head("counter", name, "Requests refused because too many waited.")
         yield f"{name} {self.rejected}"
+        name = "jpaged_http_ignored_fields_total"
+        yield from head("counter", name, "Unknown fields of bodies that were read without them.")
+        yield f"{name} {self.ignored_fields}"
         histograms = (
             ("time_to_first_token", self.first_token, "Of streams, from body to first piece."),
             ("time_between_pieces", self.between_tokens, "Of streams, between two pieces."),

@@ -1,13 +1,15 @@
 """The body of POST /v1/responses, and the chat that it comes to."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, model_validator
 
+from jpaged.openai import protocol
 from jpaged.openai.fields import Integer, Number, short
 from jpaged.openai.forms import Strict
 from jpaged.openai.protocol import Body, BodyError, refuse
-from jpaged.openai.server.bodies import ServedChat
+from jpaged.openai.server.bodies import ROUTES, OfRoute, ServedChat
 
 # Fields that are not built, each with the values that ask for nothing (null always does).
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -17,18 +19,19 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "prompt": (),
     "max_tool_calls": (),
-    "stream_options": (),
     "context_management": (),
     "moderation": (),
-    "verbosity": (),
+    "n": (1,),
+    "skip_special_tokens": (True,),
+    "logprobs_mode": ("raw",),
+    # What would be kept from one request to the next.
+    "previous_response_id": (),
+    "conversation": (),
+    "store": (False,),
 }
 MOST_METADATA = 16  # OpenAI's own
-# What would be kept from one request to the next.
 KEPT = ("previous_response_id", "conversation", "store")
-HARMLESS = {
-    *("user", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "prompt_cache_options"),
-}
+HARMLESS = protocol.HARMLESS - {"metadata", *KEPT} | {"prompt_cache_options"}
 # vLLM's fields that a chat has by the same name.
 PASSED = (
     *("seed", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
@@ -79,11 +82,10 @@ class Reasoning(Strict):
 
 
 def _function(tool: Any) -> Any:
+    """A tool with all that it says; what is null is not said."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ValueError("must be a list of functions")
-    if unknown := sorted(tool.keys() - {"type", "name", "parameters", "strict", "description"}):
-        raise ValueError(f"{unknown[0]!r} is not supported")
-    return tool
+    return {name: value for name, value in tool.items() if value is not None}
 
 
 def _few(metadata: Any) -> Any:
@@ -95,10 +97,20 @@ def _few(metadata: Any) -> Any:
 Functions = Annotated[list[Annotated[dict[str, Any], BeforeValidator(_function)]], FailFast()]
 
 
-class ResponseBody(Body):
+class StreamOptions(Body):
+    """What a stream has beside its events. include_obfuscation: nothing is obfuscated."""
+
+    include_obfuscation: bool = False
+
+
+class ResponseBody(OfRoute):
     """What is asked. input: a text, or items: messages, calls of functions and their outputs, and
     reasoning, as answers have them.
     """
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS.union(PASSED)  # the chat has the latter
+    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {**ServedChat.not_built, **NOT_BUILT}
+    within: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
@@ -107,6 +119,7 @@ class ResponseBody(Body):
     temperature: Number | None = None
     top_p: Number | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
     text: Text = Text()
     tools: Functions = Field(default_factory=list)
     tool_choice: Any = "auto"
@@ -116,18 +129,14 @@ class ResponseBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+    def _keeps_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         for name in KEPT:
             if data.get(name) not in (None, False):
                 said = "this server keeps no responses: send the whole conversation as input"
                 refuse(f"{name}={short(data[name])}: {said}", name)
-        for name in NOT_BUILT.keys() & data.keys():
-            if data[name] is not None and data[name] not in NOT_BUILT[name]:
-                refuse(f"{name}={short(data[name])} is not supported", name)
-        left_out = {*KEPT, *NOT_BUILT, *HARMLESS, *PASSED}
-        return {k: v for k, v in data.items() if k not in left_out}
+        return data
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -167,6 +176,9 @@ class ResponseBody(Body):
         return messages
 
 
+ROUTES["/v1/responses"] = ResponseBody
+
+
 class ServedResponse(ServedChat):
     """The same as a chat. asked: as it came."""
 
@@ -175,6 +187,10 @@ class ServedResponse(ServedChat):
     @property
     def asked(self) -> ResponseBody:
         return self._asked
+
+    @classmethod
+    def known(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        return ResponseBody.known(data)
 
     @classmethod
     def read(cls, data: Any) -> Self:
@@ -216,7 +232,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         case _:
             raise ValueError(f"type {short(kind)} is not supported")
     if kind == "message":
-        last["content"] = _text(item["content"])
+        last["content"] = _text(item["content"] or [])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         last["reasoning_content"] = _text(parts)
@@ -227,20 +243,24 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 
 
 THOUGHT = {"role", "reasoning_content"}
-PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal")
 
 
 def _text(content: Any) -> str:
     """The text of a content, which may come in parts."""
     if isinstance(content, str):
         return content
-    given = content if isinstance(content, list) else [content]
-    parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {} for part in given]
-    if not all(part.get("type") in PARTS for part in parts):
-        raise ValueError("has a part that is not text")
-    if not all(isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("has a part without text")
-    return "\n".join(part["text"] for part in parts)
+    parts = content if isinstance(content, list) else [content]
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in PARTS:
+            raise ValueError("has a part that is not text")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise ValueError("has a part without text")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _choice(choice: Any) -> Any:

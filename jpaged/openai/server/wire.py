@@ -3,7 +3,8 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 DISCARD_S = 1.0
+WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
+MOST_NAMES = 8  # of fields, in a header
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 HIDDEN = "the server failed at this request; its log says why"
 
@@ -75,9 +78,17 @@ def encode(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names of fields as a header may have them: those that are words, and how many others."""
+    words = [name for name in names if WORD.fullmatch(name)][:MOST_NAMES]
+    others = len(names) - len(words)
+    return ", ".join([*words, *([f"and {others} more"] if others else [])])
+
+
 class Exchange:
     """One request as it came, and the answer as it goes out. `status` is None until it begins.
-    text: of the body, from `read` until whoever has understood it lets go of it.
+    text: of the body, from `read` until whoever has understood it lets go of it. headers: of the
+    answer, whatever it is.
     """
 
     def __init__(self, scope: Any, receive: Receive, send: Send, settings: ServerSettings):
@@ -86,6 +97,7 @@ class Exchange:
         self.status: int | None = None
         self._unread = scope["method"] == "POST"  # whether there is more of the body
         self.text = ""
+        self.headers: list[tuple[bytes, bytes]] = []
         self.error_code: str | None = None
 
     def header(self, name: bytes) -> bytes:
@@ -165,7 +177,11 @@ class Exchange:
     async def begin(self, status: int, headers: Headers) -> None:
         self.status = status
         fixed = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
-        start = {"type": "http.response.start", "status": status, "headers": [*headers, *fixed]}
+        start = {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, *self.headers, *fixed],
+        }
         await self._out(start)
 
     async def write(self, body: bytes, *, more: bool = True) -> None:

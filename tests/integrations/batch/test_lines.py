@@ -551,9 +551,12 @@ class TestVllmFields:
         called = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
         assert made[0] == {"role": "assistant", "content": "", "tool_calls": [called]}
         assert made[1]["tool_call_id"] == "1"
-        for arguments in ("{", "[1]", 3):
-            bad = {**said, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-            assert refused(openai(messages=[bad]))[1].param == "messages"
+        for arguments in ("{", "[1]", '{"a": "\\ud800"}'):  # of an answer that was cut off, say
+            cut = {**said, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+            [made] = conversation(parse(openai(messages=[cut]))).conversation
+            assert made["tool_calls"][0]["function"]["arguments"] == arguments
+        bad = {**said, "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}
+        assert refused(openai(messages=[bad]))[1].param == "messages"
         for calls in ([{}], "f", [{"function": {}}]):
             assert refused(openai(messages=[{**said, "tool_calls": calls}]))[1].param == "messages"
 
