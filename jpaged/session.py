@@ -12,7 +12,6 @@ from jpaged.adapters import Adapters, check_fits, check_name, grown
 from jpaged.config import EngineConfig
 from jpaged.drafts import draft_model, no_head
 from jpaged.engine.engine import Engine
-from jpaged.engine.replicas import Replicas
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.params import DONATED, Params
@@ -82,7 +81,7 @@ class Session:
         self.params: Params | None = None  # those bound now
         self._grows, self._is_asleep = grows, False
         self._cached_version = 0  # weight version that the prefix cache is of
-        self._engine: Engine | Replicas | None = None
+        self._engine: Engine | None = None
         self.needs: Needs | None = None  # of compiled steps, once they were asked
 
     @property
@@ -91,7 +90,7 @@ class Session:
         return self._engine is not None
 
     @property
-    def engine(self) -> Engine | Replicas:
+    def engine(self) -> Engine:
         """What runs the requests; ConfigError where there is none."""
         if self._engine is None:
             raise ConfigError("this LLM is closed")
@@ -157,10 +156,7 @@ class Session:
         config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
         runner, replicas = _runner(self, config), self.placement.replicas
         depth = DISPATCHES_IN_FLIGHT
-        if replicas > 1:
-            self._engine = Replicas(config, runner, replicas, depth=depth)
-        else:
-            self._engine = Engine(config, runner, depth=depth)
+        self._engine = Engine(config, runner, num_replicas=replicas, depth=depth)
         self._cached_version = self.weights.version
 
     def reserve(self, sizes: Iterable[int]) -> None:

@@ -36,9 +36,10 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import StepResult
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
+from jpaged.engine.turns import Turns
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.request.sampling_params import SamplingParams
@@ -177,7 +178,9 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
         scheduler.queues.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
-    while (plan := scheduler.schedule()) is not None:
+    turns = Turns()
+    while plans := schedule([scheduler], turns):
+        plan = plans[0]
         draws = [entry.draws for entry in plan.entries if entry.draws]
         if plan.phase == "decode":
             sizes["decode"][len(draws)] += max(draws)

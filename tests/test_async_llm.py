@@ -61,7 +61,7 @@ def run(work: Callable[[AsyncLLM], Awaitable[Any]]) -> Any:
 async def assert_nothing_left(llm: AsyncLLM) -> None:
     def left(llm: LLM) -> tuple[int, int, int]:
         engine: Any = llm.session.engine
-        check(engine.scheduler.queues)
+        check(engine.replicas[0].queues)
         report = llm.stats()
         return len(engine.requests), report["blocks_in_use"], report["sequences_running"]
 

@@ -33,7 +33,7 @@ def generate(
 def assert_nothing_left() -> None:
     (session,) = api.kept_sessions()
     if session.has_pool:  # it is made when something can run
-        assert session.engine.requests == {} and engine_of(session).scheduler.blocks.num_used == 0
+        assert session.engine.requests == {} and engine_of(session).replicas[0].blocks.num_used == 0
 
 
 BAD = {  # scenario 13: (prompt, sampling params, what the error says)

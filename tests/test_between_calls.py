@@ -95,7 +95,7 @@ def test_release(params: Params) -> None:
     _, running, runner = kept()
     assert runner.pool_bytes
     jpaged.release()
-    assert runner.pool_bytes == 0 and running.scheduler.blocks.num_used == 0
+    assert runner.pool_bytes == 0 and running.replicas[0].blocks.num_used == 0
     with compiles() as names:
         outputs = generate(params, PROMPTS[:2])
     assert kept()[2] is runner and not {*STEPS} & {*names}, "executables stay"
@@ -113,7 +113,7 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     settings = engine(num_blocks=None, block_size=8)
     with caplog.at_level(logging.INFO, "jpaged"):
         generate(params, PROMPTS[:1], engine_config=settings)
-        assert kept()[1].scheduler.blocks.num_blocks == 8, "a power of two, 8 at least"
+        assert kept()[1].replicas[0].blocks.num_blocks == 8, "a power of two, 8 at least"
         assert (
             "compiled Bucket(phase='prefill', tokens=16, rows=8" in caplog.text
             and "grows" not in caplog.text
@@ -124,10 +124,10 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         long = SamplingParams(temperature=0, max_tokens=20)
         outputs = generate(params, PROMPTS, long, engine_config=settings)
     assert "the KV pool grows from 8 to 32 blocks: steps compile again" in caplog.text
-    assert kept()[1].scheduler.blocks.num_blocks == 32
+    assert kept()[1].replicas[0].blocks.num_blocks == 32
     assert tokens_of(outputs) == [dense_greedy(params, prompt, 20) for prompt in PROMPTS]
     generate(params, PROMPTS[:1], engine_config=settings)
-    assert kept()[1].scheduler.blocks.num_blocks == 32, "and never shrinks"
+    assert kept()[1].replicas[0].blocks.num_blocks == 32, "and never shrinks"
 
 
 def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,8 @@ def kept() -> tuple[Session, Engine, Runner]:
 def assert_nothing_left() -> None:
     session, running, runner = kept()
     assert running.requests == {}
-    assert running.scheduler.blocks.num_used == 0
-    running.scheduler.check_integrity()
+    assert running.replicas[0].blocks.num_used == 0
+    running.replicas[0].check_integrity()
     assert runner.params is None and session.params is None
 
 
@@ -427,7 +427,7 @@ def test_scenario_18_another_engine(params: Params, mixed: list[jpaged.RequestOu
         max_model_len=40,
     )
     outputs = generate(params, MIX_PROMPTS, MIX, seed=3, engine_config=other)
-    assert kept()[1].scheduler.queues.preemptions.total() > 0
+    assert kept()[1].replicas[0].queues.preemptions.total() > 0
     same(outputs, mixed)
     assert_nothing_left()
 

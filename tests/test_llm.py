@@ -54,7 +54,7 @@ def llm(strict_llm: LLM) -> Iterator[LLM]:
     strict_llm.reset_prefix_cache()
     yield strict_llm
     assert not strict_llm.has_unfinished() and strict_llm.stats()["blocks_in_use"] == 0
-    engine_of(strict_llm.session).scheduler.check_integrity()
+    engine_of(strict_llm.session).replicas[0].check_integrity()
 
 
 def generate(

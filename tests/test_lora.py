@@ -124,7 +124,7 @@ def test_new_weights_compile_nothing(params: Params) -> None:
             assert base[2].adapter_version == 0 and base[2].num_cached_tokens > 0
     assert names == []
     assert len(api.kept_sessions()) == 1, "with and without adapters is one engine"
-    assert engine_of(api.kept_sessions()[-1]).scheduler.blocks.num_used == 0
+    assert engine_of(api.kept_sessions()[-1]).replicas[0].blocks.num_used == 0
 
 
 def test_by_name(params: Params, llm: jpaged.LLM) -> None:

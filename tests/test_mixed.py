@@ -85,7 +85,7 @@ def trickle(llm: LLM, every: int, requests: Requests = MANY) -> list[RequestOutp
         if waiting and steps % every == 0:
             ids.append(llm.add_request(*waiting.pop(0)))
         found |= {output.request_id: output for output in llm.step()}
-        engine_of(llm.session).scheduler.check_integrity()
+        engine_of(llm.session).replicas[0].check_integrity()
         steps += 1
     assert_idle(llm)
     return [found[i] for i in ids]

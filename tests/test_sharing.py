@@ -82,9 +82,9 @@ def generate(
 def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
     engine = engine_of(api.kept_sessions()[-1])
-    assert not engine.requests and engine.scheduler.blocks.num_used == 0
-    assert engine.scheduler.swapping.free_bytes == engine.scheduler.swapping.host_bytes
-    engine.scheduler.check_integrity()
+    assert not engine.requests and engine.replicas[0].blocks.num_used == 0
+    assert engine.replicas[0].swapping.free_bytes == engine.replicas[0].swapping.host_bytes
+    engine.replicas[0].check_integrity()
     return engine
 
 

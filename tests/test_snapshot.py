@@ -85,7 +85,7 @@ def finish(llm: LLM) -> dict[str, RequestOutput]:
     outputs: list[RequestOutput] = []
     while llm.has_unfinished():
         outputs += llm.step()
-        engine_of(llm.session).scheduler.check_integrity()
+        engine_of(llm.session).replicas[0].check_integrity()
     assert len({out.request_id for out in outputs}) == len(outputs)
     return {out.request_id: out for out in outputs}
 

@@ -22,7 +22,15 @@ from jpaged.api import kept_sessions
 from jpaged.config import Speculative
 from tests.heads import counting, counting_head
 from tests.test_lora import make_lora
-from tests.tiny import ENGINE, assert_idle, compiles, config, make_params, make_prompts
+from tests.tiny import (
+    ENGINE,
+    assert_idle,
+    compiles,
+    config,
+    make_params,
+    make_prompts,
+    tokens_of,
+)
 
 # As many rows as a draft needs beside the row itself, in bf16 by kernels of one bit.
 MODEL = config(num_layers=1, head_dim=32, intermediate_size=64)
@@ -220,12 +228,30 @@ def test_what_is_refused() -> None:
         LLM(params, speculative={"tokens": 4})
     with pytest.raises(ConfigError, match="num_tokens=0"):
         LLM(params, speculative={"num_tokens": 0})
-    with pytest.raises(ConfigError, match="a draft model only with one replica in one process"):
-        LLM(params, **SMALL | {"speculative": drafting(params), "data_parallel_size": 2})
     assert EngineConfig(speculative=Speculative()) == EngineConfig(speculative={})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.middle
+@pytest.mark.parametrize("method", ["draft", "eagle"])
+def test_guesses_of_a_model_on_replicas(method: str) -> None:
+    """The rows of two replicas get their guesses in one step, and the tokens of one engine."""
+    params = make_params(0, MODEL)
+    guesses = drafting(params if method == "draft" else counting_head(params))
+    asked = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    tokens, stats = [], {}
+    for settings in (
+        {},
+        {"data_parallel_size": 2, "speculative": {**guesses, "method": method}},
+    ):
+        llm = LLM(params, **{**SMALL, "speculative": None, **settings})
+        tokens.append(tokens_of(llm.generate(PROMPTS, asked, use_tqdm=False)))
+        stats = llm.stats()
+    assert tokens[0] == tokens[1]
+    assert stats["draft_steps"] > 0 and stats["drafted_tokens"] > 0
+    if method == "draft":
+        assert stats["accepted_tokens"] > 0.9 * stats["drafted_tokens"]
+
+
 def test_new_drafts() -> None:
     """Other weights of a draft model are served at once, without a compile, and change no token and
     no cached prefix; those of a folder are read.

@@ -150,7 +150,7 @@ def test_snapshot(llm_of: Callable[..., LLM], model: Any) -> None:
         found: dict[str, RequestOutput] = {}
         while llm.has_unfinished():
             found |= {output.request_id: output for output in llm.step()}
-            engine_of(llm.session).scheduler.check_integrity()
+            engine_of(llm.session).replicas[0].check_integrity()
         check(model, PROMPTS, [found[i] for i in ids])
         run(llm, make_prompts(50))  # other KV in these blocks
         llm.restore(snapshot)

@@ -16,7 +16,6 @@ from jax.experimental.compilation_cache import compilation_cache
 import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
 from jpaged.engine.engine import Engine
-from jpaged.engine.replicas import Replicas
 from jpaged.models.forward import bind
 from jpaged.models.params import param_shapes
 from jpaged.session import Session
@@ -171,14 +170,8 @@ def assert_idle(llm: jpaged.LLM) -> None:
     assert not llm.has_unfinished() and llm.session.engine.requests == {}
     stats = llm.stats()
     assert stats["blocks_in_use"] == stats["host_blocks_in_use"] == 0
-    for engine in engines_of(llm):
-        engine.scheduler.check_integrity()  # that no row of the device leaked too
-
-
-def engines_of(llm: jpaged.LLM) -> tuple[Engine, ...]:
-    """The engine, or that of each replica."""
-    running = llm.session.engine
-    return running.engines if isinstance(running, Replicas) else (running,)
+    for replica in llm.session.engine.replicas:
+        replica.check_integrity()  # that no row of the device leaked too
 
 
 def engine_of(session: Session) -> Engine:

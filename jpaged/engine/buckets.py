@@ -221,7 +221,11 @@ def _draft_bucket(
 
 
 def common_buckets(chosen: Sequence[Buckets], config: EngineConfig) -> Buckets:
-    """The smallest buckets of the table that hold what each of these holds, all of one phase."""
+    """Return the smallest buckets of the table that hold what each of these holds, all of one
+    phase.
+    """
+    if len(chosen) == 1:
+        return chosen[0]
     if any(b.masks and b.phase == "decode" for b, _ in chosen):  # the others' draws go apart too
         chosen = [drawn_apart(bucket, config, sample) for bucket, sample in chosen]
     bucket = _widest([bucket for bucket, _ in chosen])

@@ -11,15 +11,13 @@ import math
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence as List
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jpaged.config import EngineConfig, Speculative
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.sequence import Sequence
-
-if TYPE_CHECKING:
-    from jpaged.engine.queues import Queues
 
 LENGTHS = (4, 3)  # of the ending that is looked up, longest first, where more than a pair recurs
 PLACES = 16  # latest ones of a pair among which the longest is looked for
@@ -192,8 +190,8 @@ def _size(count: int) -> int:
 
 
 class Drafter:
-    """The drafts of one engine, or of those of Replicas together, whose steps are one dispatch.
-    most: tokens of a step of each, so of its rows and drafts together.
+    """The drafts of one engine, whose replicas take each step in one dispatch. most: tokens of a
+    step of each replica, so of its rows and drafts together.
 
     drafted, accepted: tokens that were tried, and those that were right.
     """
@@ -333,11 +331,13 @@ class ModelDrafter(Drafter):
         now = {seq: made[seq] for seq in every if seq in made and not seq.pending}
         return {seq: tokens for seq, (length, tokens) in now.items() if length == len(seq)}
 
-    def take(self, plan: Plan, result: StepResult) -> None:
-        """Take in what a plan of drafts drew."""
+    def take(self, plans: List[Plan], results: List[StepResult]) -> None:
+        """Take in what a step of drafts drew for each replica's plan."""
         self.draft_steps += 1
-        counts = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
-        self._made = {e.seq: (len(e.seq), tokens[:count]) for e, count, tokens in counts if count}
+        self._made = {}
+        for plan, result in zip(plans, results, strict=True):
+            drawn = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
+            self._made |= {e.seq: (len(e.seq), tokens[:n]) for e, n, tokens in drawn if n}
 
     def report(self) -> dict[str, Any]:
         return super().report() | {"draft_steps": self.draft_steps}
@@ -377,23 +377,3 @@ def drafter_of(config: EngineConfig) -> Drafter | None:
     most = min(config.seq_buckets[-1], config.max_num_batched_tokens)
     asked = Speculative.of(config.speculative)
     return (ModelDrafter if asked.has_model else Drafter)(asked, most)
-
-
-def wants_tokens(*replicas: "Queues") -> bool:
-    """Whether the next plan would rather know the tokens in flight: rows may guess then, where all
-    do nothing but decode. Meanwhile it learns how good those would have been.
-    """
-    drafter = replicas[0].drafter
-    if drafter is None or drafter.rests or not all(map(_only_decodes, replicas)):
-        return False
-    return bool(drafter.chosen(*map(decoding, replicas)))
-
-
-def decoding(queues: "Queues") -> list[Sequence]:
-    """The rows that go on from their last token."""
-    return [seq for seq in queues.running if seq.can_decode]
-
-
-def _only_decodes(queues: "Queues") -> bool:
-    is_filling = queues.waiting and queues.free_rows
-    return not is_filling and not any(seq.is_prefilling for seq in queues.running)

@@ -3,10 +3,9 @@
 import dataclasses
 from collections import deque
 from collections.abc import Sequence as List
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from jpaged.engine.device import Device
 from jpaged.engine.masks import masks_of
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import Plan
@@ -14,18 +13,10 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.stats import Stats
 
 
-class Starts(Protocol):
-    """What starts a step: engine.engine.Device."""
-
-    def dispatch(self, batch: Batch) -> Any: ...
-
-    def draw(self, handle: Any, masks_SW: np.ndarray) -> Any: ...
-
-
 @dataclasses.dataclass
 class Dispatched:
-    """A step, of one plan or of one of each replica. rows: of a draw that waits for its masks, None
-    where nothing waits.
+    """A step, of a plan for each replica. rows: of a draw that waits for its masks, None where
+    nothing waits.
     """
 
     plans: List[Plan]
@@ -56,7 +47,7 @@ class InFlight:
         """Forget them: what they drew is never read."""
         self._steps.clear()
 
-    def start(self, runner: Starts, plans: List[Plan], batch: Batch, started: float) -> None:
+    def start(self, runner: Device, plans: List[Plan], batch: Batch, started: float) -> None:
         """Dispatch a step, all but a draw under masks."""
         rows = batch.sample.rows if batch.sample is not None and batch.sample.masks else None
         self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows))
@@ -69,7 +60,7 @@ class InFlight:
         waits = any(step.rows is not None for step in self._steps)
         return len(self._steps) >= (min(self.depth, 2) if waits else self.depth)
 
-    def draw_oldest(self, runner: Starts, queues: List[Queues]) -> None:
+    def draw_oldest(self, runner: Device, queues: List[Queues]) -> None:
         """Start the draw of the oldest, if it waits for masks: all that came before it is
         committed, and the model runs meanwhile. queues: of each of its plans.
         """
@@ -79,7 +70,7 @@ class InFlight:
                 masks_SW = masks_of(list(zip(oldest.plans, queues, strict=True)), rows)
             oldest.handle, oldest.rows = runner.draw(oldest.handle, masks_SW), None
 
-    def take_oldest(self, runner: Starts, queues: List[Queues]) -> Dispatched:
+    def take_oldest(self, runner: Device, queues: List[Queues]) -> Dispatched:
         """The oldest, drawn, to be committed."""
         self.draw_oldest(runner, queues)
         return self._steps.popleft()

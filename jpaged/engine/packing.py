@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def each(self) -> tuple["Batch", ...]:
-        """Of each replica; of the one that there is."""
+        """One Batch a replica: `parts`, or this batch alone if there is only one."""
         return self.parts or (self,)
 
     @property
@@ -127,9 +127,11 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
 
 
 def join(parts: List[Batch], config: EngineConfig) -> Batch:
-    """One step of several replicas, whose batches are of the same buckets: their buffers one after
-    the other.
+    """Return one step of several replicas, whose batches are of the same buckets: their buffers one
+    after the other. That of one replica is its batch.
     """
+    if len(parts) == 1:
+        return parts[0]
     copies = None
     if any(part.copies is not None for part in parts):
         groups = next(len(part.copies) for part in parts if part.copies is not None)
@@ -188,10 +190,18 @@ def _pack_tables(view: Views, computed: list[PlanEntry]) -> None:
             tables[row, first : first + len(blocks)] = blocks
 
 
-def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) -> StepResult:
-    """A step's output buffers, taken apart: of the step that drew, and of a prefill that scored its
-    prompts.
+def unpack(batch: Batch, config: EngineConfig, packed: List[np.ndarray]) -> list[StepResult]:
+    """Take apart the output buffers of a step, of each replica: those of the step that drew, and of
+    a prefill that scored its prompts.
     """
+    if not batch.parts:
+        return [_unpack(batch, config, packed)]
+    shares = zip(*(np.split(buffer, len(batch.parts)) for buffer in packed), strict=True)
+    shares = list(shares) or [()] * len(batch.parts)
+    return [_unpack(part, config, own) for part, own in zip(batch.parts, shares, strict=True)]
+
+
+def _unpack(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) -> StepResult:
     buckets = dict.fromkeys(b for b in (batch.drawing, batch.bucket) if b is not None)
     laid_out = [own for b in buckets if (own := output_sections(b, config))[1]]
     views: Views = {"num_drawn": np.zeros(0, np.int32)}
@@ -205,14 +215,6 @@ def unpack_result(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarra
     )
     num_drawn = views.pop("num_drawn")[: batch.num_rows].tolist()
     return StepResult(num_drawn=num_drawn, tokens=tokens, logprobs=logprobs, **views)
-
-
-def unpack_parts(batch: Batch, config: EngineConfig, packed: List[np.ndarray]) -> list[StepResult]:
-    """What a joined step returned, of each replica."""
-    shares = zip(*(np.split(buffer, len(batch.parts)) for buffer in packed), strict=True)
-    found = list(shares) or [()] * len(batch.parts)
-    pairs = zip(batch.parts, found, strict=True)
-    return [unpack_result(part, config, share) for part, share in pairs]
 
 
 def _views(

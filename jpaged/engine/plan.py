@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence as List
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -97,6 +98,17 @@ class Plan:
     def verifies(self) -> bool:
         """Whether any row guesses."""
         return any(e.guesses for e in self.entries)
+
+
+def joined(plans: List[Plan]) -> Plan:
+    """Return what all replicas do in one step, as one plan."""
+    if len(plans) == 1:
+        return plans[0]
+    return Plan(
+        phase=plans[0].phase,
+        entries=tuple(entry for plan in plans for entry in plan.entries),
+        copies=tuple(copies for plan in plans for copies in plan.copies),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

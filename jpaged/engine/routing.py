@@ -1,7 +1,7 @@
 """Router: which replica takes a request."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jpaged.engine.prefix_cache import PrefixCache
 from jpaged.engine.sequence import Request
@@ -25,9 +25,41 @@ class Router:
         # Who has a block's prefix, by the hash of their chain; used longest ago first.
         self._holders: OrderedDict[int, int] = OrderedDict()
 
-    def choose(self, request: Request) -> int:
-        """The replica for a request: the one that was last given the longest prefix of its prompt,
-        where what is saved by that is worth the wait; else the one with the least to do.
+    def place(self, request: Request) -> int:
+        """Choose the replica that takes a request, and count it there until `leave`."""
+        replica = 0 if len(self.loads) == 1 else self._choose(request)
+        self._enter(request, replica)
+        return replica
+
+    def replica_of(self, request: Request) -> int:
+        """Return the replica that a request was placed at."""
+        return self._placed[request.request_id][0]
+
+    def leave(self, request: Request) -> None:
+        """Count a request no longer."""
+        replica, tokens = self._placed.pop(request.request_id)
+        self.loads[replica] -= tokens
+
+    def keep(self, requests: Iterable[Request]) -> None:
+        """Count these requests, at the replicas where they were placed, and no others."""
+        self.restore(requests, {key: replica for key, (replica, _) in self._placed.items()})
+
+    def restore(self, requests: Iterable[Request], placed: Mapping[str, int]) -> None:
+        """Count these requests, at the replicas that `placed` has by their ids, and no others."""
+        self.loads = [0] * len(self.loads)
+        self._placed.clear()
+        for request in requests:
+            # An interrupt may have fallen between a request's entry and its placing.
+            self._enter(request, placed.get(request.request_id, 0))
+
+    def _enter(self, request: Request, replica: int) -> None:
+        tokens = request.max_sequences * request.sequences[0].end
+        self._placed[request.request_id] = (replica, tokens)
+        self.loads[replica] += tokens
+
+    def _choose(self, request: Request) -> int:
+        """Return the replica that was last given the longest prefix of the prompt, where what is
+        saved by that is worth the wait; else the one with the least to do.
         """
         seq, size = request.sequences[0], self.cache.block_size
         blocks = (seq.prompt_len - 1) // size if self.cache.is_on else 0
@@ -44,20 +76,3 @@ class Router:
         while len(self._holders) > self.remembered:
             self._holders.popitem(last=False)
         return chosen
-
-    def enter(self, request: Request, replica: int) -> None:
-        """Count a request as a replica's until `leave`."""
-        tokens = request.max_sequences * request.sequences[0].end
-        self._placed[request.request_id] = (replica, tokens)
-        self.loads[replica] += tokens
-
-    def leave(self, request_id: str) -> None:
-        replica, tokens = self._placed.pop(request_id)
-        self.loads[replica] -= tokens
-
-    def restart(self, placed: Iterable[tuple[Request, int]]) -> None:
-        """Count these requests and no others."""
-        self.loads = [0] * len(self.loads)
-        self._placed.clear()
-        for request, replica in placed:
-            self.enter(request, replica)

@@ -6,23 +6,30 @@ once. Rows that wait for the host are left out until their request has steered t
 """
 
 from collections import Counter
+from collections.abc import Sequence as List
+from typing import Any
 
 from jpaged.engine import commit, integrity
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.decode import certain_runs, decode_entries, draft_entries, run_entries
-from jpaged.engine.drafting import Drafter, wants_tokens
+from jpaged.engine.decode import (
+    certain_runs,
+    decode_entries,
+    draft_entries,
+    run_entries,
+    should_wait_for_tokens,
+)
+from jpaged.engine.drafting import Drafter
 from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.swapping import Swapping
-
-# Prefill steps in a row while rows wait to decode: bounds the gap between two of their tokens.
-MAX_PREFILL_STREAK = 4
+from jpaged.engine.turns import Turns
 
 
 class Scheduler:
-    """Plans steps over two queues, waiting and running, and takes in what they computed.
+    """Plans the steps of one replica over two queues, waiting and running, and takes in what they
+    computed. `schedule` has several of them plan a step together.
 
     max_num_seqs: rows of the device's state, so sequences that run at once. max_num_batched_tokens:
     tokens of a prefill step. decode_steps: tokens of a row in one decode dispatch. mixed: rows that
@@ -54,60 +61,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = decode_steps
         self.mixed = mixed
-        self._streak = 0
         self._planned: list[Sequence] = []  # in the last plan, where a window may leave blocks
-
-    def schedule(self) -> Plan | None:
-        """The next step, with its blocks allocated, or None when nothing can be dispatched before
-        the next commit.
-        """
-        self._trim()
-        phase, entries = self._choose()
-        while not entries and self._is_stuck():
-            self.queues.preempt_idle()
-            phase, entries = "prefill", self._plan_prefill(self.max_num_batched_tokens)
-        if entries:
-            prefills = any(not entry.decodes for entry in entries)
-            self._streak = self._streak + 1 if prefills else 0
-        return self._made(phase, entries)
-
-    def schedule_drafts(self) -> Plan | None:
-        """What a draft model is to guess before the next step, of which nothing is in flight; None
-        where there is none, or nothing that is worth it.
-        """
-        drafter = self.queues.drafter
-        if drafter is None or not drafter.has_model or not wants_tokens(self.queues):
-            return None
-        self._trim()
-        counts = {seq: len(d) for seq, d in drafter.chosen(self._decoding_rows()).items()}
-        return self._made("draft", draft_entries(self.blocks, counts))
-
-    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
-        """The next step of this phase, which others have chosen; None where it has nothing in it.
-
-        They see to it that no phase waits too long. With `mixed` rows decode in either.
-        decode_steps: at most, since one that draws under masks somewhere has one everywhere.
-        """
-        self._trim()
-        budget, entries = self.max_num_batched_tokens, list[PlanEntry]()
-        if phase == "decode":
-            entries = decode_entries(self.blocks, self._decoding_rows(), decode_steps)
-        elif self.mixed and self.can_decode and len(self.queues.running) < budget:
-            rows = self._decoding_rows()
-            chunks = self._plan_prefill(budget - len(rows))
-            entries = [*decode_entries(self.blocks, rows, 1), *chunks]
-        else:
-            entries = self._plan_prefill(budget)
-            while not entries and self._is_stuck() and not self.can_decode:
-                self.queues.preempt_idle()
-                entries = self._plan_prefill(budget)
-        return self._made(phase, entries)
-
-    def schedule_runs(self, runs: dict[Sequence, list[int]]) -> Plan | None:
-        """A token of each row that decodes, or its run of guesses, which others have chosen."""
-        self._trim()
-        entries = run_entries(self.blocks, self._decoding_rows(), runs, guesses=True)
-        return self._made("prefill", entries)
 
     @property
     def can_prefill(self) -> bool:
@@ -119,7 +73,13 @@ class Scheduler:
 
     @property
     def can_decode(self) -> bool:
+        """Whether any row can go on from its last token."""
         return any(seq.can_decode for seq in self.queues.running)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether rows that decode may join a prefill: with `mixed`, where they leave it room."""
+        return self.mixed and len(self.queues.running) < self.max_num_batched_tokens
 
     def _is_stuck(self) -> bool:
         """Where nothing can be planned: only rows are left that wait for others, which wait for
@@ -128,15 +88,16 @@ class Scheduler:
         running = self.queues.running
         return bool(running) and not any(seq.in_flight for seq in running)
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
+        """Give back the blocks that the windows of the last plan's sequences have left."""
         for seq in self._planned:
             if seq.status is Status.RUNNING:
                 self.blocks.trim(seq)
 
-    def _made(self, phase: Phase, entries: list[PlanEntry]) -> Plan | None:
-        """The plan of entries, and what must be moved before it; None where there are none."""
+    def plan(self, phase: Phase, entries: list[PlanEntry]) -> Plan:
+        """Make the plan of these entries, with what must be moved before it."""
         if not entries:
-            return None
+            return Plan(phase=phase, entries=())
         self._planned = [entry.seq for entry in entries] if self.blocks.windowed else []
         return Plan(
             phase=phase,
@@ -147,43 +108,47 @@ class Scheduler:
             loads=self.queues.adapters.take_loads(),
         )
 
+    def plan_chunks(self, rows: int = 0) -> list[PlanEntry]:
+        """Plan chunks of prompts, beside so many rows that decode in the same step."""
+        if not self.can_prefill:
+            return []
+        budget = self.max_num_batched_tokens - rows
+        entries = PrefillPlanner(self.queues, budget).plan()
+        while not entries and self._is_stuck() and not self.can_decode:
+            self.queues.preempt_idle()
+            entries = PrefillPlanner(self.queues, budget).plan()
+        return entries
+
     def commit(self, plan: Plan, result: StepResult) -> list[Request]:
         """Take in what a dispatch computed; returns the requests that are to steer their rows."""
         return commit.commit(self.queues, plan, result)
+
+    def report(self) -> dict[str, Any]:
+        """Return the blocks that there are and those in use, on device and host, and how many
+        sequences run and wait.
+        """
+        blocks, swapping = self.blocks, self.swapping
+        block_bytes = sum(group.block_bytes for group in blocks.groups)
+        groups = [
+            {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
+            for g in blocks.groups
+        ]
+        return {
+            "sequences_running": len(self.queues.running),
+            "sequences_waiting": len(self.queues.waiting),
+            "blocks_in_use": blocks.num_used,
+            "num_blocks": blocks.num_blocks,
+            "kv_groups": groups,
+            "host_blocks": swapping.host_bytes // block_bytes,
+            "host_blocks_in_use": -(-swapping.used_bytes // block_bytes),
+        }
 
     def check_integrity(self, plan: Plan | None = None) -> None:
         """Assert what must hold between steps, and of a plan before it is dispatched."""
         integrity.check(self.queues, plan)
 
-    def _choose(self) -> tuple[Phase, list[PlanEntry]]:
-        """Prefill before decode, but no more than a few times while rows wait to decode."""
-        decodable, budget = self.can_decode, self.max_num_batched_tokens
-        if self.mixed and decodable and len(self.queues.running) < budget:
-            return self._plan_mixed()
-        entries: list[PlanEntry] = []
-        if not decodable or self._streak < MAX_PREFILL_STREAK:
-            entries = self._plan_prefill(budget)
-        if not entries and decodable:
-            rows = self._decoding_rows()
-            if rows:
-                return self._plan_decode(rows)
-        if not entries and self._streak >= MAX_PREFILL_STREAK:
-            entries = self._plan_prefill(budget)
-        return "prefill", entries
-
-    def _plan_mixed(self) -> tuple[Phase, list[PlanEntry]]:
-        """A token of each row that decodes, and chunks of prompts in what they leave."""
-        rows = self._decoding_rows()
-        chunks = self._plan_prefill(self.max_num_batched_tokens - len(rows))
-        if not chunks:
-            return self._plan_decode(rows)
-        return "prefill", [*decode_entries(self.blocks, rows, 1), *chunks]
-
-    def _plan_prefill(self, budget: int) -> list[PlanEntry]:
-        return PrefillPlanner(self.queues, budget).plan()
-
-    def _decoding_rows(self) -> list[Sequence]:
-        """Rows that decode next, each with the block that its token is written to."""
+    def decoding_rows(self) -> list[Sequence]:
+        """Return the rows that decode next; each holds the block that its token is written to."""
         rows: list[Sequence] = []
         for seq in list(self.queues.running):
             if seq.status is not Status.RUNNING or not seq.can_decode:
@@ -192,18 +157,10 @@ class Scheduler:
                 rows.append(seq)
         return rows
 
-    def _plan_decode(self, rows: list[Sequence]) -> tuple[Phase, list[PlanEntry]]:
-        """A step of each row, or where many tokens of them are certain, those side by side, or
-        those that it is worth to guess.
-        """
-        most = min(self.max_num_batched_tokens, self.queues.max_num_seqs)
-        runs, drafter = certain_runs(rows, most - len(rows)), self.queues.drafter
-        guesses = not runs
-        if drafter is not None and guesses:
-            runs = drafter.runs(rows)
-        if not runs:
-            return "decode", decode_entries(self.blocks, rows, self.decode_steps)
-        return "prefill", run_entries(self.blocks, rows, runs, guesses=guesses)
+    @property
+    def most_draws(self) -> int:
+        """How many tokens of rows a step can draw."""
+        return min(self.max_num_batched_tokens, self.queues.max_num_seqs)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Give a row the block that its next token is written to, preempting the youngest rows;
@@ -220,3 +177,67 @@ class Scheduler:
                     self.queues.fail(seq)
                 return False
         return True
+
+
+def schedule(replicas: List[Scheduler], turns: Turns) -> list[Plan]:
+    """Plan the next step: a plan for each replica, all of one phase, with their blocks allocated.
+    A replica that has nothing to do in it gets a plan without entries. Returns [] when nothing can
+    be dispatched before the next commit.
+    """
+    for replica in replicas:
+        replica.trim()
+    for turn in turns.order(replicas):
+        phase, entries = _prefill(replicas) if turn == "prefill" else _decode(replicas)
+        if any(entries):
+            turns.take(turn)
+            planned = zip(replicas, entries, strict=True)
+            return [replica.plan(phase, own) for replica, own in planned]
+    return []
+
+
+def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
+    """Plan what a draft model guesses before the next step, while nothing is in flight. Returns []
+    where nothing is worth it.
+    """
+    if not should_wait_for_tokens([replica.queues for replica in replicas]):
+        return []
+    for replica in replicas:
+        replica.trim()
+    rows = [replica.decoding_rows() for replica in replicas]
+    drafts, plans = drafter.chosen(*rows), list[Plan]()
+    for replica, decoding in zip(replicas, rows, strict=True):
+        counts = {seq: len(drafts[seq]) for seq in decoding if seq in drafts}
+        plans.append(replica.plan("draft", draft_entries(replica.blocks, counts)))
+    return plans if any(plan.entries for plan in plans) else []
+
+
+def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
+    """Plan chunks of prompts on each replica, and beside them a token of each row that may join."""
+    rows = [r.decoding_rows() if r.can_join and r.can_decode else [] for r in replicas]
+    chunks = [r.plan_chunks(len(own)) for r, own in zip(replicas, rows, strict=True)]
+    if not any(chunks):
+        return "prefill", []
+    planned = zip(replicas, rows, chunks, strict=True)
+    return "prefill", [[*decode_entries(r.blocks, own, 1), *more] for r, own, more in planned]
+
+
+def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
+    """Plan the next tokens of each row that decodes. Where enough tokens are certain, or are worth
+    guessing, rows have runs of them, which a prefill computes.
+    """
+    rows = [replica.decoding_rows() for replica in replicas]
+    if not any(rows):
+        return "decode", []
+    planned, drafter = list(zip(replicas, rows, strict=True)), replicas[0].queues.drafter
+    runs: dict[Sequence, list[int]] = {}
+    for replica, own in planned:
+        runs |= certain_runs(own, replica.most_draws - len(own))
+    guesses = not runs
+    if guesses and drafter is not None:
+        runs = drafter.runs(*rows)
+    if runs:
+        return "prefill", [run_entries(r.blocks, own, runs, guesses=guesses) for r, own in planned]
+    steps = replicas[0].decode_steps
+    if steps > 1 and any(seq.structured is not None for own in rows for seq in own):
+        steps = 1  # one step is drawn under masks, on every replica
+    return "decode", [decode_entries(r.blocks, own, steps) for r, own in planned]

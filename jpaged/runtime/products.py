@@ -82,9 +82,8 @@ def resolve_for(
     deterministic serving takes. dtype: of the weights. is_plain: the params' experts are arrays.
     """
     if (asked := config.speculative) is not None:
-        if asked.has_model and (where.replicas > 1 or are_many(where.mesh)):
-            # Replicas would wait for each other's guesses.
-            raise ConfigError("speculative: a draft model only with one replica in one process")
+        if asked.has_model and are_many(where.mesh):
+            raise ConfigError("speculative: a draft model only in one process")
         if asked.adaptive and are_many(where.mesh):  # they go by their clocks, which differ
             raise ConfigError("speculative over several processes: pass 'adaptive': False")
     on_cpu = where.device.platform == "cpu"

@@ -12,7 +12,7 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.engine.buckets import Bucket, Buckets, padded_blocks
-from jpaged.engine.packing import PAD_TOKEN, Batch, unpack_parts, unpack_result
+from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
 from jpaged.models.quantized import experts_are_plain
@@ -59,7 +59,7 @@ class Usage:
 
 
 class Runner:
-    """Runs compiled steps over the donated state of one engine, or of the engines of Replicas.
+    """Runs compiled steps over the donated state of one engine, for each of its replicas.
 
     model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
     every step; its owner may replace it by another of the same form, or by None between calls. For
@@ -176,19 +176,13 @@ class Runner:
         usage.padded += padded
         return self.steps[bucket]
 
-    def fetch(self, handle: Handle) -> StepResult:
-        """Wait for a step and read what it returns: one buffer, or two where a prefill scored its
-        prompts too.
+    def fetch(self, handle: Handle) -> list[StepResult]:
+        """Wait for a step and return the result of each replica: one buffer is read, or two where a
+        prefill scored its prompts too.
         """
         with explained(self.config):
             outs = self._fetch(handle)
-        return unpack_result(handle.batch, self.config, outs)
-
-    def fetch_parts(self, handle: Handle) -> list[StepResult]:
-        """So for a step of several replicas, of each."""
-        with explained(self.config):
-            outs = self._fetch(handle)
-        return unpack_parts(handle.batch, self.config, outs)
+        return unpack(handle.batch, self.config, outs)
 
     def _fetch(self, handle: Handle) -> list[np.ndarray]:
         handle.done.block_until_ready()

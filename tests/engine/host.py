@@ -12,7 +12,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
-from jpaged.engine.plan import Phase, Plan
+from jpaged.engine.plan import Phase, Plan, PlanEntry
 from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
@@ -125,19 +125,10 @@ class CheckedScheduler(Scheduler):
 
     mixed: ClassVar[int] = 0
 
-    def schedule(self) -> Plan | None:
-        return self._checked(super().schedule())
-
-    def schedule_drafts(self) -> Plan | None:
-        return self._checked(super().schedule_drafts())
-
-    def schedule_for(self, phase: Phase, decode_steps: int) -> Plan | None:
-        return self._checked(super().schedule_for(phase, decode_steps))
-
-    def _checked(self, plan: Plan | None) -> Plan | None:
-        self.check_integrity(plan)
-        if plan is not None:
-            CheckedScheduler.mixed += len({entry.decodes for entry in plan.entries}) > 1
+    def plan(self, phase: Phase, entries: list[PlanEntry]) -> Plan:
+        plan = super().plan(phase, entries)
+        self.check_integrity(plan if plan.entries else None)
+        CheckedScheduler.mixed += len({entry.decodes for entry in plan.entries}) > 1
         return plan
 
 
@@ -155,8 +146,8 @@ class Oracle(Drafter):
 
 
 class CheckedEngine(Engine):
-    def _new_scheduler(self) -> Scheduler:
-        scheduler = super()._new_scheduler()
+    def _new_replica(self, count: int) -> Scheduler:
+        scheduler = super()._new_replica(count)
         if self.drafter is not None and not self.drafter.has_model:
             self.drafter.__class__ = Oracle
         scheduler.__class__ = CheckedScheduler
@@ -199,7 +190,7 @@ class Host:
 
     @property
     def blocks(self):
-        return self.engine.scheduler.blocks
+        return self.engine.replicas[0].blocks
 
     def sequence(
         self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any
@@ -273,7 +264,7 @@ class Host:
         """The scheduler's invariants; host blocks equal what is swapped; nothing from before a
         reset can be found.
         """
-        scheduler, size = self.engine.scheduler, self.config.block_size
+        scheduler, size = self.engine.replicas[0], self.config.block_size
         scheduler.check_integrity()
         seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
         swapped = sum(seq.swapped.num_bytes for seq in seqs if seq.swapped is not None)

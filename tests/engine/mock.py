@@ -27,7 +27,7 @@ from jpaged.engine.buckets import (
     input_sections,
     output_sections,
 )
-from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack_parts, unpack_result
+from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.models.config import ModelConfig
@@ -449,10 +449,10 @@ class MockRunner:
         place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
         self.pools[at][place], self.born[at][place] = block
 
-    def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> StepResult:
+    def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> list[StepResult]:
         self._may_fail("fetch")
         batch, outs = handle
-        return unpack_result(batch, self.config, outs)
+        return unpack(batch, self.config, outs)
 
     def computed(self, phase: str) -> int:
         """Tokens dispatched in a phase so far."""
@@ -468,7 +468,7 @@ class MockRunner:
 
 
 class MockReplicas:
-    """The device of Replicas: a MockRunner for each, which gets its part of every joined step."""
+    """A device of several replicas: a MockRunner for each, which gets its part of every step."""
 
     def __init__(self, config: EngineConfig, count: int, **how: Any):
         self.config = config
@@ -487,7 +487,7 @@ class MockReplicas:
         packed = np.split(batch.packed, count)
         copies = [None] * count if batch.copies is None else np.split(batch.copies, count)
         outs = []
-        for runner, part, own, pairs in zip(self.runners, batch.parts, packed, copies, strict=True):
+        for runner, part, own, pairs in zip(self.runners, batch.each, packed, copies, strict=True):
             assert (part.bucket, part.sample) == (batch.bucket, batch.sample)
             moved = dataclasses.replace(part, packed=own, copies=pairs)
             if part.num_tokens:
@@ -520,14 +520,11 @@ class MockReplicas:
                 share[:] = own[0]
         return handle
 
-    def fetch(self, handle: Any) -> StepResult:
-        raise AssertionError("no replica waits for its own step")
-
-    def fetch_parts(self, handle: tuple[Batch, list[np.ndarray]]) -> list[StepResult]:
+    def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> list[StepResult]:
         for runner in self.runners:
             runner._may_fail("fetch")
         batch, outs = handle
-        return unpack_parts(batch, self.config, outs)
+        return unpack(batch, self.config, outs)
 
     def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
         return self.runners[replica].read_blocks(block_ids)

@@ -95,7 +95,7 @@ def test_blocks_ahead_preempt_nobody(depth: int):
     host = Host(depth, decode_steps=16, num_blocks=8)
     seqs = [host.add(prompt(9, first), 8) for first in (1, 40)]
     host.run()
-    assert host.engine.scheduler.queues.preemptions.total() == 0 and all(
+    assert host.engine.replicas[0].queues.preemptions.total() == 0 and all(
         seq.finish_reason == "length" for seq in seqs
     )
     crowded = Host(depth, decode_steps=16, num_blocks=7, enable_prefix_caching=False)

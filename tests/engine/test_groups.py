@@ -8,8 +8,9 @@ from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GONE, GroupSize
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.turns import Turns
 from jpaged.request.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import ROOTS, expected, generated
@@ -184,7 +185,7 @@ def test_what_a_window_sees_goes_to_the_host(depth: int):
     seq = host.add(prompt(17), 12)
     while seq.num_dispatched < 18:
         host.step()
-    host.engine.scheduler.queues.preempt(seq)
+    host.engine.replicas[0].queues.preempt(seq)
     host.check()
     host.run()
     stats = host.engine.stats
@@ -205,9 +206,9 @@ def decoding(
     scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=2048)
     seq = sequence([i % 1000 for i in range(num_tokens - 1)])
     scheduler.queues.add(seq)
+    turns = Turns()
     while len(seq) < num_tokens + 2:
-        plan = scheduler.schedule()
-        assert plan is not None
+        (plan,) = schedule([scheduler], turns)
         scheduler.commit(plan, drawn(plan))
     return scheduler, seq
 

@@ -101,9 +101,9 @@ def test_scenario_15_interrupted_on_any_line(depth: int, stride: int):
             break
         for seq in seqs:
             host.engine.abort(seq.request_id)
-        host.engine.scheduler.check_integrity()
+        host.engine.replicas[0].check_integrity()
         assert not host.engine.has_unfinished() and host.engine.step() == [], line
-        host.engine.scheduler.check_integrity()
+        host.engine.replicas[0].check_integrity()
         assert host.blocks.num_used == 0
         for seq in (again := requests(host)):
             host.engine.add(Request([seq]))
@@ -118,7 +118,7 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
     for line in itertools.count(0, stride):
         host = make_host(depth)
         seqs, hit = interrupted(host, line)
-        host.engine.scheduler.check_integrity()
+        host.engine.replicas[0].check_integrity()
         for seq in seqs:
             if seq.request_id not in host.engine.requests and seq.status is not Status.FINISHED:
                 host.engine.add(Request([seq]))
@@ -148,7 +148,7 @@ def test_scenario_15_interrupted_again_while_recovering(
         host.step()
     target, method = {
         "runner": (host.runner, "recover"),
-        "engine": (host.engine, "_new_scheduler"),
+        "engine": (host.engine, "_new_replicas"),
         "third request": (seqs[2].request, "restart"),
     }[owner]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -157,7 +157,7 @@ def test_scenario_15_interrupted_again_while_recovering(
         host.step()
     for seq in seqs[1:]:
         assert host.engine.abort(seq.request_id) is seq.request
-        host.engine.scheduler.check_integrity()
+        host.engine.replicas[0].check_integrity()
     assert host.run() == [seqs[0]] and generated(seqs[0]) == expected(seqs[0])
     host.generate(prompt(6), prompt(6, seed=1))
 

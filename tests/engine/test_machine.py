@@ -236,13 +236,15 @@ class HostMachine(RuleBasedStateMachine):
             for seq in r.sequences
         ]
         if seqs and (seq := seqs[which % len(seqs)]).status is not Status.FINISHED:
-            self.host.engine.scheduler.queues.finish(seq, "abort")
+            self.host.engine.replicas[0].queues.finish(seq, "abort")
             self.seen["samples aborted"] += 1
 
-    @precondition(lambda self: hasattr(self, "host") and self.host.engine.scheduler.queues.running)
+    @precondition(
+        lambda self: hasattr(self, "host") and self.host.engine.replicas[0].queues.running
+    )
     @rule(which=st.integers(0, 99), count=st.integers(1, 3))
     def preempt(self, which: int, count: int) -> None:
-        scheduler = self.host.engine.scheduler
+        scheduler = self.host.engine.replicas[0]
         for _ in range(min(count, len(scheduler.queues.running))):
             scheduler.queues.preempt(
                 list(scheduler.queues.running)[which % len(scheduler.queues.running)]

@@ -2,12 +2,13 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
 from jpaged.engine.plan import StepResult
-from jpaged.engine.scheduler import MAX_PREFILL_STREAK
 from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.turns import MOST_IN_A_ROW
 from tests.engine.host import CheckedScheduler, Host
 from tests.engine.mock import expected, generated
 from tests.engine.test_engine import FEW, workload
@@ -48,7 +49,7 @@ def test_a_token_in_every_step_while_a_long_prompt_arrives(depth: int):
     host.run()
     assert generated(seq) == expected(seq)
     host, seq = running(depth)
-    assert max(gaps(host, seq, arrivals, 30)) == MAX_PREFILL_STREAK + 1
+    assert max(gaps(host, seq, arrivals, 30)) == MOST_IN_A_ROW["prefill"] + 1
     host.run()
     assert generated(seq) == expected(seq)
 
@@ -92,7 +93,12 @@ def test_a_row_that_stopped_on_the_device_draws_no_more():
     seq = host.add(prompt(5), 60, stop_token_ids=[stop])
     results: list[StepResult] = []
     fetch = host.runner.fetch
-    host.runner.fetch = lambda handle: results.append(fetch(handle)) or results[-1]
+
+    def watched(handle: Any) -> list[StepResult]:
+        results.extend(fetched := fetch(handle))
+        return fetched
+
+    host.runner.fetch = watched
     while seq.num_generated < 3:
         host.step()
     host.add(prompt(90, 1), 3)

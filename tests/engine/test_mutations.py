@@ -15,7 +15,7 @@ from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GONE, BlockGroup, Content, Copies
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.packing import Batch
-from jpaged.engine.plan import Moves, Plan, PlanEntry
+from jpaged.engine.plan import Moves, Phase, Plan, PlanEntry
 from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.prefix_cache import Match, PrefixCache
 from jpaged.engine.queues import Queues
@@ -56,8 +56,8 @@ def sharing_workload(depth: int, seed: int, **settings: Any) -> None:
             host.add_samples(prompt, rng.randrange(1, 5), rng.randrange(1, 9), eos_ids=eos_ids)
         for _ in range(rng.randrange(1, 7)):
             host.step()
-        if engine.scheduler.queues.running and rng.random() < 0.4:
-            engine.scheduler.queues.preempt(rng.choice(list(engine.scheduler.queues.running)))
+        if engine.replicas[0].queues.running and rng.random() < 0.4:
+            engine.replicas[0].queues.preempt(rng.choice(list(engine.replicas[0].queues.running)))
         if rng.random() < 0.1:
             host.reset()
             state = None
@@ -68,7 +68,7 @@ def sharing_workload(depth: int, seed: int, **settings: Any) -> None:
         elif i % 8 == 0:
             state = engine.snapshot()
     host.run()
-    assert engine.scheduler.swapping.free_bytes == engine.scheduler.swapping.host_bytes
+    assert engine.replicas[0].swapping.free_bytes == engine.replicas[0].swapping.host_bytes
 
 
 def fork_without_counting(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def swapped_after_the_step(patch: pytest.MonkeyPatch) -> None:
 
 def restored_without_blocks(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: Engine, state: EngineState) -> None:
-        restore(self, dataclasses.replace(state, block_ids=[], blocks=[]))
+        restore(self, dataclasses.replace(state, block_ids=[[]], blocks=[[]]))
 
     restore = Engine.restore
     patch.setattr(Engine, "restore", mutated)
@@ -163,7 +163,7 @@ def snapshot_not_copied(patch: pytest.MonkeyPatch) -> None:
     snapshot = Engine.snapshot
 
     def mutated(self: Engine) -> EngineState:
-        return dataclasses.replace(snapshot(self), requests=self.requests, scheduler=self.scheduler)
+        return dataclasses.replace(snapshot(self), requests=self.requests, replicas=self.replicas)
 
     patch.setattr(Engine, "snapshot", mutated)
 
@@ -188,7 +188,7 @@ def host_budget_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def host_survives_a_reset(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "reset_prefix_cache", lambda self: self.scheduler.blocks.cache.reset())
+    patch.setattr(Engine, "reset_prefix_cache", lambda self: self.replicas[0].blocks.cache.reset())
 
 
 def joined_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -251,14 +251,14 @@ def trims_too_much(patch: pytest.MonkeyPatch) -> None:
 def trims_within_the_plan(patch: pytest.MonkeyPatch) -> None:
     """What the step still reads may be written by it."""
 
-    def mutated(self: Scheduler) -> Plan | None:
-        plan = schedule(self)
-        for entry in plan.entries if plan is not None else ():
+    def mutated(self: Scheduler, phase: Phase, entries: list[PlanEntry]) -> Plan:
+        plan = make_plan(self, phase, entries)
+        for entry in plan.entries:
             self.blocks.trim(entry.seq)
         return plan
 
-    schedule = Scheduler.schedule
-    patch.setattr(Scheduler, "schedule", mutated)
+    make_plan = Scheduler.plan
+    patch.setattr(Scheduler, "plan", mutated)
 
 
 def match_ignores_windows(patch: pytest.MonkeyPatch) -> None:

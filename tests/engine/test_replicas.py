@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.replicas import MOST, Replicas
 from jpaged.engine.routing import SLACK
 from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.turns import MOST_IN_A_ROW
 from jpaged.errors import RequestError
 from tests.engine.host import CheckedEngine, Host, cases
 from tests.engine.mock import ROOTS, MockReplicas, expected, generated
@@ -24,45 +24,36 @@ class Team(Host):
     def __init__(self, count: int, depth: int = 1, **settings: Any):
         super().__init__(depth, **settings)
         self.device = MockReplicas(self.config, count, windows=self.windows)
-        self.replicas = Replicas(self.config, self.device, count, depth=depth)
-        for engine in self.replicas.engines:
-            engine.__class__ = CheckedEngine
-            engine.scheduler = engine._new_scheduler()
-        self.engine: Any = self.replicas
-
-    @property
-    def blocks(self) -> Any:
-        return self.replicas.engines[0].scheduler.blocks
+        self.engine = CheckedEngine(self.config, self.device, num_replicas=count, depth=depth)
 
     @property
     def loads(self) -> list[int]:
-        return self.replicas._router.loads
+        return self.engine._router.loads
 
     def check(self) -> None:
-        for engine in self.replicas.engines:
-            engine.scheduler.check_integrity()
-        requests = [r for e in self.replicas.engines for r in e.requests.values()]
-        placed = [r for r in requests if r.request_id in self.replicas._router._placed]
-        assert placed == requests and sum(self.loads) == sum(
-            r.max_sequences * r.sequences[0].end for r in requests
+        for replica in self.engine.replicas:
+            replica.check_integrity()
+        requests = self.engine.requests
+        assert set(self.engine._router._placed) == set(requests)
+        assert sum(self.loads) == sum(
+            r.max_sequences * r.sequences[0].end for r in requests.values()
         )
 
     def run(self) -> list[Sequence]:
         ended = super().run()
-        assert all(e.scheduler.blocks.num_used == 0 for e in self.replicas.engines)
+        assert all(replica.blocks.num_used == 0 for replica in self.engine.replicas)
         assert not any(self.loads)
         return ended
 
     def where(self, seq: Sequence) -> int:
-        engines = enumerate(self.replicas.engines)
-        return next(i for i, e in engines if seq.request_id in e.requests)
+        return self.engine._router.replica_of(seq.request)
 
 
 def check_phases(team: Team) -> None:
     """In every step there is one phase, and somebody has work in it."""
     assert all(any(busy) for _, busy in team.device.phases)
-    idle = sum(not own for _, busy in team.device.phases for own in busy)
-    assert team.replicas.stats.idle_replica_steps == idle
+    idle = sum(not own for phase, busy in team.device.phases if phase != "draft" for own in busy)
+    assert team.engine.stats.idle_replica_steps == idle
 
 
 def traffic(team: Team, seed: int, count: int = 24) -> list[Sequence]:
@@ -94,6 +85,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "guessing": {"speculative": GUESSING},
     "guessing, crowded": {"speculative": GUESSING, "num_blocks": 16, "mixed": True},
     "guessing, pinned": {"speculative": GUESSING, "deterministic": True},
+    "guessing by a model": {"speculative": {**GUESSING, "method": "draft"}},
+    "guessing by a model, crowded": {
+        "speculative": {**GUESSING, "method": "draft"},
+        "num_blocks": 16,
+    },
     "guessing, several steps": {"speculative": GUESSING, "decode_steps": 3},
 }
 
@@ -109,7 +105,7 @@ def test_each_request_is_as_if_alone(count: int, kind: str, depth: int) -> None:
         for seq in seqs:
             assert seq.error is not None or generated(seq) == expected(seq, team.windows)
     check_phases(team)
-    assert len({id(e) for e in team.replicas.engines}) == count
+    assert len(team.engine.replicas) == count
     assert all(runner.dispatched for runner in team.device.runners), "all of them work"
     if "speculative" in KINDS[kind]:
         report = team.engine.report()
@@ -139,7 +135,7 @@ def run_prototype(count: int) -> float:
         team.add(rng.choices(range(1, 90), k=3 + (7 * i) % 29), 8 + 5 * (i % 5), ignore_eos=True)
     team.run()
     check_phases(team)
-    return team.replicas.stats.idle_replica_steps / (count * len(team.device.phases))
+    return team.engine.stats.idle_replica_steps / (count * len(team.device.phases))
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -159,7 +155,7 @@ def test_few_are_idle_while_requests_keep_coming(longest: int) -> None:
         prompt = rng.choices(range(1, 90), k=rng.randint(3, longest))
         team.add(prompt, rng.randint(6, 40), ignore_eos=True)
     team.run()
-    share = team.replicas.stats.idle_replica_steps / (4 * len(team.device.phases))
+    share = team.engine.stats.idle_replica_steps / (4 * len(team.device.phases))
     print(f"prompts of up to {longest} tokens: {share:.1%} of the steps idle")
     assert share <= 0.15
 
@@ -175,7 +171,7 @@ def test_no_phase_waits_long(prompts: int) -> None:
     team.run()
     phases = "".join(phase[0] for phase, _ in team.device.phases)
     within = phases[1 : phases.rindex("p")]  # in the first step all have a prompt
-    longest = {"p": MOST["prefill"], "d": MOST["decode"]}["d" if prompts == 1 else "p"]
+    longest = MOST_IN_A_ROW["decode" if prompts == 1 else "prefill"]
     waits = within.replace("p" if prompts == 1 else "d", " ").split()
     assert max(map(len, waits)) == longest, phases
 
@@ -208,7 +204,7 @@ def test_equal_prefixes_go_to_one_replica() -> None:
             team.add(root + own, 4, ignore_eos=True)
         assert max(team.loads) <= 1.3 * sum(team.loads) / count
         team.run()
-        found[count] = team.replicas.stats.cached_tokens
+        found[count] = team.engine.stats.cached_tokens
     assert found[1] == (len(wanted) - len(roots)) * 40
     assert found[4] >= 0.8 * found[1]
 
@@ -228,7 +224,7 @@ def test_places_are_remembered_as_long_as_blocks_may_be() -> None:
     for i in range(1, 30):
         team.add([i] * 9, 1)
         team.run()
-    assert len(team.replicas._router._holders) == 2 * 4
+    assert len(team.engine._router._holders) == 2 * 4
 
 
 # One engine's promises
@@ -237,14 +233,14 @@ def test_places_are_remembered_as_long_as_blocks_may_be() -> None:
 def test_ids_aborts_and_what_is_unfinished() -> None:
     team = Team(3)
     seqs = [team.add([1, 2, i], 6, request_id=f"r{i}") for i in range(6)]
-    assert sorted(team.replicas.requests) == [f"r{i}" for i in range(6)]
+    assert sorted(team.engine.requests) == [f"r{i}" for i in range(6)]
     assert {team.where(seq) for seq in seqs} == {0, 1, 2}
     with pytest.raises(RequestError, match="'r4' is in use"):
         team.add([5], request_id="r4")
     team.step()
-    aborted = team.replicas.abort("r4")
+    aborted = team.engine.abort("r4")
     assert aborted is not None and aborted.sequences == [seqs[4]]
-    assert team.replicas.abort("r4") is None and "r4" not in team.replicas.requests
+    assert team.engine.abort("r4") is None and "r4" not in team.engine.requests
     team.check()
     team.run()
     assert [seq.finish_reason for seq in seqs] == ["length"] * 4 + ["abort", "length"]
@@ -301,11 +297,11 @@ def test_a_snapshot_is_of_all(depth: int) -> None:
         team.add(range(1, 14 + i), 16, ignore_eos=True, request_id=f"r{i}")
     for _ in range(9):
         team.step()
-    state, results = team.replicas.snapshot(), []
+    state, results = team.engine.snapshot(), []
     for _ in range(2):
         ended = {seq.request_id: generated(seq) for seq in team.run()}
         results.append(ended)
-        team.replicas.restore(state)
+        team.engine.restore(state)
         team.check()
     team.run()
     assert results[0] == results[1] and len(results[0]) == 8
@@ -315,19 +311,19 @@ def test_blocks_add_up() -> None:
     team = Team(2, swap_space_gib=0.5)
     team.add(range(1, 10), 4)
     team.step()
-    report = team.replicas.report()
+    report = team.engine.report()
     assert report["num_blocks"] == 64 and report["host_blocks"] == 512
     assert report["blocks_in_use"] == report["kv_groups"][0]["in_use"] == 3
     assert report["dispatches"] == 1 and report["idle_replica_steps"] == 1
-    team.replicas.abort("0")
-    assert isinstance(team.replicas.engines[0].requests, dict) and not team.replicas.requests
+    team.engine.abort("0")
+    assert not team.engine.requests
 
 
 def test_a_request_of_another_replica_is_found() -> None:
     """`requests` is what streams look into: by identity."""
     team = Team(2)
     seqs = [team.add([1, i], 3) for i in range(4)]
-    found = team.replicas.requests
+    found = team.engine.requests
     assert all(found[seq.request_id] is seq.request for seq in seqs)
     assert isinstance(found["0"], Request)
     team.run()

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from jpaged.engine.plan import Plan
-from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
+from jpaged.engine.plan import Phase, Plan, PlanEntry
+from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
+from jpaged.engine.turns import MOST_IN_A_ROW
 from jpaged.errors import CapacityError, RequestError
 from tests.engine.host import Host, cases
 from tests.engine.mock import expected, generated
@@ -55,7 +56,7 @@ def test_scenario_03_nothing_unwritten_is_hit(depth: int):
     shared = prompt(20)
     host.add([*shared, 1], max_tokens=4)
     host.step()
-    scheduler = host.engine.scheduler
+    scheduler = host.engine.replicas[0]
     assert host.found(host.sequence([*shared, 2])) == list(
         scheduler.queues.running.copy().popitem()[0].block_tables[0][:2]
     )
@@ -67,9 +68,9 @@ def test_scenario_03_nothing_unwritten_is_hit(depth: int):
 def test_scenario_04_preempted_while_its_blocks_are_cached(depth: int):
     host = Host(depth, num_blocks=8)
     old, young = host.add(prompt(10), max_tokens=14), host.add(prompt(10, seed=1), max_tokens=20)
-    seen = watch_admissions(host.engine.scheduler)
+    seen = watch_admissions(host.engine.replicas[0])
     host.run()
-    assert host.engine.scheduler.queues.preemptions.total() > 0
+    assert host.engine.replicas[0].queues.preemptions.total() > 0
     readmitted = [entry for entry in seen if entry[0] is young and entry[3] > 0]
     assert readmitted and any(cached > 0 for _, cached, _, _ in readmitted)
     for _, cached, scheduled, generated_before in seen:
@@ -81,16 +82,16 @@ def watch_admissions(scheduler: Scheduler) -> list[tuple[Sequence, int, int, int
     """(sequence, tokens cached, tokens scheduled, tokens generated before) of each admission from
     now on.
     """
-    seen, schedule = [], scheduler.schedule
+    seen, make_plan = [], scheduler.plan
 
-    def watched() -> Plan | None:
-        plan = schedule()
-        for entry in plan.entries if plan is not None else ():
+    def watched(phase: Phase, entries: list[PlanEntry]) -> Plan:
+        plan = make_plan(phase, entries)
+        for entry in plan.entries:
             if entry.is_new:
                 seen.append((entry.seq, entry.start, entry.num_tokens, entry.seq.num_generated))
         return plan
 
-    scheduler.schedule = watched  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler.plan = watched  # pyright: ignore[reportAttributeAccessIssue]
     return seen
 
 
@@ -111,7 +112,7 @@ def test_scenario_06_07_preempted_at_every_offset_in_a_block(depth: int, length:
     seq = host.add(prompt(5), max_tokens=16)
     while len(seq) < length:
         host.step()
-    host.engine.scheduler.queues.preempt(seq)
+    host.engine.replicas[0].queues.preempt(seq)
     before, host.runner.dispatched = len(seq), []
     host.run()
     assert generated(seq) == expected(seq)
@@ -131,7 +132,7 @@ def test_scenario_07_generated_tokens_are_prefilled_again(depth: int):
     seq = host.add(prompt(6), max_tokens=12)
     for _ in range(8):
         host.step()
-    host.engine.scheduler.queues.preempt(seq)
+    host.engine.replicas[0].queues.preempt(seq)
     while seq.in_flight:
         host.step()
     known, before = len(seq), host.runner.computed("prefill")
@@ -227,7 +228,7 @@ def test_scenario_14_block_size_one(depth: int):
     host = Host(depth, block_size=1, num_blocks=24)
     shared = prompt(5)
     seqs = host.generate(*([*shared, i] for i in range(6)), max_tokens=9)
-    assert host.engine.scheduler.queues.preemptions.total() > 0 and [
+    assert host.engine.replicas[0].queues.preemptions.total() > 0 and [
         seq.num_cached for seq in seqs
     ] == [
         0,
@@ -252,7 +253,7 @@ def test_scenario_15_the_runner_fails(depth: int, method: str, call: int):
     for seq in seqs:
         host.engine.abort(seq.request_id)
     assert not host.engine.has_unfinished() and host.engine.step() == []
-    host.engine.scheduler.check_integrity()
+    host.engine.replicas[0].check_integrity()
     assert host.blocks.num_used == 0
     assert all(generated(seq) == expected(seq)[: seq.num_generated] for seq in seqs)
     assert all(seq.num_cached == 0 for seq in host.generate(prompt(6), prompt(6, seed=1)))
@@ -270,7 +271,7 @@ def test_scenario_15_stepping_on_after_a_failure(depth: int, method: str, call: 
         while True:
             had = [generated(seq) for seq in seqs]
             ended += host.step()
-    host.engine.scheduler.check_integrity()
+    host.engine.replicas[0].check_integrity()
     assert [generated(seq) for seq in seqs] == had  # nothing is taken back
     ended += host.run()
     assert sorted(ended, key=seqs.index) == seqs
@@ -292,7 +293,7 @@ def test_scenario_16_steady_arrivals(depth: int):
     for phase in phases[phases.index("decode") :]:
         prefill_streak = prefill_streak + 1 if phase == "prefill" else 0
         longest = max(longest, prefill_streak)
-    assert longest == MAX_PREFILL_STREAK
+    assert longest == MOST_IN_A_ROW["prefill"]
     assert all(
         (s, e) for phase, spans in host.runner.dispatched if phase == "decode" for s, e in spans
     )
@@ -364,7 +365,7 @@ def test_scenario_22_abort_at_any_time(depth: int, steps: int):
         host.step()
     for i in (0, 3):
         assert host.engine.abort(str(i)) is seqs[i].request and host.engine.abort(str(i)) is None
-        host.engine.scheduler.check_integrity()
+        host.engine.replicas[0].check_integrity()
         assert (
             seqs[i].finish_reason == "abort"
             and generated(seqs[i]) == expected(seqs[i])[: seqs[i].num_generated]

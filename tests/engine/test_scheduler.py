@@ -2,14 +2,16 @@
 
 import random
 from collections import OrderedDict
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
-from jpaged.engine.scheduler import MAX_PREFILL_STREAK, Scheduler
+from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.turns import MOST_IN_A_ROW, Turns
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.sampling_params import SamplingParams
 from tests.engine.host import Host, Letters
@@ -37,6 +39,15 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
     return seq
 
 
+TURNS: WeakKeyDictionary[Scheduler, Turns] = WeakKeyDictionary()
+
+
+def next_plan(s: Scheduler) -> Plan | None:
+    """The next plan of a scheduler alone."""
+    plans = schedule([s], TURNS.setdefault(s, Turns()))
+    return plans[0] if plans else None
+
+
 def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
     """Every row that draws draws this token."""
     counts = [entry.draws for entry in plan.entries if entry.draws]
@@ -48,7 +59,7 @@ def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
 
 
 def step(s: Scheduler) -> Plan | None:
-    plan = s.schedule()
+    plan = next_plan(s)
     if plan is not None:
         s.commit(plan, drawn(plan, logprob=-0.5))
     s.check_integrity()
@@ -63,7 +74,7 @@ def spans(plan: Plan | None) -> list[tuple[str, int, int, bool, bool]]:
 
 def test_idle():
     s = scheduler()
-    assert s.schedule() is None and not s.queues.waiting and s.queues.take_finished() == []
+    assert next_plan(s) is None and not s.queues.waiting and s.queues.take_finished() == []
 
 
 def test_prefill_fills_its_budget_and_no_more():
@@ -92,7 +103,7 @@ def test_nothing_is_planned_past_the_end():
     """With dispatches in flight, no more tokens are dispatched than a sequence may have."""
     s = scheduler()
     seq = add(s, 4, max_tokens=3)
-    plans = [s.schedule() for _ in range(5)]
+    plans = [next_plan(s) for _ in range(5)]
     assert [plan and plan.phase for plan in plans] == ["prefill", "decode", "decode", None, None]
     assert (seq.pending, seq.in_flight, seq.num_dispatched) == (3, 3, 6)
     for token, plan in enumerate(plans[:3]):
@@ -162,7 +173,7 @@ def test_the_oldest_is_never_preempted():
         was_running, epoch = oldest.status is Status.RUNNING, oldest.epoch
         host.step()
         assert not was_running or oldest.epoch == epoch
-    assert host.engine.scheduler.queues.preemptions.total() and all(
+    assert host.engine.replicas[0].queues.preemptions.total() and all(
         seq.error is None for seq in seqs
     )
 
@@ -177,7 +188,7 @@ def test_work_is_not_thrown_away_again_and_again(depth: int):
     ]
     host.run()
     tokens = sum(len(seq) for seq in seqs)
-    assert host.engine.scheduler.queues.preemptions.total() <= 2 * len(seqs)
+    assert host.engine.replicas[0].queues.preemptions.total() <= 2 * len(seqs)
     assert host.runner.computed("prefill") <= 2 * tokens
 
 
@@ -185,11 +196,11 @@ def test_a_preempted_row_waits_for_its_step_in_flight():
     s = scheduler()
     seq = add(s, 5)
     step(s)
-    plan = s.schedule()
+    plan = next_plan(s)
     assert plan is not None and seq.in_flight == 1
     s.queues.preempt(seq)
     s.check_integrity()
-    assert s.schedule() is None  # its last token is on its way
+    assert next_plan(s) is None  # its last token is on its way
     s.commit(plan, drawn(plan, 3))
     assert generated(seq) == [7, 3] and seq.pending == 0 and s.blocks.num_used == 0
     assert spans(step(s)) == [("0", 4, 7, True, True)]  # one block was still there
@@ -199,7 +210,7 @@ def test_a_preempted_row_may_end_while_it_waits():
     s = scheduler()
     seq, other = add(s, 5, max_tokens=2), add(s, 5, first=50)
     step(s)
-    plan = s.schedule()
+    plan = next_plan(s)
     assert plan is not None
     s.queues.preempt(seq)
     s.commit(plan, drawn(plan, 3))
@@ -215,7 +226,7 @@ def test_slots_are_distinct_and_come_back(depth: int, rows: int):
     for i in range(9):
         host.add([i, i + 1, i + 2], max_tokens=5)
     host.run()
-    assert sorted(host.engine.scheduler.queues.free_rows) == list(range(rows))
+    assert sorted(host.engine.replicas[0].queues.free_rows) == list(range(rows))
 
 
 def test_decode_comes_at_least_every_so_many_steps():
@@ -229,7 +240,7 @@ def test_decode_comes_at_least_every_so_many_steps():
         plan = step(s)
         phases.append(plan.phase if plan is not None else None)
     streaks = "".join(phase[0] for phase in phases if phase is not None).split("d")
-    assert max(map(len, streaks)) == MAX_PREFILL_STREAK and len(streaks) > 5
+    assert max(map(len, streaks)) == MOST_IN_A_ROW["prefill"] and len(streaks) > 5
 
 
 def test_prefill_alone_has_no_limit():
@@ -276,7 +287,7 @@ def test_a_waiting_crowd_costs_nothing():
     for i in range(40):
         crowd.seen = 0
         s.queues.finish(seqs[99 - i], "abort")
-        plan = s.schedule()
+        plan = next_plan(s)
         assert plan is not None
         s.commit(plan, drawn(plan))
         assert crowd.seen <= 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.plan import Plan
+from jpaged.engine.plan import Phase, Plan, PlanEntry
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.errors import CapacityError
 from tests.engine.host import CountedQueues, Host, cases, check_ended
@@ -32,12 +32,12 @@ def watch(host: Host) -> list[tuple[Plan, list[int]]]:
     """Each plan from now on, with the blocks that it writes; in a decode step none of them may be
     another's too.
     """
-    scheduler, plans = host.engine.scheduler, []
-    schedule = scheduler.schedule
+    scheduler, plans = host.engine.replicas[0], []
+    make_plan = scheduler.plan
 
-    def watched() -> Plan | None:
-        plan = schedule()
-        if plan is not None:
+    def watched(phase: Phase, entries: list[PlanEntry]) -> Plan:
+        plan = make_plan(phase, entries)
+        if plan.entries:
             size = host.config.block_size
             places = {(e.seq, p // size) for e in plan.entries for p in range(e.start, e.end)}
             written = [seq.block_tables[0][i] for seq, i in places]
@@ -48,7 +48,7 @@ def watch(host: Host) -> list[tuple[Plan, list[int]]]:
             plans.append((plan, written))
         return plan
 
-    scheduler.schedule = watched  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler.plan = watched  # pyright: ignore[reportAttributeAccessIssue]
     return plans
 
 
@@ -60,7 +60,7 @@ def preempted(host: Host, *seqs: Sequence) -> list[int]:
     """Preempt running sequences; how many blocks their KV lay in."""
     held = [host.blocks.blocks_for(seq.num_dispatched) for seq in seqs]
     for seq in seqs:
-        host.engine.scheduler.queues.preempt(seq)
+        host.engine.replicas[0].queues.preempt(seq)
     host.check()
     return held
 
@@ -199,7 +199,7 @@ def test_scenario_20_preempted_while_forked(depth: int, kind: str, which: int, s
     for _ in range(1 + steps):
         host.step()
     shared = seqs[which].block_tables[0][0]
-    host.engine.scheduler.queues.preempt(seqs[which])
+    host.engine.replicas[0].queues.preempt(seqs[which])
     host.check()
     assert host.blocks.groups[0].blocks[shared].ref_count == 3
     host.step()
@@ -226,7 +226,7 @@ def test_scenario_20_one_of_four_is_aborted(depth: int, which: int, steps: int):
     seqs = host.add_samples(prompt(10), 4)
     for _ in range(steps):
         host.step()
-    host.engine.scheduler.queues.finish(seqs[which], "abort")
+    host.engine.replicas[0].queues.finish(seqs[which], "abort")
     host.check()
     assert host.run() == seqs
     assert [seq.finish_reason for seq in seqs] == [
@@ -355,7 +355,7 @@ def test_a_beam_is_preempted(depth: int, steps: int, rows: int, host_blocks: int
     search = host.add_beams(prompt(6), 3, 8)
     for _ in range(steps):
         host.step()
-    preempted(host, list(host.engine.scheduler.queues.running)[-1])
+    preempted(host, list(host.engine.replicas[0].queues.running)[-1])
     decoded = host.runner.computed("decode")
     host.run()
     assert search.error is None and host.runner.computed("decode") - decoded <= 3 * 8

@@ -72,7 +72,7 @@ def test_a_full_host_falls_back_to_recomputing(depth: int):
         host.step()
     preempted(host, *seqs)
     assert host.engine.stats.preemptions == {"swapped": 1, "recomputed": 1}
-    assert host.engine.scheduler.swapping.free_bytes == 1 * MIB and seqs[1].swapped is None
+    assert host.engine.replicas[0].swapping.free_bytes == 1 * MIB and seqs[1].swapped is None
     host.run()
 
 
@@ -99,15 +99,15 @@ def test_a_swapped_sequence_is_aborted(depth: int, moved: bool):
         host.step()
     preempted(host, seq)
     first = host.add(prompt(5))
-    host.engine.scheduler.queues.waiting.move_to_end(first, last=False)
+    host.engine.replicas[0].queues.waiting.move_to_end(first, last=False)
     for _ in range(2 * moved):
         host.step()
     assert (
-        host.engine.scheduler.swapping.free_bytes == 12 * MIB
+        host.engine.replicas[0].swapping.free_bytes == 12 * MIB
         and (host.engine.stats.swap_out_bytes > 0) == moved
     )
     host.engine.abort(seq.request_id)
-    assert host.engine.scheduler.swapping.free_bytes == 16 * MIB
+    assert host.engine.replicas[0].swapping.free_bytes == 16 * MIB
     host.run()
 
 
@@ -119,7 +119,7 @@ def test_a_reset_drops_what_is_on_the_host(depth: int):
         host.step()
     preempted(host, seq)
     host.reset()
-    assert seq.swapped is None and host.engine.scheduler.swapping.free_bytes == 16 * MIB
+    assert seq.swapped is None and host.engine.replicas[0].swapping.free_bytes == 16 * MIB
     host.run()
     assert host.engine.stats.swap_in_bytes == 0 and prefills(host)[-1][0][0] == 0
 

@@ -82,7 +82,7 @@ class Live:
     def _left(self) -> tuple[int, int, int, int]:
         def left(llm: LLM) -> tuple[int, int]:
             engine: Any = llm.session.engine
-            check(engine.scheduler.queues)
+            check(engine.replicas[0].queues)
             return len(engine.requests), llm.stats()["blocks_in_use"]
 
         generation = self.server._generation

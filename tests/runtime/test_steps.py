@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.buckets import Bucket, input_sections, output_sections
-from jpaged.engine.packing import Batch, unpack_result
+from jpaged.engine.packing import Batch, unpack
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import paged_kv, products, steps
 from jpaged.runtime.compiled_steps import CompiledSteps
@@ -213,7 +213,7 @@ def test_outputs_keep_their_bits(name: str) -> None:
             outputs[field] = rng.integers(0, 97, section.shape).astype(np.int32)
     packed = step_of(bucket).pack({k: jnp.asarray(v) for k, v in outputs.items()})
     batch = Batch(bucket=bucket, sample=bucket, packed=np.zeros(0), num_tokens=5, num_rows=5)
-    result = unpack_result(batch, settings, [np.asarray(packed)])
+    result = unpack(batch, settings, [np.asarray(packed)])[0]
     for field, value in outputs.items():
         if field in ("num_drawn", "tokens", "logprobs"):  # a list a row
             value = value.T[:5]

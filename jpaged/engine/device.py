@@ -1,0 +1,53 @@
+"""Device: what the engine needs of the device side; the runner is one, and so is a test's mock."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from jpaged.engine.blocks import GroupSize
+from jpaged.engine.buckets import Buckets
+from jpaged.engine.packing import Batch
+from jpaged.engine.plan import StepResult
+
+
+class Device(Protocol):
+    """One device program over the pools of one or several replicas."""
+
+    @property
+    def kv_groups(self) -> tuple[GroupSize, ...]:
+        """The blocks of each group of layers, in the pool of one replica."""
+        ...
+
+    def fit(self, buckets: Buckets) -> Buckets:
+        """Return the buckets to run in place of these: the same ones, or larger ones that give the
+        same results.
+        """
+        ...
+
+    def dispatch(self, batch: Batch) -> Any:
+        """Start a step, all but a draw under masks, and return a handle at once."""
+        ...
+
+    def draw(self, handle: Any, masks_SW: np.ndarray) -> Any:
+        """Start the draw of a dispatched step under masks (see engine.masks). Returns its new
+        handle.
+        """
+        ...
+
+    def fetch(self, handle: Any) -> list[StepResult]:
+        """Wait for a step and return the result of each replica."""
+        ...
+
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
+        """Copy blocks of each group to the host, as they are after the steps dispatched so far."""
+        ...
+
+    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
+        """Write what read_blocks returned into these blocks before the next step; -1 leaves one
+        out.
+        """
+        ...
+
+    def recover(self) -> None:
+        """Make the device state usable again after an exception, wherever it was raised."""
+        ...
