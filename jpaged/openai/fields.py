@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from jpaged.checks import FLOAT32_MAX
 
 MOST_TOOLS = 1024
+MOST_IDS, MOST_DIGITS = 2**31, 10  # token ids are int32 on a device
 # Arguments of apply_chat_template that are no variables of a template: templates come from the
 # tokenizer only.
 RESERVED = {
@@ -35,18 +36,27 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}"
 
 
-def _biases(given: Any) -> Any:
-    """Token ids to numbers. The first that is neither ends it: pydantic would tell of each."""
-    if not isinstance(given, dict):
-        return given
-    found = {}
-    for key, value in given.items():
-        if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
+def _biases(value: Any) -> Any:
+    """Token ids to numbers. The first that is neither ends it: pydantic would tell of each.
+
+    An int is its own hash modulo 2**61 - 1, so a sender could choose keys that all have one hash,
+    and a dict of them takes quadratic time. Ids of at most 31 bits cannot have that; the keys of
+    JSON are strings, whose hashes nobody knows beforehand.
+    """
+    if not isinstance(value, dict):
+        return value
+    biases: dict[int, Any] = {}
+    for key, bias in value.items():
+        if isinstance(key, str):
+            if not (key.isascii() and key.isdecimal()) or len(key) > MOST_DIGITS:
+                raise ValueError(f"{short(key)} is not a token id")
+            key = int(key)
+        if type(key) is not int or not 0 <= key < MOST_IDS:
             raise ValueError(f"{short(key)} is not a token id")
-        if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
-            raise ValueError(f"{short(key)}: {short(value)} is no number for a logit")
-        found[int(key)] = value
-    return found
+        if type(bias) not in (int, float) or not abs(bias) <= FLOAT32_MAX:
+            raise ValueError(f"{key}: {short(bias)} is no number for a logit")
+        biases[key] = bias
+    return biases
 
 
 def _truncation(value: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 Style = Literal["hermes", "llama", "harmony", "none"]
 STYLES: tuple[Style, ...] = ("hermes", "llama", "harmony", "none")
 
+PIECE = 4096  # characters that are read at once
 LONGEST_HEAD = 1024  # characters before the arguments of a call
 HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -226,8 +227,12 @@ class Reader:
 
     def push(self, text: str) -> list[Delta]:
         """What is certain once this text has come."""
-        self._text += text
-        return self._read(is_last=False)
+        found: list[Delta] = []
+        # A part costs what is there when it is taken away: a long text must not be there at once.
+        for at in range(0, len(text), PIECE):
+            self._text += text[at : at + PIECE]
+            found += self._read(is_last=False)
+        return found
 
     def finish(self) -> list[Delta]:
         """The rest."""
@@ -384,10 +389,22 @@ class JsonCalls(Reader):
     semicolon between them, as Llama 3 has it.
     """
 
+    BLANK = " \n\t;"  # before a call
+
     def __init__(self) -> None:
         super().__init__()
         self._call: Call | None = None
         self._is_text = False
+        self._blank = 0  # characters of what waits, where they are all blank
+
+    def push(self, text: str) -> list[Delta]:
+        is_open = self._call is None and not self._is_text
+        if is_open and self._blank == len(self._text) and not text.strip(self.BLANK):
+            self._text += text  # not looked at again until there is something else
+            self._blank = len(self._text)
+            return []
+        self._blank = 0
+        return super().push(text)
 
     def _read(self, *, is_last: bool) -> list[Delta]:
         found: list[Delta] = []
@@ -398,7 +415,7 @@ class JsonCalls(Reader):
                     found.append({"content": text})
                 return found
             if self._call is None:
-                left = self._text.lstrip(" \n\t;").removeprefix("<|python_tag|>")
+                left = self._text.lstrip(self.BLANK).removeprefix("<|python_tag|>")
                 if left.startswith("{"):
                     self._text, self._call = left, Call(self.calls)
                 elif is_last or not "<|python_tag|>".startswith(left):

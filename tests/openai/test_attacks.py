@@ -137,6 +137,15 @@ def test_lists_that_every_token_would_pay_for(live: Live):
     assert live.request(COMPLETIONS, HELLO | {"stop": ["~~~"] * 64})[0] == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_biases_are_counted_before_they_are_read(live: Live, path: str):
+    """Keys that are no token ids are not even looked at where there are too many."""
+    body = LEAST[path] | {"logit_bias": {f"x{i}": 1 for i in range(500)}}
+    status, answer, _ = live.request(path, body)
+    error = answer["error"]
+    assert (status, error["param"]) == (400, "logit_bias") and "500 entries" in error["message"]
+
+
 def test_heads_that_are_too_large_or_broken(live: Live):
     for head in (
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.openai.parts import Harmony, JsonCalls, Plain, Reader, Tagged, folded, style_of
+from jpaged.openai.parts import (
+    PIECE,
+    Harmony,
+    JsonCalls,
+    Plain,
+    Reader,
+    Tagged,
+    folded,
+    style_of,
+)
 
 ARGUMENTS = '{"city": "S\\u00e3o }\\" Paulo", "days": [1, {"a": 2}], "note": "</tool_call>"}'
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
@@ -170,7 +179,9 @@ def test_any_text_is_read_alike_in_any_pieces(words: list[str], size: int):
         (tagged, '<tool_call>{"name": "f", "arguments": {' + " " * 200_000),
         (JsonCalls, '{"name": "f"' + " " * 200_000),
         (Harmony, "<|channel|>" + "to=functions." * 20_000),
+        (JsonCalls, " " * 200_000),
     ],
+    ids=range(7),
 )
 def test_hostile_text_is_read_in_one_pass(make: Any, text: str):
     """A quadratic reader would take minutes over these."""
@@ -178,6 +189,31 @@ def test_hostile_text_is_read_in_one_pass(make: Any, text: str):
     for i in range(0, len(text), 4):
         reader.push(text[i : i + 4])
     reader.finish()
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (Harmony, "<|channel|>analysis<|message|>a<|end|><|start|>assistant"),
+        (tagged, '<tool_call>{"name":"f","arguments":{}}</tool_call>'),
+        (JsonCalls, '{"name":"f","parameters":{}};'),
+    ],
+    ids=["harmony", "hermes", "llama"],
+)
+def test_many_parts_that_come_at_once(make: Any, part: str, monkeypatch: pytest.MonkeyPatch):
+    """What waits to be read is short, however long the text: each part that is taken away costs as
+    much as what waits.
+    """
+    reader, waited = make(), []
+    read_on = reader._read
+
+    def watched(*, is_last: bool) -> Any:
+        waited.append(len(reader._text))
+        return read_on(is_last=is_last)
+
+    monkeypatch.setattr(reader, "_read", watched)
+    deltas = reader.push(part * 2000) + reader.finish()
+    assert len(deltas) >= 2000 and max(waited) <= PIECE + len(part)
 
 
 @pytest.mark.parametrize("size", [1, 100, 10_000])

@@ -133,7 +133,12 @@ class Generation:
         return name or names[0]
 
     def _read(self, llm: Any, kind: type[Served], text: str) -> Served:
-        return kind.read_known(json_object(text, max_depth=self._settings.max_json_depth))
+        raw = json_object(text, max_depth=self._settings.max_json_depth)
+        biases, most = raw.get("logit_bias"), llm.engine_config.max_logit_bias
+        if isinstance(biases, dict) and len(biases) > most:  # counted before they are understood
+            said = f"logit_bias has {len(biases)} entries, above max_logit_bias={most}"
+            raise BodyError(said, param="logit_bias")
+        return kind.read_known(raw)
 
     def report_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
         """Tell of unknown fields that a request was read without: the client by a header of the
