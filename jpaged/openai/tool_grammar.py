@@ -9,11 +9,21 @@ from typing import Any
 
 from jpaged.errors import RequestError
 from jpaged.openai.parts import Style
-from jpaged.structured.spec import COMPACT, check, error, kind_of, schema_text
+from jpaged.structured.spec import (
+    COMPACT,
+    GUIDANCE,
+    check,
+    error,
+    guidance_of,
+    kind_of,
+    own_guidance,
+    schema_text,
+)
 
 # As templates write JSON: with any white space a small model may write nothing else to the end.
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "/(.|\\n)*/"
+SPACE = "/\\s{0,8}/"  # between calls; bounded, since a model may write nothing else to the end
 # Of GPT-OSS's channels: what comes before the answer, each ended by a message of its own.
 ASIDES = [
     'asides: (aside <|end|> <|start|> "assistant")*',
@@ -52,7 +62,7 @@ def tool_grammar(
     if needed and (thinks or is_thinking):
         thought = "thought " if is_thinking else "thought? "
         opening = "" if is_thinking else '"<think>" '
-        rules.append(f"thought: {opening}thinking /\\s*/")
+        rules.append(f"thought: {opening}thinking {SPACE}")
         rules.append(f'thinking[lazy]: {TEXT} "</think>"')
     return "\n".join(["%llguidance {}", f"start: {thought}answer", *body, any_call, *rules, ""])
 
@@ -61,7 +71,7 @@ def _tagged(*, needed: bool, many: bool) -> list[str]:
     """<tool_call> opens a call wherever it comes in a text."""
     tagged = 'tagged: "<tool_call>" call "</tool_call>"'
     if needed:
-        more = " (/\\s*/ tagged)*" if many else ""
+        more = f" ({SPACE} tagged)*" if many else ""
         return [f"answer: tagged{more}", tagged]
     opened = 'opened call "</tool_call>"'
     # Where one may come it ends the answer: what followed could read as another.
@@ -75,7 +85,7 @@ def _tagged(*, needed: bool, many: bool) -> list[str]:
 
 def _bare(*, needed: bool, many: bool) -> list[str]:
     """An answer that begins with a brace is a call, or several."""
-    more = ' (";" /\\s*/ call)*' if many else ""
+    more = f' (";" {SPACE} call)*' if many else ""
     calls = f"calls: call{more}"
     if needed:
         return ["answer: calls", calls]
@@ -113,11 +123,12 @@ def form_of_channels(structured: Mapping[str, Any]) -> dict[str, Any]:
     if kind in ("json_schema", "json_object"):
         try:
             schema = json.loads(schema_text(value)) if kind == "json_schema" else {"type": "object"}
+            options = guidance_of(schema, compact=bool(structured.get(COMPACT)))
         except (ValueError, RecursionError) as e:
             raise error(kind, e) from e
-        if structured.get(COMPACT) and isinstance(schema, dict):
-            schema |= {"x-guidance": {"whitespace_flexible": False}}
-        text = f"%json {json.dumps(schema)}"
+        if not isinstance(schema, dict):
+            raise error(kind, f"{schema!r}: must be an object")
+        text = f"%json {json.dumps({**schema, GUIDANCE: options})}"
     elif kind == "choice":
         text = f"({' | '.join(map(json.dumps, value))})"
     elif kind == "regex":
@@ -129,8 +140,12 @@ def form_of_channels(structured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(function: dict[str, Any]) -> str:
-    schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": WRITTEN}
-    return f"%json {json.dumps(schema)}"
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    try:
+        own = own_guidance(schema)
+    except ValueError as e:
+        raise error("json_schema", f"tool {function['name']}: {e}") from e
+    return f"%json {json.dumps({**schema, GUIDANCE: {**WRITTEN, **own}})}"
 
 
 def _call(function: dict[str, Any], style: Style) -> str:

@@ -8,6 +8,10 @@ from jpaged.errors import RequestError
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPACT = "disable_any_whitespace"
+GUIDANCE = "x-guidance"  # llguidance's options in a schema
+# Between JSON's tokens, as llama.cpp bounds it: a model that has begun to write white space may see
+# no reason to end it.
+WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 # Of a schema, pattern or grammar: each step may look at all of a text that leaves no choice.
 MOST_CHARACTERS = 250_000
 
@@ -27,8 +31,11 @@ def grammar_of(structured: Mapping[str, Any]) -> str:
         if kind in ("json_schema", "json_object"):
             schema = schema_text(value) if kind == "json_schema" else '{"type": "object"}'
             _check_size(kind, schema)
-            compact: Any = {"whitespace_flexible": False} if structured.get(COMPACT) else {}
-            text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=compact)
+            # Only such a text can hold the name.
+            is_guided = "guidance" in schema or "\\u" in schema
+            parsed = json.loads(schema) if is_guided else {}
+            options: Any = guidance_of(parsed, compact=bool(structured.get(COMPACT)))
+            text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
         elif kind == "choice":
             _check_size(kind, choices := json.dumps(list(value)))
             text = llguidance.grammar_from("choice", choices)
@@ -79,6 +86,28 @@ def _kind(structured: Any) -> str:
     if not isinstance(compact := structured.get(COMPACT, False), bool):
         raise RequestError(f"structured: {COMPACT}={compact!r}: must be True or False")
     return kind
+
+
+def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
+    """The options (x-guidance) under which a schema becomes a grammar: its own, and white space of
+    a bounded length unless they say something of white space. compact: none at all.
+
+    Raises ValueError where the schema's own are no options.
+    """
+    own = own_guidance(schema)
+    if compact:  # a pattern would win over whitespace_flexible
+        return {**own, "whitespace_flexible": False, "whitespace_pattern": None}
+    if "whitespace_pattern" in own or "whitespace_flexible" in own:
+        return own
+    return {**own, "whitespace_pattern": WHITE_SPACE}
+
+
+def own_guidance(schema: Any) -> dict[str, Any]:
+    """The options that a schema has; ValueError where they are none."""
+    own = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
+    if not isinstance(own, Mapping):
+        raise ValueError(f"{GUIDANCE}={own!r}: must be an object of llguidance's options")
+    return dict(own)
 
 
 def _named() -> str:

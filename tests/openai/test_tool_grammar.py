@@ -173,3 +173,48 @@ def test_a_form_is_that_of_the_last_channel(channels: Any):
     for bad in ({"grammar": 'start: "a"'}, {"json_schema": "{"}, {}, {"choice": []}):
         with pytest.raises(RequestError, match="structured"):
             form_of_channels(bad)
+
+
+def test_white_space_of_a_form_in_channels_is_bounded(channels: Any):
+    """As anywhere else; the schema's own options win."""
+    own = {"type": "object", "x-guidance": {"whitespace_pattern": "[ ]{1,9}"}}
+    for form, most in (({"json_object": True}, 1), ({"json_schema": own}, 9)):
+        grammar = form_of_channels(form)["grammar"]
+        for count in (0, most, most + 1, 40):
+            text = f'{FINAL}{{"a":{" " * count}1}}'
+            assert channels_accept(channels, text, grammar)[1] == (count <= most), count
+    compact = form_of_channels({"json_schema": own, "disable_any_whitespace": True})["grammar"]
+    assert not channels_accept(channels, FINAL + '{"a": 1}', compact)[1]
+    for bad in ({"json_schema": {"x-guidance": 3}}, {"json_schema": "[1]"}):
+        with pytest.raises(RequestError, match=r"^structured: json_schema: "):
+            form_of_channels(bad)
+
+
+def test_white_space_of_calls_is_bounded(tokenizer: Any):
+    for space, whole in (("", True), (" " * 8, True), (" " * 9, False), ("\n" * 40, False)):
+        for text, how in (
+            (f"{TAGGED}{space}{TAGGED}", NEEDED),
+            (f"<think>a</think>{space}{TAGGED}", THINKS),
+            (f"{LLAMA};{space}{LLAMA}", FREE_LLAMA | {"needed": True}),
+        ):
+            assert (accepted(tokenizer, text, how) == (text, True)) == whole
+
+
+def test_a_tool_may_say_how_its_arguments_are_written(tokenizer: Any):
+    """A schema's x-guidance wins over what templates write."""
+
+    def may_be(arguments: str, guidance: Any) -> bool:
+        parameters = SCHEMA | ({} if guidance is None else {"x-guidance": guidance})
+        tools = [{"function": {"name": "weather", "parameters": parameters}}]
+        grammar = tool_grammar(tools, **NEEDED)
+        matcher = llguidance.LLMatcher(llguidance.hf.from_tokenizer(tokenizer), grammar or "")
+        head = '<tool_call>\n{"name": "weather", "arguments": '
+        ids = tokenizer.encode(head + arguments + "}\n</tool_call>")
+        return matcher.try_consume_tokens(ids) == len(ids)
+
+    written, spaced = '{"city": "Rome"}', '{  "city":   "Rome"}'
+    assert may_be(written, None) and not may_be(spaced, None)
+    own = {"whitespace_flexible": True, "key_separator": ":"}
+    assert may_be(written, own) and may_be(spaced, own)
+    with pytest.raises(RequestError, match="tool weather: x-guidance=3: must be"):
+        may_be(written, 3)

@@ -409,6 +409,46 @@ def test_forms_of_an_attacker_are_served_or_refused(llm: LLM, form: Any) -> None
     assert is_answer(outs[1].outputs[0].text) and llm.stats()["blocks_in_use"] == 0
 
 
+def is_whole(form: dict[str, Any], text: str) -> bool:
+    """Whether a text is one of the form."""
+    import llguidance  # pyright: ignore[reportMissingImports]
+
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, spec.grammar_of(form), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_white_space_is_bounded_unless_the_schema_says_more() -> None:
+    spaced = ['{"a":1}', '{"a": 1}', '{\n    "a": 1\n}', '{"a":  1}', '{"a":' + "\n" * 9 + "1}"]
+    said: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [1, 1, 1, 0, 0]),
+        ({"lenient": True}, [1, 1, 1, 0, 0]),
+        ({"whitespace_flexible": True}, [1, 1, 1, 1, 1]),
+        ({"whitespace_flexible": False}, [1, 0, 0, 0, 0]),
+        ({"whitespace_pattern": "[ ]+"}, [1, 1, 0, 1, 0]),
+    ]
+    assert [is_whole({"json_object": True}, text) for text in spaced] == said[0][1]
+    for guidance, expected in said:
+        schema = {"type": "object", **({"x-guidance": guidance} if guidance else {})}
+        escaped = json.dumps(schema).replace("x-guidance", "x\\u002dguidance")
+        for form in ({"json_schema": schema}, {"json_schema": escaped}):
+            assert [is_whole(form, text) for text in spaced] == expected, guidance
+            assert [is_whole(form | COMPACT, text) for text in spaced] == [1, 0, 0, 0, 0], guidance
+    with pytest.raises(RequestError, match=r"^structured: json_schema: x-guidance=3: must be"):
+        spec.grammar_of({"json_schema": {"x-guidance": 3}})
+
+
+@pytest.mark.parametrize("form", [{"json_schema": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}])
+def test_a_model_that_likes_white_space_ends(llm: LLM, form: Any) -> None:
+    """Documents end by themselves, however likely white space is."""
+    spaces = {make_tokenizer().encode(space)[0]: 50.0 for space in " \n\t"}
+    asked = [ask(form, seed, max_tokens=150, logit_bias=spaces) for seed in range(8)]
+    for done in run(llm, asked, PROMPTS * 2):
+        assert done.finish_reason == "stop" and is_answer(done.text)
+
+
 def test_a_lexer_that_neighbours_fill(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one form share a lexer, which has so many states: none fails by the others'."""
     form = {"regex": "([a-h]*a[a-h]{12}x)|([a-h]*b[a-h]{14}y)"}
