@@ -13,6 +13,7 @@ from jpaged.models.config import ModelConfig
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
 
 ATTENTION = ("auto", *IMPLEMENTATIONS)
+QUANTIZED_ACTIVATIONS = ("auto", "plain", "int8", "int16")
 LORA_EXTRA = ("embedding", "head", "experts")
 CHOICES = {  # of fields that may be None
     "dtype": ("float32", "bfloat16", "float16"),
@@ -127,6 +128,12 @@ class EngineConfig:
         "weights served in 8 or 4 bits: int8 or fp8 with a scale an output, int4 with one for 32 "
         "inputs (its head in int8); made of the params once a weight version",
     )
+    quantized_activations: Literal["auto", "plain", "int8", "int16"] = _knob(
+        "auto",
+        "what x becomes in products with int8 and int4 weights, the same on every processor: plain "
+        "leaves it as it is, int8 and int16 (bfloat16 on CPUs) make integers of it; auto takes "
+        "what the processor is fastest with, which stats() names",
+    )
     max_loras: int = _knob(0, "adapters that a step can have: slots of its tables; 0 is none")
     max_lora_rank: int = _knob(16, "the largest rank of an adapter, which all are padded to")
     lora_extra: tuple[Literal["embedding", "head", "experts"], ...] = _knob(
@@ -225,6 +232,11 @@ class EngineConfig:
             if (value := getattr(self, name)) not in (None, *values):
                 raise ConfigError(f"{name}={value!r}: must be {', '.join(values)} or None")
         object.__setattr__(self, "lora_extra", _lora_extra(self.lora_extra))
+        if self.quantized_activations not in QUANTIZED_ACTIVATIONS:
+            raise ConfigError(
+                f"quantized_activations={self.quantized_activations!r}: must be one of "
+                f"{', '.join(QUANTIZED_ACTIVATIONS)}"
+            )
         if self.attention not in ATTENTION:
             raise ConfigError(
                 f"attention={self.attention!r}: must be one of {', '.join(ATTENTION)}"

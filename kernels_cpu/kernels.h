@@ -1,11 +1,11 @@
-// What the CPU kernels share: bf16 as bits, and work divided between the calling thread and XLA's own pool.
+// What all CPU kernels share: bf16 as bits, a thread's aligned memory, and a loop whose iterations are divided between the
+// calling thread and XLA's own pool. Nothing here depends on the processor.
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -16,6 +16,12 @@ namespace jpaged {
 
 namespace ffi = xla::ffi;
 using bf16 = uint16_t;
+
+struct E4m3 {  // a float8 of 4 bits of exponent and 3 of mantissa, without infinities
+  uint8_t bits;
+};
+
+constexpr int64_t kCacheLine = 64;  // bytes
 
 template <size_t rank>
 using Bf16 = ffi::Buffer<ffi::BF16, rank>;
@@ -31,16 +37,49 @@ inline bf16* Data(Bf16<rank> x) {
   return reinterpret_cast<bf16*>(x.untyped_data());
 }
 
-struct alignas(64) Line {  // of the cache
-  char bytes[64];
-};
+// Returns the f32 of the same value.
+inline float FromBf16(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
 
-// Room for `count` values from the beginning of a cache line on: registers that lie across two cost twice.
+// Returns the nearest bf16, the even one of two; NaN stays NaN.
+inline bf16 ToBf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return ((bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded) >> 16;
+}
+
+// Brings the cache line of an address into the L1 or the L2 cache. Any address will do: one past the end of an array does
+// no harm.
+inline void PrefetchL1(const void* address) { __builtin_prefetch(address, 0, 3); }
+inline void PrefetchL2(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// Memory that a thread keeps from one call to the next.
+struct alignas(kCacheLine) Line {
+  char bytes[kCacheLine];
+};
+using Memory = std::vector<Line>;
+
+// Returns an array of `count` values at the beginning of a cache line: registers that lie across two lines cost twice. It
+// holds whatever was there before.
 template <typename T>
-T* Room(std::vector<Line>& memory, int64_t count) {
+T* Scratch(Memory& memory, int64_t count) {
   size_t lines = (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
-  if (memory.size() < lines) memory.resize(lines);  // which fills what is new
+  if (memory.size() < lines) memory.resize(lines);
   return reinterpret_cast<T*>(memory.data());
+}
+
+// Tells the processor that this thread spins.
+inline void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
 }
 
 // Calls body(i) once for each i < items and returns when all calls have. Each thread has a part of the items, which it takes
@@ -70,11 +109,17 @@ void ParallelFor(ffi::ThreadPool& pool, int64_t items, const Body& body) {
   work(0);
   for (int spins = 0; state->done.load(std::memory_order_acquire) < items; ++spins) {
     if (spins < 4096) {
-      _mm_pause();
+      Pause();
     } else {
       std::this_thread::yield();
     }
   }
+}
+
+// Returns into how many items of work to cut `units`, of at least `least` each: several a thread, so that one that begins
+// late is not waited for long.
+inline int64_t SharesOf(ffi::ThreadPool& pool, int64_t units, int64_t least) {
+  return std::clamp<int64_t>(8 * pool.num_threads(), 1, (units + least - 1) / least);
 }
 
 }  // namespace jpaged

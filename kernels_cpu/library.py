@@ -22,63 +22,73 @@ import jax
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-w")
+# Without contraction a multiplication and an addition are rounded as they are written, by any
+# compiler.
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
 HANDLERS = (
     *("jpaged_experts", "jpaged_linear", "jpaged_low_rank"),
     *("jpaged_paged_attention", "jpaged_quantized"),
 )
-SECONDS = 120  # a compile takes about 3
+SECONDS = 600  # a compile takes about 3, more on a machine that is busy
 SWITCH = "JPAGED_NATIVE"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """Kernels for a kind of processor.
+    """Kernels for a kind of processor: the folder of its name.
 
-    needs: words of /proc/cpuinfo. flags: the compiler's. sources: its own, beside those of this
-    folder. tiles: whether it asks Linux for AMX's tile registers.
+    needs: words of /proc/cpuinfo. flags: the compiler's. uses: lesser levels whose kernels it has
+    too. activations: what x becomes in products with int8 and int4 weights where nobody chose it
+    (see quantized.ACTIVATIONS): what the processor is fastest with. tiles: whether it asks Linux
+    for AMX's tile registers.
     """
 
     name: str
     needs: frozenset[str]
     flags: tuple[str, ...]
-    sources: tuple[str, ...]
+    activations: str
+    uses: tuple[str, ...] = ()
     tiles: bool = False
+
+    @property
+    def sources(self) -> list[Path]:
+        """Its own files, and those of the levels that it uses but for what serves there."""
+        here = Path(__file__).parent
+        used = (source for name in self.uses for source in sorted((here / name).glob("*.cc")))
+        own = sorted((here / self.name).glob("*.cc"))
+        return [*own, *(source for source in used if source.name != "level.cc")]
 
 
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
+# GCC 12 warns of its own header (bug 105593).
+AVX512_FLAGS = (
+    *("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+)
 LEVELS = (  # the best first
     Level(
         name="amx",
         needs=AVX512 | {"amx_tile", "amx_bf16"},
-        flags=("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        sources=("avx512/attend.cc", "avx512/experts.cc", "amx/quantized.cc", "amx/linear.cc"),
+        flags=(*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
+        activations="plain",
+        uses=("avx512", "avx2"),
         tiles=True,
     ),
     Level(
         name="avx512",
         needs=AVX512,
-        flags=("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-        sources=(
-            "avx512/attend.cc",
-            "avx512/experts.cc",
-            "avx512/floats.cc",
-            "avx512/integers.cc",
-            "avx512/linear.cc",
-        ),
+        flags=AVX512_FLAGS,
+        activations="int8",
+        uses=("avx2",),
     ),
     Level(
         name="avx2",
         needs=frozenset({"avx2", "fma"}),
         flags=("-march=x86-64-v3",),
-        sources=(
-            "avx2/attend.cc",
-            "avx2/experts.cc",
-            "avx2/integers.cc",
-            "avx2/linear.cc",
-            "avx2/quantized.cc",
-        ),
+        activations="int16",
     ),
+    # The base of ARMv8-A, which every processor of 64 bits has: no bfdot, no dotprod, no SVE.
+    Level(name="neon", needs=frozenset({"asimd"}), flags=(), activations="plain"),
 )
 
 
@@ -107,7 +117,7 @@ def unavailable() -> str | None:
 def registered() -> Path | str:
     """The library, compiled and registered with XLA, or why it cannot run in this process.
 
-    It needs x86-64 with AVX2 and FMA, or AVX-512 bf16, under Linux and a C++ compiler (CXX, c++,
+    It needs x86-64 with AVX2 and FMA under Linux, or ARM of 64 bits, and a C++ compiler (CXX, c++,
     g++ or clang++). JPAGED_NATIVE=0 turns them off, a level's name chooses it. A compiler that
     fails is logged as a warning.
     """
@@ -119,7 +129,7 @@ def registered() -> Path | str:
     if (chosen := level()) is None:
         known = [known for known in LEVELS if switch in ("1", known.name)]
         wanted = " or ".join(" and ".join(sorted(known.needs)) for known in known)
-        return f"it needs a processor with {wanted}, under Linux"
+        return f"it needs a processor with {wanted}"
     compiler = next(
         filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None
     )
@@ -144,7 +154,7 @@ def registered() -> Path | str:
 def _compiled(compiler: str, level: Level) -> Path:
     """The library of a level's sources, compiled now or before."""
     here, flags = Path(__file__).parent, (*FLAGS, *level.flags)
-    sources = [*sorted(here.glob("*.cc")), *(here / source for source in level.sources)]
+    sources = [*sorted(here.glob("*.cc")), *level.sources]
     headers = sorted(here.rglob("*.h"))
     parts = [
         compiler,
@@ -163,15 +173,14 @@ def _compiled(compiler: str, level: Level) -> Path:
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as work:
             objects = {str(source): str(Path(work) / f"{i}.o") for i, source in enumerate(sources)}
-            to_object = [compiler, *flags, f"-I{jax.ffi.include_dir()}", "-c"]
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                list(
-                    pool.map(
-                        _run, ([*to_object, source, "-o", made] for source, made in objects.items())
-                    )
-                )
+            # -isystem: warnings are of our own files.
+            to_object = [compiler, *flags, "-isystem", jax.ffi.include_dir(), "-c"]
+            commands = [[*to_object, source, "-o", made] for source, made in objects.items()]
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_run, commands))
             made = Path(work) / name
-            _run([compiler, "-shared", *objects.values(), "-o", str(made)])
+            sanitizers = [flag for flag in flags if flag.startswith("-fsanitize")]
+            _run([compiler, "-shared", *sanitizers, *objects.values(), "-o", str(made)])
             made.replace(library)  # at once: others may be compiling the same
     return library
 
@@ -182,12 +191,15 @@ def _run(command: list[str]) -> None:
 
 @functools.cache
 def _processor() -> frozenset[str]:
+    """What Linux says that the processor has: "flags" on x86, "Features" on ARM. Elsewhere what the
+    architecture requires.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return frozenset(flags)
+        return frozenset({"asimd"} if platform.machine() in ("arm64", "aarch64") else ())
+    flags = (line.split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(flags, []))
 
 
 @functools.cache

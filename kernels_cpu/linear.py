@@ -19,10 +19,12 @@ from kernels_cpu import low_rank, quantized
 class NativeProducts:
     """These products for x of up to most_rows rows (None is any number), XLA's own for more.
 
-    That the library is there (see library.unavailable) is the caller's to know.
+    activations: what x becomes in products with weights of int8 and int4, one of
+    quantized.ACTIVATIONS. The caller knows that the library is there (see library.unavailable).
     """
 
     most_rows: int | None
+    activations: str = "plain"
 
     def supported(self, x: Array, weight: Array) -> bool:
         """Whether these arrays are multiplied here: bf16, x [T, E], weight [N, E], E in whole
@@ -45,7 +47,7 @@ class NativeProducts:
         """See kernels_cpu.quantized.linear: for any number of rows, since XLA would widen the
         whole weight first.
         """
-        return quantized.linear(x_TE, values, scales, form, count, zeros)
+        return quantized.linear(x_TE, values, scales, form, count, zeros, self.activations)
 
     def adds(self, x: Array, a: Array) -> bool:
         """See kernels_cpu.low_rank.supported."""

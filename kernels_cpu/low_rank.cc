@@ -1,89 +1,19 @@
 // What adapters add to a product: y += (x . a^T) . b for each token with the pair (a, b) of its own slot. The pairs of
 // slots that no token has are not read, and a token without an adapter is not touched. An element's sums run in one order
 // whatever else is computed, so a row's bits depend on it alone.
-#include <cmath>
-#include <cstring>
+#include "low_rank.h"
 
 #include "experts.h"
 
 namespace jpaged {
 namespace {
 
-constexpr int64_t kLanes = 8, kOutputs = 2 * kLanes, kTokens = 4;  // f32 in a register, and what a tile has
-constexpr int64_t kAhead = 128;                                    // bf16 in a row of b, to be fetched from memory
-constexpr int64_t kStrip = 1024, kBatch = 256;                     // outputs and tokens of an item of work
+constexpr int64_t kStrip = 1024, kBatch = 256;  // outputs and tokens of an item of work
 
 // Tokens in the order of their slots: those of one slot.
 struct Group {
   int64_t slot, first, count;
 };
-
-inline float Float(bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-inline __m256 Floats(const bf16* at) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)), 16));
-}
-
-// y[i] += h[i] . b for R tokens and kOutputs outputs of b [rank, N].
-template <int R>
-inline void Tile(const float* const (&h)[kTokens], const bf16* b, int64_t rank, int64_t N, float* const (&y)[kTokens]) {
-  __m256 sums[R][2];
-#pragma GCC unroll 4
-  for (int i = 0; i < R; ++i) sums[i][0] = sums[i][1] = _mm256_setzero_ps();
-  for (int64_t r = 0; r < rank; ++r) {
-    const bf16* row = b + r * N;
-    _mm_prefetch((const char*)(row + kAhead), _MM_HINT_T0);  // past the end, fetching does no harm
-    __m256 left = Floats(row), right = Floats(row + kLanes);
-#pragma GCC unroll 4
-    for (int i = 0; i < R; ++i) {
-      __m256 own = _mm256_broadcast_ss(h[i] + r);
-      sums[i][0] = _mm256_fmadd_ps(own, left, sums[i][0]);
-      sums[i][1] = _mm256_fmadd_ps(own, right, sums[i][1]);
-    }
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < R; ++i) {
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      float* at = y[i] + j * kLanes;
-      _mm256_storeu_ps(at, _mm256_add_ps(_mm256_loadu_ps(at), sums[i][j]));
-    }
-  }
-}
-
-// So for one token and output, its sum in the same order.
-inline void Single(const float* h, const bf16* b, int64_t rank, int64_t N, float* y) {
-  float sum = 0;
-  for (int64_t r = 0; r < rank; ++r) sum = std::fma(h[r], Float(b[r * N]), sum);
-  *y += sum;
-}
-
-// The second product for `count` tokens and outputs [0, width) of b [rank, N]; h(t) and y(t) are a token's.
-template <typename H, typename Y>
-void Widen(const H& h, const Y& y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
-  int64_t whole = width / kOutputs * kOutputs;
-  for (int64_t n = 0; n < whole; n += kOutputs) {
-    for (int64_t t = 0; t < count; t += kTokens) {
-      int64_t tokens = std::min(kTokens, count - t);
-      const float* from[kTokens];  // the last one again where there are no more
-      float* to[kTokens];
-      for (int64_t i = 0; i < kTokens; ++i) {
-        int64_t own = t + std::min(i, tokens - 1);
-        from[i] = h(own), to[i] = y(own) + n;
-      }
-      auto tile = tokens == 4 ? &Tile<4> : tokens == 3 ? &Tile<3> : tokens == 2 ? &Tile<2> : &Tile<1>;
-      tile(from, b + n, rank, N, to);
-    }
-  }
-  for (int64_t t = 0; t < count; ++t) {
-    for (int64_t n = whole; n < width; ++n) Single(h(t), b + n, rank, N, y(t) + n);
-  }
-}
 
 // y holds the product without adapters, and is changed in place. a [parts, slots, rank, E]; E is 0 where x [T, parts * rank]
 // is what it would give. b: of each part [slots, rank, N]. In a row of y the first of `leads` equal pieces of each part's
@@ -129,13 +59,13 @@ ffi::Error LowRank(ffi::ThreadPool pool, Float32<2> y, Bf16<2> x, Bf16<4> a, Int
   } else {
     for (int64_t place = 0; place < parts * tokens * rank; ++place) {
       int64_t r = place % rank, i = place / rank % tokens, part = place / rank / tokens;
-      h[place] = Float(Data(x)[(token[i] * parts + part) * rank + r]);
+      h[place] = FromBf16(Data(x)[(token[i] * parts + part) * rank + r]);
     }
   }
   struct Item {
     const Group* group;
     const bf16* b;  // of the group's slot, from its first output on
-    int64_t part, N, at, width, pieces;
+    int64_t part, N, column, width, pieces;  // column: of y, the first one
   };
   std::vector<Item> items;
   int64_t before = 0;  // outputs of a piece, of the parts before
@@ -144,10 +74,10 @@ ffi::Error LowRank(ffi::ThreadPool pool, Float32<2> y, Bf16<2> x, Bf16<4> a, Int
     if (!table.has_value()) return table.error();
     int64_t N = table->dimensions()[2], piece = N / leads, at_once = std::max<int64_t>(1, kStrip / piece);
     for (const Group& group : groups) {
-      const bf16* own = Data(*table) + group.slot * rank * N;
+      const bf16* of_slot = Data(*table) + group.slot * rank * N;
       for (int64_t lead = 0; lead < leads; lead += at_once) {
         for (int64_t n = 0; n < piece; n += kStrip) {
-          items.push_back({&group, own + lead * piece + n, part, N, lead * (width / leads) + before + n,
+          items.push_back({&group, of_slot + lead * piece + n, part, N, lead * (width / leads) + before + n,
                            std::min(kStrip, piece - n), std::min(at_once, leads - lead)});
         }
       }
@@ -156,11 +86,15 @@ ffi::Error LowRank(ffi::ThreadPool pool, Float32<2> y, Bf16<2> x, Bf16<4> a, Int
   }
   ParallelFor(pool, items.size(), [&](int64_t i) {
     const Item& item = items[i];
+    const float* from[kBatch];
+    float* to[kBatch];
     for (int64_t piece = 0; piece < item.pieces; ++piece) {
-      int64_t at = item.at + piece * (width / leads);
-      auto from = [&](int64_t t) { return h + (item.part * tokens + item.group->first + t) * rank; };
-      auto to = [&](int64_t t) { return out->typed_data() + token[item.group->first + t] * width + at; };
-      Widen(from, to, item.group->count, item.b + piece * (item.N / leads), rank, item.N, item.width);
+      for (int64_t t = 0; t < item.group->count; ++t) {
+        int64_t place = item.group->first + t;
+        from[t] = h + (item.part * tokens + place) * rank;
+        to[t] = out->typed_data() + token[place] * width + item.column + piece * (width / leads);
+      }
+      AddLowRank(from, to, item.group->count, item.b + piece * (item.N / leads), rank, item.N, item.width);
     }
   });
   return ffi::Error::Success();

@@ -12,7 +12,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Fl
                           int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = kv.untyped_data(), .scales = scales.typed_data(), .o = Data(*o)};
-  auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendFp8 : &Attend;
+  auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendE4m3 : &Attend;
   p.table = table.typed_data(), p.contexts = contexts.typed_data(), p.starts = starts.typed_data();
   p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
   p.T = q_shape[0], p.H = q_shape[1], p.D = q_shape[2], p.S = table.dimensions()[0], p.M = table.dimensions()[1];

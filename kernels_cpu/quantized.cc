@@ -1,20 +1,34 @@
 // The call of quantized.h from XLA: the first `count` rows of y are computed, the others (padding) are zeros.
 #include "quantized.h"
 
-#include <cstring>
+#include <string>
+#include <string_view>
 
 namespace jpaged {
 namespace {
 
+// Writes the number of a name among names, or returns an error that has it.
+template <typename Enum, size_t count>
+ffi::Error Parse(const char* what, std::string_view name, const std::string_view (&names)[count], Enum* number) {
+  for (size_t i = 0; i < count; ++i) {
+    if (name == names[i]) return *number = static_cast<Enum>(i), ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument(std::string(what) + " '" + std::string(name) + "' is not known");
+}
+
 ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float32<2> scales, Float32<2> zeros,
-                   Int32<0> count, ffi::Result<Float32<2>> y, int64_t form) {
-  int64_t all = x.dimensions()[0], E = x.dimensions()[1], N = scales.dimensions()[0];
-  int64_t T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
-  std::memset(y->typed_data() + T * N, 0, (all - T) * N * sizeof(float));
-  if (T == 0) return ffi::Error::Success();
-  const float* off = zeros.element_count() > 0 ? zeros.typed_data() : nullptr;
-  Quantized w{static_cast<Form>(form), values.untyped_data(), scales.typed_data(), off, N, E, scales.dimensions()[1]};
-  Multiply(pool, Data(x), w, y->typed_data(), T);
+                   Int32<0> count, ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations) {
+  Quantized w{};
+  Activations chosen{};
+  ffi::Error error = Parse("form", form, {"int8", "int4", "fp8"}, &w.form);
+  if (error.success()) error = Parse("activations", activations, {"plain", "int8", "int16"}, &chosen);
+  if (error.failure()) return error;
+  w.values = values.untyped_data(), w.scales = scales.typed_data();
+  w.zeros = zeros.element_count() > 0 ? zeros.typed_data() : nullptr;
+  w.N = scales.dimensions()[0], w.E = x.dimensions()[1], w.S = scales.dimensions()[1];
+  int64_t all = x.dimensions()[0], T = std::clamp<int64_t>(count.typed_data()[0], 0, all);
+  std::memset(y->typed_data() + T * w.N, 0, (all - T) * w.N * sizeof(float));
+  if (T > 0) Multiply(pool, Data(x), w, chosen, y->typed_data(), T);
   return ffi::Error::Success();
 }
 }  // namespace
@@ -29,4 +43,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_quantized, jpaged::Product,
                                   .Arg<jpaged::Float32<2>>()
                                   .Arg<jpaged::Int32<0>>()
                                   .Ret<jpaged::Float32<2>>()
-                                  .Attr<int64_t>("form"));
+                                  .Attr<std::string_view>("form")
+                                  .Attr<std::string_view>("activations"));

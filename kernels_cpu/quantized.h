@@ -1,26 +1,61 @@
 // y = x . w^T for bf16 x [T, E] and a weight w [N, E] in 8 or 4 bits, in f32. Weights are widened in registers or in the
-// cache, so that memory gives the bits as they lie and no more. Each processor has its own Multiply; an element's sum runs
-// in one order whatever T and its place are, so a row's bits do not depend on the batch.
+// cache, so that memory gives the bits as they lie and no more. An element's sum runs in one order whatever T and its place
+// are, so a row's bits do not depend on the batch.
 #pragma once
 
 #include "kernels.h"
 
 namespace jpaged {
 
-enum class Form : int64_t { kInt8, kInt4, kFp8 };
+enum class Form { kInt8, kInt4, kE4m3 };
 
-constexpr int64_t kPacked = 32;  // inputs that lie together in int4
+constexpr int64_t kPacked = 32;  // inputs that lie together in int4: byte i holds those of place i and 16 + i, each plus 8
+
+constexpr int64_t Bytes(Form form, int64_t inputs) { return form == Form::kInt4 ? inputs / 2 : inputs; }
+
+// What x becomes. Each name is one arithmetic, whatever the processor; sums in f32 differ by their order.
+//   kPlain: x stays bf16, and so are weights: those with one scale a row as they are (the scale comes after the sum), those
+//     with scales of groups rounded to bf16 after they are scaled. XLA multiplies so too.
+//   kInt8, kInt16: weights of int8 and int4 meet x in integers: each 32 inputs of a row in steps of a 127th of the largest of
+//     them, or each 256 in steps of a 32767th. Sums of integers are exact; scales come after them, in f32. Of e4m3, x stays
+//     bf16, and scales are applied in f32. kInt8 has equal bits on every processor.
+enum class Activations { kPlain, kInt8, kInt16 };
+
+constexpr float kNothing = 1e-30f;  // an x of integers is zero below: its scale would have no inverse
+
+// One scale a row, which comes after the sum; or scales of groups, from each of whose values a zero may be taken.
+enum class Scales { kRow, kGroups, kZeros };
 
 struct Quantized {
   Form form;
   const void* values;
-  const float *scales, *zeros;  // [N, S], each of E / S inputs, whole 32s; zeros may be null
+  const float *scales, *zeros;  // [N, S], each of E / S inputs, whole 32s; zeros may be null, and are only of int4
   int64_t N, E, S;
 
-  // Whether a row has one scale, which comes after the sum.
-  bool IsByRow() const { return form != Form::kInt4 && S == 1; }
+  Scales Kind() const { return zeros != nullptr ? Scales::kZeros : form != Form::kInt4 && S == 1 ? Scales::kRow : Scales::kGroups; }
+  int64_t Group() const { return E / S; }  // inputs of a scale
+  int64_t RowBytes() const { return Bytes(form, E); }
+  const uint8_t* Row(int64_t n) const { return static_cast<const uint8_t*>(values) + n * RowBytes(); }
 };
 
-void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+template <Form form_, Scales kind_>
+struct Integral {
+  static constexpr Form form = form_;
+  static constexpr Scales kind = kind_;
+};
+
+// Calls body with what a weight of int8 or int4 is, as a type.
+template <typename Body>
+void WithIntegral(const Quantized& w, const Body& body) {
+  if (w.form == Form::kInt4) {
+    if (w.Kind() == Scales::kZeros) return body(Integral<Form::kInt4, Scales::kZeros>());
+    return body(Integral<Form::kInt4, Scales::kGroups>());
+  }
+  if (w.Kind() == Scales::kRow) return body(Integral<Form::kInt8, Scales::kRow>());
+  body(Integral<Form::kInt8, Scales::kGroups>());
+}
+
+// Each level of processors defines this in its level.cc.
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
 
 }  // namespace jpaged

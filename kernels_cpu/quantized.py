@@ -6,10 +6,13 @@ give zeros; E features in (whole 32s), N out.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-FORMS = {"int8": 0, "int4": 1, "fp8": 2}  # as quantized.h numbers them
+# What x becomes in a product with a weight of int8 or int4, each name one arithmetic on every
+# processor: it stays bf16 (and a weight with scales of groups is rounded to bf16); or it becomes
+# integers, each 32 inputs of a row in steps of a 127th of the largest of them, or each 256 in steps
+# of a 32767th. See quantized.h. With a weight of fp8 x stays bf16.
+ACTIVATIONS = ("plain", "int8", "int16")
 
 
 def linear(
@@ -19,13 +22,15 @@ def linear(
     form: str,
     count: Array | int,
     zeros: Array | None = None,
+    activations: str = "plain",
 ) -> Array:
-    """x times the weight that values [N, E] (int4: [N, E/2]), scales [N, S], each of E / S inputs
-    (int4: of whole 32s), and zeros [N, S] stand for, transposed: f32 [T, N]. A row's bits depend
-    on that row alone.
+    """Return x times the weight that values [N, E] (int4: [N, E/2]), scales [N, S], each of E / S
+    inputs (int4: of whole 32s), and zeros [N, S] stand for, transposed: f32 [T, N].
+
+    form: int8, int4 or fp8. activations: one of ACTIVATIONS. A row's bits depend on that row alone.
     """
     result = jax.ShapeDtypeStruct((x_TE.shape[0], scales.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call("jpaged_quantized", result)
     count = jnp.asarray(count, jnp.int32)
     zeros = jnp.zeros((0, 0), jnp.float32) if zeros is None else zeros
-    return call(x_TE, values, scales, zeros, count, form=np.int64(FORMS[form]))
+    return call(x_TE, values, scales, zeros, count, form=form, activations=activations)

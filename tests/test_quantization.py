@@ -14,7 +14,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, EngineConfig, Params, SamplingParams
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.quantized import (
     dequantized,
     experts_are_plain,
@@ -201,6 +201,38 @@ def test_a_value_that_is_not_finite_is_named(form: Any) -> None:
     mlp["down"] = jnp.asarray(mlp["down"]).at[3, 5].set(np.nan)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down holds a value that is not finite"):
         served(params, quantization=form)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_arithmetic_of_products_has_a_name(form: Any) -> None:
+    """What `auto` takes is what it is asked for by name, and stats say which served."""
+    params = params_of(dtype=jnp.bfloat16)
+    served_by: dict[str, Any] = {}
+    names = (
+        ("auto", "plain", "int8", "int16") if library.unavailable() is None else ("auto", "plain")
+    )
+    for name in names:
+        llm = served(params, quantization=form, quantized_activations=name)
+        served_by[name] = (llm.stats()["quantized_activations"], answers(llm))
+    for name in names[1:]:
+        assert served_by[name][0] == name
+    chosen, found = served_by["auto"]
+    best = library.level()
+    assert chosen == ("plain" if library.unavailable() or best is None else best.activations)
+
+    def bits(results: Any) -> list[bytes]:
+        return [logprobs.tobytes() for _, logprobs in results]
+
+    assert bits(found) == bits(served_by[chosen][1])
+    assert len({tuple(bits(results)) for _, results in served_by.values()}) == len(names) - 1
+    assert served(params).stats()["quantized_activations"] is None
+
+
+def test_arithmetic_that_cannot_be_had_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"quantized_activations='int8'.*float32.*'plain'"):
+        served(params_of(), quantization="int8", quantized_activations="int8")
+    with pytest.raises(ConfigError, match="quantized_activations='int4': must be one of auto, pl"):
+        EngineConfig(quantized_activations="int4")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_form_that_is_not_known() -> None:

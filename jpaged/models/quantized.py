@@ -1,7 +1,22 @@
 """Weights in 8 and 4 bits: their forms, what each stands for, and how one is made of a plain one.
 
-One definition for every kernel: a weight is its values times their scales, in f32, and a product
-with it is accumulated in f32. Scales are of the whole model's rows, so that a mesh changes none.
+A weight is its values times their scales, in f32, and a product with it is accumulated in f32.
+Scales are of the whole model's rows, so that a mesh changes none.
+
+What else is rounded in a product y = x w^T is EngineConfig.quantized_activations. Each name is one
+arithmetic on every processor; results differ by the order of sums in f32 alone:
+
+- "plain": x stays in its dtype. A weight with a scale an output is taken as it is, its scale comes
+  after the sum; one with scales of groups is rounded to x's dtype once it is scaled. XLA, AMX and
+  NEON multiply so, and every kernel can.
+- "int8": x of int8 and int4 weights becomes integers, each 32 inputs of a row in steps of a 127th
+  of the largest of them. Sums of integers are exact; scales come after them, in f32. AVX-512's
+  default; the C++ kernels of all levels have it, with equal bits.
+- "int16": the same for each 256 inputs, in steps of a 32767th. AVX2's default.
+
+With the last two, x of fp8 weights stays bf16, and their scales are applied in f32. mxfp4 is always
+plain. "auto" is the default of the processor; on cards that multiply fp8 by fp8 it also rounds x to
+fp8 in large products with fp8 weights (see `fp8_product`).
 """
 
 import dataclasses

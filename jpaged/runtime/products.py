@@ -4,13 +4,15 @@ import dataclasses
 import logging
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
@@ -28,16 +30,52 @@ log = logging.getLogger("jpaged")
 FREE = 1.2  # of the time of XLA's products: their share of a batch's time makes at most 15% of it
 
 
-def choose_products(device: Any, dtype: Any, *, deterministic: bool) -> NativeProducts | None:
+def choose_products(
+    device: Any, dtype: Any, *, deterministic: bool, activations: str = "auto"
+) -> NativeProducts | None:
     """The C++ products of the CPU where they can run, which compiles and measures them; None is
     XLA's own.
 
     dtype: of the weights. deterministic: for any number of rows, and not only where they are the
-    faster ones.
+    faster ones. activations: EngineConfig.quantized_activations; UnsupportedError where only the
+    C++ products have that arithmetic and they cannot run.
     """
-    if device.platform != "cpu" or jnp.dtype(dtype) != jnp.bfloat16 or library.unavailable():
+    reason: str | None = None
+    if device.platform != "cpu":
+        reason = f"weights are on {device.platform}"
+    elif jnp.dtype(dtype) != jnp.bfloat16:
+        reason = f"the dtype is {jnp.dtype(dtype).name}, not bfloat16"
+    else:
+        reason = library.unavailable()
+    if reason is not None:
+        if activations not in ("auto", "plain"):
+            raise UnsupportedError(
+                f"quantized_activations={activations!r}: only the C++ products of CPUs have it, "
+                f"which cannot run here ({reason}); 'plain' runs everywhere"
+            )
         return None
-    return NativeProducts(most_rows=None if deterministic else rates().most_rows)
+    if activations == "auto":
+        best = library.level()
+        activations = "plain" if best is None else best.activations
+    most_rows = None if deterministic else rates().most_rows
+    return NativeProducts(most_rows=most_rows, activations=activations)
+
+
+def activations_of(products: NativeProducts | None, params: Any, *, in_fp8: bool) -> str | None:
+    """Return what x becomes in products with this model's weights of 8 and 4 bits: "plain", "int8"
+    or "int16" (see models.quantized), or "fp8" where XLA rounds x beside weights of fp8; None where
+    all weights are plain.
+
+    params: the tree that is served. in_fp8: as of StepSetting.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    forms = {leaf.form for leaf in leaves if is_quantized(leaf)}
+    if not forms:
+        return None
+    if in_fp8 and "fp8" in forms:
+        return "fp8"
+    rounded = products is not None and forms & {"int8", "int4"}
+    return products.activations if products is not None and rounded else "plain"
 
 
 def multiplies_fp8(device: Any) -> bool:
@@ -106,7 +144,8 @@ def is_batch_invariant(
     config: resolved. dtype: of the weights. is_plain: experts are served as arrays. Asking may
     compile C++: it happens when an engine starts.
     """
-    if choose_products(where.device, dtype, deterministic=True) is None:
+    activations = config.quantized_activations
+    if choose_products(where.device, dtype, deterministic=True, activations=activations) is None:
         return False
     shards = where.axis_size
     experts = _experts_implementation(model, where.device, dtype, shards, is_plain)

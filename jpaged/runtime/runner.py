@@ -26,7 +26,12 @@ from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.one_pass import choose_one_pass
 from jpaged.runtime.processes import put
-from jpaged.runtime.products import choose_experts, choose_products, multiplies_fp8
+from jpaged.runtime.products import (
+    activations_of,
+    choose_experts,
+    choose_products,
+    multiplies_fp8,
+)
 from jpaged.runtime.steps import StepSetting
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -321,6 +326,9 @@ def report_of(runner: Runner) -> dict[str, Any]:
     seconds = runner.steps.seconds
     return {
         "attention": runner.pools[0].kernel.name,
+        "quantized_activations": activations_of(
+            runner.steps.setting.products, runner.params, in_fp8=runner.steps.setting.in_fp8
+        ),
         "num_compiles": len(seconds),
         "compile_time_s": sum(seconds.values()),
         "buckets": [str(bucket) for bucket in seconds],
@@ -354,11 +362,16 @@ def _setting(
         model=model,
         config=config,
         pools=pool_specs(model, config, placement, dtype, config.num_blocks),
-        products=choose_products(placement.device, dtype, deterministic=bool(config.deterministic)),
+        products=choose_products(
+            placement.device,
+            dtype,
+            deterministic=bool(config.deterministic),
+            activations=config.quantized_activations,
+        ),
         experts=choose_experts(
             model, placement.device, dtype, placement.axis_size, experts_are_plain(params)
         ),
-        in_fp8=multiplies_fp8(placement.device),
+        in_fp8=config.quantized_activations == "auto" and multiplies_fp8(placement.device),
         tensor_axis=axis,
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),

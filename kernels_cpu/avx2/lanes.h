@@ -1,34 +1,214 @@
-// What the kernels for AVX2 share: 16 bf16 become two registers of f32, those in even places and those in odd ones, each by
-// one instruction. Sums over them run in that order.
+// The registers of AVX2 and FMA by the names that every level's lanes.h has (struct Lanes).
 #pragma once
 
-#include <cstring>
+#include <immintrin.h>
 
-#include "../kernels.h"
+#include "../quantized.h"
 
-namespace jpaged {
+namespace jpaged::avx2 {
 
-constexpr int64_t kLanes = 8;  // f32 in a register
+// 8 f32 in a register, or as many bits of integers.
+struct Lanes {
+  static constexpr int64_t kCount = 8;
+  using Floats = __m256;
+  using Mask = __m256;
+  using Integers = __m256i;  // 8 of 32 bits
+  using Words = __m256i;     // 16 of 16 bits
+  using Bytes = __m256i;     // 32 of 8 bits
 
-inline __m256i Words(const bf16* at) { return _mm256_loadu_si256((const __m256i*)at); }
-inline __m256 Even(__m256i words) { return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)); }
-inline __m256 Odd(__m256i words) {
-  return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
+  static Floats Zero() { return _mm256_setzero_ps(); }
+  static Floats Set(float x) { return _mm256_set1_ps(x); }
+  static Floats Load(const float* from) { return _mm256_loadu_ps(from); }
+  static void Store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
+  static Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+  static Floats Sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+  static Floats Mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static Floats Div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+  static Floats Max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+  static Floats Fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }    // a * b + c
+  static Floats Fnma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a * b
 
-// Element i is the sum of the lanes of a[i].
-inline __m128 Sums(__m256 a0, __m256 a1, __m256 a2, __m256 a3) {
-  __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a0, a1), _mm256_hadd_ps(a2, a3));
-  return _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
-}
+  // To the nearest whole number, the even one of two.
+  static Floats Nearest(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// In the upper half of each word, the nearest bf16, the even one of two; NaN stays NaN.
-inline __m256i Rounded(__m256 x) {
-  __m256i bits = _mm256_castps_si256(x);
-  __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
-  __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-}
+  // y * 2^n where the mask is set, else 0.
+  static Floats TimesPower(Mask mask, Floats y, Floats n) {
+    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_and_ps(mask, _mm256_mul_ps(y, _mm256_castsi256_ps(power)));
+  }
 
-}  // namespace jpaged
+  // Where x is not below y, or is NaN.
+  static Mask NotBelow(Floats x, Floats y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
+
+  static Floats OrZero(Mask mask, Floats x) { return _mm256_and_ps(mask, x); }
+
+  // a * b where the mask is set, else `other`.
+  static Floats MulOr(Floats other, Mask mask, Floats a, Floats b) { return _mm256_blendv_ps(other, _mm256_mul_ps(a, b), mask); }
+
+  // Element i is the sum of the lanes of the i-th.
+  static void PutSums(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {
+    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(a0, a1), _mm256_hadd_ps(a2, a3));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
+  }
+
+  static float Sum(Floats x) {
+    __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(x, x), _mm256_hadd_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
+  }
+
+  static float Largest(Floats x) {
+    float lanes[kCount];
+    Store(lanes, x);
+    return *std::max_element(lanes, lanes + kCount);
+  }
+
+  // Writes x, and returns what was written.
+  static Floats Put(float* to, Floats x) { return Store(to, x), x; }
+
+  // Numbers in [low, high).
+  class Range {
+   public:
+    Range(int64_t low, int64_t high) : below_(_mm256_set1_epi32(low - 1)), end_(_mm256_set1_epi32(high)) {}
+    Mask Lanes(int i) const {  // of lanes that are 8 i, 8 i + 1, ...
+      __m256i number = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(kCount * i));
+      return _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(number, below_), _mm256_cmpgt_epi32(end_, number)));
+    }
+
+   private:
+    __m256i below_, end_;
+  };
+
+  // --- bf16: 16 become two registers of f32, those in even places and those in odd ones, each by one instruction.
+
+  static Words LoadWords(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
+  static Floats Even(Words words) { return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)); }
+  static Floats Odd(Words words) {
+    return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static void EvenOdd(const bf16* from, Floats& even, Floats& odd) {
+    Words words = LoadWords(from);
+    even = Even(words), odd = Odd(words);
+  }
+
+  // Rounds to the nearest bf16, the even one of two; NaN stays NaN.
+  static void PutEvenOdd(bf16* to, Floats even, Floats odd) {
+    __m256i words = _mm256_blend_epi16(_mm256_srli_epi32(Rounded(even), 16), Rounded(odd), 0xaa);
+    _mm256_storeu_si256((__m256i*)to, words);
+  }
+
+  // 8 in their own order.
+  static Floats FromBf16(const bf16* from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+  }
+
+  // --- 16 bytes, likewise.
+
+  static void EvenOdd(const int8_t* from, Floats& even, Floats& odd) {
+    __m256i pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+    even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 24), 24));
+    odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 24));
+  }
+
+  // Values of e4m3 over kE4m3: with one bit more of exponent they are f16, in which those below the normal ones come right.
+  static constexpr float kE4m3 = 256.0f;
+  static void FromE4m3(const E4m3* from, Floats& even, Floats& odd) {
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
+    // Even ones in the low half, each in the upper byte of a word and, for its sign to be shifted in, in the lower one zero.
+    const __m256i pick = _mm256_setr_epi64x(0x0680048002800080, 0x0e800c800a800880, 0x0780058003800180, 0x0f800d800b800980);
+    __m256i words = _mm256_srai_epi16(_mm256_shuffle_epi8(bytes, pick), 1);
+    __m256i half = _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    even = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+    odd = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+  }
+
+  // Writes, for each of 32 values of 4 bits as int4 packs them, what the table has for it.
+  static void LookUp(const bf16 (&table)[16], const uint8_t* from, bf16* to) {
+    __m256i words = LoadWords(table), four = _mm256_set1_epi8(15);
+    __m256i packed = _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(255)), _mm256_srli_epi16(words, 8));
+    packed = _mm256_permute4x64_epi64(packed, 0xd8);  // the lower bytes, then the upper ones
+    __m256i lower = _mm256_permute2x128_si256(packed, packed, 0x00), upper = _mm256_permute2x128_si256(packed, packed, 0x11);
+    __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+    __m256i index = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes), four);
+    index = _mm256_permute4x64_epi64(index, 0xd8);  // so that unpacking leaves them in order
+    __m256i low = _mm256_shuffle_epi8(lower, index), high = _mm256_shuffle_epi8(upper, index);
+    __m256i first = _mm256_unpacklo_epi8(low, high), second = _mm256_unpackhi_epi8(low, high);
+    _mm256_storeu_si256((__m256i*)to, first), _mm256_storeu_si256((__m256i*)(to + 16), second);
+  }
+
+  // --- words of 16 bits
+
+  static Words ZeroWords() { return _mm256_setzero_si256(); }
+  static Words SetWords(int x) { return _mm256_set1_epi16(static_cast<short>(x)); }
+  static Words HalfOfWords(const void* from) { return _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i*)from)); }
+  static void StoreWords(void* to, Words x) { _mm256_storeu_si256((__m256i*)to, x); }
+  static Words And(Words a, Words b) { return _mm256_and_si256(a, b); }
+  static Words SubWords(Words a, Words b) { return _mm256_sub_epi16(a, b); }
+  static Words MaxUnsigned(Words a, Words b) { return _mm256_max_epu16(a, b); }
+  template <int bits>
+  static Words ShiftRight(Words x) {
+    return _mm256_srli_epi16(x, bits);
+  }
+
+  // 16 bytes with a sign.
+  static Words WordsOf(const uint8_t* from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)); }
+
+  // first: 8 bytes from `one` and 8 from `other`; second: the 8 after these.
+  static void WordsOf(const uint8_t* one, const uint8_t* other, Words& first, Words& second) {
+    __m128i a = _mm_loadu_si128((const __m128i*)one);
+    __m128i b = other == nullptr ? _mm_setzero_si128() : _mm_loadu_si128((const __m128i*)other);
+    first = _mm256_cvtepi8_epi16(_mm_unpacklo_epi64(a, b)), second = _mm256_cvtepi8_epi16(_mm_unpackhi_epi64(a, b));
+  }
+
+  // Writes even and odd numbers in turn, rounded to whole ones.
+  static void PutWhole(int16_t* to, Floats even, Floats odd) {
+    __m256i high = _mm256_slli_epi32(_mm256_cvtps_epi32(odd), 16);
+    StoreWords(to, _mm256_blend_epi16(_mm256_cvtps_epi32(even), high, 0xaa));
+  }
+
+  // Lane i is a[2 i] b[2 i] + a[2 i + 1] b[2 i + 1].
+  static Integers PairSums(Words a, Words b) { return _mm256_madd_epi16(a, b); }
+
+  // Keeps compilers from loading these again at each use, when loads are what a loop would wait for.
+  static void KeepInRegisters(Words (&x)[4]) { asm("" : "+x"(x[0]), "+x"(x[1]), "+x"(x[2]), "+x"(x[3])); }
+  static void KeepInRegister(Floats& x) { asm("" : "+x"(x)); }
+
+  static Integers ZeroIntegers() { return _mm256_setzero_si256(); }
+  static Integers AddIntegers(Integers a, Integers b) { return _mm256_add_epi32(a, b); }
+  static Floats ToFloats(Integers x) { return _mm256_cvtepi32_ps(x); }
+  static Floats SetHalves(float low, float high) { return _mm256_blend_ps(Set(low), Set(high), 0xf0); }
+
+  // --- bytes
+
+  static Bytes LoadBytes(const void* from) { return LoadWords(from); }
+
+  // 32 values of int4.
+  static Bytes FromInt4(const uint8_t* from) {
+    __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+    __m256i values = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes), _mm256_set1_epi8(15));
+    return _mm256_sub_epi8(values, _mm256_set1_epi8(8));
+  }
+
+  // Integers whose sum is that of the products of w and x. x is above -128, w any: 2 * 128 * 127 is below 2^15.
+  static Integers Products(Bytes w, Bytes x) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), _mm256_set1_epi16(1));
+  }
+
+  // Lane i is the sum of the lanes of a[i].
+  static Integers SumsOf(const Integers (&a)[8]) {
+    __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+  }
+
+ private:
+  // The nearest bf16 in the upper half of each lane.
+  static __m256i Rounded(Floats x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  }
+};
+
+}  // namespace jpaged::avx2

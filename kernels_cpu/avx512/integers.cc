@@ -1,24 +1,24 @@
 // Products with weights of int8 and int4 by VNNI, which multiplies bytes without a sign (weights, plus what makes them so) by
 // bytes with one: x, of which each 32 inputs of a row are rounded to a 127th of the largest of them.
 //
-// A register is 4 inputs each of 16 outputs, for which weights are turned once for all rows, and meets 4 inputs of a row of x
+// A register is 4 inputs each of 16 outputs, for which weights are transposed once for all rows, and meets 4 inputs of a row of x
 // in all of its lanes. Sums of integers are exact up to where a scale of x ends; they are added up in f32, in one order, from
 // there on, so that a row's bits do not depend on the others.
-#include "turned.h"
+#include "level.h"
+#include "transposed.h"
 
-namespace jpaged {
+namespace jpaged::avx512 {
 namespace {
 
 constexpr int64_t kInputs = 4;  // of a lane
 constexpr float kMost = 127.0f;
-constexpr float kNothing = 1e-30f;  // what is below is zero: its scale would have no inverse
 
 // What the bytes of a form have in excess.
 constexpr int32_t Excess(Form form) { return form == Form::kInt4 ? 8 : 128; }
 
-// Rows of x in tiles of up to 4, one after the other. Of a tile of R rows: values [E / 4][R][4]; and [E / 32][R] of each block
-// its scale, what the excess of w adds to its sums, to be taken from them, and what a zero of w takes: its sum and scale.
-struct Integers {
+// Rows of x in tiles of up to 4, one after the other. Of a tile of R rows: values [E / 4][R][4]; and of each block, [E / 32][R],
+// its scale, what takes the excess of w from its sums, and what a zero of 1 takes: minus the scale times the sum.
+struct RoundedRows {
   int8_t* values;
   float* scales;
   int32_t* excess;
@@ -26,15 +26,11 @@ struct Integers {
   int64_t T, E;
 };
 
-inline __m512 Floats(const bf16* at) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
-}
-
-// Row `row` of a tile of `rows` from x. NaN or infinity makes a block's scale so.
-void ToIntegers(const bf16* x, const Integers& to, int64_t tile, int64_t row, int32_t excess) {
+// Rounds a row of x, row `row` of a tile. NaN or infinity makes a block's scale so.
+void Round(const bf16* x, const RoundedRows& to, int64_t tile, int64_t row, int32_t excess) {
   int64_t rows = TileRows(to.T, tile);
   int8_t* values = to.values + tile * kRows * to.E + row * kInputs;
-  for (int64_t e = 0; e < to.E; e += kBlock) {
+  for (int64_t e = 0; e < to.E; e += kPacked) {
     // Of bits without a sign the larger number has the larger, NaN the largest.
     __m512i most = _mm512_and_si512(_mm512_loadu_si512(x + e), _mm512_set1_epi16(0x7fff));
     __m512i odd = _mm512_srli_epi32(most, 16), even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff));
@@ -43,60 +39,60 @@ void ToIntegers(const bf16* x, const Integers& to, int64_t tile, int64_t row, in
     std::memcpy(&largest, &bits, sizeof(largest));
     float scale = largest / kMost;
     __m512 inverse = _mm512_set1_ps(largest < kNothing ? 0.0f : kMost / largest);
-    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e), inverse));
-    __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(Floats(x + e + kBlock / 2), inverse));
-    alignas(16) int8_t bytes[kBlock];
+    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(Widener::Floats(x + e), inverse));
+    __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(Widener::Floats(x + e + kPacked / 2), inverse));
+    alignas(16) int8_t bytes[kPacked];
     _mm_store_si128((__m128i*)bytes, _mm512_cvtepi32_epi8(low));
-    _mm_store_si128((__m128i*)(bytes + kBlock / 2), _mm512_cvtepi32_epi8(high));
-    for (int64_t i = 0; i < kBlock; i += kInputs) std::memcpy(values + (e + i) * rows, bytes + i, kInputs);
+    _mm_store_si128((__m128i*)(bytes + kPacked / 2), _mm512_cvtepi32_epi8(high));
+    for (int64_t i = 0; i < kPacked; i += kInputs) std::memcpy(values + (e + i) * rows, bytes + i, kInputs);
     int32_t sum = _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
-    int64_t at = (tile * kRows * to.E + e * rows) / kBlock + row;
-    to.scales[at] = scale;
-    to.excess[at] = -excess * sum;
-    to.sums[at] = -scale * static_cast<float>(sum);
+    int64_t block = (tile * kRows * to.E + e * rows) / kPacked + row;
+    to.scales[block] = scale;
+    to.excess[block] = -excess * sum;
+    to.sums[block] = -scale * static_cast<float>(sum);
   }
 }
 
-// The line from byte `at` on of each output of a group as bytes without a sign: [inputs / 4][16 outputs][4].
+// The cache line from byte `first` on of each output of a group as bytes without a sign: [inputs / 4][16 outputs][4].
 template <Form form>
-void Turn(const Quantized& w, const uint8_t* const (&group)[kCols], int64_t at, uint8_t* to) {
-  Turn(w, group, at, [&](int64_t word, __m512i bytes) {
+void TransposeBytes(const Quantized& w, const uint8_t* const (&group)[kCols], int64_t first, uint8_t* to) {
+  TransposeLine(w, group, first, [&](int64_t word, __m512i bytes) {
     if constexpr (form == Form::kInt8) {
-      _mm512_storeu_si512(to + word * kLine, _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))));
+      _mm512_storeu_si512(to + word * kCacheLine, _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))));
     } else {  // a byte holds the values i and i + 16 of its 32
       const __m512i four = _mm512_set1_epi8(15);
-      uint8_t* low = to + (word / 4 * 8 + word % 4) * kLine;
+      uint8_t* low = to + (word / 4 * 8 + word % 4) * kCacheLine;
       _mm512_storeu_si512(low, _mm512_and_si512(bytes, four));
-      _mm512_storeu_si512(low + 4 * kLine, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), four));
+      _mm512_storeu_si512(low + 4 * kCacheLine, _mm512_and_si512(_mm512_srli_epi16(bytes, 4), four));
     }
   });
 }
 
 template <Form form_, Scales kind_>
-struct ByIntegers {
-  using X = Integers;
+struct IntegerKernel {
+  using X = RoundedRows;
   static constexpr Form form = form_;
   static constexpr Scales kind = kind_;
-  static constexpr int64_t kDepth = kTurned / kGroups / kCols;
+  static constexpr int64_t kDepth = kTransposedBytes / kGroups / kCols;
 
   // Adds the products of a tile of R rows of x and C groups over up to kDepth inputs from `first` on to their sums, [C][R][16].
   // The first tile makes the bytes as it goes.
   template <int R, int C>
-  static void Tile(const Integers& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, Own& own, Ahead& ahead,
-                   float* to) {
+  static void AddTile(const RoundedRows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state, Ahead& ahead,
+                      float* to) {
     const int8_t* values = x.values + tile * kRows * x.E;
-    int64_t block = (tile * kRows * x.E + first * R) / kBlock, size = w.E / w.S, g = first / size;
+    int64_t block = (tile * kRows * x.E + first * R) / kPacked, size = w.E / w.S, g = first / size;
     __m512 totals[C][R];
 #pragma GCC unroll 3
     for (int c = 0; c < C; ++c) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) totals[c][r] = first == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to + (c * R + r) * kCols);
     }
-    for (int64_t e = first; e < std::min(w.E, first + kDepth); e += kBlock, block += R) {
-      int64_t at = (e - first) * kCols;
+    for (int64_t e = first; e < std::min(w.E, first + kDepth); e += kPacked, block += R) {
+      int64_t byte = (e - first) * kCols;
       if (e == (g + 1) * size) ++g;
-      if (is_first && Bytes(form, e) % kLine == 0) {
-        for (int c = 0; c < C; ++c) Turn<form>(w, own.values[c], Bytes(form, e), own.bytes[c] + at);
+      if (is_first && Bytes(form, e) % kCacheLine == 0) {
+        for (int c = 0; c < C; ++c) TransposeBytes<form>(w, state.values[c], Bytes(form, e), state.bytes[c] + byte);
       }
       ahead.Fetch();
       __m512i sums[C][R];
@@ -107,13 +103,13 @@ struct ByIntegers {
         for (int c = 0; c < C; ++c) sums[c][r] = excess;
       }
 #pragma GCC unroll 8
-      for (int64_t i = 0; i < kBlock; i += kInputs) {
+      for (int64_t i = 0; i < kPacked; i += kInputs) {
         __m512i weights[C];
 #pragma GCC unroll 3
-        for (int c = 0; c < C; ++c) weights[c] = _mm512_loadu_si512(own.bytes[c] + at + i * kCols);
+        for (int c = 0; c < C; ++c) weights[c] = _mm512_loadu_si512(state.bytes[c] + byte + i * kCols);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-          __m512i four = Four(values + (e + i) * R + r * kInputs);
+          __m512i four = FourBytes(values + (e + i) * R + r * kInputs);
 #pragma GCC unroll 3
           for (int c = 0; c < C; ++c) sums[c][r] = _mm512_dpbusd_epi32(sums[c][r], weights[c], four);
         }
@@ -129,9 +125,9 @@ struct ByIntegers {
           } else {
             number = _mm512_mul_ps(number, of_x);
             if constexpr (kind == Scales::kZeros) {
-              number = _mm512_fmadd_ps(_mm512_loadu_ps(own.zeros[c] + g * kCols), _mm512_set1_ps(x.sums[block + r]), number);
+              number = _mm512_fmadd_ps(_mm512_loadu_ps(state.zeros[c] + g * kCols), _mm512_set1_ps(x.sums[block + r]), number);
             }
-            totals[c][r] = _mm512_fmadd_ps(number, _mm512_loadu_ps(own.scales[c] + g * kCols), totals[c][r]);
+            totals[c][r] = _mm512_fmadd_ps(number, _mm512_loadu_ps(state.scales[c] + g * kCols), totals[c][r]);
           }
         }
       }
@@ -146,20 +142,21 @@ struct ByIntegers {
 
 template <Form form, Scales kind>
 void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  static thread_local std::vector<Line> values, scales, excess, sums;
-  int64_t blocks = T * w.E / kBlock;
-  Integers from{Room<int8_t>(values, T * w.E), Room<float>(scales, blocks), Room<int32_t>(excess, blocks),
-                Room<float>(sums, blocks), T, w.E};
+  static thread_local Memory values, scales, excess, sums;
+  int64_t blocks = T * w.E / kPacked;
+  RoundedRows from{Scratch<int8_t>(values, T * w.E), Scratch<float>(scales, blocks), Scratch<int32_t>(excess, blocks),
+                Scratch<float>(sums, blocks), T, w.E};
   ParallelFor(pool, (T + kRows - 1) / kRows, [&](int64_t tile) {
     for (int64_t row = 0; row < TileRows(T, tile); ++row) {
-      ToIntegers(x + (tile * kRows + row) * w.E, from, tile, row, Excess(form));
+      Round(x + (tile * kRows + row) * w.E, from, tile, row, Excess(form));
     }
   });
-  MultiplyTurned<ByIntegers<form, kind>>(pool, from, w, y);
+  MultiplyTransposed<IntegerKernel<form, kind>>(pool, from, w, y);
 }
 }  // namespace
 
-void MultiplyIntegers(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
-  WithKind(w, [&](auto is) { MultiplyAs<decltype(is)::form, decltype(is)::kind>(pool, x, w, y, T); });
+void MultiplyInt8(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
+  WithIntegral(w, [&](auto weight) { MultiplyAs<decltype(weight)::form, decltype(weight)::kind>(pool, x, w, y, T); });
 }
-}  // namespace jpaged
+
+}  // namespace jpaged::avx512

@@ -1,11 +1,136 @@
-// What the kernels for AVX-512 bf16, and for AMX beside it, share.
+// The registers of AVX-512 by the names that every level's lanes.h has (struct Lanes), and what the kernels of this level and
+// of AMX share beside them: products of bf16 by vdpbf16ps, transposed tiles.
 #pragma once
 
-#include "../kernels.h"
+#include <immintrin.h>
 
-namespace jpaged {
+#include "../quantized.h"
 
-inline __m512bh Load(const void* at) { return (__m512bh)_mm512_loadu_si512(at); }
+namespace jpaged::avx512 {
+
+// 16 f32 in a register.
+struct Lanes {
+  static constexpr int64_t kCount = 16;
+  using Floats = __m512;
+  using Mask = __mmask16;
+
+  static Floats Zero() { return _mm512_setzero_ps(); }
+  static Floats Set(float x) { return _mm512_set1_ps(x); }
+  static Floats Load(const float* from) { return _mm512_loadu_ps(from); }
+  static void Store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+  static Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  static Floats Sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+  static Floats Mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats Max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+  static Floats Fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }    // a * b + c
+  static Floats Fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a * b
+
+  // To the nearest whole number, the even one of two.
+  static Floats Nearest(Floats x) { return _mm512_roundscale_ps(x, 0); }
+
+  // y * 2^n where the mask is set, else 0.
+  static Floats TimesPower(Mask mask, Floats y, Floats n) { return _mm512_maskz_scalef_ps(mask, y, n); }
+
+  // Where x is not below y, or is NaN.
+  static Mask NotBelow(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
+
+  static Floats OrZero(Mask mask, Floats x) { return _mm512_maskz_mov_ps(mask, x); }
+
+  // a * b where the mask is set, else `other`.
+  static Floats MulOr(Floats other, Mask mask, Floats a, Floats b) { return _mm512_mask_mul_ps(other, mask, a, b); }
+
+  static float Sum(Floats x) { return _mm512_reduce_add_ps(x); }
+  static float Largest(Floats x) { return _mm512_reduce_max_ps(x); }
+
+  // Writes x rounded, and returns what was written.
+  static Floats Put(bf16* to, Floats x) {
+    __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
+    _mm256_storeu_si256((__m256i*)to, rounded);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+  }
+
+  // Numbers in [low, high), both in [0, 64].
+  class Range {
+   public:
+    Range(int64_t low, int64_t high) : numbers_(Below(high) & ~Below(low)) {}
+    Mask Lanes(int i) const { return numbers_ >> (kCount * i); }  // of lanes that are 16 i, 16 i + 1, ...
+
+   private:
+    static uint64_t Below(int64_t n) { return n == 64 ? ~0ull : (1ull << n) - 1; }
+    uint64_t numbers_;
+  };
+};
+
+// Weights, 32 at a time, as bf16; see bf16_weights.h.
+struct Widener {
+  static void Exact(const int8_t* from, bf16* to) { Lanes::Put(to, Floats(from)), Lanes::Put(to + 16, Floats(from + 16)); }
+  static void Scaled(const int8_t* from, float scale, bf16* to) {
+    __m512 s = _mm512_set1_ps(scale);
+    Lanes::Put(to, _mm512_mul_ps(Floats(from), s)), Lanes::Put(to + 16, _mm512_mul_ps(Floats(from + 16), s));
+  }
+
+  static void Exact(const E4m3* from, bf16* to) {
+    _mm512_storeu_si512(to, FromE4m3(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from))));
+  }
+  static void Scaled(const E4m3* from, float scale, bf16* to) {
+    __m512 s = _mm512_set1_ps(scale);
+    bf16 exact[kPacked];
+    Exact(from, exact);
+    Lanes::Put(to, _mm512_mul_ps(Floats(exact), s)), Lanes::Put(to + 16, _mm512_mul_ps(Floats(exact + 16), s));
+  }
+
+  // What the 16 values of int4 stand for, (value - zero) * scale: a look-up.
+  class Int4 {
+   public:
+    Int4(float scale, float zero) {
+      const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+      __m512 scaled = _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(zero)), _mm512_set1_ps(scale));
+      table_ = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(scaled));
+    }
+
+    void Put(const uint8_t* from, bf16* to) const {
+      const __m128i four = _mm_set1_epi8(15);
+      __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+      __m256i low = _mm256_cvtepu8_epi16(_mm_and_si128(bytes, four));
+      __m256i high = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(bytes, 4), four));
+      __m512i index = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+      _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, table_));
+    }
+
+   private:
+    __m512i table_;
+  };
+
+  // Bytes of e4m3, each in a word of 16 bits, as bf16: exponent and mantissa in their places; those below the normal ones,
+  // eighths of the least one, are looked up by the lowest 5 bits.
+  static __m512i FromE4m3(__m512i words) {
+    const __m512i below = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    __m512i size = _mm512_and_si512(_mm512_slli_epi16(words, 4), _mm512_set1_epi16(0x7f << 4));
+    __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16((127 - 7) << 7));
+    __mmask32 is_below = _mm512_testn_epi16_mask(words, _mm512_set1_epi16(0x78));
+    __m512i value = _mm512_mask_permutexvar_epi16(normal, is_below, words, below);
+    __m512i sign = _mm512_and_si512(_mm512_slli_epi16(words, 8), _mm512_set1_epi16(static_cast<short>(0x8000)));
+    return _mm512_or_si512(value, sign);
+  }
+
+  static __m512 Floats(const bf16* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+  }
+  static __m512 Floats(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+  }
+};
+
+inline __m512bh LoadBf16(const void* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+inline void PutRounded(bf16* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+// Two bf16 in all lanes.
+inline __m512bh PairOfBf16(const bf16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
 
 // Element i is the sum of the lanes of a[i].
 inline __m512 Sums(const __m512 (&a)[16]) {
@@ -27,7 +152,7 @@ inline __m512 Sums(const __m512 (&a)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-// put(j, of each x[i] the word j), for 16 x 16 words.
+// Calls put(j, the word j of each x[i]), for 16 x 16 words.
 template <typename Put>
 inline void Transpose(__m512i (&x)[16], const Put& put) {
   __m512i t[16];
@@ -59,7 +184,7 @@ inline void Transpose(__m512i (&x)[16], bf16* out, int64_t stride) {
   Transpose(x, [&](int64_t j, __m512i words) { _mm512_storeu_si512(out + j * stride, words); });
 }
 
-// out[j] = of each x[i] its eight bytes from 8 j on.
+// out[j] = the eight bytes from 8 j on of each x[i].
 inline void Transpose(const __m512i (&x)[8], __m512i (&out)[8]) {
   __m512i t[8];
 #pragma GCC unroll 4
@@ -78,4 +203,4 @@ inline void Transpose(const __m512i (&x)[8], __m512i (&out)[8]) {
   }
 }
 
-}  // namespace jpaged
+}  // namespace jpaged::avx512

@@ -1,4 +1,6 @@
-"""The C++ products with weights in 8 and 4 bits, against the definition in float64."""
+"""The C++ products with weights in 8 and 4 bits, against the definition in float64: in every
+arithmetic that has a name, which is the same on every processor.
+"""
 
 import dataclasses
 from typing import Any
@@ -9,11 +11,13 @@ import pytest
 
 from jpaged.models.quantized import QuantizedWeight, dequantized, quantized
 from kernels_cpu import quantized as native
-from kernels_cpu.library import level, unavailable
+from kernels_cpu.library import unavailable
+from kernels_cpu.quantized import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"the CPU kernels: {unavailable()}"
 )
+by_name = pytest.mark.parametrize("activations", ACTIVATIONS)
 FORMS = ("int8", "int4", "fp8")
 # Rows of x and of the weight that fill tiles and blocks of any processor, and that do not.
 SHAPES = [
@@ -35,32 +39,27 @@ def arrays(T: int, N: int, E: int, form: Any) -> tuple[Any, QuantizedWeight]:
     return x.astype(jnp.bfloat16), quantized(jnp.asarray(w, jnp.bfloat16), form, 1)
 
 
-def by_tiles() -> bool:
-    """Whether AMX multiplies, which takes bf16 of everything."""
-    return (chosen := level()) is not None and chosen.name == "amx"
+def in_product(weight: Any, activations: str) -> np.ndarray:
+    """A weight with scales of groups, in f32, as it is multiplied: rounded to bf16 in "plain"."""
+    return np.asarray(weight.astype(jnp.bfloat16) if activations == "plain" else weight, np.float64)
 
 
-def as_multiplied(weight: Any) -> np.ndarray:
-    """What f32 weights with scales of groups are in a product: rounded to bf16 with AMX."""
-    return np.asarray(weight.astype(jnp.bfloat16) if by_tiles() else weight, np.float64)
-
-
-def meant(w: QuantizedWeight) -> np.ndarray:
-    """What a weight of `quantized` is in a product: of one scale a row, which comes after the sum,
-    it is never rounded.
+def meant(w: QuantizedWeight, activations: str) -> np.ndarray:
+    """A weight of `quantized` as it is multiplied: never rounded if it has one scale a row, which
+    comes after the sum.
     """
     whole = dequantized(w.values, w.scales, w.form)
-    return as_multiplied(whole) if w.form == "int4" else np.asarray(whole, np.float64)
+    return in_product(whole, activations) if w.form == "int4" else np.asarray(whole, np.float64)
 
 
-def as_taken(x: Any, form: str) -> np.ndarray:
-    """What x is in a product of integers: with AVX2 each 256 inputs in whole steps of a 32767th of
-    the largest of them; with AVX-512 each 32, of a 127th.
+def as_taken(x: Any, form: str, activations: str) -> np.ndarray:
+    """x as it is multiplied: in integers each 32 inputs in whole steps of a 127th of the largest of
+    them, or each 256 of a 32767th.
     """
-    if form == "fp8" or by_tiles():
+    if form == "fp8" or activations == "plain":
         return x.astype(np.float64)
-    (T, E), chosen = x.shape, level()
-    size, most = (256, 32767) if chosen is not None and chosen.name == "avx2" else (32, 127)
+    T, E = x.shape
+    size, most = (256, 32767) if activations == "int16" else (32, 127)
     blocks = np.zeros((T, -(-E // size) * size), np.float32)
     blocks[:, :E] = x
     blocks = blocks.reshape(T, -1, size)
@@ -72,48 +71,72 @@ def as_taken(x: Any, form: str) -> np.ndarray:
     return taken.reshape(T, -1)[:, :E]
 
 
-def product(x: Any, w: QuantizedWeight, count: int) -> np.ndarray:
-    return np.asarray(native.linear(x, w.values, w.scales, w.form, count))
+def product(x: Any, w: QuantizedWeight, count: int, activations: str) -> np.ndarray:
+    parts = (w.values, w.scales, w.form)
+    return np.asarray(native.linear(x, *parts, count, activations=activations))
 
 
+@by_name
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("T", "N", "E"), SHAPES)
-def test_equals_the_definition(T: int, N: int, E: int, form: str) -> None:
+def test_equals_the_definition(T: int, N: int, E: int, form: str, activations: str) -> None:
     x, w = arrays(T, N, E, form)
-    exact = as_taken(x, form) @ meant(w).T
+    exact = as_taken(x, form, activations) @ meant(w, activations).T
     allowed = 1e-5 * np.abs(exact).max(0) + 1e-6
-    assert (np.abs(product(x, w, T) - exact) <= allowed).all()
+    assert (np.abs(product(x, w, T, activations) - exact) <= allowed).all()
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_names_differ(form: str) -> None:
+    """By what each rounds: a test that took one for another would fail."""
+    x, w = arrays(33, 50, 160, form)
+    plain, bytes_, words = (product(x, w, 33, name) for name in ACTIVATIONS)
+    scale = np.abs(plain).max()
+    assert 1e-4 * scale < np.abs(bytes_ - words).max() < 0.02 * scale
+    assert (np.abs(plain - words).max() > 1e-6 * scale) and not np.array_equal(plain, words)
+
+
+def test_a_name_that_is_not_known() -> None:
+    x, w = arrays(1, 4, 32, "int8")
+    with pytest.raises(Exception, match="activations 'int9' is not known"):
+        product(x, w, 1, "int9")
+    with pytest.raises(Exception, match="form 'int3' is not known"):
+        native.linear(x, w.values, w.scales, "int3", 1)
+
+
+@by_name
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("E", [192, 1152])
-def test_scales_of_groups_and_zeros(E: int, form: str) -> None:
+def test_scales_of_groups_and_zeros(E: int, form: str, activations: str) -> None:
     """As files have them: three to a row, and in int4 zeros."""
     x, w = arrays(5, 13, E, form)
     rng = np.random.default_rng(0)
     scales = jnp.asarray(rng.uniform(0.01, 0.1, (13, 3)), jnp.float32)
     zeros = jnp.asarray(rng.integers(-7, 8, (13, 3)), jnp.float32) if form == "int4" else None
-    whole = as_multiplied(dequantized(w.values, scales, w.form, zeros))
-    exact = as_taken(x, form) @ whole.T
+    whole = in_product(dequantized(w.values, scales, w.form, zeros), activations)
+    exact = as_taken(x, form, activations) @ whole.T
     allowed = 1e-5 * np.abs(exact).max(0) + 1e-6
-    found = np.asarray(native.linear(x, w.values, scales, w.form, 5, zeros))
-    assert (np.abs(found - exact) <= allowed).all()
-    plain = np.asarray(native.linear(x, w.values, scales, w.form, 5))
-    assert (zeros is None) == np.array_equal(plain, found)
+    parts = (x, w.values, scales, w.form, 5)
+    result = np.asarray(native.linear(*parts, zeros, activations))
+    assert (np.abs(result - exact) <= allowed).all()
+    without = np.asarray(native.linear(*parts, activations=activations))
+    assert (zeros is None) == np.array_equal(without, result)
 
 
+@by_name
 @pytest.mark.parametrize("form", FORMS)
-def test_a_huge_input_costs_its_neighbours_alone(form: str) -> None:
+def test_a_huge_input_costs_its_neighbours_alone(form: str, activations: str) -> None:
     """Those of its 256 at most: what is elsewhere is rounded as it would be without."""
     x, w = arrays(5, 13, 576, form)
     values = w.values.at[:, : 256 * w.values.shape[1] // 576].set(0x88 if form == "int4" else 0)
-    plain = product(x, dataclasses.replace(w, values=values), 5)
+    plain = product(x, dataclasses.replace(w, values=values), 5, activations)
     x[:, 3] *= 1e4
     assert plain.any()
-    assert np.array_equal(product(x, dataclasses.replace(w, values=values), 5), plain)
+    assert np.array_equal(product(x, dataclasses.replace(w, values=values), 5, activations), plain)
 
 
-def test_every_value_of_fp8() -> None:
+@by_name
+def test_every_value_of_fp8(activations: str) -> None:
     numbers = np.arange(256, dtype=np.uint8)
     numbers[[0x7F, 0xFF]] = 0  # the two that are no numbers
     values = numbers.view(jnp.float8_e4m3fn)[:, None] * np.ones((1, 32), jnp.float8_e4m3fn)
@@ -121,44 +144,48 @@ def test_every_value_of_fp8() -> None:
     x[0, 7] = 1
     scales = np.full((256, 1), 2.0, np.float32)
     one, bits, twos = (jnp.asarray(part) for part in (x, values, scales))
-    result = np.asarray(native.linear(one, bits, twos, "fp8", 1))
+    result = np.asarray(native.linear(one, bits, twos, "fp8", 1, activations=activations))
     assert np.array_equal(result[0], 2 * numbers.view(jnp.float8_e4m3fn).astype(np.float32))
 
 
+@by_name
 @pytest.mark.parametrize("form", FORMS)
-def test_a_rows_bits_do_not_depend_on_the_others(form: str) -> None:
+def test_a_rows_bits_do_not_depend_on_the_others(form: str, activations: str) -> None:
     x, w = arrays(150, 20, 576, form)
-    whole = product(x, w, 150)
+    whole = product(x, w, 150, activations)
     for rows in (slice(0, 1), slice(3, 10), slice(140, 150), slice(5, 140)):
-        assert np.array_equal(product(x[rows], w, len(x[rows])), whole[rows])
+        assert np.array_equal(product(x[rows], w, len(x[rows]), activations), whole[rows])
 
 
-def test_padding_costs_nothing_and_is_zero() -> None:
+@by_name
+def test_padding_costs_nothing_and_is_zero(activations: str) -> None:
     x, w = arrays(70, 20, 64, "int8")
-    whole = product(x, w, 70)
+    whole = product(x, w, 70, activations)
     x[41:] = np.nan
     for count in (0, 1, 41):
-        assert np.array_equal(product(x, w, count)[:count], whole[:count])
-        assert not product(x, w, count)[count:].any()
+        assert np.array_equal(product(x, w, count, activations)[:count], whole[:count])
+        assert not product(x, w, count, activations)[count:].any()
 
 
+@by_name
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_no_number_stays_in_its_row(form: str) -> None:
+def test_what_is_no_number_stays_in_its_row(form: str, activations: str) -> None:
     x, w = arrays(5, 20, 576, form)
-    whole = product(x, w, 5)
+    whole = product(x, w, 5, activations)
     x[1, 300], x[2, 5], x[4] = np.nan, np.inf, 0
-    found = product(x, w, 5)
-    assert np.isnan(found[1]).all()
-    assert not np.isfinite(found[2]).any()
-    assert np.array_equal(found[[0, 3]], whole[[0, 3]])
-    assert not found[4].any()
+    result = product(x, w, 5, activations)
+    assert np.isnan(result[1]).all()
+    assert not np.isfinite(result[2]).any()
+    assert np.array_equal(result[[0, 3]], whole[[0, 3]])
+    assert not result[4].any()
 
 
+@by_name
 @pytest.mark.parametrize("size", [1e-36, 1e-20, 1e30])
 @pytest.mark.parametrize("form", FORMS)
-def test_sizes_far_from_one(form: str, size: float) -> None:
+def test_sizes_far_from_one(form: str, size: float, activations: str) -> None:
     x, w = arrays(3, 20, 576, form)
     scaled = (x.astype(np.float32) * size).astype(jnp.bfloat16)
-    exact = as_taken(scaled, form) @ meant(w).T
+    exact = as_taken(scaled, form, activations) @ meant(w, activations).T
     allowed = 1e-3 * np.abs(exact).max(0) + 1e-30
-    assert (np.abs(product(scaled, w, 3) - exact) <= allowed).all()
+    assert (np.abs(product(scaled, w, 3, activations) - exact) <= allowed).all()

@@ -9,7 +9,8 @@ import pytest
 from kernels_cpu import library
 
 AVX2 = frozenset({"avx2", "fma"})
-LEVEL = library.LEVELS[-1]
+BY_NAME = {level.name: level for level in library.LEVELS}
+LEVEL = BY_NAME["avx2"]
 afresh = library.registered.__wrapped__  # the function itself, under its cache
 
 
@@ -80,29 +81,55 @@ def test_a_home_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_level_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JPAGED_NATIVE", raising=False)
-    best, middle, least = library.LEVELS
+    amx, avx512, avx2, neon = (BY_NAME[name] for name in ("amx", "avx512", "avx2", "neon"))
     for words, grants, expected in (
-        (AVX2 | best.needs, True, best),
-        (AVX2 | best.needs, False, middle),
-        (AVX2 | middle.needs, True, middle),
-        (AVX2, True, least),
-        (AVX2 | best.needs - {"avx512_bf16"}, True, least),
+        (AVX2 | amx.needs, True, amx),
+        (AVX2 | amx.needs, False, avx512),
+        (AVX2 | avx512.needs, True, avx512),
+        (AVX2, True, avx2),
+        (AVX2 | amx.needs - {"avx512_bf16"}, True, avx2),
         (frozenset({"avx2"}), True, None),
+        (frozenset({"fp", "asimd", "bf16"}), True, neon),
     ):
         monkeypatch.setattr(library, "_processor", lambda words=words: words)
         monkeypatch.setattr(library, "_grants_tiles", lambda grants=grants: grants)
         assert library.level() is expected
-    monkeypatch.setattr(library, "_processor", lambda: AVX2 | best.needs)
+    monkeypatch.setattr(library, "_processor", lambda: AVX2 | amx.needs)
     monkeypatch.setattr(library, "_grants_tiles", lambda: True)
     for value, expected in {
-        "1": best,
+        "1": amx,
         "0": None,
-        "avx2": least,
-        "avx512": middle,
-        "amx": best,
+        "avx2": avx2,
+        "avx512": avx512,
+        "amx": amx,
+        "neon": None,
     }.items():
         monkeypatch.setenv("JPAGED_NATIVE", value)
         assert library.level() is expected
     monkeypatch.setenv("JPAGED_NATIVE", "sse2")
     with pytest.raises(ValueError, match="JPAGED_NATIVE='sse2': must be 0, 1, or one of amx"):
         library.level()
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "expected"),
+    [
+        ("processor : 0\nflags\t: fpu avx2 fma\n", "x86_64", {"avx2", "fma"}),
+        ("processor : 0\nFeatures\t: fp asimd bf16\n", "aarch64", {"fp", "asimd", "bf16"}),
+        (None, "arm64", {"asimd"}),  # macOS has no such file
+        (None, "x86_64", set()),
+    ],
+)
+def test_what_a_processor_has(
+    text: str | None, machine: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        assert path == Path("/proc/cpuinfo")
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert expected <= library._processor.__wrapped__()
+    assert ("asimd" in library._processor.__wrapped__()) == (machine != "x86_64")

@@ -10,13 +10,22 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import bucket_table
+from jpaged.errors import UnsupportedError
 from jpaged.models.forward import bind
+from jpaged.models.quantized import quantized
 from jpaged.runtime import products
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import FREE, choose_products, multiplies_fp8, resolve_for
+from jpaged.runtime.products import (
+    FREE,
+    activations_of,
+    choose_products,
+    multiplies_fp8,
+    resolve_for,
+)
 from jpaged.runtime.runner import Runner
 from kernels_cpu import library, paged_attention
 from kernels_cpu.linear import NativeProducts
+from kernels_cpu.quantized import ACTIVATIONS
 from kernels_cpu.rates import Rates
 from tests.tiny import CONFIG, engine, make_params, make_prompts
 
@@ -43,6 +52,47 @@ def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPa
     assert chosen(jnp.bfloat16) is None
     monkeypatch.setattr(library, "unavailable", asked)
     assert chosen(jnp.float32) is None
+
+
+def test_activations_are_chosen_by_name_or_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "unavailable", lambda: None)
+    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={8: 0.5}))
+
+    def chosen(activations: str, dtype: Any = jnp.bfloat16) -> Any:
+        device = ONE_DEVICE.device
+        return choose_products(device, dtype, deterministic=False, activations=activations)
+
+    for level in library.LEVELS:
+        monkeypatch.setattr(library, "level", lambda level=level: level)
+        assert chosen("auto").activations == level.activations
+        for name in ACTIVATIONS:
+            assert chosen(name).activations == name
+    # Elsewhere XLA multiplies, which rounds no x.
+    for name in ("auto", "plain"):
+        assert chosen(name, jnp.float32) is None
+    with pytest.raises(UnsupportedError, match=r"quantized_activations='int8'.*dtype is float32"):
+        chosen("int8", jnp.float32)
+    monkeypatch.setattr(library, "unavailable", lambda: "no compiler")
+    with pytest.raises(UnsupportedError, match=r"quantized_activations='int16'.*\(no compiler\)"):
+        chosen("int16")
+
+
+def test_which_activations_served() -> None:
+    def serves(form: Any, activations: str | None, in_fp8: bool = False) -> str | None:
+        tree: dict[str, Any] = {"w": jnp.ones((2, 32), jnp.bfloat16)}
+        if form is not None:
+            tree["q"] = quantized(tree["w"], form, 1)
+        asked = (
+            None if activations is None else NativeProducts(most_rows=None, activations=activations)
+        )
+        return activations_of(asked, tree, in_fp8=in_fp8)
+
+    assert serves(None, "int8") is None
+    assert [serves(form, "int8") for form in ("int8", "int4", "fp8")] == ["int8", "int8", "plain"]
+    assert serves("int4", "int16") == "int16" and serves("int4", None) == "plain"
+    assert (
+        serves("fp8", None, in_fp8=True) == "fp8" and serves("int8", None, in_fp8=True) == "plain"
+    )
 
 
 def test_which_devices_multiply_fp8() -> None:

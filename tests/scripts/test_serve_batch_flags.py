@@ -73,6 +73,7 @@ SETTINGS: dict[str, tuple[list[str], Any]] = {
     "swap_min_tokens": (["--swap-min-tokens", "0"], 0),
     "dtype": (["--dtype", "float32"], "float32"),
     "quantization": (["--quantization", "int8"], "int8"),
+    "quantized_activations": (["--quantized-activations", "int16"], "int16"),
     "kv_cache_dtype": (["--kv-cache-dtype", "fp8"], "fp8"),
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "4"], 4),

@@ -1,15 +1,13 @@
-// Products with AMX tiles; see linear.h. The weight is the first operand, read as it lies, 32 of its rows at a time; x, of
+// Products with AMX tiles; see linear.h and bf16_weights.h. The weight is the first operand, read as it lies, 32 of its rows at a time; x, of
 // which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
-#include "../linear.h"
-
-#include <cstring>
-#include <vector>
-
 #include "../avx512/lanes.h"
-#include "operand.h"
+#include "../bf16_weights.h"
+#include "level.h"
 
-namespace jpaged {
+namespace jpaged::amx {
 namespace {
+
+using avx512::Transpose;
 
 constexpr int64_t kSide = 16;          // rows of a tile, and columns of f32
 constexpr int64_t kCols = 2 * kSide;   // rows of w at a time
@@ -43,22 +41,22 @@ void PackTokens(const bf16* x, bf16* packed, int64_t T, int64_t E, int64_t i) {
   }
 }
 
-inline void Put(float* at, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(at, mask, x); }
-inline void Put(bf16* at, __m512 x, __mmask16 mask) {
-  _mm256_mask_storeu_epi16(at, mask, (__m256i)_mm512_cvtneps_pbh(x));
+inline void Put(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
+inline void Put(bf16* to, __m512 x, __mmask16 mask) {
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
 }
 
 // A tile of sums, [16 rows of w][16 tokens], to y [tokens, N].
 template <typename Out>
 inline void Write(const float (&sums)[kSide][kSide], Out* y, int64_t stride, int64_t tokens, int64_t cols) {
   if (cols <= 0) return;
-  alignas(64) float turned[kSide][kSide];
+  alignas(64) float transposed[kSide][kSide];
   __m512i rows[16];
 #pragma GCC unroll 16
   for (int i = 0; i < kSide; ++i) rows[i] = _mm512_load_si512(sums[i]);
-  Transpose(rows, reinterpret_cast<bf16*>(turned), kDepth);
+  Transpose(rows, reinterpret_cast<bf16*>(transposed), kDepth);
   __mmask16 mask = cols >= kSide ? 0xffff : (1u << cols) - 1;
-  for (int64_t t = 0; t < std::min(tokens, kSide); ++t) Put(y + t * stride, _mm512_load_ps(turned[t]), mask);
+  for (int64_t t = 0; t < std::min(tokens, kSide); ++t) Put(y + t * stride, _mm512_load_ps(transposed[t]), mask);
 }
 
 // The products of 32 rows of w and all tokens, of which `cols` columns go to y. `next`: rows of w that come after.
@@ -77,7 +75,7 @@ void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y
       _tile_loadd(4, w + e, E * sizeof(bf16));
       _tile_loadd(5, w_high + e, E * sizeof(bf16));
       if (t == 0) {
-        for (int64_t i = 0; i < kCols; ++i) _mm_prefetch((const char*)(next + i * E + e), _MM_HINT_T1);
+        for (int64_t i = 0; i < kCols; ++i) PrefetchL2(next + i * E + e);
       }
       _tile_loadd(6, x + e * kSide, 64);
       _tile_dpbf16ps(0, 4, 6);
@@ -105,19 +103,17 @@ void MultiplyColumns(const bf16* packed, const bf16* w, const bf16* next, Out* y
 // x in tiles, in memory of this thread until it packs another.
 const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
   int64_t tiles = (T + kSide - 1) / kSide;
-  static thread_local std::vector<Line> memory;
-  bf16* packed = Room<bf16>(memory, tiles * kSide * E);
+  static thread_local Memory memory;
+  bf16* packed = Scratch<bf16>(memory, tiles * kSide * E);
   ParallelFor(pool, tiles, [&](int64_t i) { PackTokens(x, packed, T, E, i); });
   return packed;
 }
 
 template <typename Out>
-void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
+void MultiplyTo(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, int64_t T, int64_t N, int64_t E) {
   if (T == 0) return;
-  int64_t groups = (N + kCols - 1) / kCols;
+  int64_t groups = (N + kCols - 1) / kCols, items = SharesOf(pool, groups, 1);
   const bf16* packed = Pack(pool, x, T, E);
-  // Several items a thread: one that begins late is not waited for long.
-  int64_t items = std::min(groups, 8 * pool.num_threads());
   ParallelFor(pool, items, [&](int64_t item) {
     Tiles tiles_of_this_thread;
     for (int64_t n = groups * item / items * kCols; n < std::min(N, groups * (item + 1) / items * kCols); n += kCols) {
@@ -128,27 +124,39 @@ void MultiplyAny(ffi::ThreadPool& pool, const bf16* x, const bf16* w, Out* y, in
         std::memcpy(padded.data(), rows, (N - n) * E * sizeof(bf16));
         rows = padded.data();
       }
-      // Past the end of w, fetching does no harm.
       MultiplyColumns(packed, rows, w + (n + kCols) * E, y + n, T, N, E, std::min(kCols, N - n));
     }
   });
 }
+
+// Rows of x for weights of which a few rows at a time become bf16; see bf16_weights.h.
+class Operand {
+ public:
+  static constexpr int64_t kAtOnce = kCols;
+
+  Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
+
+  void Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
+    Tiles tiles_of_this_thread;
+    MultiplyColumns(x_, w, w, y, T_, stride, E_, count);
+  }
+
+ private:
+  const bf16* x_;  // packed
+  int64_t T_, E_;
+};
 }  // namespace
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E) {
-  MultiplyAny(pool, x, w, y, T, N, E);
+  MultiplyTo(pool, x, w, y, T, N, E);
 }
 
 void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
-  MultiplyAny(pool, x, w, y, T, N, E);
+  MultiplyTo(pool, x, w, y, T, N, E);
 }
 
-Operand::Operand(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) : x_(Pack(pool, x, T, E)), T_(T), E_(E) {}
-
-int64_t Operand::AtOnce() const { return kCols; }
-
-void Operand::Multiply(const bf16* w, int64_t count, float* y, int64_t stride) const {
-  Tiles tiles_of_this_thread;
-  MultiplyColumns(x_, w, w, y, T_, stride, E_, count);
+void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
+  MultiplyWidened<avx512::Widener, Operand>(pool, x, w, y, T);
 }
-}  // namespace jpaged
+
+}  // namespace jpaged::amx

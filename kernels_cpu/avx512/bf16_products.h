@@ -1,4 +1,4 @@
-// What products with AVX-512 bf16 are made of.
+// Products of bf16 with AVX-512 bf16; see linear.h and experts.h.
 //
 // XLA:CPU packs w anew at each call, which is what it spends its time on where rows are few. Here w is read once, in order,
 // as it lies. A register of x is 8 rows by 4 inputs, which meet 4 inputs of a row of w in all of its lanes, so that the sums
@@ -6,20 +6,21 @@
 // sums of an element run in one order whatever T and its place are, so a row's result does not depend on the batch.
 #pragma once
 
-#include <cstring>
-
 #include "lanes.h"
 
-namespace jpaged {
+namespace jpaged::avx512 {
+
+// The sizes differ from those of transposed.h.
+namespace bf16_products {
 
 constexpr int64_t kRows = 8, kInputs = 4;  // of x in a register
 constexpr int64_t kCols = 6;               // rows of w in a tile
 constexpr int64_t kMostRows = 4 * kRows;   // of x in a tile
-constexpr int64_t kLine = 32;              // bf16 in a cache line
+constexpr int64_t kLineInputs = 32;        // bf16 in a cache line
 constexpr int64_t kPanel = 128 * 1024;     // bf16 of x that stay in the L2 cache
 
-inline void Put(float* at, __m512 x) { _mm512_storeu_ps(at, x); }
-inline void Put(bf16* at, __m512 x) { _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x)); }
+inline void Put(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+inline void Put(bf16* to, __m512 x) { PutRounded(to, x); }
 
 // Writes the sums of 8 rows of x and 6 of w, of which `rows` x `cols` go to y. Of a register, lanes 2i and 2i + 1 add up to
 // row i.
@@ -49,7 +50,7 @@ inline void Write(const __m512 (&sums)[kCols], Out* const* y, int64_t rows, int6
 // The products of up to R * 8 packed rows of x and 6 rows of w, of which `rows` x `cols` go to y. `next`, unless null: what
 // comes after of w is brought into the cache from there on, evenly, or the processor waits for it.
 template <int R, typename Out>
-inline void Tile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, const bf16* next, Out* const* y, int64_t rows,
+inline void MultiplyTile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, const bf16* next, Out* const* y, int64_t rows,
                  int64_t cols) {
   __m512 acc[R][kCols];
 #pragma GCC unroll 4
@@ -57,16 +58,16 @@ inline void Tile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, const 
 #pragma GCC unroll 6
     for (int j = 0; j < kCols; ++j) acc[r][j] = _mm512_setzero_ps();
   }
-  for (int64_t e = 0; e < E; e += kLine) {
+  for (int64_t e = 0; e < E; e += kLineInputs) {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < kLine; i += kInputs) {
+    for (int64_t i = 0; i < kLineInputs; i += kInputs) {
       if (next != nullptr && i < kCols * kInputs) {
-        _mm_prefetch((const char*)next, _MM_HINT_T1);
-        next += kLine;
+        PrefetchL2(next);
+        next += kLineInputs;
       }
       __m512bh a[R];
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) a[r] = Load(x + r * kRows * E + (e + i) * kRows);
+      for (int r = 0; r < R; ++r) a[r] = LoadBf16(x + r * kRows * E + (e + i) * kRows);
 #pragma GCC unroll 6
       for (int j = 0; j < kCols; ++j) {
         int64_t four;
@@ -85,13 +86,13 @@ inline void Tile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, const 
 // Eight rows of x, of which the first `rows` are there, as [E/4][8][4]; zeros for the others. x(t) is where row t begins.
 template <typename X>
 void PackRows(const X& x, int64_t first, int64_t rows, bf16* packed, int64_t E) {
-  for (int64_t e = 0; e < E; e += kLine, packed += kRows * kLine) {
+  for (int64_t e = 0; e < E; e += kLineInputs, packed += kRows * kLineInputs) {
     __m512i a[kRows], b[kRows];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) a[i] = i < rows ? _mm512_loadu_si512(x(first + i) + e) : _mm512_setzero_si512();
     Transpose(a, b);
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) _mm512_storeu_si512(packed + i * kLine, b[i]);
+    for (int i = 0; i < kRows; ++i) _mm512_storeu_si512(packed + i * kLineInputs, b[i]);
   }
 }
 
@@ -101,7 +102,7 @@ template <typename Y>
 void MultiplyGroups(const bf16* packed, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
                     int64_t end) {
   using Out = std::remove_pointer_t<decltype(y(0))>;
-  constexpr decltype(&Tile<1, Out>) kBySize[] = {&Tile<1, Out>, &Tile<2, Out>, &Tile<3, Out>, &Tile<4, Out>};
+  constexpr decltype(&MultiplyTile<1, Out>) kBySize[] = {&MultiplyTile<1, Out>, &MultiplyTile<2, Out>, &MultiplyTile<3, Out>, &MultiplyTile<4, Out>};
   int64_t block = std::max(kMostRows, kPanel / E / kMostRows * kMostRows);
   for (int64_t first = 0; first < T; first += block) {
     for (int64_t g = begin; g < end; ++g) {
@@ -120,4 +121,5 @@ void MultiplyGroups(const bf16* packed, const Y& y, int64_t T, const bf16* w, in
   }
 }
 
-}  // namespace jpaged
+}  // namespace bf16_products
+}  // namespace jpaged::avx512

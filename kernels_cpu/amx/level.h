@@ -1,0 +1,13 @@
+// What the level of AMX has beside that of AVX-512; level.cc says what serves.
+#pragma once
+
+#include "../linear.h"
+#include "../quantized.h"
+
+namespace jpaged::amx {
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
+void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+
+}  // namespace jpaged::amx

@@ -1,0 +1,175 @@
+// Paged attention of one item, for every level of processors and every kind of pool; see paged_attention.h. Prefill and
+// decode sum in one order: the same query over the same context has the same bits in both.
+//
+// `Tiles` multiplies: queries with the keys of a tile, weights with its values. It says in which form they lie, f32_tiles.h
+// in f32 on any level, avx512/bf16_tiles.h in bf16. It has
+//   Lanes: the level's registers, from its lanes.h
+//   Slot: what the pool holds; Weight: what a weight is rounded to, float or bf16
+//   kSlots: how many slots are multiplied at a time; kAllHeads: whether an item's heads are scored together, or one after
+//     the other; kFetches: whether it brings the slots of the next tile into the cache
+//   Tiles(p, item): with memory for this item
+//   SetQuery(row, q): takes a query row of the item, [heads, count, G]
+//   Enter(tile): begins a tile
+//   Score(tile, head, scores): scores[row][slot] of rows from `head` on
+//   Weigh(tile, head, weights, alpha, o): o[row] = alpha[row] * o[row] + weights[row] . values, of the same rows
+//   Write(o, total, to): a row's o / total in bf16, in the dimensions' own order
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "paged_attention.h"
+
+namespace jpaged {
+
+// The slots of a tile, and those of the tile that comes next, by where their keys begin; values follow a key D later.
+template <typename Slot>
+struct Tile {
+  const Slot *keys[kTile], *next[kTile];
+  const Slot* zeros;  // where slots that are not seen point to, whose memory may hold anything
+  int64_t slots;      // that are multiplied, the first ones
+};
+
+// Writes where the keys of the slots [first, first + 64) of a row and head begin; zeros for slots outside [begin, end).
+template <typename Slot>
+inline void Locate(const Problem& p, const Item& item, int64_t head, int64_t first, const Slot* zeros,
+                   const Slot* (&keys)[kTile]) {
+  int64_t begin = std::max(first, item.begin) - first, end = std::min(first + kTile, item.end) - first;
+  std::fill(keys, keys + begin, zeros);
+  std::fill(keys + end, keys + kTile, zeros);
+  int64_t stride = 2 * p.K * p.D, block = (first + begin) / p.P, inside = (first + begin) % p.P;
+  for (int64_t i = begin; i < end; ++block, inside = 0) {
+    int64_t index = p.first_block + p.table[item.row * p.M + block];
+    const Slot* slot = static_cast<const Slot*>(p.pool) + (index * p.P + inside) * stride + 2 * head * p.D;
+    for (int64_t n = std::min(end, i + p.P - inside); i < n; ++i, slot += stride) keys[i] = slot;
+  }
+}
+
+// Returns e^x to 2 units in the last place; 0 below -87, NaN of NaN.
+template <typename L>
+inline typename L::Floats Exp(typename L::Floats x) {
+  typename L::Floats n = L::Nearest(L::Mul(x, L::Set(1.44269504f)));
+  typename L::Floats r = L::Fnma(n, L::Set(0.693359375f), x);
+  r = L::Fnma(n, L::Set(-2.12194440e-4f), r);
+  typename L::Floats y = L::Set(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    y = L::Fma(y, r, L::Set(c));
+  }
+  y = L::Fma(y, L::Mul(r, r), L::Add(r, L::Set(1.0f)));
+  return L::TimesPower(L::NotBelow(x, L::Set(-87.0f)), y, n);
+}
+
+// Turns a query row's scores against a tile into weights, and updates the row's running maximum and sum. Returns the factor
+// for what the row has accumulated. The query sees slots [low, high) of the tile.
+template <typename L, typename Weight>
+float UpdateSoftmax(const Problem& p, float* scores, Weight* weights, int64_t low, int64_t high, float* top, float* total) {
+  constexpr int kParts = kTile / L::kCount;
+  if (p.soft_cap > 0) {
+    for (int64_t i = 0; i < kTile; ++i) scores[i] = p.soft_cap * std::tanh(scores[i] * p.scale / p.soft_cap) / p.scale;
+  }
+  typename L::Range seen(std::clamp<int64_t>(low, 0, kTile), std::clamp<int64_t>(high, 0, kTile));
+  typename L::Floats s[kParts], most = L::Set(kMasked);
+  for (int i = 0; i < kParts; ++i) {
+    s[i] = L::MulOr(L::Set(kMasked), seen.Lanes(i), L::Load(scores + L::kCount * i), L::Set(p.scale));
+    most = L::Max(most, s[i]);
+  }
+  float before = *top;
+  *top = std::max(before, L::Largest(most));
+  typename L::Floats sum = L::Zero();
+  for (int i = 0; i < kParts; ++i) {
+    typename L::Floats weight = L::OrZero(seen.Lanes(i), Exp<L>(L::Sub(s[i], L::Set(*top))));
+    sum = L::Add(sum, L::Put(weights + L::kCount * i, weight));
+  }
+  float alpha = before == *top ? 1.0f : std::exp(before - *top);
+  *total = std::fma(*total, alpha, L::Sum(sum));
+  return alpha;
+}
+
+// One thread's state of an item: per query row the scores and weights of a tile, the factor, the running maximum and sum, and
+// what is accumulated; and one slot of zeros of all of the item's heads.
+template <typename Tiles>
+struct ItemState {
+  float *scores, *alpha, *top, *total, *o;
+  typename Tiles::Weight* weights;
+  typename Tiles::Slot* zeros;
+
+  void Reset(int64_t rows, int64_t D, int64_t zeros_size) {
+    int64_t padded = (rows + 3) / 4 * 4;  // whole register tiles of rows may be scored
+    scores = Scratch<float>(memory[0], padded * kTile), alpha = Scratch<float>(memory[1], rows);
+    top = Scratch<float>(memory[2], rows), total = Scratch<float>(memory[3], rows);
+    o = Scratch<float>(memory[4], rows * D);
+    zeros = Scratch<typename Tiles::Slot>(memory[5], zeros_size);
+    if constexpr (std::is_same_v<typename Tiles::Weight, float>) {
+      weights = scores;  // in place
+    } else {
+      weights = Scratch<typename Tiles::Weight>(memory[6], rows * kTile);
+    }
+    std::memset(zeros, 0, zeros_size * sizeof(*zeros)), std::fill(o, o + rows * D, 0.0f);
+    std::fill(top, top + rows, kMasked), std::fill(total, total + rows, 0.0f);
+  }
+
+ private:
+  Memory memory[7];
+};
+
+template <typename Tiles>
+void AttendBy(const Problem& p, const Item& item, const Item* after) {
+  using L = typename Tiles::Lanes;
+  using Slot = typename Tiles::Slot;
+  static thread_local ItemState<Tiles> state;
+  int64_t of_head = item.count * p.G, rows = item.heads * of_head, D = p.D;
+  state.Reset(rows, D, 2 * item.heads * D);
+  Tiles tiles(p, item);
+  auto place = [&](int64_t head, int64_t token, int64_t g) {  // in q and o
+    return ((item.token + token) * p.H + (item.head + head) * p.G + g) * D;
+  };
+  for (int64_t head = 0, row = 0; head < item.heads; ++head) {
+    for (int64_t token = 0; token < item.count; ++token) {
+      for (int64_t g = 0; g < p.G; ++g, ++row) {
+        tiles.SetQuery(row, p.q + place(head, token, g));
+        if (p.sinks != nullptr) {  // a score before any other
+          state.top[row] = p.sinks[(item.head + head) * p.G + g], state.total[row] = 1.0f;
+        }
+      }
+    }
+  }
+  Tile<Slot> tile;
+  tile.zeros = state.zeros;
+  int64_t first = item.begin / kTile * kTile;
+  Locate(p, item, item.head, first, tile.zeros, tile.keys);
+  for (; first < item.end; first += kTile) {
+    if (first + kTile < item.end) {
+      Locate(p, item, item.head, first + kTile, tile.zeros, tile.next);
+    } else if (Tiles::kFetches && after != nullptr) {
+      Locate(p, *after, after->head, after->begin / kTile * kTile, tile.zeros, tile.next);
+    } else {
+      std::fill(tile.next, tile.next + kTile, tile.zeros);
+    }
+    tile.slots = std::min(kTile, (item.end - first + Tiles::kSlots - 1) / Tiles::kSlots * Tiles::kSlots);
+    tiles.Enter(tile);
+    int64_t together = Tiles::kAllHeads ? item.heads : 1;
+    for (int64_t head = 0; head < item.heads; head += together) {
+      int64_t begin = head * of_head, row = begin;
+      tiles.Score(tile, head, state.scores + begin * kTile);
+      for (int64_t i = 0; i < together; ++i) {
+        for (int64_t token = 0; token < item.count; ++token) {
+          int64_t position = item.position + token, low = p.window > 0 ? position + 1 - p.window - first : 0;
+          for (int64_t g = 0; g < p.G; ++g, ++row) {
+            state.alpha[row] = UpdateSoftmax<L>(p, state.scores + row * kTile, state.weights + row * kTile, low,
+                                                position + 1 - first, state.top + row, state.total + row);
+          }
+        }
+      }
+      tiles.Weigh(tile, head, state.weights + begin * kTile, state.alpha + begin, state.o + begin * D);
+    }
+    std::memcpy(tile.keys, tile.next, sizeof(tile.keys));
+  }
+  for (int64_t head = 0, row = 0; head < item.heads; ++head) {
+    for (int64_t token = 0; token < item.count; ++token) {
+      for (int64_t g = 0; g < p.G; ++g, ++row) tiles.Write(state.o + row * D, state.total[row], p.o + place(head, token, g));
+    }
+  }
+}
+
+}  // namespace jpaged

@@ -1,0 +1,30 @@
+// What serves on a processor with AVX2 and FMA.
+#include "level.h"
+
+namespace jpaged {
+
+void Attend(const Problem& p, const Item& item, const Item* after) { avx2::Attend(p, item, after); }
+void AttendInt8(const Problem& p, const Item& item, const Item* after) { avx2::AttendInt8(p, item, after); }
+void AttendE4m3(const Problem& p, const Item& item, const Item* after) { avx2::AttendE4m3(p, item, after); }
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E) {
+  avx2::Multiply(pool, x, w, y, T, N, E);
+}
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
+  avx2::Multiply(pool, x, w, y, T, N, E);
+}
+
+void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
+  avx2::MultiplyExperts(pool, pairs, experts, N, E);
+}
+
+void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
+  avx2::AddLowRank(h, y, count, b, rank, N, width);
+}
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
+  avx2::Multiply(pool, x, w, activations, y, T);
+}
+
+}  // namespace jpaged

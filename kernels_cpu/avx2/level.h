@@ -1,0 +1,21 @@
+// What the level of AVX2 and FMA has; level.cc says what serves.
+#pragma once
+
+#include "../experts.h"
+#include "../linear.h"
+#include "../low_rank.h"
+#include "../paged_attention.h"
+#include "../quantized.h"
+
+namespace jpaged::avx2 {
+
+void Attend(const Problem& p, const Item& item, const Item* after);
+void AttendInt8(const Problem& p, const Item& item, const Item* after);
+void AttendE4m3(const Problem& p, const Item& item, const Item* after);
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
+void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E);
+void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width);
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T);
+
+}  // namespace jpaged::avx2

@@ -1,0 +1,21 @@
+// What the level of AVX-512 bf16 and VNNI has; level.cc says what serves.
+#pragma once
+
+#include "../experts.h"
+#include "../linear.h"
+#include "../paged_attention.h"
+#include "../quantized.h"
+
+namespace jpaged::avx512 {
+
+void Attend(const Problem& p, const Item& item, const Item* after);
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E);
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E);
+void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E);
+
+// See Activations: kPlain of any form; kInt8 of int8 and int4; what is not kPlain of e4m3.
+void MultiplyPlain(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+void MultiplyInt8(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+void MultiplyE4m3(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T);
+
+}  // namespace jpaged::avx512

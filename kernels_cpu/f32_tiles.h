@@ -1,0 +1,174 @@
+// The products of attention in f32, on any level whose Lanes hold 8 f32; see attend.h. A tile's keys and values become f32
+// once for all queries of an item and head. Head dimensions lie as L::EvenOdd splits them: of each 16 the even ones, then the
+// odd ones.
+#pragma once
+
+#include "attend.h"
+
+namespace jpaged {
+
+template <typename L, typename Slot_>
+class F32Tiles {
+ public:
+  using Lanes = L;
+  using Slot = Slot_;
+  using Weight = float;
+  static constexpr int64_t kSlots = 8;
+  static constexpr bool kAllHeads = false, kFetches = true;
+
+  F32Tiles(const Problem& p, const Item& item) : p_(p), item_(item), D_(p.D), rows_(item.count * p.G) {
+    static thread_local Memory q, k, v;
+    q_ = Scratch<float>(q, item.heads * rows_ * D_);
+    k_ = Scratch<float>(k, kTile * D_), v_ = Scratch<float>(v, kTile * D_);
+  }
+
+  void SetQuery(int64_t row, const bf16* q) { Widen(q, q_ + row * D_); }
+
+  void Enter(const Tile<Slot>& tile) {
+    if constexpr (sizeof(Slot) == 1) {
+      for (int64_t slot = 0; slot < kTile; ++slot) {  // null where the slot is not seen
+        bool is_seen = tile.keys[slot] != tile.zeros;
+        scales_[slot] = is_seen ? p_.scales + (tile.keys[slot] - static_cast<const Slot*>(p_.pool)) / D_ : nullptr;
+      }
+    }
+  }
+
+  void Score(const Tile<Slot>& tile, int64_t head, float* scores) {
+    WidenTile(tile, head);
+    const float* q = q_ + head * rows_ * D_;
+    for (int64_t r = 0, n; r < rows_; r += n) {
+      n = std::min<int64_t>(3, rows_ - r);
+      auto score = n == 3 ? &ScoreRows<3, 4> : n == 2 ? &ScoreRows<2, 4> : &ScoreRows<1, 8>;
+      score(q + r * D_, k_, D_, tile.slots, scores + r * kTile);
+    }
+  }
+
+  void Weigh(const Tile<Slot>& tile, int64_t, const float* weights, const float* alpha, float* o) {
+    static constexpr decltype(&WeighRows<1, 4>) kBySize[] = {&WeighRows<1, 4>, &WeighRows<2, 4>, &WeighRows<3, 2>,
+                                                             &WeighRows<4, 2>, &WeighRows<5, 2>, &WeighRows<6, 2>};
+    for (int64_t r = 0, n; r < rows_; r += n) {
+      n = std::min<int64_t>(6, rows_ - r);
+      for (int64_t d = 0, width = n <= 2 ? 4 * L::kCount : 2 * L::kCount; d < D_; d += width) {
+        kBySize[n - 1](weights + r * kTile, v_ + d, D_, tile.slots, o + r * D_ + d, alpha + r);
+      }
+    }
+  }
+
+  void Write(const float* o, float total, bf16* to) {
+    typename L::Floats sum = L::Set(total);
+    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+      L::PutEvenOdd(to + d, L::Div(L::Load(o + d), sum), L::Div(L::Load(o + d + L::kCount), sum));
+    }
+  }
+
+ private:
+  using Floats = typename L::Floats;
+
+  void Widen(const bf16* from, float* to) {
+    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+      Floats even, odd;
+      L::EvenOdd(from + d, even, odd);
+      L::Store(to + d, even), L::Store(to + d + L::kCount, odd);
+    }
+  }
+
+  void Widen(const int8_t* from, float scale, float* to) {
+    Floats s = L::Set(scale);
+    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+      Floats even, odd;
+      L::EvenOdd(from + d, even, odd);
+      L::Store(to + d, L::Mul(even, s)), L::Store(to + d + L::kCount, L::Mul(odd, s));
+    }
+  }
+
+  // A value that is no number has a scale that is none.
+  void Widen(const E4m3* from, float scale, float* to) {
+    Floats s = L::Set(scale * L::kE4m3);
+    for (int64_t d = 0; d < D_; d += 2 * L::kCount) {
+      Floats even, odd;
+      L::FromE4m3(from + d, even, odd);
+      L::Store(to + d, L::Mul(even, s)), L::Store(to + d + L::kCount, L::Mul(odd, s));
+    }
+  }
+
+  // Makes f32 of the keys and values of a head, slot by slot, while the lines of what is needed next come into the cache: the
+  // next head of the same slots, or the next tile.
+  void WidenTile(const Tile<Slot>& tile, int64_t head) {
+    bool is_last = head + 1 == item_.heads;
+    const Slot* const* next = is_last ? tile.next : tile.keys;
+    int64_t offset = 2 * head * D_, next_offset = is_last ? 0 : 2 * (head + 1) * D_;
+    for (int64_t slot = 0; slot < tile.slots; ++slot) {
+      for (int64_t i = 0; i < 2 * D_; i += kCacheLine / sizeof(Slot)) PrefetchL2(next[slot] + next_offset + i);
+      const Slot* key = tile.keys[slot] + offset;
+      if constexpr (sizeof(Slot) == 1) {
+        const float *of_slot = scales_[slot], zero[2] = {0.0f, 0.0f}, *pair = of_slot == nullptr ? zero : of_slot + 2 * head;
+        Widen(key, pair[0], k_ + slot * D_), Widen(key + D_, pair[1], v_ + slot * D_);
+      } else {
+        Widen(key, k_ + slot * D_), Widen(key + D_, v_ + slot * D_);
+      }
+    }
+  }
+
+  // scores[r][s] = q[r] . k[s] of R query rows and the first `slots` slots of a tile, C at a time.
+  template <int R, int C>
+  static void ScoreRows(const float* q, const float* k, int64_t D, int64_t slots, float* scores) {
+    for (int64_t slot = 0; slot < slots; slot += C, k += C * D) {
+      Floats acc[R][C];
+#pragma GCC unroll 3
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = L::Zero();
+      }
+      for (int64_t d = 0; d < D; d += L::kCount) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          Floats key = L::Load(k + c * D + d);
+#pragma GCC unroll 3
+          for (int r = 0; r < R; ++r) acc[r][c] = L::Fma(L::Load(q + r * D + d), key, acc[r][c]);
+        }
+      }
+#pragma GCC unroll 3
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c += 4) {
+          L::PutSums(scores + r * kTile + slot + c, acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]);
+        }
+      }
+    }
+  }
+
+  // o[R][8 V] = alpha * o + weights . v over the first `slots` slots of a tile.
+  template <int R, int V>
+  static void WeighRows(const float* weights, const float* v, int64_t D, int64_t slots, float* o, const float* alpha) {
+    Floats acc[R][V];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < V; ++i) acc[r][i] = L::Mul(L::Load(o + r * D + L::kCount * i), L::Set(alpha[r]));
+    }
+    for (int64_t slot = 0; slot < slots; ++slot, v += D) {
+      Floats values[V];
+#pragma GCC unroll 4
+      for (int i = 0; i < V; ++i) values[i] = L::Load(v + L::kCount * i);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        Floats weight = L::Set(weights[r * kTile + slot]);
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i) acc[r][i] = L::Fma(weight, values[i], acc[r][i]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int i = 0; i < V; ++i) L::Store(o + r * D + L::kCount * i, acc[r][i]);
+    }
+  }
+
+  const Problem& p_;
+  const Item& item_;
+  int64_t D_, rows_;  // rows: of a head
+  float *q_, *k_, *v_;
+  const float* scales_[kTile];  // of a slot's keys and values, in turn
+};
+
+}  // namespace jpaged

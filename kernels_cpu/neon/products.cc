@@ -1,0 +1,25 @@
+// Products of plain weights with NEON, in f32.
+#include "../f32_low_rank.h"
+#include "../f32_products.h"
+#include "lanes.h"
+#include "level.h"
+
+namespace jpaged::neon {
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, float* y, int64_t T, int64_t N, int64_t E) {
+  MultiplyInF32<Lanes>(pool, x, w, y, T, N, E);
+}
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const bf16* w, bf16* y, int64_t T, int64_t N, int64_t E) {
+  MultiplyInF32<Lanes>(pool, x, w, y, T, N, E);
+}
+
+void MultiplyExperts(ffi::ThreadPool& pool, const Pairs& pairs, const std::vector<Expert>& experts, int64_t N, int64_t E) {
+  MultiplyExpertsInF32<Lanes>(pool, pairs, experts, N, E);
+}
+
+void AddLowRank(const float* const* h, float* const* y, int64_t count, const bf16* b, int64_t rank, int64_t N, int64_t width) {
+  F32LowRank<Lanes>::Add(h, y, count, b, rank, N, width);
+}
+
+}  // namespace jpaged::neon

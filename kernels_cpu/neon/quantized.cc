@@ -1,0 +1,25 @@
+// Products with weights in 8 and 4 bits with NEON.
+#include "../bf16_weights.h"
+#include "../e4m3_products.h"
+#include "../f32_products.h"
+#include "../int16_products.h"
+#include "../int8_products.h"
+#include "lanes.h"
+#include "level.h"
+
+namespace jpaged::neon {
+
+void Multiply(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, Activations activations, float* y, int64_t T) {
+  if (activations == Activations::kPlain) return MultiplyWidened<EvenOddWidener<Lanes>, F32Operand<Lanes>>(pool, x, w, y, T);
+  if (w.form == Form::kE4m3) return E4m3Products<Lanes>::Multiply(pool, x, w, y, T);
+  WithIntegral(w, [&](auto weight) {
+    using Weight = decltype(weight);
+    if (activations == Activations::kInt8) {
+      Int8Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
+    } else {
+      Int16Products<Lanes, Weight::form, Weight::kind>::Multiply(pool, x, w, y, T);
+    }
+  });
+}
+
+}  // namespace jpaged::neon

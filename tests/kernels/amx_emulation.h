@@ -1,0 +1,88 @@
+// AMX's tile instructions in plain C++, by the names that compilers give them: a test includes this file before every
+// other (-include) to run the kernels of the level `amx` on a processor without tiles.
+//
+// TDPBF16PS as Intel's manual has it: products of pairs are added to the sum one after the other, rounded each time to
+// the nearest, and denormal numbers are zeros (which this leaves out: no test has any).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace amx_emulation {
+
+struct Tile {
+  uint8_t bytes[16][64];
+};
+
+struct State {
+  Tile tiles[8];
+  bool is_configured = false;
+};
+
+inline thread_local State state;
+
+inline Tile& At(int tile) {
+  if (!state.is_configured) __builtin_trap();  // as the processor does
+  return state.tiles[tile];
+}
+
+inline void LoadConfig(const void* config) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(config);
+  bool is_whole = bytes[0] == 1;
+  for (int i = 0; i < 8; ++i) is_whole = is_whole && bytes[16 + 2 * i] == 64 && bytes[48 + i] == 16;
+  if (!is_whole) __builtin_trap();  // the kernels use whole tiles alone
+  std::memset(&state, 0, sizeof(state));
+  state.is_configured = true;
+}
+
+inline void Release() { state.is_configured = false; }
+
+inline void Load(int tile, const void* base, int64_t stride) {
+  for (int row = 0; row < 16; ++row) std::memcpy(At(tile).bytes[row], static_cast<const char*>(base) + row * stride, 64);
+}
+
+inline void Store(int tile, void* base, int64_t stride) {
+  for (int row = 0; row < 16; ++row) std::memcpy(static_cast<char*>(base) + row * stride, At(tile).bytes[row], 64);
+}
+
+inline void Zero(int tile) { std::memset(&At(tile), 0, sizeof(Tile)); }
+
+inline float Widened(uint16_t bits) {
+  uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof(value));
+  return value;
+}
+
+inline void MultiplyBf16(int sums, int left, int right) {
+  float c[16][16];
+  uint16_t a[16][32], b[16][32];
+  std::memcpy(c, &At(sums), sizeof(c)), std::memcpy(a, &At(left), sizeof(a)), std::memcpy(b, &At(right), sizeof(b));
+  for (int m = 0; m < 16; ++m) {
+    for (int k = 0; k < 16; ++k) {
+      for (int n = 0; n < 16; ++n) {
+        c[m][n] = std::fma(Widened(a[m][2 * k]), Widened(b[k][2 * n]), c[m][n]);
+        c[m][n] = std::fma(Widened(a[m][2 * k + 1]), Widened(b[k][2 * n + 1]), c[m][n]);
+      }
+    }
+  }
+  std::memcpy(&At(sums), c, sizeof(c));
+}
+
+}  // namespace amx_emulation
+
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_zero
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(config) amx_emulation::LoadConfig(config)
+#define _tile_release() amx_emulation::Release()
+#define _tile_loadd(tile, base, stride) amx_emulation::Load(tile, base, stride)
+#define _tile_stored(tile, base, stride) amx_emulation::Store(tile, base, stride)
+#define _tile_zero(tile) amx_emulation::Zero(tile)
+#define _tile_dpbf16ps(sums, left, right) amx_emulation::MultiplyBf16(sums, left, right)

@@ -1,0 +1,332 @@
+// Runs every kernel of a level without Python and XLA, on inputs that end where their memory does, and holds it to a
+// definition in plain C++ and f64. It prints a line a case: its name and a hash of the result's bits, so that levels can be
+// compared; and it fails where a result is further from the definition than rounding explains.
+//
+// test_cpu_builds.py compiles it with the sanitizers, and for ARM, to run under qemu.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+
+#include "experts.h"
+#include "linear.h"
+#include "low_rank.h"
+#include "paged_attention.h"
+#include "quantized.h"
+
+namespace jpaged {
+namespace {
+
+int failures = 0;
+
+// A pool of two threads, one of which is made for each task.
+class Pool {
+ public:
+  Pool() {
+    api_.XLA_FFI_ThreadPool_NumThreads = [](XLA_FFI_ThreadPool_NumThreads_Args* args) -> XLA_FFI_Error* {
+      *args->num_threads = 2;
+      return nullptr;
+    };
+    api_.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) -> XLA_FFI_Error* {
+      Threads().emplace_back(args->task, args->data);
+      return nullptr;
+    };
+  }
+  ~Pool() {
+    for (std::thread& thread : Threads()) thread.join();
+  }
+
+  ffi::ThreadPool& operator*() { return pool_; }
+
+ private:
+  static std::vector<std::thread>& Threads() {
+    static std::vector<std::thread> threads;
+    return threads;
+  }
+
+  XLA_FFI_Api api_{};
+  ffi::DiagnosticEngine diagnostics_;
+  ffi::ThreadPool pool_ = *ffi::CtxDecoding<ffi::ThreadPool>::Decode(&api_, nullptr, diagnostics_);
+};
+
+// The same numbers on every machine.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 2 + 1) {}
+  uint32_t Bits() {
+    state_ = state_ * 6364136223846793005ull + 1442695040888963407ull;
+    return state_ >> 33;
+  }
+  float Number() {  // about normal
+    float sum = -2;
+    for (int i = 0; i < 4; ++i) sum += Bits() * 0x1p-31f;
+    return sum * 1.7f;
+  }
+  std::vector<bf16> Bf16s(int64_t count, float scale = 1) {
+    std::vector<bf16> all(count);
+    for (bf16& x : all) x = ToBf16(Number() * scale);
+    return all;
+  }
+  std::vector<float> Floats(int64_t count, float low, float high) {
+    std::vector<float> all(count);
+    for (float& x : all) x = low + (high - low) * (Bits() * 0x1p-31f);
+    return all;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+double FromE4m3(uint8_t bits) {
+  int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  double size = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return bits & 0x80 ? -size : size;
+}
+
+float AsFloat(float x) { return x; }
+float AsFloat(bf16 x) { return FromBf16(x); }
+
+// allowed: of each element, how far it may be from the definition.
+template <typename T>
+void Check(const std::string& name, const std::vector<T>& y, const std::vector<double>& wanted, const std::vector<double>& allowed) {
+  uint64_t hash = 14695981039346656037ull;
+  for (size_t i = 0; i < y.size(); ++i) {
+    double error = std::fabs(AsFloat(y[i]) - wanted[i]);
+    if (!(error <= allowed[i])) {
+      if (++failures < 20) {
+        std::printf("FAILED %s [%zu]: %.9g, wanted %.9g within %.3g\n", name.c_str(), i, AsFloat(y[i]), wanted[i], allowed[i]);
+      }
+    }
+    uint32_t bits = 0;
+    std::memcpy(&bits, &y[i], sizeof(T));
+    hash = (hash ^ bits) * 1099511628211ull;
+  }
+  std::printf("%s %016llx\n", name.c_str(), static_cast<unsigned long long>(hash));
+}
+
+// A product's definition: y and how far from it sums in f32 may be.
+struct Product {
+  std::vector<double> y, allowed;
+
+  template <typename X, typename W>
+  Product(int64_t T, int64_t N, int64_t E, const X& x, const W& w, double more = 0) : y(T * N), allowed(T * N) {
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t n = 0; n < N; ++n) {
+        double size = 0, sum = 0;
+        for (int64_t e = 0; e < E; ++e) sum += x(t, e) * w(n, e), size += std::fabs(x(t, e) * w(n, e));
+        y[t * N + n] = sum, allowed[t * N + n] = size * 3e-6 + std::fabs(sum) * more + 1e-30;
+      }
+    }
+  }
+};
+
+const int64_t kShapes[][3] = {{1, 1, 32}, {3, 4, 64}, {4, 13, 96}, {9, 50, 160}, {35, 26, 288}, {70, 9, 544}};
+
+void Linear(ffi::ThreadPool& pool) {
+  for (auto [T, N, E] : kShapes) {
+    Random random(T + N);
+    auto x = random.Bf16s(T * E), w = random.Bf16s(N * E, 0.1f);
+    std::vector<float> y(T * N);
+    std::vector<bf16> rounded(T * N);
+    Multiply(pool, x.data(), w.data(), y.data(), T, N, E), Multiply(pool, x.data(), w.data(), rounded.data(), T, N, E);
+    auto from = [&, E = E](const std::vector<bf16>& all) { return [&all, E](int64_t i, int64_t e) -> double { return FromBf16(all[i * E + e]); }; };
+    std::string name = std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E);
+    Product exact(T, N, E, from(x), from(w)), coarse(T, N, E, from(x), from(w), 0x1p-8);
+    Check("linear f32 " + name, y, exact.y, exact.allowed), Check("linear bf16 " + name, rounded, coarse.y, coarse.allowed);
+    std::vector<float> of_experts(T * N);
+    Pairs pairs;
+    for (int64_t t = 0; t < T; ++t) pairs.x.push_back(&x[t * E]), pairs.y.push_back(&of_experts[t * N]);
+    std::vector<Expert> experts{{w.data(), 0, (T + 1) / 2}};
+    if (T > 1) experts.push_back({w.data(), (T + 1) / 2, T / 2});
+    MultiplyExperts(pool, pairs, experts, N, E);
+    Check("experts " + name, of_experts, exact.y, exact.allowed);
+  }
+}
+
+void LowRank() {
+  for (auto [T, rank, N] : {std::array<int64_t, 3>{1, 8, 16}, {7, 16, 33}, {13, 24, 100}}) {
+    Random random(T);
+    auto h = random.Floats(T * rank, -1, 1), y = random.Floats(T * N, -1, 1);
+    auto b = random.Bf16s(rank * N);
+    std::vector<double> wanted(y.begin(), y.end()), allowed(T * N, 1e-5 * rank);
+    std::vector<const float*> from;
+    std::vector<float*> to;
+    for (int64_t t = 0; t < T; ++t) {
+      from.push_back(&h[t * rank]), to.push_back(&y[t * N]);
+      for (int64_t n = 0; n < N; ++n) {
+        for (int64_t r = 0; r < rank; ++r) wanted[t * N + n] += h[t * rank + r] * FromBf16(b[r * N + n]);
+      }
+    }
+    AddLowRank(from.data(), to.data(), T, b.data(), rank, N, N);
+    Check("low_rank " + std::to_string(T) + "x" + std::to_string(rank) + "x" + std::to_string(N), y, wanted, allowed);
+  }
+}
+
+// What a row of x is in a product of integers.
+std::vector<double> Rounded(const std::vector<bf16>& x, int64_t E, int64_t block, float most) {
+  std::vector<double> rounded(x.size());
+  for (size_t row = 0; row < x.size(); row += E) {
+    for (int64_t first = 0; first < E; first += block) {
+      float largest = 0;
+      for (int64_t e = first; e < std::min(E, first + block); ++e) largest = std::max(largest, std::fabs(FromBf16(x[row + e])));
+      for (int64_t e = first; e < std::min(E, first + block); ++e) {
+        float inverse = most / largest;
+        rounded[row + e] = std::nearbyint(FromBf16(x[row + e]) * inverse) * static_cast<double>(largest / most);
+      }
+    }
+  }
+  return rounded;
+}
+
+void QuantizedProducts(ffi::ThreadPool& pool) {
+  const char* forms[] = {"int8", "int4", "fp8"};
+  const char* names[] = {"plain", "int8", "int16"};
+  for (Form form : {Form::kInt8, Form::kInt4, Form::kE4m3}) {
+    for (Scales kind : {Scales::kRow, Scales::kGroups, Scales::kZeros}) {
+      if ((kind == Scales::kRow && form == Form::kInt4) || (kind == Scales::kZeros && form != Form::kInt4)) continue;
+      for (auto [T, N, E] : kShapes) {
+        Random random(T * 3 + N);
+        int64_t S = kind == Scales::kRow ? 1 : E % 96 == 0 ? E / 96 : E / 32, group = E / S;
+        if (kind != Scales::kRow && S == 1 && form != Form::kInt4) continue;  // that is a scale a row
+        auto x = random.Bf16s(T * E);
+        std::vector<uint8_t> values(Bytes(form, N * E));
+        for (uint8_t& value : values) {
+          value = random.Bits();
+          if (form == Form::kE4m3 && (value & 0x7f) == 0x7f) value = 0;  // no number
+        }
+        auto scales = random.Floats(N * S, 0.01f, 0.1f), zeros = random.Floats(N * S, -7, 7);
+        for (float& zero : zeros) zero = std::nearbyint(zero);
+        Quantized w{form, values.data(), scales.data(), kind == Scales::kZeros ? zeros.data() : nullptr, N, E, S};
+        auto weight = [&, N = N, E = E](int64_t n, int64_t e) -> double {
+          int64_t i = n * E + e, s = n * S + e / group;
+          double value;
+          if (form == Form::kInt8) {
+            value = static_cast<int8_t>(values[i]);
+          } else if (form == Form::kE4m3) {
+            value = FromE4m3(values[i]);
+          } else {
+            uint8_t byte = values[i / 32 * 16 + i % 16];
+            value = (i % 32 < 16 ? byte & 15 : byte >> 4) - 8.0 - (kind == Scales::kZeros ? zeros[s] : 0.0f);
+          }
+          return value * scales[s];
+        };
+        auto in_bf16 = [&](int64_t n, int64_t e) -> double {
+          return w.Kind() == Scales::kRow ? weight(n, e) : FromBf16(ToBf16(static_cast<float>(weight(n, e))));
+        };
+        for (Activations activations : {Activations::kPlain, Activations::kInt8, Activations::kInt16}) {
+          std::vector<double> taken(x.size());
+          for (size_t i = 0; i < x.size(); ++i) taken[i] = FromBf16(x[i]);
+          if (form != Form::kE4m3 && activations == Activations::kInt8) taken = Rounded(x, E, 32, 127);
+          if (form != Form::kE4m3 && activations == Activations::kInt16) taken = Rounded(x, E, 256, 32767);
+          auto of_x = [&, E = E](int64_t t, int64_t e) { return taken[t * E + e]; };
+          std::vector<float> y(T * N);
+          Multiply(pool, x.data(), w, activations, y.data(), T);
+          Product exact = activations == Activations::kPlain ? Product(T, N, E, of_x, in_bf16) : Product(T, N, E, of_x, weight);
+          Check(std::string("quantized ") + names[static_cast<int>(activations)] + " " + forms[static_cast<int>(form)] +
+                    (kind == Scales::kRow ? " row " : kind == Scales::kGroups ? " groups " : " zeros ") + std::to_string(T) +
+                    "x" + std::to_string(N) + "x" + std::to_string(E),
+                y, exact.y, exact.allowed);
+        }
+      }
+    }
+  }
+}
+
+struct AttentionCase {
+  int64_t context, queries, P, H, K, D, window;
+  float soft_cap;
+  bool sinks;
+};
+
+template <typename Slot>
+void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
+  Random random(c.context + c.D);
+  int64_t M = (c.context + c.P - 1) / c.P, N = M + 2, row = 2 * c.K * c.D;
+  auto q = random.Bf16s(c.queries * c.H * c.D);
+  std::vector<Slot> pool(N * c.P * row);
+  std::vector<float> scales = random.Floats(N * c.P * 2 * c.K, 0.01f, 0.02f), sinks = random.Floats(c.H, -3, 3);
+  for (Slot& x : pool) {
+    if constexpr (sizeof(Slot) == 2) {
+      x = ToBf16(random.Number());
+    } else {
+      uint8_t bits = random.Bits();
+      if (std::is_same_v<Slot, E4m3> && (bits & 0x7f) == 0x7f) bits = 0;
+      std::memcpy(&x, &bits, 1);
+    }
+  }
+  auto value = [&](int64_t index) -> double {  // of an element of the pool
+    double scale = sizeof(Slot) == 2 ? 1.0 : scales[index / c.D];
+    if constexpr (std::is_same_v<Slot, bf16>) return FromBf16(pool[index]);
+    if constexpr (std::is_same_v<Slot, int8_t>) return pool[index] * scale;
+    if constexpr (std::is_same_v<Slot, E4m3>) return FromE4m3(pool[index].bits) * scale;
+  };
+  std::vector<int32_t> table(M), contexts{static_cast<int32_t>(c.context)}, starts{0, static_cast<int32_t>(c.queries)};
+  for (int64_t i = 0; i < M; ++i) table[i] = N - 1 - i;
+  std::vector<bf16> o(c.queries * c.H * c.D);
+  Problem p;
+  p.q = q.data(), p.pool = pool.data(), p.scales = scales.data(), p.o = o.data(), p.table = table.data();
+  p.contexts = contexts.data(), p.starts = starts.data(), p.sinks = c.sinks ? sinks.data() : nullptr;
+  p.T = c.queries, p.S = 1, p.M = M, p.H = c.H, p.K = c.K, p.G = c.H / c.K, p.D = c.D, p.P = c.P;
+  p.window = c.window, p.scale = 1 / std::sqrt(static_cast<float>(c.D)), p.soft_cap = c.soft_cap, p.decode = decode;
+  auto attend = std::is_same_v<Slot, bf16> ? &Attend : std::is_same_v<Slot, int8_t> ? &AttendInt8 : &AttendE4m3;
+  int64_t position = c.context - c.queries, begin = c.window > 0 ? std::max<int64_t>(0, position + 1 - c.window) : 0;
+  for (int64_t head = 0; head < c.K; head += decode ? c.K : 1) {
+    Item item{0, 0, c.queries, position, begin, c.context, head, decode ? c.K : 1}, next = item;
+    attend(p, item, &next);
+  }
+  std::vector<double> wanted(o.size()), allowed(o.size());
+  for (int64_t t = 0; t < c.queries; ++t) {
+    for (int64_t h = 0; h < c.H; ++h) {
+      int64_t last = position + t, first = c.window > 0 ? std::max<int64_t>(0, last + 1 - c.window) : 0, k = h / p.G;
+      auto slot = [&](int64_t s) { return (table[s / c.P] * c.P + s % c.P) * row + 2 * k * c.D; };
+      std::vector<double> scores;
+      double top = c.sinks ? sinks[h] : -1e30;
+      for (int64_t s = first; s <= last; ++s) {
+        double score = 0;
+        for (int64_t d = 0; d < c.D; ++d) score += FromBf16(q[(t * c.H + h) * c.D + d]) * value(slot(s) + d);
+        score *= p.scale;
+        if (c.soft_cap > 0) score = c.soft_cap * std::tanh(score / c.soft_cap);
+        scores.push_back(score), top = std::max(top, score);
+      }
+      double total = c.sinks ? std::exp(sinks[h] - top) : 0;
+      for (double& score : scores) score = std::exp(score - top), total += score;
+      for (int64_t d = 0; d < c.D; ++d) {
+        double sum = 0, size = 0;
+        for (int64_t s = first; s <= last; ++s) {
+          double part = scores[s - first] / total * value(slot(s) + c.D + d);
+          sum += part, size += std::fabs(part);
+        }
+        // Weights and results may be rounded to bf16.
+        wanted[(t * c.H + h) * c.D + d] = sum, allowed[(t * c.H + h) * c.D + d] = size * 0x1p-7 + 1e-5;
+      }
+    }
+  }
+  Check(std::string("attention ") + pool_name + (decode ? " decode " : " prefill ") + std::to_string(c.context) + " " +
+            std::to_string(c.D) + " " + std::to_string(p.G),
+        o, wanted, allowed);
+}
+
+void AttentionCases() {
+  const AttentionCase cases[] = {{1, 1, 16, 2, 2, 32, 0, 0, false},    {200, 1, 16, 8, 2, 64, 0, 0, true},
+                                 {130, 1, 64, 10, 2, 96, 70, 0, false}, {65, 1, 8, 16, 1, 128, 0, 5, false},
+                                 {70, 9, 16, 4, 2, 64, 0, 0, true},    {140, 16, 32, 6, 2, 96, 50, 3, false}};
+  for (const AttentionCase& c : cases) {
+    for (bool decode : {false, true}) {
+      if (decode && c.queries > 1) continue;
+      Attention<bf16>("bf16", c, decode), Attention<int8_t>("int8", c, decode), Attention<E4m3>("fp8", c, decode);
+    }
+  }
+}
+}  // namespace
+}  // namespace jpaged
+
+int main() {
+  {
+    jpaged::Pool pool;
+    jpaged::Linear(*pool), jpaged::QuantizedProducts(*pool);
+  }
+  jpaged::LowRank(), jpaged::AttentionCases();
+  if (jpaged::failures > 0) std::printf("%d elements are wrong\n", jpaged::failures);
+  return jpaged::failures > 0;
+}
