@@ -113,7 +113,8 @@ class Scheduler:
     def can_prefill(self) -> bool:
         """Whether there are prompts that a prefill may take up."""
         queues = self.queues
-        if queues.waiting and (queues.free_rows or (self._is_stuck() and not self.can_decode)):
+        has_room = queues.free_rows or (self._is_stuck() and not self.can_decode)
+        if has_room and queues.waiting.next() is not None:
             return True
         return any(seq.is_prefilling for seq in queues.running)
 
@@ -206,13 +207,13 @@ class Scheduler:
         return "prefill", run_entries(self.blocks, rows, runs, guesses=guesses)
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Give a row the block that its next token is written to, preempting the youngest rows;
-        False: it must wait.
+        """Give a row the block that its next token is written to, preempting rows as the policy
+        says; False: it must wait.
         """
         running = self.queues.running
         while not self.blocks.make_writable(seq, seq.num_dispatched):
             if len(running) > 1:
-                self.queues.preempt_youngest()
+                self.queues.preempt_victim()
                 if seq.status is not Status.RUNNING:
                     return False
             else:
