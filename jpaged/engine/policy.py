@@ -110,10 +110,12 @@ class Policy:
     def leave(self, seq: Sequence) -> None:
         """Count a row less."""
         party, call = _names(seq)
-        for rows, name in ((self._rows, party), (self._rows_of_call, (party, call))):
-            rows[name] -= 1
-            if not rows[name]:
-                del rows[name]
+        self._rows[party] -= 1
+        self._rows_of_call[party, call] -= 1
+        if not self._rows[party]:
+            del self._rows[party]
+        if not self._rows_of_call[party, call]:
+            del self._rows_of_call[party, call]
 
     def victim(self, running: dict[Sequence, None]) -> Sequence:
         """Return the row that gives way when blocks are short: the youngest of the call that holds

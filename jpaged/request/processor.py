@@ -15,6 +15,7 @@ from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, key_from_seed
+from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
@@ -104,8 +105,11 @@ class Processor:
         request_id: str | None = None,
         *,
         streaming: bool = False,
+        origin: Origin | None = None,
     ) -> Request:
-        """Check one request in full and make its Sequences, one a sample."""
+        """Check one request in full and make its Sequences, one a sample. streaming: its text is
+        wanted as its tokens come. origin: who shares the engine with others.
+        """
         asked = sampling_params
         if not isinstance(asked, SamplingParams):
             kind = type(asked).__name__
@@ -129,6 +133,7 @@ class Processor:
         how = {
             "request_id": self.new_id() if request_id is None else request_id,
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
+            "origin": origin,
             **cached_under(prompt, self.adapters),
         }
         samples = [

@@ -119,6 +119,17 @@ def cached_under(prompt: Any, named: Mapping[str, AdapterVersion]) -> dict[str, 
     return {"salt": cache_salt(prompt), "adapter": adapter}
 
 
+def salted_by(salt: str, prompt: Any) -> dict[str, Any]:
+    """A prompt (text, ids, or a dict of either) whose cached prefix is shared under `salt` alone;
+    a salt that it has counts beside it. salt: all that are given here are of one length, so that
+    no salt of a prompt stands for another.
+    """
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    inner = cache_salt(prompt)
+    return {**prompt, "cache_salt": salt if inner is None else f"{salt}:{inner}"}
+
+
 def answered_by(adapter: str, prompt: Any) -> dict[str, Any]:
     """A prompt (text, ids, or a dict of either) that names its adapter."""
     if not isinstance(prompt, Mapping):

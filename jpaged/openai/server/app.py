@@ -141,7 +141,10 @@ class Endpoint:
         exchange = Exchange(scope, receive, send, self._server.settings)
         try:
             if not self._is_open:
+                exchange.check_host()
                 exchange.check_key()
+            if self._path != "/health":
+                exchange.check_room()
             await self._handle(exchange)
         except Gone:
             pass

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jpaged.async_llm import AsyncLLM
+from jpaged.engine.origin import Origin
 from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
 from jpaged.openai import responses
@@ -22,6 +24,7 @@ from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
 from jpaged.openai.server.echo import put_prompt, text_of
 from jpaged.openai.server.events import Events, total_usage
 from jpaged.openai.server.metrics import Metrics, Watch
+from jpaged.openai.server.parties import Parties, Party
 from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
@@ -36,10 +39,11 @@ from jpaged.openai.server.wire import (
 )
 from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.prompts import answered_by
+from jpaged.request.prompts import answered_by, salted_by
 from jpaged.request.sampling_params import SamplingParams
 
 MOST_COMPILING = 2  # forms at once; the other threads that prepare requests are for those without
+PLACES_A_RESERVED_ONE = 8  # a key of several leaves one place in so many to the others
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
 
 
@@ -74,6 +78,8 @@ class Generation:
             llm.tokenizer, settings.tool_style, thinks=settings.enable_reasoning
         )
         self._choices = 0  # admitted, and not ended
+        self._choices_of: Counter[str] = Counter()  # of them, by party
+        self._parties = Parties(settings)
         self._compiling = asyncio.Semaphore(MOST_COMPILING)
 
     async def serve(self, exchange: Exchange, kind: type[Served]) -> None:
@@ -91,16 +97,23 @@ class Generation:
             body = await self._llm.prepare(self._read, kind, exchange.text)
             model = self.check_model(body.model)
             params = self._params(body)
-            with self._admitted(_num_prompts(body) * params.n):
+            party = self._parties.of(exchange.key, exchange.address)
+            with self._admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
-                told = (body, params, model, adapter, self._format)
+                told = (body, params, model, adapter, self._format, party.salt)
                 async with self._compiling if _has_form(body, params) else nullcontext():
                     asked = await self._llm.prepare(_understood, *told)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
-                how: dict[str, Any] = {"streaming": body.stream, "coming": coming}
-                async with self._llm.run(asked.prompts, asked.params, **how) as inbox:
+                origin = Origin(party=party.name, call=asked.name, leaves_rows=party.is_known)
+                async with self._llm.run(
+                    asked.prompts,
+                    asked.params,
+                    streaming=body.stream,
+                    coming=coming,
+                    origin=origin,
+                ) as inbox:
                     news = await inbox.take()
                     if body.stream:
                         await self._stream(exchange, asked, inbox, news, watch)
@@ -140,12 +153,22 @@ class Generation:
         return params
 
     @contextmanager
-    def _admitted(self, count: int) -> Iterator[None]:
-        """Hold places for so many completions; ApiError where there are not as many."""
+    def _admitted(self, count: int, party: Party) -> Iterator[None]:
+        """Hold places for so many completions; ApiError where there are not as many. A key that is
+        one of several leaves some places to the others.
+        """
         if count > self._settings.max_choices:
             most = self._settings.max_choices
             raise RequestError(f"n: {count} completions (prompts times n) are more than {most}")
         most = self._llm.engine_config.all_rows + self._settings.max_waiting
+        most_of_party = most - (most // PLACES_A_RESERVED_ONE if party.is_known else 0)
+        if self._choices_of[party.name] + count > most_of_party:
+            self._metrics.rejected += 1
+            raise overloaded(
+                f"{self._choices_of[party.name]} completions of this key run and wait here, "
+                f"{most_of_party} at most",
+                self._metrics.seconds_to_wait(count),
+            )
         if self._choices + count > most:
             self._metrics.rejected += 1
             raise overloaded(
@@ -153,10 +176,14 @@ class Generation:
                 self._metrics.seconds_to_wait(self._choices + count - most),
             )
         self._choices += count
+        self._choices_of[party.name] += count
         try:
             yield
         finally:
             self._choices -= count
+            self._choices_of[party.name] -= count
+            if not self._choices_of[party.name]:
+                del self._choices_of[party.name]
 
     async def _answer(
         self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
@@ -249,8 +276,11 @@ def _understood(
     model: str,
     adapter: str | None,
     format: Format,
+    salt: str | None,
 ) -> Asked:
-    """The rest of what is to be known before a request runs: takes as long as its prompts do."""
+    """The rest of what is to be known before a request runs: takes as long as its prompts do. salt:
+    of the party, by which its cached prefixes are kept from others.
+    """
     form = AnswerForm(
         top=params.logprobs,
         token_ids=bool(body.return_token_ids),
@@ -276,6 +306,8 @@ def _understood(
         llm.calls.processor.matcher(params.structured)  # the request will find it compiled
     if adapter is not None:
         prompts = [answered_by(adapter, prompt) for prompt in prompts]
+    if salt is not None:
+        prompts = [salted_by(salt, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
     return Asked(body=body, params=params, prompts=prompts, reader=reader, **how)
 
