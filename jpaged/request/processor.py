@@ -19,8 +19,9 @@ from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
-from jpaged.request.chat import Chat, render
+from jpaged.request.chat import Chat, check_rendered_length, render
 from jpaged.request.detokenizer import TextStream
+from jpaged.request.length import too_long
 from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
@@ -88,12 +89,22 @@ class Processor:
         """Token ids of one conversation: see chat.render."""
         return render(chat, self._need_tokenizer("chat"))
 
-    def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt in any form, checked against the vocabulary."""
+    def check_chat(self, chat: Chat) -> None:
+        """Raise CapacityError for a long conversation that leaves no room in the context, before it
+        is tokenized whole.
+        """
+        check_rendered_length(chat, self._need_tokenizer("chat"), self.max_model_len)
+
+    def tokens(self, prompt: Any, most: int | None = None) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt in any form, checked against the vocabulary. most:
+        CapacityError for as many tokens, before they are all made; None: any number.
+        """
         prompt = prompt.prompt if isinstance(prompt, Adapted) else prompt
         if isinstance(prompt, Chat):
+            if most is not None:
+                self.check_chat(prompt)
             prompt = self.render(prompt)
-        return tokenize(prompt, self._need_tokenizer, self.model.vocab_size)
+        return tokenize(prompt, self._need_tokenizer, self.model.vocab_size, most)
 
     # Prompts to requests
 
@@ -206,12 +217,9 @@ class Processor:
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, which leaves room for a token."""
-        text, ids = self.tokens(prompt)
-        if len(ids) >= (most := self.max_model_len):
-            raise CapacityError(
-                f"prompt of {len(ids)} tokens leaves no room in max_model_len={most}: "
-                "shorten it or raise max_model_len"
-            )
+        text, ids = self.tokens(prompt, self.max_model_len)
+        if len(ids) >= self.max_model_len:
+            raise too_long(len(ids), self.max_model_len)
         return text, ids
 
     def _sequence(

@@ -1,4 +1,4 @@
-"""What clients of one server share, and what is kept apart: places, turns, connections, prefixes."""
+"""What clients of one server share and what is kept apart: places, turns, connections, prefixes."""
 
 import contextlib
 import http.client
@@ -217,7 +217,8 @@ class TestConnections:
             for stream in streams:
                 raw = b""
                 while b"[DONE]" not in raw:
-                    assert (more := stream.recv(65536)), "it was cut off"
+                    more = stream.recv(65536)
+                    assert more, "it was cut off"
                     raw += more
         live.assert_nothing_left()
 

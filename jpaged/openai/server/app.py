@@ -13,6 +13,7 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.openai.json_text import json_object
 from jpaged.openai.protocol import Conversation
+from jpaged.openai.server.answers import json_pieces
 from jpaged.openai.server.bodies import Detokenize, ServedChat, ServedCompletion, Tokenize
 from jpaged.openai.server.generation import Generation
 from jpaged.openai.server.metrics import Metrics
@@ -113,22 +114,25 @@ class Server:
             "max_model_len": self.llm.engine_config.max_model_len,
         }
 
+    def _json(self, llm: Any, text: str) -> dict[str, Any]:
+        return json_object(text, max_depth=self.settings.max_json_depth)
+
     async def _tokenize(self, exchange: Exchange) -> None:
-        answer = await self._prepared(exchange, _tokenized)
-        await exchange.answer(encode(answer))
+        await exchange.answer(await self._prepared(exchange, _tokenized))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        answer = await self._prepared(exchange, _detokenized)
-        await exchange.answer(encode(answer))
+        await exchange.answer(await self._prepared(exchange, _detokenized))
 
-    async def _prepared(self, exchange: Exchange, function: Any) -> Any:
+    async def _prepared(self, exchange: Exchange, function: Any) -> bytes:
         """What a function makes of a body, in a thread."""
         with contextlib.closing(self._generation.room.hold()) as held:
             await exchange.read(held)
-            body = json_object(exchange.text, max_depth=self.settings.max_json_depth)
+            body = await self._generation.prepare(len(exchange.text), self._json, exchange.text)
             name = body.get("model")
             self._generation.check_model(name if isinstance(name, str) else None)
-            return await exchange.while_connected(self.llm.prepare(function, body))
+            return await exchange.while_connected(
+                self._generation.prepare(len(exchange.text), function, body)
+            )
 
 
 class Endpoint:
@@ -180,7 +184,7 @@ class _Answer:
         self._server.metrics.requests["other", self._error.status] += 1
 
 
-def _tokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
+def _tokenized(llm: Any, raw: dict[str, Any]) -> bytes:
     if raw.get("messages") is not None:
         body = Conversation.read({k: v for k, v in raw.items() if k != "return_token_strs"})
         ids, named = body.given_prompt(llm), raw.get("return_token_strs") is True
@@ -190,13 +194,13 @@ def _tokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
     answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.engine_config.max_model_len}
     if named:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
-    return answer
+    return b"".join(json_pieces(answer))
 
 
-def _detokenized(llm: Any, raw: dict[str, Any]) -> dict[str, Any]:
+def _detokenized(llm: Any, raw: dict[str, Any]) -> bytes:
     ids, size = Detokenize.read(raw).tokens, llm.model_config.vocab_size
     if llm.tokenizer is None:
         raise RequestError("tokens: this model has no tokenizer")
     if ids and max(ids) >= size:
         raise RequestError(f"tokens: {max(ids)} is outside the vocabulary of {size}")
-    return {"prompt": llm.tokenizer.decode(ids)}
+    return encode({"prompt": llm.tokenizer.decode(ids)})

@@ -13,6 +13,7 @@ from jpaged.openai.protocol import (
     GenerationRequest,
     refuse,
 )
+from jpaged.request.chat import Chat
 from jpaged.request.sampling_params import SamplingParams
 
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
@@ -61,6 +62,17 @@ class ServedChat(Served, ChatCompletionRequest):
     """
 
     parallel_tool_calls: bool = True
+
+    def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
+        if self.truncate_prompt_tokens is None:
+            llm.calls.processor.check_chat(Chat(messages=self.conversation, **self._template))
+        return super().prompts_for(llm, params)
+
+    @property
+    def _template(self) -> dict[str, Any]:
+        """The fields of a Chat beside its messages."""
+        asked = dict(self.template)
+        return {"template_kwargs": asked.pop("chat_template_kwargs", None), **asked}
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:

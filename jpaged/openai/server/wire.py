@@ -342,7 +342,7 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> bool:
         """Close the connection that has not been busy for longest; return whether there is one."""
-        everyone: Iterable[Any] = self.connections
+        everyone: Any = self.connections
         others = (c for c in everyone if c is not self and not c.is_busy)
         idle = min(others, key=lambda c: c.idle_since, default=None)
         if idle is None:
