@@ -198,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     came before it listened.
     """
     args = make_parser().parse_args(argv)
+    sockets: list[socket.socket] = []
     try:
         sockets = take_address(args.host, args.port)
         server = make_server(args)
@@ -207,4 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        for taken in sockets:
+            taken.close()
     return 0
