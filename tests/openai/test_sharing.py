@@ -206,20 +206,31 @@ class TestConnections:
                     assert kept.recv(1) == b"", "the one that was idle for longest"
 
     def test_busy_ones_are_left_alone_and_health_is_answered(self, live: Live):
-        body = PROMPT | {"max_tokens": 50, "ignore_eos": True, "stream": True}
+        """As many as there may be, none of which ends while the engine is held."""
+        go_on = threading.Event()
+        held = live.server.llm._thread.call(go_on.wait, 60)
+        body = PROMPT | {"max_tokens": 3, "ignore_eos": True, "stream": True}
         with contextlib.ExitStack() as stack:
-            streams = [stack.enter_context(live.begin(COMPLETIONS, body)) for _ in range(40)]
+            stack.callback(go_on.set)
+            streams = [
+                stack.enter_context(live.begin(COMPLETIONS, body, read=False)) for _ in range(40)
+            ]
+            until = time.monotonic() + 30
+            while live.server._generation._choices < 40 and time.monotonic() < until:
+                time.sleep(0.01)
             status, answer, headers = live.request(COMPLETIONS, PROMPT)
-            if live.server._generation._choices == 40:  # none has ended meanwhile
-                assert status == 503 and answer["error"]["code"] == "overloaded"
-                assert headers["retry-after"] == "1"
-            assert live.request("/health")[0] == 200
+            assert status == 503 and answer["error"]["code"] == "overloaded"
+            assert headers["retry-after"] == "1"
+            for _ in range(2 * EXTRA_CONNECTIONS):
+                assert live.request("/health")[0] == 200
+            go_on.set()
             for stream in streams:
                 raw = b""
                 while b"[DONE]" not in raw:
                     more = stream.recv(65536)
                     assert more, "it was cut off"
                     raw += more
+        assert held.result(60)
         live.assert_nothing_left()
 
 
