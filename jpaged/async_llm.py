@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jpaged.calls import SamplingParamsLike
 from jpaged.config import EngineConfig
+from jpaged.engine.origin import Origin
 from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
@@ -106,15 +107,17 @@ class AsyncLLM:
         *,
         streaming: bool = False,
         coming: Coming | None = None,
+        origin: Origin | None = None,
     ) -> AsyncIterator[Inbox]:
         """Run a request of each prompt inside the block, as one call of LLM.generate; yields what
         they answer to. Each comes to its output, or to an error; streaming: its pieces come first.
-        coming: what `expect` gave when they were first heard of.
+        coming: what `expect` gave when they were first heard of. origin: who asks, by which they
+        take turns with others; None takes its turns with all who name none.
         """
         self._thread.check()
         calls, loop = self._llm.calls, asyncio.get_running_loop()
         key = self._llm.keys.next()
-        makes = calls.completions(prompts, sampling_params, key, streaming=streaming)
+        makes = calls.completions(prompts, sampling_params, key, streaming=streaming, origin=origin)
         jobs: list[Job] = []
         inbox = Inbox()
         with contextlib.closing(coming or self.expect()) as coming:

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jpaged.engine.keys import Key, fold_in
+from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request
 from jpaged.errors import CapacityError, GenerationError, RequestError
 from jpaged.request.collect import LiveCompletions, collect, failed, scores
@@ -42,13 +43,20 @@ class Calls:
     # Many prompts at once
 
     def completions(
-        self, prompts: list[Any], sampling_params: SamplingParamsLike, key: Key, **how: bool
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParamsLike,
+        key: Key,
+        *,
+        streaming: bool = False,
+        origin: Origin | None = None,
     ) -> list[Make]:
         """What makes the request of each prompt. Its randomness is that of `key` and its place.
 
-        how: Processor.request's streaming.
+        streaming, origin: as in Processor.request.
         """
         make, each = self.processor.request, match_sampling_params(sampling_params, len(prompts))
+        how: Any = {"streaming": streaming, "origin": origin}
         return [
             partial(make, prompt, asked, fold_in(key, i), **how)
             for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True))

@@ -34,7 +34,7 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             seq.candidates = result.top(at, seq.sampling_params.logprobs)
             waiting[seq.request] = None
             # Preempted meanwhile: it waits for its request, not for blocks.
-            queues.waiting.pop(seq, None)
+            queues.waiting.remove(seq)
         elif entry.guesses:
             _append_verified(queues, entry, at, result)
         else:

@@ -97,5 +97,5 @@ def _decoding(queues: Queues) -> list[Sequence]:
 
 
 def _only_decodes(queues: Queues) -> bool:
-    is_filling = queues.waiting and queues.free_rows
+    is_filling = queues.free_rows and queues.waiting.next() is not None
     return not is_filling and not any(seq.is_prefilling for seq in queues.running)

@@ -21,12 +21,12 @@ class PrefillPlanner:
         self._last_chunks: dict[Any, Chunk] = {}  # that end a prompt, by what the prompt holds
 
     def plan(self) -> list[PlanEntry]:
-        """Chunks of prompts that have begun, then of new admissions: first come, first served."""
+        """Chunks of prompts that have begun, then of new admissions, as the policy has them."""
         for seq in self.queues.running:  # at most one, unless a budget cut two plans
             if self.budget and seq.is_prefilling:
                 self._add_chunk(seq)
-        while self.queues.waiting and self.queues.free_rows:
-            if not self._admit(next(iter(self.queues.waiting))):
+        while self.queues.free_rows and (seq := self.queues.waiting.next()) is not None:
+            if not self._admit(seq):
                 break
         return [entry for chunk in self.chunks for entry in chunk]
 

@@ -1,10 +1,11 @@
 """Queues: sequences that wait and sequences that run, and how one becomes the other."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 
 from jpaged.engine.adapters import AdapterSlots
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.drafting import Drafter
+from jpaged.engine.policy import Policy
 from jpaged.engine.prefix_cache import Match
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.engine.swapping import Swapping
@@ -35,14 +36,13 @@ class Queues:
         self.swapping = swapping
         self.max_num_seqs = max_num_seqs
         self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
-        # An ordered set, next to be admitted first; and one with the oldest admission first.
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self.running: dict[Sequence, None] = {}
+        self.waiting = Policy(max_num_seqs)
+        self.running: dict[Sequence, None] = {}  # an ordered set, the oldest admission first
         self.finished: list[Sequence] = []  # since they were last taken
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
-        self.waiting[seq] = None
+        self.waiting.add(seq)
 
     # Into a row of the device
 
@@ -74,7 +74,7 @@ class Queues:
         return child
 
     def _run(self, seq: Sequence, *, fill: int) -> None:
-        self.waiting.pop(seq, None)
+        self.waiting.enter(seq)
         if seq.epoch == 0:
             seq.num_cached = min(seq.num_dispatched, seq.prompt_len)
         seq.fill = fill
@@ -96,31 +96,31 @@ class Queues:
         seq.num_dispatched = seq.fill = seq.pending = 0
         seq.epoch += 1
         if seq.candidates is None:  # a row that has them waits for its request, not for blocks
-            self.waiting[seq] = None
-            self.waiting.move_to_end(seq, last=False)
+            self.waiting.add_first(seq)
 
-    def preempt_youngest(self) -> None:
-        self.preempt(next(reversed(self.running)))
+    def preempt_victim(self, among: dict[Sequence, None]) -> None:
+        """Preempt the row of these that gives way to the others. among: rows, oldest first."""
+        self.preempt(self.waiting.victim(among))
 
     def preempt_idle(self) -> None:
-        """Preempt the youngest row that waits for its request, else the youngest of all.
+        """Preempt the youngest row that waits for its request, else the one that gives way.
 
         Where nothing can be planned, rows that wait do so for others of their request, which lack
         the blocks that they hold: one that computes its prompt and is preempted in their place
         would be admitted, and be stuck, for ever.
         """
         idle = (seq for seq in reversed(self.running) if seq.candidates is not None)
-        self.preempt(next(idle, next(reversed(self.running))))
+        self.preempt(next(idle, self.waiting.victim(self.running)))
 
     def resume(self, seq: Sequence) -> None:
         """Go on with a sequence whose candidates its request has taken up."""
         seq.candidates = None
         if seq.status is Status.WAITING:
-            self.waiting[seq] = None
+            self.waiting.add(seq)
 
     def retire(self, seq: Sequence) -> None:
         """Take a sequence out of its queue, and whatever it holds from it; nobody is told."""
-        self.waiting.pop(seq, None)
+        self.waiting.remove(seq)
         self.swapping.drop(seq)
         if seq.status is Status.RUNNING:
             self._release(seq)
@@ -157,6 +157,7 @@ class Queues:
 
     def _release(self, seq: Sequence) -> None:
         del self.running[seq]
+        self.waiting.leave(seq)
         self.blocks.free(seq)
         self.free_rows.append(seq.device_row)
         self.adapters.leave(seq.adapter)

@@ -6,6 +6,7 @@ once. Rows that wait for the host are left out until their request has steered t
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -67,7 +68,8 @@ class Scheduler:
     def can_prefill(self) -> bool:
         """Whether there are prompts that a prefill may take up."""
         queues = self.queues
-        if queues.waiting and (queues.free_rows or (self._is_stuck() and not self.can_decode)):
+        has_room = queues.free_rows or (self._is_stuck() and not self.can_decode)
+        if has_room and queues.waiting.next() is not None:
             return True
         return any(seq.is_prefilling for seq in queues.running)
 
@@ -149,27 +151,28 @@ class Scheduler:
 
     def decoding_rows(self) -> list[Sequence]:
         """Return the rows that decode next; each holds the block that its token is written to."""
-        rows: list[Sequence] = []
+        rows: dict[Sequence, None] = {}
         for seq in list(self.queues.running):
             if seq.status is not Status.RUNNING or not seq.can_decode:
                 continue
-            if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq):
-                rows.append(seq)
-        return rows
+            if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq, rows):
+                rows[seq] = None
+        return list(rows)
 
     @property
     def most_draws(self) -> int:
         """How many tokens of rows a step can draw."""
         return min(self.max_num_batched_tokens, self.queues.max_num_seqs)
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """Give a row the block that its next token is written to, preempting the youngest rows;
-        False: it must wait.
+    def _make_room(self, seq: Sequence, planned: Mapping[Sequence, None]) -> bool:
+        """Give a row the block that its next token is written to, preempting rows as the policy
+        says, but none of those planned: a copy of a block may be pending for them. False: it must
+        wait.
         """
         running = self.queues.running
         while not self.blocks.make_writable(seq, seq.num_dispatched):
             if len(running) > 1:
-                self.queues.preempt_youngest()
+                self.queues.preempt_victim({s: None for s in running if s not in planned})
                 if seq.status is not Status.RUNNING:
                     return False
             else:

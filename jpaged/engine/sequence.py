@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jpaged.engine.adapters import AdapterVersion
+from jpaged.engine.origin import Origin
 from jpaged.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class Sequence:
     `pending` samples are in flight. Between steps a decoding row has num_dispatched ==
     len(token_ids) + pending - 1.
 
-    Who fills what. The caller, once: request_id, token_ids[:prompt_len], sampling_params, key,
-    index, salt, adapter, stop_ids, text, structured. Request: request. Commit: the rest of
+    Who fills what. The caller, once: request_id, origin, token_ids[:prompt_len], sampling_params,
+    key, index, salt, adapter, stop_ids, text, structured. Request: request. Commit: the rest of
     token_ids, logprobs, top_logprobs, allowed_logprobs, prompt_logprobs, candidates, num_committed,
     finish_reason, stop_reason, error. BlockManager and PrefixCache: block_tables, first_held,
     contents, hashes, generation. Scheduler and Queues: all else.
@@ -56,7 +57,7 @@ class Sequence:
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
     __slots__ = (
         # what the caller asked for
-        *("request", "request_id", "sampling_params", "key", "index", "salt", "adapter"),
+        *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
         *("eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
@@ -88,8 +89,10 @@ class Sequence:
         text: "TextStream | None" = None,
         structured: "Constraint | None" = None,
         score_only: bool = False,
+        origin: Origin | None = None,
     ):
         self.request_id = request_id
+        self.origin = origin  # who shares the engine fairly with others
         self.token_ids = list(token_ids)  # prompt, then every committed token
         self.prompt_len = len(token_ids)
         self.sampling_params = sampling_params

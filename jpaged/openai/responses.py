@@ -8,7 +8,7 @@ pydantic TypeAdapter of them checks it in the tests.
 import dataclasses
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NotRequired, TypedDict
 
 from jpaged.errors import CapacityError, RequestError
@@ -227,9 +227,13 @@ def ending(done: CompletionOutput, form: AnswerForm) -> Ending:
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     """By token id, for every token of the prompt but the first."""
-    return [
-        None if entries is None else _by_id(entries) for entries in output.prompt_logprobs or []
-    ]
+    return list(each_prompt_logprobs(output))
+
+
+def each_prompt_logprobs(output: RequestOutput) -> Iterator[dict[str, Any] | None]:
+    """The same, made one token at a time."""
+    for entries in output.prompt_logprobs or []:
+        yield None if entries is None else _by_id(entries)
 
 
 def _by_id(entries: Mapping[int, Logprob]) -> dict[str, Any]:

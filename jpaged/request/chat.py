@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
+from jpaged.request.length import CHARACTERS_A_TOKEN, check_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,15 +31,28 @@ def render(chat: Chat, tokenizer: Any) -> list[int]:
     """Token ids of a conversation; RequestError when there is no chat template or it refuses the
     messages.
     """
+    return [int(t) for t in _rendered(chat, tokenizer, tokenize=True)]
+
+
+def check_rendered_length(chat: Chat, tokenizer: Any, most: int) -> None:
+    """Raise CapacityError for a long conversation of `most` tokens or more, before it is tokenized
+    whole. Raises what `render` raises.
+    """
+    if _num_characters(chat.messages) > CHARACTERS_A_TOKEN * most:
+        check_length(_rendered(chat, tokenizer, tokenize=False), most, tokenizer.encode)
+
+
+def _rendered(chat: Chat, tokenizer: Any, *, tokenize: bool) -> Any:
+    """The text of a conversation, or its token ids."""
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "chat: the tokenizer has no chat template; render the prompt yourself and call generate"
         )
     goes_on = chat.continue_final_message
     try:
-        rendered = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             chat.messages,
-            tokenize=True,
+            tokenize=tokenize,
             return_dict=False,
             add_generation_prompt=chat.add_generation_prompt and not goes_on,
             continue_final_message=goes_on,
@@ -47,4 +61,9 @@ def render(chat: Chat, tokenizer: Any) -> list[int]:
     # jinja and transformers raise many types for messages that a template does not take
     except Exception as e:
         raise RequestError(f"chat: the template refused the messages: {e}") from e
-    return [int(t) for t in rendered]
+
+
+def _num_characters(messages: Any) -> int:
+    """About how long a conversation is."""
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    return sum(len(content) for content in contents if isinstance(content, str))

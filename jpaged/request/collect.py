@@ -8,11 +8,9 @@ import numpy as np
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
-from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
+from jpaged.request.outputs import CompletionChunk, CompletionOutput, NamedLogprobs, RequestOutput
 from jpaged.request.prompts import Adapted
 from jpaged.search.beam import BeamSearch, Hypothesis
-
-Top = list[tuple[int, float, int]]  # (token, logprob, rank) each
 
 
 def collect(request: Request, tokenizer: Any) -> RequestOutput:
@@ -29,7 +27,7 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=first.token_ids[: first.prompt_len],
-        prompt_logprobs=_logprobs(first.prompt_logprobs, tokenizer) if scored else None,
+        prompt_logprobs=NamedLogprobs(first.prompt_logprobs, tokenizer) if scored else None,
         outputs=completions,
         num_cached_tokens=first.num_cached,
         error=request.error,
@@ -71,6 +69,7 @@ class LiveCompletions:
 
     def __init__(self, requests: list[Request], tokenizer: Any):
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # of tokens among logprobs
         self._live = [(i, seq) for i, request in enumerate(requests) for seq in request.sequences]
         self._sent = {seq: seq.prompt_len for _, seq in self._live}
 
@@ -92,7 +91,7 @@ class LiveCompletions:
                 sent, tops = self._sent[seq], None
                 if seq.sampling_params.logprobs is not None:
                     new = seq.top_logprobs[sent - seq.prompt_len :]
-                    tops = _logprobs(new, self._tokenizer)
+                    tops = NamedLogprobs(new, self._tokenizer, self._texts)
                 yield CompletionChunk(
                     request_index=i,
                     index=seq.index,
@@ -121,7 +120,7 @@ def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         text = seq.text.finish()
     else:  # "stop" is by an id then: a stop string would have had a TextStream
         text = _text(tokenizer, tokens, seq.finish_reason, asked.skip_special_tokens)
-    tops = None if asked.logprobs is None else _logprobs(seq.top_logprobs, tokenizer)
+    tops = None if asked.logprobs is None else NamedLogprobs(seq.top_logprobs, tokenizer)
     more = {"text": text, "stop_reason": seq.stop_reason, "logprobs": tops}
     if seq.structured is not None and asked.logprobs_mode == "tempered":
         more["allowed_logprobs"] = np.array(seq.allowed_logprobs, np.float32)
@@ -142,17 +141,3 @@ def _text(
         return None
     tokens = tokens[:-1] if finish_reason == "stop" else tokens
     return decode(tokenizer, tokens, skip_special_tokens)
-
-
-def _logprobs(tops: Any, tokenizer: Any) -> list[Any]:
-    """{token: Logprob} of each Top, in its order; None stays None."""
-
-    def named(top: Top) -> dict[int, Logprob]:
-        return {
-            token: Logprob(
-                logprob, rank, None if tokenizer is None else decode(tokenizer, [token], False)
-            )
-            for token, logprob, rank in top
-        }
-
-    return [None if top is None else named(top) for top in tops]

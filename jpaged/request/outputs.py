@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jpaged.errors import RequestError
+from jpaged.request.detokenizer import decode
 
 
 class Logprob(NamedTuple):
@@ -17,6 +18,56 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+class NamedLogprobs(Sequence[dict[int, Logprob] | None]):
+    """{token: Logprob} for each of many tokens, in the order in which they are ranked. A dict is
+    made when it is read: nobody waits for those of a long prompt, or of many completions.
+
+    rows: for each token, (token, logprob, rank) of the alternatives, or None. tokenizer: what
+    decodes them, or None. Equal to, and pickled as, the list of its dicts.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[tuple[int, float, int]] | None],
+        tokenizer: Any,
+        texts: dict[int, str] | None = None,
+    ):
+        self._rows, self._tokenizer = rows, tokenizer
+        self._texts: dict[int, str] = {} if texts is None else texts  # of tokens decoded so far
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return NamedLogprobs(self._rows[index], self._tokenizer, self._texts)
+        row = self._rows[index]
+        if row is None:
+            return None
+        return {token: Logprob(p, rank, self._text(token)) for token, p, rank in row}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NamedLogprobs | list):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+    def _text(self, token: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = decode(self._tokenizer, [token], False)
+        return text
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,7 +87,7 @@ class CompletionOutput:
     token_ids: list[int]
     token_logprobs: np.ndarray
     cumulative_logprob: float
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[Any] | None = None
     finish_reason: Literal["stop", "length", "abort", "error"] | None = None
     stop_reason: int | str | None = None
     allowed_logprobs: np.ndarray | None = None
@@ -59,7 +110,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
     weight_version: int = 0
@@ -80,7 +131,7 @@ class CompletionChunk:
     token_ids_delta: list[int]
     finish_reason: str | None
     token_logprobs_delta: list[float] = dataclasses.field(default_factory=list)
-    logprobs_delta: list[dict[int, Logprob]] | None = None
+    logprobs_delta: Sequence[Any] | None = None
     stop_reason: int | str | None = None
 
 

@@ -15,11 +15,13 @@ from jpaged.checks import check_real, check_whole
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, key_from_seed
+from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
-from jpaged.request.chat import Chat, render
+from jpaged.request.chat import Chat, check_rendered_length, render
 from jpaged.request.detokenizer import TextStream
+from jpaged.request.length import too_long
 from jpaged.request.prompts import Adapted, cached_under, tokenize
 from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
@@ -87,12 +89,22 @@ class Processor:
         """Token ids of one conversation: see chat.render."""
         return render(chat, self._need_tokenizer("chat"))
 
-    def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt in any form, checked against the vocabulary."""
+    def check_chat(self, chat: Chat) -> None:
+        """Raise CapacityError for a long conversation that leaves no room in the context, before it
+        is tokenized whole.
+        """
+        check_rendered_length(chat, self._need_tokenizer("chat"), self.max_model_len)
+
+    def tokens(self, prompt: Any, most: int | None = None) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt in any form, checked against the vocabulary. most:
+        CapacityError for as many tokens, before they are all made; None: any number.
+        """
         prompt = prompt.prompt if isinstance(prompt, Adapted) else prompt
         if isinstance(prompt, Chat):
+            if most is not None:
+                self.check_chat(prompt)
             prompt = self.render(prompt)
-        return tokenize(prompt, self._need_tokenizer, self.model.vocab_size)
+        return tokenize(prompt, self._need_tokenizer, self.model.vocab_size, most)
 
     # Prompts to requests
 
@@ -104,8 +116,11 @@ class Processor:
         request_id: str | None = None,
         *,
         streaming: bool = False,
+        origin: Origin | None = None,
     ) -> Request:
-        """Check one request in full and make its Sequences, one a sample."""
+        """Check one request in full and make its Sequences, one a sample. streaming: its text is
+        wanted as its tokens come. origin: who shares the engine with others.
+        """
         asked = sampling_params
         if not isinstance(asked, SamplingParams):
             kind = type(asked).__name__
@@ -129,6 +144,7 @@ class Processor:
         how = {
             "request_id": self.new_id() if request_id is None else request_id,
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
+            "origin": origin,
             **cached_under(prompt, self.adapters),
         }
         samples = [
@@ -201,12 +217,9 @@ class Processor:
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, which leaves room for a token."""
-        text, ids = self.tokens(prompt)
-        if len(ids) >= (most := self.max_model_len):
-            raise CapacityError(
-                f"prompt of {len(ids)} tokens leaves no room in max_model_len={most}: "
-                "shorten it or raise max_model_len"
-            )
+        text, ids = self.tokens(prompt, self.max_model_len)
+        if len(ids) >= self.max_model_len:
+            raise too_long(len(ids), self.max_model_len)
         return text, ids
 
     def _sequence(

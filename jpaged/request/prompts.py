@@ -14,6 +14,7 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
 from jpaged.request.chat import Chat
+from jpaged.request.length import check_length, too_long
 from jpaged.request.sampling_params import SamplingParams
 
 
@@ -41,9 +42,12 @@ def as_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
+def tokenize(
+    prompt: Any, tokenizer: Any, vocab_size: int, most: int | None = None
+) -> tuple[str | None, list[int]]:
     """(text, token ids) of one prompt; `tokenizer` is a function that gives one or raises
-    RequestError.
+    RequestError. most: CapacityError for as many tokens, before they are all made; None: any
+    number.
     """
     if isinstance(prompt, Adapted):
         prompt = prompt.prompt
@@ -57,7 +61,7 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
                 raise RequestError(
                     "prompt: 'prompt' must be a str and 'prompt_token_ids' token ids"
                 )
-            return text, tokenize(ids, tokenizer, vocab_size)[1]
+            return text, tokenize(ids, tokenizer, vocab_size, most)[1]
         else:
             raise RequestError(
                 f"prompt with keys {sorted(map(str, keys))}: pass 'prompt' (str) or "
@@ -65,7 +69,10 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
             )
     if isinstance(prompt, str):
         try:
-            ids = [int(t) for t in tokenizer("a str prompt").encode(prompt)]
+            encode = tokenizer("a str prompt").encode
+            if most is not None:
+                check_length(prompt, most, encode)
+            ids = [int(t) for t in encode(prompt)]
         except (TypeError, UnicodeError) as e:  # half of a surrogate pair, as JSON may hold
             raise RequestError(f"prompt {prompt!r} cannot be tokenized: {e}") from e
         if not ids:
@@ -80,6 +87,8 @@ def tokenize(prompt: Any, tokenizer: Any, vocab_size: int) -> tuple[str | None, 
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         wanted = "a str, a list of token ids, a 1-D array or a dict"
         raise RequestError(f"prompt of type {type(prompt).__name__}: pass {wanted}")
+    if most is not None and len(prompt) >= most:
+        raise too_long(len(prompt), most)
     if bad := [t for t in prompt if not is_scalar(t)]:
         raise RequestError(f"prompt token id {bad[0]!r}: must be an integer")
     return None, _in_vocabulary([int(t) for t in prompt], vocab_size)
@@ -118,6 +127,17 @@ def cached_under(prompt: Any, named: Mapping[str, AdapterVersion]) -> dict[str, 
             raise RequestError(f"adapter {name!r} is unknown: {known}; add_adapter adds one")
         adapter = named[name]
     return {"salt": cache_salt(prompt), "adapter": adapter}
+
+
+def salted_by(salt: str, prompt: Any) -> dict[str, Any]:
+    """A prompt (text, ids, or a dict of either) whose cached prefix is shared under `salt` alone;
+    a salt that it has counts beside it. salt: all that are given here are of one length, so that
+    no salt of a prompt stands for another.
+    """
+    if not isinstance(prompt, Mapping):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    inner = cache_salt(prompt)
+    return {**prompt, "cache_salt": salt if inner is None else f"{salt}:{inner}"}
 
 
 def answered_by(adapter: str, prompt: Any) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class CheckedEngine(Engine):
 
 
 OWN = ("eos_ids", "text", "structured", "score_only", "request_id", "index", "salt", "adapter")
+OWN += ("origin",)
 
 
 class Host:

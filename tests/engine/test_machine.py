@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.engine.engine import EngineState
+from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request, Status
 from jpaged.search.beam import BeamSearch
 from tests.engine.host import (
@@ -35,6 +36,9 @@ ADAPTERS = st.sampled_from(
     [None] * 4 + [AdapterVersion(name=str(i), version=i, rank=1, data=None) for i in range(1, 6)]
 )
 SALTS = st.sampled_from([None, None, None, "a", "b"])
+ORIGINS = st.sampled_from(
+    [None, *(Origin(party=p, call=c, leaves_rows=p == "a") for p in "ab" for c in "xyz")]
+)
 
 
 # Of the groups of layers. The mock's KV of a token follows from that of the one before it: windows
@@ -112,6 +116,7 @@ class HostMachine(RuleBasedStateMachine):
         scored=st.sampled_from([False, False, False, True]),
         n=st.sampled_from([1, 1, 2, 3, 4]),
         adapter=ADAPTERS,
+        origin=ORIGINS,
     )
     def add(
         self,
@@ -127,6 +132,7 @@ class HostMachine(RuleBasedStateMachine):
         scored,
         n,
         adapter,
+        origin=None,
     ) -> None:
         """Requests of n samples with a prefix in common, or the same one several times."""
         options: dict[str, Any] = {"prompt_logprobs": 0} if scored else {}
@@ -135,6 +141,7 @@ class HostMachine(RuleBasedStateMachine):
             "min_tokens": min(min_tokens, max_tokens),
             "salt": salt,
             "adapter": adapter,
+            "origin": origin,
         }
         options["eos_ids"] = frozenset(
             range(3, 100, eos_every)[:12]
@@ -154,6 +161,7 @@ class HostMachine(RuleBasedStateMachine):
         num_eos=st.sampled_from([0, 1, 3]),
         salt=SALTS,
         adapter=ADAPTERS,
+        origin=ORIGINS,
     )
     def add_beams(
         self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, **how
@@ -175,6 +183,7 @@ class HostMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 3), max_size=2),
         salt=SALTS,
         adapter=ADAPTERS,
+        origin=ORIGINS,
     )
     def go_on(self, which: int, cut: int, tail: list[int], **how: Any) -> None:
         """A next turn: the prompt is what an earlier request ended with."""

@@ -1,7 +1,6 @@
 """Scheduler: what is in a plan, who is admitted, who is preempted, and that nobody starves."""
 
 import random
-from collections import OrderedDict
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.policy import Policy
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.turns import MOST_IN_A_ROW, Turns
@@ -273,7 +273,7 @@ def test_scoring_samples_nothing(depth: int):
 def test_a_waiting_crowd_costs_nothing():
     """A step, and giving up one request, look at the head of the queue only."""
 
-    class Crowd(OrderedDict):
+    class Crowd(Policy):
         seen = 0
 
         def __iter__(self):
@@ -281,8 +281,12 @@ def test_a_waiting_crowd_costs_nothing():
                 self.seen += 1
                 yield seq
 
+        def _may_run(self, seq: Sequence) -> bool:
+            self.seen += 1
+            return super()._may_run(seq)
+
     s = scheduler(num_blocks=4, rows=2)
-    s.queues.waiting = crowd = Crowd()
+    s.queues.waiting = crowd = Crowd(2)
     seqs = [add(s, 6, max_tokens=9, first=10 * i) for i in range(100)]
     for i in range(40):
         crowd.seen = 0

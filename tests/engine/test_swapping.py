@@ -99,7 +99,9 @@ def test_a_swapped_sequence_is_aborted(depth: int, moved: bool):
         host.step()
     preempted(host, seq)
     first = host.add(prompt(5))
-    host.engine.replicas[0].queues.waiting.move_to_end(first, last=False)
+    waiting = host.engine.replicas[0].queues.waiting
+    waiting.remove(first)
+    waiting.add_first(first)
     for _ in range(2 * moved):
         host.step()
     assert (

@@ -91,7 +91,7 @@ class Live:
 
 def http_post(path: str, body: Any) -> bytes:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 

@@ -78,7 +78,7 @@ def status_of(raw: bytes) -> int:
 
 
 def test_a_body_that_is_too_large(live: Live):
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for length in ("20001", "9" * 4000):  # told, and not sent
         with live.connect() as connection:
             connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
@@ -148,9 +148,9 @@ def test_biases_are_counted_before_they_are_read(live: Live, path: str):
 
 def test_heads_that_are_too_large_or_broken(live: Live):
     for head in (
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 30_000 + b"\r\n",
-        b"GET / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 5\r\nHost: x\r\n\r\nabc",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 30_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 5\r\nHost: localhost\r\n\r\nabc",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
         b"GET /" + b"a" * 100_000,
     ):
@@ -158,7 +158,7 @@ def test_heads_that_are_too_large_or_broken(live: Live):
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                 connection.sendall(head)
             raw = rest_of(connection)
-            assert raw == b"" or status_of(raw) == 400
+            assert raw == b"" or status_of(raw) in (400, 431)
 
 
 def test_heads_and_bodies_that_do_not_come(live: Live):
@@ -166,8 +166,8 @@ def test_heads_and_bodies_that_do_not_come(live: Live):
     begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(live.connect()) for _ in range(3)]
-        silent[1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        silent[2].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        silent[1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        silent[2].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
         halves = [stack.enter_context(live.connect()) for _ in range(2)]
         for half in halves:
             half.sendall(http_post(COMPLETIONS, HELLO)[:-20])
@@ -311,7 +311,7 @@ def test_halves_of_a_character(live: Live, path: str, body: dict[str, Any]):
     ids=str,
 )
 def test_bytes_that_are_no_json(live: Live, raw: bytes, said: str):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
         connection.sendall(
             head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
@@ -321,7 +321,7 @@ def test_bytes_that_are_no_json(live: Live, raw: bytes, said: str):
     assert said in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-HIDDEN = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+HIDDEN = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ HIDDEN = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 )
 def test_bodies_told_wrongly(live: Live, fields: bytes, body: bytes, status: int):
     """At most one answer each: what follows in the same bytes is not taken for another request."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
         connection.sendall(head + fields + b"\r\n\r\n" + body)
         connection.shutdown(socket.SHUT_WR)

@@ -20,9 +20,10 @@ pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 from jpaged.openai.parts import Format, Reader, Style
 from jpaged.openai.protocol import ChatCompletionRequest
 from jpaged.openai.responses import AnswerForm
+from jpaged.openai.server.answers import WholeAnswer
+from jpaged.openai.server.asked import Asked
 from jpaged.openai.server.bodies import ServedChat
 from jpaged.openai.server.events import Events
-from jpaged.openai.server.generation import Asked, _whole
 from jpaged.openai.server.response_bodies import ServedResponse
 from jpaged.openai.server.response_items import ResponseEvents
 
@@ -241,7 +242,10 @@ def chat_answer(
         echo=None,
         reader=reader,
     )
-    return json.loads(_whole(None, asked, [output]))
+    answer, parts = WholeAnswer(asked, [output]), list[bytes]()
+    while not answer.is_ended:
+        parts.append(answer.next(None))
+    return json.loads(b"".join(parts))
 
 
 def test_an_answer_without_text_is_a_message() -> None:

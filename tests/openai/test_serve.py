@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ pytest.importorskip("starlette", reason="pip install 'jpaged[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'jpaged[server]'")
 
 from jpaged.__main__ import main
+from jpaged.openai.server import run
 from jpaged.openai.server.run import main as serve
 from jpaged.openai.server.run import make_parser, name_of
 
@@ -99,6 +101,46 @@ def test_a_second_signal_stops_it(server: tuple[subprocess.Popen[str], int]):
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+    assert process.stderr is not None and process.stderr.read() == "", "no traceback"
+
+
+def test_a_port_in_use_is_seen_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    def load(args: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(run, "make_server", load)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert serve(["--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"jpaged serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert serve(["--host", "no-such-host.invalid", "--port", "0"]) == 1
+    assert "cannot listen on no-such-host.invalid:0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        serve(["--port", "70000"])
+    assert "is no port" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    def load(args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "make_server", load)
+    assert serve(["--port", "0"]) == 130 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", ""])
+def test_addresses_are_taken(host: str):
+    sockets = run.take_address(host, 0)
+    try:
+        assert sockets and all(s.getsockname()[1] > 0 for s in sockets)
+        with pytest.raises(OSError):  # nobody is answered before there is a model
+            socket.create_connection(("127.0.0.1", sockets[0].getsockname()[1]), timeout=5)
+    finally:
+        for taken in sockets:
+            taken.close()
 
 
 def test_flags():
@@ -122,7 +164,7 @@ def test_flags():
     ],
 )
 def test_what_cannot_start_is_one_sentence(argv: list[str], said: str, capsys: Any):
-    assert serve(argv) == 1
+    assert serve(["--port", "0", *argv]) == 1
     error = capsys.readouterr().err
     assert error.startswith("jpaged serve: ") and said in error and error.count("\n") == 1
 

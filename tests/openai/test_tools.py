@@ -57,7 +57,7 @@ def write(
 
     @contextlib.asynccontextmanager
     async def run(
-        prompts: Any, params: Any, *, streaming: bool, coming: Coming
+        prompts: Any, params: Any, *, streaming: bool, coming: Coming, origin: Any
     ) -> AsyncIterator[Inbox]:
         given.append(live.server.llm.tokenizer.decode(prompts[0]))
         inbox = Inbox()

@@ -16,7 +16,13 @@ from kernels_pallas.experts.interface import ExpertWeights, Glu
 
 
 class Products(Adder, Protocol):
-    """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
+    """A module that multiplies by a weight as it lies, better than XLA for some shapes.
+
+    activations: what x becomes in products with weights in 8 and 4 bits (see models.quantized).
+    """
+
+    @property
+    def activations(self) -> str: ...
 
     def supported(self, x: Array, weight: Array, /) -> bool:
         """Whether it is the better one for x [T, E] and weight [N, E]."""

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import RequestError
 from jpaged.openai.json_text import json_object
+from jpaged.openai.server.answers import json_pieces
 from jpaged.openai.server.bodies import (
     Detokenize,
     ServedChat,
@@ -32,7 +33,7 @@ HTML = b"text/html; charset=utf-8"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 LEFT = 499  # in metrics: the client left before there was an answer
 Handler = Callable[[Exchange], Awaitable[None]]
-Prepared = tuple[dict[str, Any], tuple[str, ...]]  # an answer, and the fields that were ignored
+Prepared = tuple[bytes, tuple[str, ...]]  # an answer, and the fields that were ignored
 
 
 class Server:
@@ -119,24 +120,25 @@ class Server:
             "max_model_len": self.llm.engine_config.max_model_len,
         }
 
+    def _json(self, llm: Any, text: str) -> dict[str, Any]:
+        return json_object(text, max_depth=self.settings.max_json_depth)
+
     async def _tokenize(self, exchange: Exchange) -> None:
-        answer = await self._prepared(exchange, _tokenized)
-        await exchange.answer(encode(answer))
+        await exchange.answer(await self._prepared(exchange, _tokenized))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        answer = await self._prepared(exchange, _detokenized)
-        await exchange.answer(encode(answer))
+        await exchange.answer(await self._prepared(exchange, _detokenized))
 
     async def _prepared(
         self, exchange: Exchange, function: Callable[[Any, dict[str, Any]], Prepared]
-    ) -> dict[str, Any]:
+    ) -> bytes:
         """What a function makes of a body, in a thread."""
         with contextlib.closing(self._generation.room.hold()) as held:
             await exchange.read(held)
-            body = json_object(exchange.text, max_depth=self.settings.max_json_depth)
+            body = await self._generation.prepare(len(exchange.text), self._json, exchange.text)
             name = body.get("model")
             self._generation.check_model(name if isinstance(name, str) else None)
-            work = self.llm.prepare(function, body)
+            work = self._generation.prepare(len(exchange.text), function, body)
             answer, ignored = await exchange.while_connected(work)
             self._generation.report_ignored(exchange, ignored)
             return answer
@@ -152,7 +154,10 @@ class Endpoint:
         exchange = Exchange(scope, receive, send, self._server.settings)
         try:
             if not self._is_open:
+                exchange.check_host()
                 exchange.check_key()
+            if self._path != "/health":
+                exchange.check_room()
             await self._handle(exchange)
         except Gone:
             pass
@@ -198,7 +203,7 @@ def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
     answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.engine_config.max_model_len}
     if body.return_token_strs:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)
-    return answer, body.ignored
+    return b"".join(json_pieces(answer)), body.ignored
 
 
 def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
@@ -208,4 +213,4 @@ def _detokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
         raise RequestError("tokens: this model has no tokenizer")
     if ids and max(ids) >= size:
         raise RequestError(f"tokens: {max(ids)} is outside the vocabulary of {size}")
-    return {"prompt": llm.tokenizer.decode(ids)}, body.ignored
+    return encode({"prompt": llm.tokenizer.decode(ids)}), body.ignored

@@ -15,6 +15,7 @@ from jpaged.openai.protocol import (
     GenerationRequest,
     refuse,
 )
+from jpaged.request.chat import Chat
 from jpaged.request.sampling_params import SamplingParams
 
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
@@ -79,6 +80,14 @@ class Served(OfRoute, GenerationRequest):
 
     stream: bool = False
     stream_options: StreamOptions | None = None
+    priority: Integer | None = None
+
+    @model_validator(mode="after")
+    def _priority_is_none(self) -> Self:
+        if self.priority:  # as vLLM does whose scheduler has none
+            said = f"priority={self.priority}: this server has no priorities, keys take turns"
+            refuse(f"{said} (only 0)", "priority")
+        return self
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> Self:
@@ -110,6 +119,17 @@ class ServedChat(Served, ChatCompletionRequest):
     within: ClassVar[Mapping[str, type[Body]]] = {**Served.within, **ChatCompletionRequest.within}
 
     parallel_tool_calls: bool = True
+
+    def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
+        if self.truncate_prompt_tokens is None:
+            llm.calls.processor.check_chat(Chat(messages=self.conversation, **self._template))
+        return super().prompts_for(llm, params)
+
+    @property
+    def _template(self) -> dict[str, Any]:
+        """The fields of a Chat beside its messages."""
+        asked = dict(self.template)
+        return {"template_kwargs": asked.pop("chat_template_kwargs", None), **asked}
 
     @model_validator(mode="after")
     def _tools_are_only_described(self) -> Self:

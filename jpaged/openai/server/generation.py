@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -12,22 +13,26 @@ from importlib.util import find_spec
 from typing import Any
 
 from jpaged.async_llm import AsyncLLM
+from jpaged.engine.origin import Origin
 from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
-from jpaged.openai import responses
 from jpaged.openai.json_text import json_object
-from jpaged.openai.parts import Format, Plain, Reader, folded
+from jpaged.openai.parts import Format, Plain, Reader
 from jpaged.openai.protocol import BodyError
 from jpaged.openai.responses import AnswerForm
+from jpaged.openai.server.answers import WholeAnswer
+from jpaged.openai.server.asked import Asked
 from jpaged.openai.server.bodies import Served, ServedChat, ServedCompletion
-from jpaged.openai.server.echo import put_prompt, text_of
-from jpaged.openai.server.events import Events, total_usage
+from jpaged.openai.server.echo import text_of
+from jpaged.openai.server.events import Events
 from jpaged.openai.server.metrics import Metrics, Watch
+from jpaged.openai.server.parties import Parties, Party
 from jpaged.openai.server.response_bodies import ResponseBody, ServedResponse
 from jpaged.openai.server.response_items import ResponseEvents
 from jpaged.openai.server.settings import ServerSettings
 from jpaged.openai.server.wire import (
     EVENTS,
+    JSON,
     ApiError,
     Exchange,
     Held,
@@ -38,37 +43,19 @@ from jpaged.openai.server.wire import (
 )
 from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.prompts import answered_by
+from jpaged.request.prompts import answered_by, salted_by
 from jpaged.request.sampling_params import SamplingParams
 
 log = logging.getLogger("jpaged")
 
 IGNORED = b"x-jpaged-ignored-fields"
 MOST_LOGGED = 256  # names of unknown fields, over a server's life
+LONG_BODY = 1 << 17  # characters, from which on a body is read and tokenized beside few others
+MOST_LONG = 2  # such bodies at once
+MOST_A_TURN = 256  # tokens and alternatives of a stream's pieces that are written in one turn
 MOST_COMPILING = 2  # forms at once; the other threads that prepare requests are for those without
+PLACES_A_RESERVED_ONE = 8  # a key of several leaves one place in so many to the others
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS, MOST_OF_A_SALT = 64, 4096, 1024, 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request that was understood. echo: the texts of the prompts, where they are repeated.
-    reader: makes what reads a chat's answer. prompt_sizes: tokens of the prompts, where a stream
-    tells of them as it goes on.
-    """
-
-    body: Served
-    params: SamplingParams
-    prompts: list[Any]
-    form: AnswerForm
-    model: str
-    name: str
-    echo: list[str] | None
-    reader: Callable[[], Reader]
-    prompt_sizes: list[int] | None = None
-
-    @property
-    def how(self) -> dict[str, Any]:
-        return {"name": self.name, "model": self.model}
 
 
 class Generation:
@@ -83,7 +70,11 @@ class Generation:
         )
         self._choices = 0  # admitted, and not ended
         self._ignored: set[str] = set()  # unknown fields that the log has
+        self._choices_of: Counter[str] = Counter()  # of them, by party
+        self._parties = Parties(settings)
         self._compiling = asyncio.Semaphore(MOST_COMPILING)
+        self._reading_long = asyncio.Semaphore(MOST_LONG)
+        self._writing = asyncio.Semaphore(1)
 
     async def serve(self, exchange: Exchange, kind: type[Served]) -> None:
         """Read, run and answer one request. Raises its error, and Gone."""
@@ -97,25 +88,41 @@ class Generation:
     ) -> None:
         arrived = time.monotonic()
         async with asyncio.timeout(self._settings.request_timeout_s):
-            body = await self._llm.prepare(self._read, kind, exchange.text)
+            length = len(exchange.text)
+            body = await self.prepare(length, self._read, kind, exchange.text)
+            self.report_ignored(exchange, body.ignored)
             self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
-            with self._admitted(_num_prompts(body) * params.n):
+            party = self._parties.of(exchange.key, exchange.address)
+            with self._admitted(_num_prompts(body) * params.n, party):
                 adapter = model if model in self._llm.adapters else None
-                told = (body, params, model, adapter, self._format)
+                told = (body, params, model, adapter, self._format, party.salt)
                 async with self._compiling if _has_form(body, params) else nullcontext():
-                    asked = await self._llm.prepare(_understood, *told)
+                    asked = await self.prepare(length, _understood, *told)
                 exchange.text = ""
                 held.close()
                 watch = Watch(self._metrics, arrived)
-                how: dict[str, Any] = {"streaming": body.stream, "coming": coming}
-                async with self._llm.run(asked.prompts, asked.params, **how) as inbox:
+                origin = Origin(party=party.name, call=asked.name, leaves_rows=party.is_known)
+                async with self._llm.run(
+                    asked.prompts,
+                    asked.params,
+                    streaming=body.stream,
+                    coming=coming,
+                    origin=origin,
+                ) as inbox:
                     news = await inbox.take()
                     if body.stream:
                         await self._stream(exchange, asked, inbox, news, watch)
                     else:
                         await self._answer(exchange, asked, inbox, news, watch)
+
+    async def prepare[T](self, length: int, function: Callable[..., T], *args: Any) -> T:
+        """function(LLM, *args) in a thread. length: of the body that it is about: of long ones few
+        are read at once, so that threads are left for others.
+        """
+        async with self._reading_long if length > LONG_BODY else nullcontext():
+            return await self._llm.prepare(function, *args)
 
     @property
     def models(self) -> list[str]:
@@ -168,12 +175,22 @@ class Generation:
         return params
 
     @contextmanager
-    def _admitted(self, count: int) -> Iterator[None]:
-        """Hold places for so many completions; ApiError where there are not as many."""
+    def _admitted(self, count: int, party: Party) -> Iterator[None]:
+        """Hold places for so many completions; ApiError where there are not as many. A key that is
+        one of several leaves some places to the others.
+        """
         if count > self._settings.max_choices:
             most = self._settings.max_choices
             raise RequestError(f"n: {count} completions (prompts times n) are more than {most}")
         most = self._llm.engine_config.all_rows + self._settings.max_waiting
+        most_of_party = most - (most // PLACES_A_RESERVED_ONE if party.is_known else 0)
+        if self._choices_of[party.name] + count > most_of_party:
+            self._metrics.rejected += 1
+            raise overloaded(
+                f"{self._choices_of[party.name]} completions of this key run and wait here, "
+                f"{most_of_party} at most",
+                self._metrics.seconds_to_wait(count),
+            )
         if self._choices + count > most:
             self._metrics.rejected += 1
             raise overloaded(
@@ -181,10 +198,14 @@ class Generation:
                 self._metrics.seconds_to_wait(self._choices + count - most),
             )
         self._choices += count
+        self._choices_of[party.name] += count
         try:
             yield
         finally:
             self._choices -= count
+            self._choices_of[party.name] -= count
+            if not self._choices_of[party.name]:
+                del self._choices_of[party.name]
 
     async def _answer(
         self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
@@ -197,8 +218,20 @@ class Generation:
                 break
             news = await inbox.take()
         found = [outputs[i] for i in range(len(asked.prompts))]
-        body = await self._llm.prepare(_whole, asked, found)
-        await exchange.answer(body)
+        if isinstance(asked.body, ServedResponse):
+            await exchange.answer(await self._llm.prepare(_whole_response, asked, found[0]))
+            return
+        answer = WholeAnswer(asked, found)
+        part = await self._llm.prepare(answer.next)
+        if answer.is_ended:
+            await exchange.answer(part)
+            return
+        await exchange.begin(200, [(b"content-type", JSON)])
+        await exchange.write(part)
+        while not answer.is_ended:
+            async with self._writing:  # of long answers one at a time, so that others have turns
+                part = await self._llm.prepare(answer.next)
+            await exchange.write(part, more=not answer.is_ended)
 
     async def _stream(
         self, exchange: Exchange, asked: Asked, inbox: Inbox, news: list[News], watch: Watch
@@ -207,10 +240,15 @@ class Generation:
         outputs: list[RequestOutput] = []
         while True:
             written: list[bytes] = []
+            worth = 0
             for prompt, item in news:
                 if isinstance(item, CompletionChunk):
                     watch.chunk(prompt, item)
                     written.append(events.pieces(prompt, item))
+                    worth += len(item.token_ids_delta) * (1 + (asked.form.top or 0))
+                    if worth > MOST_A_TURN:  # the event loop has others to serve
+                        worth = 0
+                        await asyncio.sleep(0)
                 else:
                     outputs.append(watch.ended(_output(item)))
             # Not before the first news: they may be an error, which is a status of its own then.
@@ -278,8 +316,11 @@ def _understood(
     model: str,
     adapter: str | None,
     format: Format,
+    salt: str | None,
 ) -> Asked:
-    """The rest of what is to be known before a request runs: takes as long as its prompts do."""
+    """The rest of what is to be known before a request runs: takes as long as its prompts do. salt:
+    of the party, by which its cached prefixes are kept from others.
+    """
     form = AnswerForm(
         top=params.logprobs,
         token_ids=bool(body.return_token_ids),
@@ -308,6 +349,8 @@ def _understood(
         sizes = [len(llm.calls.processor.tokens(prompt)[1]) for prompt in prompts]
     if adapter is not None:
         prompts = [answered_by(adapter, prompt) for prompt in prompts]
+    if salt is not None:
+        prompts = [salted_by(salt, prompt) for prompt in prompts]
     how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
     return Asked(
         body=body, params=params, prompts=prompts, reader=reader, prompt_sizes=sizes, **how
@@ -350,6 +393,11 @@ def _held_to_calls(
     return held
 
 
+def _whole_response(llm: Any, asked: Asked, output: RequestOutput) -> bytes:
+    assert isinstance(asked.body, ServedResponse)
+    return encode(_response(llm, asked, asked.body.asked).whole(output))
+
+
 def _output(item: Any) -> RequestOutput:
     """What a request has come to; its error is raised."""
     if isinstance(item, BaseException):
@@ -360,34 +408,3 @@ def _output(item: Any) -> RequestOutput:
         said = "the request was ended by this server's operator"
         raise ApiError(503, said, kind="server_error", code="aborted")
     return item
-
-
-def _whole(llm: Any, asked: Asked, outputs: list[RequestOutput]) -> bytes:
-    """The body of an answer, the choices of all prompts one after the other."""
-    if isinstance(asked.body, ServedResponse):
-        return encode(_response(llm, asked, asked.body.asked).whole(outputs[0]))
-    make: Any = responses.chat_completion if asked.body.is_chat else responses.completion
-    only_prompt = isinstance(asked.body, ServedCompletion) and asked.body.only_prompt
-    bodies = [make(output, asked.form, **asked.how) for output in outputs]
-    whole = bodies[0] | {"choices": [], "usage": total_usage(outputs, generated=not only_prompt)}
-    for i, (body, output) in enumerate(zip(bodies, outputs, strict=True)):
-        for choice in body["choices"]:
-            choice["index"] = len(whole["choices"])
-            if asked.body.is_chat:
-                _read_parts(choice, asked.reader())
-            if asked.echo is not None:
-                put_prompt(llm, choice, output, asked.form, asked.echo[i], only_prompt=only_prompt)
-            whole["choices"].append(choice)
-    return encode(whole)
-
-
-def _read_parts(choice: dict[str, Any], reader: Reader) -> None:
-    """Tell the parts of a message apart."""
-    message = choice["message"]
-    if message["content"] is None:
-        return
-    message |= folded(reader.push(message["content"]) + reader.finish())
-    if message["content"] is None and not reader.calls:
-        message["content"] = ""
-    if reader.calls and choice["finish_reason"] == "stop":
-        choice["finish_reason"] = "tool_calls"

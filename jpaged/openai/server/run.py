@@ -8,8 +8,11 @@ second one stops it at once. Routes, limits and metrics: docs/server.md.
 """
 
 import argparse
+import contextlib
 import ipaddress
+import logging
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +62,11 @@ class Listener(uvicorn.Server):
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as e:  # another process listens since the address was taken
+            await self.lifespan.shutdown()
+            raise ConfigError(cannot_listen(self.config.host, self.config.port, e)) from e
         if self.started and self._said is not None:
             host = self.config.host
             where = f"[{host}]" if ":" in host else host
@@ -67,6 +74,9 @@ class Listener(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit, self.should_exit = self.should_exit, True
+        if self.force_exit:
+            # What is torn down now is logged as if it had failed, with tracebacks.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,13 +90,15 @@ def make_parser() -> argparse.ArgumentParser:
     add = group.add_argument
     where = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
     add("--host", help=where, default="127.0.0.1")
-    add("--port", help="0 is a free one (default: 8000)", type=int, default=8000)
+    add("--port", help="0 is a free one (default: 8000)", type=_port, default=8000)
     keys = f"that a request must carry; may be given again (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
     names = "that requests may ask for, the first in answers (default: the model's own)"
     add("--served-model-name", help=names, nargs="+", metavar="NAME")
     lora = "adapters as PEFT writes them, for requests whose model is NAME (default: none)"
     add("--adapter", help=lora, nargs="+", metavar="NAME=FOLDER")
+    hosts = "that a request's Host may be where there is no key, beside this machine's; * is any"
+    add("--allowed-host", help=hosts, nargs="+", metavar="HOST", default=[])
     seed = "of requests without one, which are counted into it (default: 0)"
     add("--seed", help=seed, type=int, default=0)
     early = "compile every shape of a step before it listens (default: off)"
@@ -102,6 +114,54 @@ def name_of(model: str | None) -> str:
     return Path(model).resolve().name if os.path.isdir(model) else model
 
 
+def _port(text: str) -> int:
+    if not 0 <= (port := int(text)) < 65536:
+        raise argparse.ArgumentTypeError(f"{port} is no port: it must be from 0 to 65535")
+    return port
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> str:
+    return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def take_address(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to every address of a host, before a model is loaded for nothing; they listen
+    later. Raises ConfigError where an address is in use, or is not this machine's.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            passive = socket.AI_PASSIVE
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
+            if port == 0:
+                del found[1:]  # a free port of each address would be another one
+            sockets = [
+                stack.enter_context(_bound(*which)) for which in dict.fromkeys(map(_address, found))
+            ]
+        except OSError as e:
+            raise ConfigError(cannot_listen(host, port, e)) from e
+        stack.pop_all()
+        return sockets
+
+
+def _address(info: Any) -> tuple[int, Any]:
+    family, _, _, _, address = info
+    return family, address
+
+
+def _bound(family: int, address: Any) -> socket.socket:
+    """A socket of an address that nobody listens on."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
 def make_server(args: argparse.Namespace) -> Server:
     """Load the model. Raises ConfigError and CheckpointError."""
     given = os.environ.get(KEY_VARIABLE)
@@ -109,6 +169,7 @@ def make_server(args: argparse.Namespace) -> Server:
     settings = ServerSettings(
         models=tuple(args.served_model_name or [name_of(args.model)]),
         api_keys=tuple(keys),
+        hosts=(args.host, *args.allowed_host),
         **given_settings(args, ServerSettings),
     )
     if not keys and not _is_local(args.host):
@@ -133,12 +194,21 @@ def _is_local(host: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal; the exit status: 0, or 1 with one sentence on stderr."""
+    """Serve until a signal; the exit status: 0, 1 with one sentence on stderr, or 130 where Ctrl-C
+    came before it listened.
+    """
     args = make_parser().parse_args(argv)
+    sockets: list[socket.socket] = []
     try:
+        sockets = take_address(args.host, args.port)
         server = make_server(args)
+        Listener(server, args.host, args.port).run(sockets)
     except (ConfigError, CheckpointError, BatchError) as e:
         print(f"jpaged serve: {e}", file=sys.stderr)
         return 1
-    Listener(server, args.host, args.port).run()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for taken in sockets:
+            taken.close()
     return 0

@@ -18,11 +18,17 @@ class ServerSettings:
     """Names, keys and limits of a server; sizes in bytes, times in seconds.
 
     models: names that it answers to, the first of them in answers. api_keys: of which a request
-    must carry one; none: whoever reaches the port is served.
+    must carry one; none: whoever reaches the port is served. hosts: names that a request's Host may
+    have where there is no key, beside this machine's own; "*" is any, and an address that stands
+    for all of a machine's ("0.0.0.0", "::") is any address, but no other name.
     """
 
     models: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    share_prefix_cache: bool = _knob(
+        False, "whether several keys find each other's prompts in the prefix cache"
+    )
     max_waiting: int = _knob(
         256, "completions that may wait beside those that run; more are answered 429"
     )
@@ -32,7 +38,9 @@ class ServerSettings:
     )
     max_body_bytes: int = _knob(4 << 20, "size of a request's body")
     max_json_depth: int = _knob(64, "lists and objects of a body within each other")
-    max_connections: int = _knob(512, "connections; more are closed as they come")
+    max_connections: int = _knob(
+        512, "connections; one more closes the one that has been idle for longest"
+    )
     head_timeout_s: float = _knob(10.0, "for a client to send the head of a request")
     body_timeout_s: float = _knob(30.0, "for a client to send the body")
     stall_timeout_s: float = _knob(30.0, "that a client may leave what is sent to it unread")

@@ -2,12 +2,16 @@
 
 import asyncio
 import hmac
+import http
+import ipaddress
 import json
 import re
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jpaged.openai.protocol import BodyError
@@ -23,6 +27,9 @@ DISCARD_S = 1.0
 WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
 MOST_NAMES = 8  # of fields, in a header
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
+EVERY_ADDRESS = ("0.0.0.0", "::", "")
+EXTRA_CONNECTIONS = 16
 HIDDEN = "the server failed at this request; its log says why"
 
 
@@ -99,9 +106,36 @@ class Exchange:
         self.text = ""
         self.headers: list[tuple[bytes, bytes]] = []
         self.error_code: str | None = None
+        self.key: str | None = None  # that the request came with, once it is checked
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
+
+    @property
+    def address(self) -> str | None:
+        """The address of the client."""
+        client = self.scope.get("client")
+        return client[0] if client else None
+
+    def check_room(self) -> None:
+        """ApiError where all connections that there may be are busy with others."""
+        if self.scope["state"].get("is_extra"):
+            said = "all connections of this server are in use"
+            raise ApiError(
+                503, said, kind="server_error", code="overloaded", headers={"Retry-After": "1"}
+            )
+
+    def check_host(self) -> None:
+        """ApiError where there is no key and the request names another host.
+
+        A page elsewhere may give its own name the address of this machine, and is then no page
+        elsewhere to a browser; but the browser still says which name it asked for.
+        """
+        if not self.settings.api_keys and not is_own_host(
+            self.header(b"host").decode("latin-1"), self.settings.hosts
+        ):
+            said = "this server has no key and does not answer to this Host; --allowed-host adds it"
+            raise ApiError(403, said, code="host_not_allowed", headers={"Connection": "close"})
 
     def check_key(self) -> None:
         """ApiError unless the request carries one of the keys. Takes as long for any wrong one."""
@@ -109,7 +143,9 @@ class Exchange:
         kind, _, given = self.header(b"authorization").partition(b" ")
         sent = given.strip() if kind.lower() == b"bearer" else b""
         # All of them, whichever it is.
-        if keys and not sum(hmac.compare_digest(sent, key.encode()) for key in keys):
+        right = [key for key in keys if hmac.compare_digest(sent, key.encode())]
+        self.key = right[0] if right else None
+        if keys and not right:
             raise ApiError(
                 401,
                 "a request needs the header Authorization: Bearer KEY, with a key of this server",
@@ -241,6 +277,23 @@ class Exchange:
             raise Gone from None
 
 
+def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
+    """Whether a Host header names this machine, or one of the hosts. An absent one does: browsers
+    always send it.
+    """
+    name = header.strip().lower()
+    if not name or "*" in hosts:
+        return True
+    name = re.sub(r":\d*$", "", name).removeprefix("[").removesuffix("]").removesuffix(".")
+    if name in OWN_HOSTS or name in (host.lower() for host in hosts):
+        return True
+    try:
+        ipaddress.ip_address(name)  # no name that somebody could give another address
+    except ValueError:
+        return False
+    return any(host in EVERY_ADDRESS for host in hosts)
+
+
 class Room:
     """Bytes of bodies that have come and are not understood yet, of all connections together."""
 
@@ -275,7 +328,10 @@ class Connection(H11Protocol):
     """uvicorn's, with a limit to how many there are and to how long a head may take.
 
     h11 bounds the size of a head. What has sent no whole head in time is closed, at the first
-    request of a connection and at every later one.
+    request of a connection and at every later one. Only connections whose request has come whole
+    are busy: where there are as many as there may be, the one that has not been busy for longest
+    makes room. Where all are busy, a few more are taken, for /health; other requests on them are
+    answered 503.
     """
 
     settings: ServerSettings  # set on the class of a server's own
@@ -283,12 +339,59 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
-        # Requests find it in their scope.
-        self.app_state = {**self.app_state, "transport": transport, "flow": self.flow}
-        if len(self.connections) > self.settings.max_connections:
+        self.idle_since = self.loop.time()
+        is_extra = len(self.connections) > self.settings.max_connections and not self._make_room()
+        # Requests find these in their scope.
+        more = {"transport": transport, "flow": self.flow, "is_extra": is_extra}
+        self.app_state = {**self.app_state, **more}
+        if len(self.connections) > self.settings.max_connections + EXTRA_CONNECTIONS:
             transport.abort()
         else:
             self._expect_head()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a request on it that has come whole and is not answered yet."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and not cycle.more_body
+
+    def _make_room(self) -> bool:
+        """Close the connection that has not been busy for longest; return whether there is one."""
+        everyone: Any = self.connections
+        others = (c for c in everyone if c is not self and not c.is_busy)
+        idle = min(others, key=lambda c: c.idle_since, default=None)
+        if idle is None:
+            return False
+        self.connections.discard(idle)  # not counted any more, though it is yet to be torn down
+        idle.transport.abort()
+        return True
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. uvicorn calls this while it handles what h11 has raised."""
+        broken = sys.exception()
+        status = broken.error_status_hint if isinstance(broken, h11.RemoteProtocolError) else 400
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the rest of its body is lost: it answers nobody
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer has begun
+            return
+        said = f"not a valid HTTP request: {broken}" if broken is not None else msg
+        body = ApiError(status, said, code="invalid_http").body
+        headers = [
+            ("content-type", JSON),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+            ("x-content-type-options", "nosniff"),
+        ]
+        reason = http.HTTPStatus(status).phrase
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -300,6 +403,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
         super().on_response_complete()
         self._expect_head()
 

@@ -1,0 +1,17 @@
+"""Origin: who asked for a request, by which an engine is shared fairly."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Who asked for a request. Parties share the engine fairly, and so do the calls of a party.
+
+    party: such as a key of a server, or a client's address. call: such as one HTTP request, which
+    may have many prompts. leaves_rows: whether the party as a whole leaves the reserved rows to
+    other parties.
+    """
+
+    party: str
+    call: str
+    leaves_rows: bool = False

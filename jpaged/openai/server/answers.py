@@ -1,0 +1,136 @@
+"""A whole answer as JSON, in parts: a long one takes many short turns, not one long one."""
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from jpaged.openai import responses
+from jpaged.openai.parts import Reader, folded
+from jpaged.openai.server.asked import Asked
+from jpaged.openai.server.bodies import ServedCompletion
+from jpaged.openai.server.echo import put_prompt
+from jpaged.openai.server.events import total_usage
+from jpaged.openai.server.wire import encode
+from jpaged.request.outputs import RequestOutput
+
+PART_BYTES = 1 << 17  # about what is made in one turn: some milliseconds
+ITEMS_AT_ONCE = 16  # of a long list that are encoded by one call, which nothing interrupts
+
+
+class WholeAnswer:
+    """The body of an answer that is no stream, the choices of all prompts one after the other.
+
+    is_ended: whether `next` has returned the last part.
+    """
+
+    def __init__(self, asked: Asked, outputs: list[RequestOutput]):
+        self._asked, self._outputs = asked, outputs
+        self._pieces: Iterator[bytes] | None = None
+        self.is_ended = False
+
+    def next(self, llm: Any) -> bytes:
+        """Return the next part. llm: the LLM, whose tokenizer is asked for."""
+        if self._pieces is None:
+            self._pieces = self._body(llm)
+        part, size = list[bytes](), 0
+        for piece in self._pieces:
+            part.append(piece)
+            size += len(piece)
+            if size >= PART_BYTES:
+                return b"".join(part)
+        self.is_ended = True
+        return b"".join(part)
+
+    def _body(self, llm: Any) -> Iterator[bytes]:
+        asked, outputs = self._asked, self._outputs
+        make: Any = responses.chat_completion if asked.body.is_chat else responses.completion
+        only_prompt = isinstance(asked.body, ServedCompletion) and asked.body.only_prompt
+        head = make(
+            dataclasses.replace(outputs[0], outputs=[], prompt_logprobs=None),
+            asked.form,
+            **asked.how,
+        )
+        head["usage"] = total_usage(outputs, generated=not only_prompt)
+        # Of one prompt they stand beside the choices, of several with the first choice of each.
+        of_prompt = [self._of_prompt(output) for output in outputs]
+        if len(outputs) == 1:
+            head |= of_prompt[0]
+        else:
+            head.pop("prompt_token_ids", None)
+        yield b"{"
+        for name, value in head.items():
+            begin = b"" if name == "id" else b","
+            if name == "choices":
+                yield begin + b'"choices":['
+                yield from self._choices(llm, make, of_prompt, only_prompt=only_prompt)
+                yield b"]"
+            else:
+                yield begin + encode(name) + b":"
+                yield from json_pieces(value)
+        yield b"}"
+
+    def _choices(
+        self, llm: Any, make: Any, of_prompt: list[dict[str, Any]], *, only_prompt: bool
+    ) -> Iterator[bytes]:
+        """The JSON of the choices; one at a time is made."""
+        asked, index = self._asked, 0
+        for i, output in enumerate(self._outputs):
+            for done in output.outputs:
+                one = dataclasses.replace(output, outputs=[done], prompt_logprobs=None)
+                choice = make(one, asked.form, **asked.how)["choices"][0]
+                choice["index"] = index
+                if asked.body.is_chat:
+                    read_parts(choice, asked.reader())
+                if asked.echo is not None:
+                    texts = {"text": asked.echo[i], "only_prompt": only_prompt}
+                    put_prompt(llm, choice, output, asked.form, **texts)
+                if len(self._outputs) > 1 and done is output.outputs[0]:
+                    choice |= of_prompt[i]
+                yield b"," if index else b""
+                yield from json_pieces(choice)
+                index += 1
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """What an answer says of a prompt, where it was asked; its logprobs are made as they are
+        written.
+        """
+        found: dict[str, Any] = {}
+        if output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = responses.each_prompt_logprobs(output)
+        if self._asked.form.token_ids:
+            found["prompt_token_ids"] = [int(t) for t in output.prompt_token_ids]
+        return found
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """The JSON of a value, in pieces. An iterator is a list; those and long lists are made a few
+    items at a time.
+    """
+    if isinstance(value, dict):
+        separator = b"{"
+        for name, item in value.items():
+            yield separator + encode(name) + b":"
+            yield from json_pieces(item)
+            separator = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator) or (isinstance(value, list) and len(value) > ITEMS_AT_ONCE):
+        separator, items = b"[", iter(value)
+        while batch := list(islice(items, ITEMS_AT_ONCE)):
+            yield separator + encode(batch)[1:-1]
+            separator = b","
+        yield b"]" if separator == b"," else b"[]"
+    else:
+        yield encode(value)
+
+
+def read_parts(choice: dict[str, Any], reader: Reader) -> None:
+    """Tell the parts of a message apart."""
+    message = choice["message"]
+    if message["content"] is None:
+        return
+    message |= folded(reader.push(message["content"]) + reader.finish())
+    if message["content"] is None and not reader.calls:
+        message["content"] = ""
+    if reader.calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"

@@ -1,0 +1,58 @@
+"""Parties: who asks a server, for shares of it and for what is kept apart."""
+
+import dataclasses
+import hmac
+import ipaddress
+import secrets
+
+from jpaged.openai.server.settings import ServerSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Party:
+    """Who shares a server with others.
+
+    name: tells nothing of the key or the address that it stands for. salt: of its cached prefixes,
+    None where all parties share them. is_known: whether it is one of several keys, to each of which
+    a part of the server is kept open.
+    """
+
+    name: str
+    salt: str | None
+    is_known: bool
+
+
+class Parties:
+    """The parties of a server: its keys where it has several, else the addresses of clients.
+
+    Names are keyed digests under a secret of this process: neither a log nor a client can tell a
+    key from them, and no client can choose a salt that is another's.
+    """
+
+    def __init__(self, settings: ServerSettings):
+        self._secret = secrets.token_bytes(32)
+        self._by_key = len(set(settings.api_keys)) > 1
+        self._shares = settings.share_prefix_cache
+
+    def of(self, key: str | None, address: str | None) -> Party:
+        """The party of a request that came with a key of this server, from an address."""
+        if self._by_key and key is not None:
+            name = self._digest(f"key {key}")
+            return Party(name=name, salt=None if self._shares else name, is_known=True)
+        return Party(name=self._digest(f"address {_network(address)}"), salt=None, is_known=False)
+
+    def _digest(self, text: str) -> str:
+        return hmac.digest(self._secret, text.encode(), "sha256").hex()[:32]
+
+
+def _network(address: str | None) -> str:
+    """What one client has of addresses: one of IPv4, a /64 of IPv6."""
+    try:
+        parsed = ipaddress.ip_address(address or "")
+    except ValueError:
+        return address or ""
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((int(parsed), 64), strict=False))
+    return str(parsed)
