@@ -75,7 +75,8 @@ class CompletionOutput:
     """One completion. token_ids includes the stop token, text does not (None without a tokenizer).
 
     token_logprobs: float32 [len(token_ids)], of the sampled tokens, in the request's logprobs_mode.
-    logprobs: for each token {token id: Logprob} of the sampled and the top ones, if asked for.
+    logprobs: for each token {token id: Logprob} of the sampled and the top ones, if asked for;
+    NamedLogprobs, which makes them as they are read.
     stop_reason: the stop id or string, None for EOS. allowed_logprobs: float32 [len(token_ids)], of
     an answer of a given form with tempered logprobs: what the model gave to all that the form
     allowed, so that token_logprobs - allowed_logprobs is exact under the mask. score: of a beam
