@@ -68,12 +68,11 @@ class Format:
         is_thinking = self.is_thinking(prompt_end)
         if self.style == "harmony":
             return Harmony()
-        if self.style == "llama" and tools and not self.thinks:
-            return JsonCalls()
+        answer = JsonCalls() if self.style == "llama" and tools else None
         tools = tools and self.style == "hermes"
         if not tools and not self.thinks:
-            return Plain()
-        return Tagged(thinks=self.thinks, is_thinking=is_thinking, tools=tools)
+            return answer or Plain()
+        return Tagged(thinks=self.thinks, is_thinking=is_thinking, tools=tools, answer=answer)
 
 
 class Scanner:
@@ -290,12 +289,15 @@ class Tagged(Reader):
     it.
 
     thinks: whether reasoning is looked for; is_thinking: whether the prompt has opened it. tools:
-    whether calls are.
+    whether calls are. answer: reads what comes after the reasoning, where a family writes its calls
+    in another way.
     """
 
-    def __init__(self, *, thinks: bool, is_thinking: bool, tools: bool):
+    def __init__(
+        self, *, thinks: bool, is_thinking: bool, tools: bool, answer: Reader | None = None
+    ):
         super().__init__()
-        self._thinks, self._tools = thinks, tools
+        self._thinks, self._tools, self._answer = thinks, tools, answer
         self._state: Literal["start", "think", "text", "call", "after"] = "start"
         if is_thinking:
             self._state = "think"
@@ -321,6 +323,10 @@ class Tagged(Reader):
         """Space at the very end is the content's; a call that was cut off is none."""
         if not is_last:
             return []
+        if self._answer is not None:
+            found = self._answer.finish()
+            self.calls = self._answer.calls
+            return found
         call, self._call = self._call, None
         if call is not None and call.is_known:  # cut off within its arguments
             self.calls += 1
@@ -352,6 +358,14 @@ class Tagged(Reader):
         return found
 
     def _read_text(self, is_last: bool) -> list[Delta]:
+        if self._answer is not None:
+            text, self._text = self._text, ""
+            if self._is_new:
+                text = text.lstrip()
+                self._is_new = not text
+            found = self._answer.push(text)
+            self.calls = self._answer.calls
+            return found
         if not self._tools:
             text, self._text = self._text, ""
             return self._part("content", text)

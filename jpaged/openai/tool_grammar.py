@@ -64,7 +64,10 @@ def tool_grammar(
         opening = "" if is_thinking else '"<think>" '
         rules.append(f"thought: {opening}thinking {SPACE}")
         rules.append(f'thinking[lazy]: {TEXT} "</think>"')
-    return "\n".join(["%llguidance {}", f"start: {thought}answer", *body, any_call, *rules, ""])
+    # White space after a call must not oblige the model to another one.
+    end = " /\\s{0,8}/" if style == "hermes" and needed and many else ""
+    start = f"start: {thought}answer{end}"
+    return "\n".join(["%llguidance {}", start, *body, any_call, *rules, ""])
 
 
 def _tagged(*, needed: bool, many: bool) -> list[str]:

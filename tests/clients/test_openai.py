@@ -162,6 +162,76 @@ def test_tools_and_schemas():
         live.assert_nothing_left()
 
 
+def as_it_is(message: Any) -> Any:
+    return message
+
+
+def dumped(message: Any) -> Any:
+    return message.model_dump()
+
+
+def dumped_without_nulls(message: Any) -> Any:
+    return message.model_dump(exclude_none=True)
+
+
+@pytest.mark.parametrize("send", [as_it_is, dumped, dumped_without_nulls])
+def test_the_loop_of_every_tutorial(send: Any):
+    """messages.append(response.choices[0].message), and what parse() and stream() return; the same
+    with the items of responses. A function that is named is called once.
+    """
+    pytest.importorskip("llguidance", reason="pip install 'jpaged[structured]'")
+    tokenizer = load_tokenizer(MODEL_PATH)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    with (
+        serving(LLM(str(MODEL_PATH), tokenizer=tokenizer, **SIZES), models=("demo",)) as live,
+        openai.OpenAI(base_url=url(live), api_key="none", max_retries=0) as client,
+    ):
+        tool = openai.pydantic_function_tool(Trip, name="travel")
+        named = {"type": "function", "function": {"name": "travel"}}
+        talk: list[Any] = list(TALK)
+        ask: Any = ASK | {"max_tokens": 60, "messages": talk, "tools": [tool]}
+        chat = client.chat.completions
+        how: Any = {"tool_choice": named, "verbosity": "medium"}
+        for turn in range(4):
+            if turn == 0:
+                message = chat.create(**ask, **how).choices[0].message
+            elif turn == 1:  # which may be cut off
+                message = chat.create(**ask).choices[0].message
+            elif turn == 2:
+                with chat.stream(**ask, **how) as stream:
+                    message = stream.get_final_completion().choices[0].message
+            else:
+                message = chat.parse(**ask, **how).choices[0].message
+            assert turn == 1 or len(message.tool_calls) == 1
+            talk.append(send(message))
+            for call in message.tool_calls or []:
+                talk.append({"role": "tool", "tool_call_id": call.id, "content": "booked"})
+            talk.append({"role": "user", "content": "And then?"})
+        flat = {"type": "function", **tool["function"]}
+        items: list[Any] = list(TALK)
+        for turn in range(3):
+            choice: Any = {"type": "function", "name": "travel"} if turn % 2 == 0 else "auto"
+            output = client.responses.create(
+                model="demo", input=items, max_output_tokens=60, tools=[flat], tool_choice=choice
+            ).output
+            assert turn % 2 or [item.type for item in output] == ["function_call"]
+            for item in output:
+                items.append(send(item))
+                if item.type == "function_call":
+                    result = {"type": "function_call_output", "call_id": item.call_id}
+                    items.append(result | {"output": "booked"})
+        live.assert_nothing_left()
+
+
+def test_usage_of_every_piece_and_fields_that_nobody_knows(client: Any):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = client.completions.create(prompt="a", stream=True, stream_options=options, **ASK)
+    used = [event.usage.completion_tokens for event in events]
+    assert used == sorted(used) and used[-1] == 12 and used[0] >= 1
+    raw = client.completions.with_raw_response.create(prompt="a", extra_body={"lable": 1}, **ASK)
+    assert raw.headers["x-jpaged-ignored-fields"] == "lable"
+
+
 def test_responses(client: Any):
     """Whole and as a stream, which the package checks and adds up itself."""
     ask: dict[str, Any] = {"model": "demo", "max_output_tokens": 12, "extra_body": {"seed": 4}}

@@ -1,6 +1,7 @@
 """Reasoning, content and calls as three families write them, in pieces of any size."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from jpaged.openai.parts import (
     PIECE,
+    Format,
     Harmony,
     JsonCalls,
     Plain,
@@ -26,6 +28,11 @@ ONE = [("weather", ARGUMENTS)]
 
 def tagged(**how: Any) -> Tagged:
     return Tagged(**{"thinks": True, "is_thinking": False, "tools": True, **how})
+
+
+def thinking_llama(*, is_thinking: bool) -> Reader:
+    end = "<think>" if is_thinking else ""
+    return Format(style="llama", thinks=True).reader(end, tools=True)
 
 
 def read(reader: Reader, pieces: list[str]) -> dict[str, Any]:
@@ -126,6 +133,23 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
         '{"parameters": {"a": "\\ud800"}, "name": "f"}',
         {"content": None, "calls": [("f", '{"a": "\\ud800"}')]},
     ),
+    # A model of Llama's family that thinks.
+    (
+        lambda: thinking_llama(is_thinking=False),
+        f"<think>why</think>\n\n{LLAMA}; {LLAMA}",
+        {"reasoning_content": "why", "content": None, "calls": ONE * 2},
+    ),
+    (
+        lambda: thinking_llama(is_thinking=True),
+        "why</think>\n\nno call ",
+        {"reasoning_content": "why", "content": "no call "},
+    ),
+    (lambda: thinking_llama(is_thinking=False), LLAMA, {"content": None, "calls": ONE}),
+    (
+        lambda: thinking_llama(is_thinking=True),
+        "only this",
+        {"reasoning_content": "only this", "content": None},
+    ),
 ]
 
 
@@ -166,7 +190,8 @@ def test_any_text_is_read_alike_in_any_pieces(words: list[str], size: int):
     """And raises nothing; the arguments of a call that has ended are balanced."""
     text = "".join(words)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for make in (tagged, JsonCalls, Harmony, lambda: tagged(is_thinking=True)):
+    thinks = partial(thinking_llama, is_thinking=False)
+    for make in (tagged, JsonCalls, Harmony, lambda: tagged(is_thinking=True), thinks):
         assert read(make(), pieces) == read(make(), [text])
 
 

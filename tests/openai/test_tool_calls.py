@@ -99,6 +99,41 @@ def test_a_call_that_is_demanded(live: Live):
         check_call(call)
 
 
+def test_a_function_that_is_named_is_called_once(live: Live):
+    """Though calls may come side by side: whole, as a stream, and by /v1/responses."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for seed in range(4):
+        body = ASK | {"seed": seed, "tool_choice": named}
+        [choice] = live.post(CHAT, body)["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        assert choice["finish_reason"] == "tool_calls"
+        check_call(call)
+        deltas = [event["choices"][0]["delta"] for event in live.events(CHAT, body)]
+        begun = [c for d in deltas for c in d.get("tool_calls", []) if "id" in c]
+        assert [c["function"]["name"] for c in begun] == ["weather"]
+        answer = live.post(
+            "/v1/responses",
+            {"input": "Will it rain?", "tools": flat, "seed": seed, "max_output_tokens": 150}
+            | {"tool_choice": {"type": "function", "name": "weather"}, "temperature": 1.0},
+        )
+        [item] = answer["output"]
+        assert (item["type"], item["name"]) == ("function_call", "weather")
+        assert answer["status"] == "completed"
+
+
+def test_calls_that_may_not_come_side_by_side(live: Live):
+    """One at most where the model may call, one where it must."""
+    for seed, choice in enumerate(("auto", "required") * 2):
+        body = ASK | {"seed": seed, "tool_choice": choice, "parallel_tool_calls": False}
+        for found in live.post(CHAT, body | {"n": 4, "max_tokens": 60})["choices"]:
+            count = len(found["message"].get("tool_calls", []))
+            assert count <= 1
+            if choice == "required" and found["finish_reason"] != "length":
+                assert count == 1
+
+
 def test_a_call_that_may_come_is_one(live: Live):
     """Whatever the model writes at a high temperature, what reads as a call is one."""
     body = ASK | {"n": 8, "seed": 3, "temperature": 1.5, "max_tokens": 60}

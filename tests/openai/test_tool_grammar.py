@@ -57,6 +57,7 @@ def accepted(tokenizer: Any, text: str, how: dict[str, Any]) -> tuple[str, bool]
         ('<tool_call>\n{"name": "any", "arguments": {"city": 3}}\n</tool_call>', FREE, 1),
         (TAGGED, FREE | {"many": False}, 1),
         (f"{TAGGED}\n{TAGGED}", NEEDED, 2),
+        (f"{TAGGED}\n", NEEDED, 1),  # white space obliges to no other call
         (f"<think>a <b> c</think>\n\n{TAGGED}", THINKS, 1),
         (TAGGED, THINKS, 1),
         (f"so</think>{TAGGED}", THINKS | {"is_thinking": True}, 1),
@@ -81,6 +82,8 @@ def test_what_may_come(tokenizer: Any, text: str, how: dict[str, Any], calls: in
         ("text", NEEDED, ""),
         (f"{TAGGED} more", NEEDED, TAGGED),
         (f"{TAGGED}\n{TAGGED}", NEEDED | {"many": False}, TAGGED),
+        (f"{LLAMA}; {LLAMA}", FREE_LLAMA | {"needed": True, "many": False}, LLAMA),
+        (f"{LLAMA}; {LLAMA}", FREE_LLAMA | {"many": False}, LLAMA),
         (f"{TAGGED}\n{TAGGED}", FREE | {"many": False}, TAGGED),
         ('{"a"', FREE_LLAMA, "{"),
         ("no", FREE_LLAMA | {"needed": True}, ""),
@@ -95,6 +98,7 @@ MARKS = ("channel", "message", "start", "end", "call", "return", "constrain")
 ASIDE = "<|channel|>analysis<|message|>so <b {<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 ARGUMENTS = '{"city": "Rome"}'
+TO = " to=functions.weather<|channel|>commentary<|message|>"
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +148,8 @@ def test_channels(channels: Any, text: str, calls: int, needed: bool):
         ("<|channel|>commentary to=functions.other", "<|channel|>commentary to=functions."),
         (' to=functions.weather<|channel|>commentary<|message|>{"town', None),
         (f" to=functions.weather<|channel|>commentary<|message|>{ARGUMENTS} and", None),
+        # One call ends an answer, whatever was demanded.
+        (f"{TO}{ARGUMENTS}<|end|><|start|>assistant{TO}{ARGUMENTS}", f"{TO}{ARGUMENTS}"),
         ("text", ""),
         (f"{ASIDE}text", ASIDE),
     ],

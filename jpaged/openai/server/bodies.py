@@ -113,7 +113,8 @@ class Served(OfRoute, GenerationRequest):
 class ServedChat(Served, ChatCompletionRequest):
     """The body of POST /v1/chat/completions: tools may be called here.
 
-    tool_choice: "auto", "none", "required", or the function that is to be called.
+    tool_choice: "auto", "none", "required" (one call or more), or the function that is to be called
+    once.
     """
 
     within: ClassVar[Mapping[str, type[Body]]] = {**Served.within, **ChatCompletionRequest.within}
@@ -171,6 +172,11 @@ class ServedChat(Served, ChatCompletionRequest):
     @property
     def must_call(self) -> bool:
         return self.tool_choice == "required" or self._chosen is not None
+
+    @property
+    def may_call_again(self) -> bool:
+        """Whether more than one call may come: a function that is named is called once."""
+        return self.parallel_tool_calls and self._chosen is None
 
 
 def _many_prompts(value: Any) -> Any:

@@ -372,7 +372,7 @@ def _held_to_calls(
         tools,
         style=format.style,
         needed=must,
-        many=body.parallel_tool_calls,
+        many=body.may_call_again,
         thinks=format.thinks,
         is_thinking=format.is_thinking(end),
     )
