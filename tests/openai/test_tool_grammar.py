@@ -206,7 +206,7 @@ def test_a_tool_may_say_how_its_arguments_are_written(tokenizer: Any):
     def may_be(arguments: str, guidance: Any) -> bool:
         parameters = SCHEMA | ({} if guidance is None else {"x-guidance": guidance})
         tools = [{"function": {"name": "weather", "parameters": parameters}}]
-        grammar = tool_grammar(tools, **NEEDED)
+        grammar = tool_grammar(tools, style="hermes", needed=True, many=True)
         matcher = llguidance.LLMatcher(llguidance.hf.from_tokenizer(tokenizer), grammar or "")
         head = '<tool_call>\n{"name": "weather", "arguments": '
         ids = tokenizer.encode(head + arguments + "}\n</tool_call>")
