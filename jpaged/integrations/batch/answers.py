@@ -84,6 +84,14 @@ def row_failed(row: Mapping[str, Any]) -> bool:
     return row.get("error") is not None or status != 200
 
 
+def row_code(row: Mapping[str, Any]) -> str:
+    """The code of the error that an output line is, as it was written; empty where it is none."""
+    response = row.get("response") or {}
+    error = (response.get("body") or {}).get("error") or row.get("error") or {}
+    error = error.get("error", error) if isinstance(error, dict) else {}
+    return str(error.get("code") or "unknown") if row_failed(row) else ""
+
+
 def encode_line(line: Mapping[str, Any]) -> bytes:
     """One line of UTF-8 JSON; escaped where an id or a text cannot be written as it is."""
     try:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from jpaged.integrations.batch.charts import histogram, line_chart, number
 from jpaged.integrations.batch.progress import duration
-from jpaged.integrations.batch.stats import BatchStats
+from jpaged.integrations.batch.stats import BatchStats, lines_of
 
 LONGEST = 1500  # characters of a prompt with its answer that are shown
 NO_CHARTS = "Charts need matplotlib: pip install 'jpaged[plot]'."
@@ -41,7 +41,10 @@ def render(stats: BatchStats, *, title: str, settings: Mapping[str, Any]) -> str
         tiles=_tiles(stats),
         charts=charts,
         no_charts=missing,
-        errors=[_kind(stats, code, count) for code, count in stats.errors.most_common()],
+        errors=[
+            *(_kind(stats, code, count) for code, count in stats.errors.most_common()),
+            *_earlier_kinds(stats),
+        ],
         reasons=[{"name": name, "count": count, "note": ""} for name, count in reasons],
         summary=stats.table(),
         settings=settings,
@@ -88,6 +91,14 @@ def _tiles(stats: BatchStats) -> list[tuple[str, str, str]]:
 def _kind(stats: BatchStats, code: str, count: int) -> dict[str, Any]:
     note = f"{stats.where(code)}: {_cut(stats.first_messages[code])}"
     return {"name": code, "count": count, "note": note}
+
+
+def _earlier_kinds(stats: BatchStats) -> list[dict[str, Any]]:
+    """What failed in earlier runs, of which only codes and lines are known."""
+    return [
+        {"name": code, "count": count, "note": f"in an earlier run: {lines_of(count, first)}"}
+        for code, (count, first) in stats.earlier_errors.items()
+    ]
 
 
 def _cut(text: str) -> str:

@@ -12,14 +12,16 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from jpaged.integrations.batch.answers import row_failed, row_id, row_number
+from jpaged.integrations.batch.answers import row_code, row_failed, row_id, row_number
 from jpaged.integrations.batch.source import BatchError
 
 NONE, OK, FAILED, RETRIED = range(4)  # a line without a row, with one, and with one to supersede
+MOST_CODES = 255  # of errors, that are told apart
+FIRST = 5  # line numbers that are kept of each kind of error
 
 
 class Found:
-    """What an output file holds: 13 bytes and no object a line.
+    """What an output file holds: 14 bytes and no object a line.
 
     size: bytes up to the end of the last whole row. superseded: some line has several rows; the
     last one counts. ascending: the rows come by line number.
@@ -31,6 +33,8 @@ class Found:
         self._last = 0
         # By line number: what its row says, where that begins, and a digest of its id (0: none).
         self._states, self.places, self._ids = bytearray(), array("q"), array("I")
+        # By line number: which of the names is its error's code. What this run writes has none.
+        self._codes, self._code_names = bytearray(), [""]
 
     def __contains__(self, number: int) -> bool:
         """Whether the line is done."""
@@ -47,19 +51,44 @@ class Found:
         return self._states.count(OK) + self.failed
 
     def note(
-        self, number: int, *, failed: bool, length: int, request_id: str | int | None = None
+        self,
+        number: int,
+        *,
+        failed: bool,
+        length: int,
+        request_id: str | int | None = None,
+        code: str = "",
     ) -> None:
-        """A row of so many bytes is written, or found, behind those before it."""
+        """A row of so many bytes is written, or found, behind those before it. code: of the error
+        that it is.
+        """
         if (more := number + 1 - len(self._states)) > 0:
             self._states.extend(bytes(more))
             self.places.extend([-1] * more)
             self._ids.extend([0] * more)
+            self._codes.extend(bytes(more))
         self.superseded |= self._states[number] != NONE
         self.ascending &= number > self._last
         self._last = number
         self._states[number], self.places[number] = FAILED if failed else OK, self.size
         self._ids[number] = 0 if request_id is None else _id_digest(request_id)
+        if code not in self._code_names and len(self._code_names) < MOST_CODES:
+            self._code_names.append(code)
+        is_named = code in self._code_names
+        self._codes[number] = self._code_names.index(code) if is_named else 0
         self.size += length
+
+    def errors(self) -> dict[str, tuple[int, list[int]]]:
+        """Lines whose row is an error, by its code, the most frequent first: how many, and the
+        first of their numbers.
+        """
+        failed = np.frombuffer(self._states, np.uint8) == FAILED
+        codes, found = np.frombuffer(self._codes, np.uint8), {}
+        for index, name in enumerate(self._code_names):
+            lines = np.flatnonzero(failed & (codes == index))
+            if len(lines):
+                found[name or "unknown"] = len(lines), lines[:FIRST].tolist()
+        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
 
     def retry_failed(self) -> None:
         """Lines that failed are yet to be done; their old rows are superseded by new ones."""
@@ -97,7 +126,8 @@ def scan(path: str) -> Found:
                 raise BatchError(f"row {torn} of {path} {said}")
             number, failed = row_number(row), row_failed(row)
             assert number is not None
-            found.note(number, failed=failed, length=len(raw), request_id=row_id(row))
+            names = {"request_id": row_id(row), "code": row_code(row)}
+            found.note(number, failed=failed, length=len(raw), **names)
     return found
 
 

@@ -21,7 +21,7 @@ from jpaged.integrations.batch.lines import BatchRequest, Settings
 from jpaged.integrations.batch.manifest import write_json
 from jpaged.integrations.batch.progress import Progress
 from jpaged.integrations.batch.source import BatchError, Source
-from jpaged.integrations.batch.stats import SAMPLES, BatchStats
+from jpaged.integrations.batch.stats import SAMPLES, BatchStats, CutBy
 from jpaged.request.outputs import RequestOutput
 
 # Exit statuses; 128 + its number after a signal.
@@ -195,6 +195,7 @@ class Run:
             self._fail(request, e)
             return
         self.stats.add(output, latency)
+        self.stats.cut_by.update(_cut_by(request, output))
         self.journal.write(request, line)
         if len(self.stats.samples) < SAMPLES:
             self.stats.samples.append(to_read(request, line).decode())
@@ -232,6 +233,7 @@ def run_batch(
         stats.began, stats.began_at = time.perf_counter(), time.time()
         stats.earlier_failed = journal.found.failed
         stats.earlier_ok = journal.found.answered - stats.earlier_failed
+        stats.earlier_errors = journal.found.errors()
         stats.watch(llm)
         intake = Intake(source, settings, shard=job.shard, found=journal.found)
         return _to_its_end(Run(llm, job, journal, intake, stats), source)
@@ -274,6 +276,17 @@ def _to_its_end(run: Run, source: Source) -> int:
         print(f"serve_batch: {said}: {run.answered()}", file=sys.stderr)
         return HOPELESS
     return FAILED_LINES if stats.all_failed else OK
+
+
+def _cut_by(request: BatchRequest, output: RequestOutput) -> list[CutBy]:
+    """Whose limit ended each answer that a limit of tokens ended."""
+    most, body = request.params.max_tokens, request.body
+    by: CutBy = "line" if body is not None and "max_tokens" in body.sampling() else "run"
+    return [
+        "context" if most is None or len(done.token_ids) < most else by
+        for done in output.outputs
+        if done.finish_reason == "length"
+    ]
 
 
 def _progress_mode(job: Job) -> Literal["bar", "lines", "none"]:

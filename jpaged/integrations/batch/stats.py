@@ -5,17 +5,24 @@ import functools
 import time
 from array import array
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from jpaged.integrations.batch.rows import FIRST
 from jpaged.integrations.batch.timeline import Timeline
 from jpaged.openai.responses import Failure
 from jpaged.request.outputs import RequestOutput
 
-FIRST = 5  # line numbers that are kept of each kind of error
 SAMPLES = 3  # answers that are kept for a person to read
 TIMED = ("prefill_tokens", "decode_tokens")  # of these, those whose course is kept
+# Whose limit cut an answer off: its line's max_tokens, the run's or a default, the context's.
+CutBy = Literal["line", "run", "context"]
+RAISE: dict[CutBy, str] = {
+    "line": "the max_tokens of the lines themselves",
+    "run": "--max-tokens",
+    "context": "--max-model-len",
+}
 COUNTERS = (*TIMED, "preemptions", "num_compiles", "compile_time_s")  # of LLM.stats
 
 
@@ -46,7 +53,9 @@ class BatchStats:
 
     total: lines to answer, None where nothing is known; total_is_exact: else it is estimated from
     the bytes read. running: requests in the engine now. errors: failed lines by code; first_lines:
-    the first line numbers of each; first_messages: and what the first of them said. ignored:
+    the first line numbers of each; first_messages: and what the first of them said. earlier_errors:
+    lines that failed in earlier runs by code: how many, and the first of them. cut_by: answers that
+    a limit of tokens cut off, by whose it was. ignored:
     unknown fields left out. samples: the first lines that were answered, to read. engine:
     LLM.stats() as it was last read; engine_began: and as the run began.
     """
@@ -58,6 +67,7 @@ class BatchStats:
     failed: int = 0
     earlier_ok: int = 0
     earlier_failed: int = 0
+    earlier_errors: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
     total: int | None = None
     total_is_exact: bool = False
     tokens_in: int = 0
@@ -65,6 +75,7 @@ class BatchStats:
     tokens_cached: int = 0
     running: int = 0
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
+    cut_by: Counter[CutBy] = dataclasses.field(default_factory=Counter)
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     first_lines: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     first_messages: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -145,9 +156,7 @@ class BatchStats:
 
     def where(self, code: str) -> str:
         """The first lines of a kind of error."""
-        first = self.first_lines[code]
-        more = ", ..." if self.errors[code] > len(first) else ""
-        return f"line {', '.join(map(str, first))}{more}"
+        return lines_of(self.errors[code], self.first_lines[code])
 
     def record(self) -> dict[str, Any]:
         """All of it as JSON, for summary.json; latencies and lengths as percentiles."""
@@ -168,6 +177,9 @@ class BatchStats:
             "completion_tokens": _percentiles(self.answered.completion_tokens),
             "finish_reasons": dict(self.reasons),
             "errors": {k: {"lines": n, "first": self.first_lines[k]} for k, n in errors},
+            "earlier_errors": {
+                k: {"lines": n, "first": first} for k, (n, first) in self.earlier_errors.items()
+            },
             "ignored_fields": dict(self.ignored),
             "preemptions": self.preemptions,
             "compiled_steps": int(self.counted("num_compiles")),
@@ -181,6 +193,12 @@ class BatchStats:
         rows = {"requests": f"{self.ok + self.failed} ({self.ok} ok, {self.failed} failed)"}
         if earlier := self.earlier_ok + self.earlier_failed:
             rows["earlier"] = f"{earlier} ({self.earlier_ok} ok, {self.earlier_failed} failed)"
+        if self.earlier_errors:
+            found = self.earlier_errors.items()
+            kinds = [f"{count} {code} ({lines_of(count, first)})" for code, (count, first) in found]
+            rows["old errors"] = "; ".join(kinds)
+        if earlier and not self.ok + self.failed:
+            return f"{_rows_of(rows)}\n{self._nothing_ran()}"
         rows["tokens"] = f"{self.tokens_in} in, {self.tokens_out} out"
         rows["time"] = f"{seconds:.1f} s, {rates}"
         share = f"{self.cached_percent:.1f}% of the prompts"
@@ -199,15 +217,29 @@ class BatchStats:
             rows["replicas"] = f"{lost} died; {again} requests were run again on others"
         if compiles := int(self.counted("num_compiles")):
             took = self.counted("compile_time_s")
-            rows["compiled"] = f"{compiles} steps in {took:.1f} s of that time"
+            # Steps compile beside each other and beside those that run: no share of the run's time.
+            rows["compiled"] = f"{compiles} steps, {took:.1f} s of work in all"
         rows |= self.trouble()
-        text = "\n".join(f"{name:<12} {value}" for name, value in rows.items())
+        text = _rows_of(rows)
         if (cut := self.reasons["length"]) * 5 > self.ok:
             text += (
                 f"\nwarning: {cut} of {self.reasons.total()} answers were cut off by their token "
-                "limit (finish_reason 'length'): raise --max-tokens or --max-model-len"
+                f"limit (finish_reason 'length'): raise {self._what_to_raise()}"
             )
         return text
+
+    def _what_to_raise(self) -> str:
+        """The limits that cut answers off, the most frequent first."""
+        by = self.cut_by.most_common()
+        if len(by) == 1:
+            return RAISE[by[0][0]]
+        return ", ".join(f"{RAISE[limit]} ({count} answers)" for limit, count in by)
+
+    def _nothing_ran(self) -> str:
+        said = "no line was run: those that this run came to have a row already"
+        if not self.earlier_failed:
+            return said
+        return f"{said}; --retry-failed runs the {self.earlier_failed} failed ones again"
 
     def trouble(self) -> dict[str, str]:
         """Rows of a table: each kind of error, and what was ignored."""
@@ -218,6 +250,15 @@ class BatchStats:
             names = ", ".join(f"{name} ({n} lines)" for name, n in self.ignored.most_common(8))
             rows["ignored"] = f"unknown fields {names}"
         return rows
+
+
+def _rows_of(rows: dict[str, str]) -> str:
+    return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
+
+
+def lines_of(count: int, first: list[int]) -> str:
+    """The first of so many line numbers."""
+    return f"line {', '.join(map(str, first))}{', ...' if count > len(first) else ''}"
 
 
 def _percentiles(values: array) -> dict[str, float]:
