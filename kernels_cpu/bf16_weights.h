@@ -2,8 +2,8 @@
 // cache and meet all rows of x there. Those with one scale a row do as they are, which bf16 holds, others times their scales,
 // rounded.
 //
-// `Widener` makes bf16 of 32 values: Exact(from, to), Scaled(from, scale, to), and Int4(scale, zero).Put(from, to). `Operand` has
-// the rows of x in the form that the level multiplies: kAtOnce rows of a weight, for so many of which memory is read, and
+// `Widener` makes bf16 of 32 values: Exact(from, to), Scaled(from, scale, to), and Int4(scale, zero).Put(from, to). `Operand`
+// has the rows of x in the form that the level multiplies: kAtOnce rows of a weight, for so many of which memory is read, and
 // Multiply(w, count, y, stride) with y[t * stride + n], which any thread may call.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Products of tokens with the experts that were chosen for them, for bf16 weights [X, N, E] as they lie in memory,
-// accumulated in f32. Of w, the experts that some token chose are read, and no others. Each processor has its own
-// MultiplyExperts; an element's sum runs in one order whatever else is computed, so a row's bits depend on it alone.
+// accumulated in f32. The experts that some token chose are read, and no others. An element's sum runs in one order whatever
+// else is computed, so a row's bits depend on it alone. Each level of processors defines MultiplyExperts in its level.cc.
 #pragma once
 
 #include <vector>

@@ -40,16 +40,16 @@ def experts(
 ) -> Array:
     """See the package."""
     (T, A), num_experts = chosen_TA.shape, weights.down.shape[0]
-    few = max(MOST_PAIRS // A, 1)
-    if few >= T:
+    at_once = max(MOST_PAIRS // A, 1)
+    if at_once >= T:
         return _some(x_TE, chosen_TA, weight_TA, weights, glu)
 
     def part(rows: tuple[Array, Array, Array]) -> Array:
         return _some(*rows, weights, glu)
 
     def parts(rows_T: Array, fill: int) -> Array:
-        padded = jnp.pad(rows_T, ((0, -T % few), (0, 0)), constant_values=fill)
-        return padded.reshape(-1, few, rows_T.shape[1])
+        padded = jnp.pad(rows_T, ((0, -T % at_once), (0, 0)), constant_values=fill)
+        return padded.reshape(-1, at_once, rows_T.shape[1])
 
     rows = parts(x_TE, 0), parts(chosen_TA, num_experts), parts(weight_TA, 0)
     return jax.lax.map(part, rows).reshape(-1, x_TE.shape[1])[:T]
@@ -58,7 +58,7 @@ def experts(
 def _some(
     x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
 ) -> Array:
-    """All pairs at once."""
+    """Compute all pairs at once."""
     (T, A), (num_experts, _, width, embed) = chosen_TA.shape, weights.gate_up.shape
     h = _product(x_TE, weights.gate_up.reshape(num_experts, 2 * width, embed), chosen_TA)
     if weights.gate_up_bias is not None:
@@ -73,8 +73,10 @@ def _some(
 
 
 def _product(x: Array, weight_XNE: Array, chosen_TA: Array) -> Array:
-    """Of each pair its row of x (its token's, or its own) times its expert's weight, [T * A, N] in
-    f32; zeros for a choice past the last expert.
+    """Return for each pair of token and choice its row of x times its expert's weight, [T * A, N]
+    in f32; zeros for a choice past the last expert.
+
+    x: a row for each token, or one for each pair.
     """
     result = jax.ShapeDtypeStruct((chosen_TA.size, weight_XNE.shape[1]), jnp.float32)
     return jax.ffi.ffi_call("jpaged_experts", result)(x, weight_XNE, chosen_TA)

@@ -24,9 +24,8 @@ class Int16Products {
       }
     });
     int64_t groups = (w.N + kCols - 1) / kCols, items = SharesOf(pool, groups, 4);
-    ParallelFor(pool, items, [&](int64_t item) {
-      MultiplyGroups(from, w, y, T, groups * item / items, groups * (item + 1) / items);
-    });
+    ParallelFor(pool, items,
+                [&](int64_t item) { MultiplyGroups(from, w, y, T, groups * item / items, groups * (item + 1) / items); });
   }
 
  private:
@@ -220,7 +219,8 @@ class Int16Products {
         }
       }
       // What comes next of w comes from memory meanwhile.
-      int64_t lines = kCols * ((Bytes(form, depth) + kCacheLine - 1) / kCacheLine), tiles = (T + kRows - 1) / kRows, fetched = 0;
+      int64_t lines = kCols * ((Bytes(form, depth) + kCacheLine - 1) / kCacheLine), tiles = (T + kRows - 1) / kRows,
+              fetched = 0;
       for (int64_t t = 0; t < T; t += kRows) {
         for (int64_t upto = lines * (t / kRows + 1) / tiles; fetched < upto; ++fetched) {
           PrefetchL2(w[fetched % kCols].values + begin + fetched / kCols * kCacheLine + ahead);

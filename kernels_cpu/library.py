@@ -52,11 +52,11 @@ class Level:
 
     @property
     def sources(self) -> list[Path]:
-        """Its own files, and those of the levels that it uses but for what serves there."""
+        """The files of its folder, and those of the levels that it uses but their level.cc."""
         here = Path(__file__).parent
         used = (source for name in self.uses for source in sorted((here / name).glob("*.cc")))
-        own = sorted((here / self.name).glob("*.cc"))
-        return [*own, *(source for source in used if source.name != "level.cc")]
+        lesser = (source for source in used if source.name != "level.cc")
+        return [*sorted((here / self.name).glob("*.cc")), *lesser]
 
 
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"})
@@ -109,8 +109,8 @@ def level() -> Level | None:
 
 def unavailable() -> str | None:
     """Why the kernels cannot run in this process, or None once they are compiled and registered."""
-    found = registered()
-    return found if isinstance(found, str) else None
+    result = registered()
+    return result if isinstance(result, str) else None
 
 
 @functools.cache
@@ -191,8 +191,8 @@ def _run(command: list[str]) -> None:
 
 @functools.cache
 def _processor() -> frozenset[str]:
-    """What Linux says that the processor has: "flags" on x86, "Features" on ARM. Elsewhere what the
-    architecture requires.
+    """Return the processor's features by Linux's names ("flags" on x86, "Features" on ARM);
+    elsewhere those that the architecture requires.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

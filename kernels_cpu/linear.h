@@ -1,5 +1,6 @@
-// y = x . w^T for bf16 x [T, E] and w [N, E] as they lie in memory, accumulated in f32. Each processor has its own
-// Multiply; an element's sum runs in one order whatever T and its place are, so a row's bits do not depend on the batch.
+// y = x . w^T for bf16 x [T, E] and w [N, E] as they lie in memory, accumulated in f32. An element's sum runs in
+// one order whatever T and its place are, so a row's bits do not depend on the batch. Each level of processors defines these in
+// its level.cc.
 #pragma once
 
 #include "kernels.h"

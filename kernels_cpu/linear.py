@@ -32,8 +32,8 @@ class NativeProducts:
         """
         if not x.dtype == weight.dtype == jnp.bfloat16 or not x.ndim == weight.ndim == 2:
             return False
-        few = self.most_rows is None or x.shape[0] <= self.most_rows
-        return few and is_width_supported(x.shape[1])
+        is_few = self.most_rows is None or x.shape[0] <= self.most_rows
+        return is_few and is_width_supported(x.shape[1])
 
     def linear(
         self, x_TE: Array, weight_NE: Array, count: Array | int, dtype: DTypeLike = jnp.float32

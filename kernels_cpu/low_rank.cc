@@ -64,7 +64,7 @@ ffi::Error LowRank(ffi::ThreadPool pool, Float32<2> y, Bf16<2> x, Bf16<4> a, Int
   }
   struct Item {
     const Group* group;
-    const bf16* b;  // of the group's slot, from its first output on
+    const bf16* b;                           // of the group's slot, from its first output on
     int64_t part, N, column, width, pieces;  // column: of y, the first one
   };
   std::vector<Item> items;

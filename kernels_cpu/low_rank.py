@@ -1,4 +1,4 @@
-"""What adapters add to a product, for bf16 on CPU; see low_rank.cc.
+"""The products of low rank that adapters add, for bf16 on CPU; see low_rank.cc.
 
 Shapes: T tokens, of which the first `count` (an int32 scalar) are wanted; E features in (whole
 32s), N outputs of each part of a weight.
@@ -24,12 +24,13 @@ def add(
     count: Array | int,
     leads: int = 1,
 ) -> Array:
-    """y [T, N of all parts], f32, and for each token x times a transposed, [parts, slots, rank, E],
-    times b, of each part [slots, rank, N], of its own slot; a token whose slot is none has y as it
-    was. A row's bits depend on that row alone.
+    """Return y + x a^T b, f32 [T, N of all parts]: each token by the a and b of its slot. A token
+    whose slot is past the last one keeps its y. A row's bits depend on that row alone.
 
-    a of E = 0: x [T, parts * rank] is what its product would give. leads: equal pieces of a part's
-    outputs; in y the first ones of all parts follow each other, then the second ones.
+    y: [T, N of all parts], f32. x: [T, E]. a: [parts, slots, rank, E]; where E is 0, x is what the
+    first product would give, [T, parts * rank]. b: [slots, rank, N] of each part. slot_T: int32.
+    leads: into how many equal pieces a part's outputs are cut; in y the first pieces of all parts
+    follow each other, then the second ones.
     """
     result = jax.ShapeDtypeStruct(y.shape, jnp.float32)
     call = jax.ffi.ffi_call("jpaged_low_rank", result, input_output_aliases={0: 0})

@@ -7,9 +7,9 @@
 namespace jpaged {
 namespace {
 
-ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer,
-                          Int32<2> table, Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o,
-                          int64_t num_layers, float scale, int64_t window, float soft_cap, bool decode) {
+ffi::Error PagedAttention(ffi::ThreadPool pool, Bf16<3> q, ffi::AnyBuffer kv, Float32<3> scales, Int32<0> layer, Int32<2> table,
+                          Int32<1> contexts, Int32<1> starts, Float32<1> sinks, ffi::Result<Bf16<3>> o, int64_t num_layers,
+                          float scale, int64_t window, float soft_cap, bool decode) {
   auto q_shape = q.dimensions(), kv_shape = kv.dimensions();
   Problem p{.q = Data(q), .pool = kv.untyped_data(), .scales = scales.typed_data(), .o = Data(*o)};
   auto attend = kv.element_type() == ffi::S8 ? &AttendInt8 : kv.element_type() == ffi::F8E4M3FN ? &AttendE4m3 : &Attend;

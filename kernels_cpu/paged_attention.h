@@ -4,7 +4,8 @@
 // A query's result does not depend on its batch or chunk: its KV tiles begin at multiples of 64, every sum along them runs
 // in one order, and a tile that it does not see leaves its state as it is.
 //
-// Shapes: q and o [T, H, D], pool [L*N, P, 2K, D] (K0, V0, K1, V1, ...), its scales [L*N, P, 2K], block table [S, M], G = H / K.
+// Shapes: q and o [T, H, D], pool [L*N, P, 2K, D] (K0, V0, K1, V1, ...), its scales [L*N, P, 2K], block table [S, M], G = H /
+// K.
 #pragma once
 
 #include "kernels.h"
@@ -15,7 +16,6 @@ constexpr int64_t kTile = 64;      // slots of a KV tile
 constexpr int64_t kQueries = 48;   // query rows (tokens times heads of a group) of an item, at most
 constexpr float kMasked = -1e30f;  // finite, so that a query that has seen nothing yet has a state without NaN
 
-
 struct Problem {
   const bf16* q = nullptr;
   const void* pool = nullptr;     // of bf16, int8_t or E4m3
@@ -24,9 +24,9 @@ struct Problem {
   const int32_t *table = nullptr, *contexts = nullptr, *starts = nullptr;
   const float* sinks = nullptr;  // one more score of each query head, or null
   int64_t T = 0, S = 0, M = 0, H = 0, K = 0, G = 0, D = 0, P = 0, first_block = 0;
-  int64_t window = 0;               // 0: none
-  float scale = 1, soft_cap = 0;    // soft_cap 0: none
-  bool decode = false;              // one query a row
+  int64_t window = 0;             // 0: none
+  float scale = 1, soft_cap = 0;  // soft_cap 0: none
+  bool decode = false;            // one query a row
 };
 
 // Consecutive queries of a row, the slots [begin, end) that any of them sees, and the KV heads that one thread works

@@ -16,8 +16,8 @@ ffi::Error Parse(const char* what, std::string_view name, const std::string_view
   return ffi::Error::InvalidArgument(std::string(what) + " '" + std::string(name) + "' is not known");
 }
 
-ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float32<2> scales, Float32<2> zeros,
-                   Int32<0> count, ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations) {
+ffi::Error Product(ffi::ThreadPool pool, Bf16<2> x, ffi::AnyBuffer values, Float32<2> scales, Float32<2> zeros, Int32<0> count,
+                   ffi::Result<Float32<2>> y, std::string_view form, std::string_view activations) {
   Quantized w{};
   Activations chosen{};
   ffi::Error error = Parse("form", form, {"int8", "int4", "fp8"}, &w.form);

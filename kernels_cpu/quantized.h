@@ -32,7 +32,9 @@ struct Quantized {
   const float *scales, *zeros;  // [N, S], each of E / S inputs, whole 32s; zeros may be null, and are only of int4
   int64_t N, E, S;
 
-  Scales Kind() const { return zeros != nullptr ? Scales::kZeros : form != Form::kInt4 && S == 1 ? Scales::kRow : Scales::kGroups; }
+  Scales Kind() const {
+    return zeros != nullptr ? Scales::kZeros : form != Form::kInt4 && S == 1 ? Scales::kRow : Scales::kGroups;
+  }
   int64_t Group() const { return E / S; }  // inputs of a scale
   int64_t RowBytes() const { return Bytes(form, E); }
   const uint8_t* Row(int64_t n) const { return static_cast<const uint8_t*>(values) + n * RowBytes(); }

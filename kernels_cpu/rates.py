@@ -52,7 +52,7 @@ class Rates:
 
     @property
     def worst(self) -> float:
-        """What native products cost where they do the worst: seconds over those of XLA's."""
+        """The largest of the ratios: native products at their worst."""
         return max(self.ratios.values())
 
     @classmethod
@@ -74,8 +74,8 @@ class Rates:
 
 @functools.cache
 def rates() -> Rates:
-    """Of this processor: kept in a file, measured where there is none. The library must be there
-    (see library.unavailable).
+    """Return this processor's rates: read from a file, measured where there is none. The library
+    must be there (see library.unavailable).
     """
     library = registered()
     assert isinstance(library, Path), library
@@ -84,10 +84,10 @@ def rates() -> Rates:
         kept = json.loads(file.read_text())
         return Rates(ratios={int(rows): float(ratio) for rows, ratio in kept.items()})
     except (OSError, ValueError):  # none yet, or one that is broken
-        found = Rates.measured()
+        measured = Rates.measured()
         with contextlib.suppress(OSError):  # nowhere to write to: for this process alone
-            _write(file, json.dumps(found.ratios))
-        return found
+            _write(file, json.dumps(measured.ratios))
+        return measured
 
 
 def _native(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def _random(rng: np.random.Generator, rows: int) -> jax.Array:
 
 
 def _machine() -> str:
-    """A word for the kind of processor and how much of it there is."""
+    """Return a name for the kind of processor and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,5 +1,5 @@
-// Products with AMX tiles; see linear.h and bf16_weights.h. The weight is the first operand, read as it lies, 32 of its rows at a time; x, of
-// which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
+// Products with AMX tiles; see linear.h and bf16_weights.h. The weight is the first operand, read as it lies, 32 of its rows at
+// a time; x, of which tokens are the second operand's columns, is packed once. The sums of an element run along E in one order.
 #include "../avx512/lanes.h"
 #include "../bf16_weights.h"
 #include "level.h"
@@ -9,9 +9,9 @@ namespace {
 
 using avx512::Transpose;
 
-constexpr int64_t kSide = 16;          // rows of a tile, and columns of f32
-constexpr int64_t kCols = 2 * kSide;   // rows of w at a time
-constexpr int64_t kDepth = 32;         // bf16 along E in a tile's row, and in a cache line
+constexpr int64_t kSide = 16;         // rows of a tile, and columns of f32
+constexpr int64_t kCols = 2 * kSide;  // rows of w at a time
+constexpr int64_t kDepth = 32;        // bf16 along E in a tile's row, and in a cache line
 
 // What every tile of this thread is while in scope: 16 rows of 64 bytes.
 struct Tiles {
@@ -42,9 +42,7 @@ void PackTokens(const bf16* x, bf16* packed, int64_t T, int64_t E, int64_t i) {
 }
 
 inline void Put(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
-inline void Put(bf16* to, __m512 x, __mmask16 mask) {
-  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
-}
+inline void Put(bf16* to, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 // A tile of sums, [16 rows of w][16 tokens], to y [tokens, N].
 template <typename Out>

@@ -43,7 +43,9 @@ struct Lanes {
   static Floats OrZero(Mask mask, Floats x) { return _mm256_and_ps(mask, x); }
 
   // a * b where the mask is set, else `other`.
-  static Floats MulOr(Floats other, Mask mask, Floats a, Floats b) { return _mm256_blendv_ps(other, _mm256_mul_ps(a, b), mask); }
+  static Floats MulOr(Floats other, Mask mask, Floats a, Floats b) {
+    return _mm256_blendv_ps(other, _mm256_mul_ps(a, b), mask);
+  }
 
   // Element i is the sum of the lanes of the i-th.
   static void PutSums(float* to, Floats a0, Floats a1, Floats a2, Floats a3) {

@@ -51,7 +51,7 @@ inline void Write(const __m512 (&sums)[kCols], Out* const* y, int64_t rows, int6
 // comes after of w is brought into the cache from there on, evenly, or the processor waits for it.
 template <int R, typename Out>
 inline void MultiplyTile(const bf16* x, const bf16* const (&w)[kCols], int64_t E, const bf16* next, Out* const* y, int64_t rows,
-                 int64_t cols) {
+                         int64_t cols) {
   __m512 acc[R][kCols];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -102,7 +102,8 @@ template <typename Y>
 void MultiplyGroups(const bf16* packed, const Y& y, int64_t T, const bf16* w, int64_t N, int64_t E, int64_t begin,
                     int64_t end) {
   using Out = std::remove_pointer_t<decltype(y(0))>;
-  constexpr decltype(&MultiplyTile<1, Out>) kBySize[] = {&MultiplyTile<1, Out>, &MultiplyTile<2, Out>, &MultiplyTile<3, Out>, &MultiplyTile<4, Out>};
+  constexpr decltype(&MultiplyTile<1, Out>) kBySize[] = {&MultiplyTile<1, Out>, &MultiplyTile<2, Out>, &MultiplyTile<3, Out>,
+                                                         &MultiplyTile<4, Out>};
   int64_t block = std::max(kMostRows, kPanel / E / kMostRows * kMostRows);
   for (int64_t first = 0; first < T; first += block) {
     for (int64_t g = begin; g < end; ++g) {

@@ -264,9 +264,9 @@ class SlotTiles {
   }
 
   static constexpr int64_t kMostHeads = 8;  // query heads of a KV head that are scored together
-  static constexpr decltype(&ScoreHeads<1>) kScore[kMostHeads] = {
-      &ScoreHeads<1>, &ScoreHeads<2>, &ScoreHeads<3>, &ScoreHeads<4>,
-      &ScoreHeads<5>, &ScoreHeads<6>, &ScoreHeads<7>, &ScoreHeads<8>};
+  static constexpr decltype(&ScoreHeads<1>) kScore[kMostHeads] = {&ScoreHeads<1>, &ScoreHeads<2>, &ScoreHeads<3>,
+                                                                  &ScoreHeads<4>, &ScoreHeads<5>, &ScoreHeads<6>,
+                                                                  &ScoreHeads<7>, &ScoreHeads<8>};
 
   const bf16* q_;
   int64_t heads_, G_, D_;

@@ -1,5 +1,6 @@
-// Products with weights of e4m3 with AVX-512 bf16: they are transposed and become bf16, which holds them, in the cache. A register is
-// 2 inputs each of 16 outputs, which meet 2 inputs of a row of x in all of its lanes. Scales come after the sums of their inputs.
+// Products with weights of e4m3 with AVX-512 bf16: they are transposed and become bf16, which holds them, in the cache. A
+// register is 2 inputs each of 16 outputs, which meet 2 inputs of a row of x in all of its lanes. Scales come after the sums of
+// their inputs.
 #include "level.h"
 #include "transposed.h"
 
@@ -31,8 +32,8 @@ struct E4m3Kernel {
   // Adds the products of a tile of R rows of x and C groups over up to kDepth inputs from `first` on to their sums, [C][R][16].
   // The first tile makes the weights' bf16 as it goes.
   template <int R, int C>
-  static void AddTile(const Rows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state, Ahead& ahead,
-                      float* to) {
+  static void AddTile(const Rows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state,
+                      Ahead& ahead, float* to) {
     const bf16* values = x.values + tile * kRows * x.E;
     int64_t size = w.E / w.S, last = std::min(w.E, first + kDepth);
     __m512 totals[C][R];

@@ -1,8 +1,8 @@
 // Products with weights of int8 and int4 by VNNI, which multiplies bytes without a sign (weights, plus what makes them so) by
 // bytes with one: x, of which each 32 inputs of a row are rounded to a 127th of the largest of them.
 //
-// A register is 4 inputs each of 16 outputs, for which weights are transposed once for all rows, and meets 4 inputs of a row of x
-// in all of its lanes. Sums of integers are exact up to where a scale of x ends; they are added up in f32, in one order, from
+// A register is 4 inputs each of 16 outputs, for which weights are transposed once for all rows, and meets 4 inputs of a row of
+// x in all of its lanes. Sums of integers are exact up to where a scale of x ends; they are added up in f32, in one order, from
 // there on, so that a row's bits do not depend on the others.
 #include "level.h"
 #include "transposed.h"
@@ -16,8 +16,8 @@ constexpr float kMost = 127.0f;
 // What the bytes of a form have in excess.
 constexpr int32_t Excess(Form form) { return form == Form::kInt4 ? 8 : 128; }
 
-// Rows of x in tiles of up to 4, one after the other. Of a tile of R rows: values [E / 4][R][4]; and of each block, [E / 32][R],
-// its scale, what takes the excess of w from its sums, and what a zero of 1 takes: minus the scale times the sum.
+// Rows of x in tiles of up to 4, one after the other. Of a tile of R rows: values [E / 4][R][4]; and of each block, [E /
+// 32][R], its scale, what takes the excess of w from its sums, and what a zero of 1 takes: minus the scale times the sum.
 struct RoundedRows {
   int8_t* values;
   float* scales;
@@ -31,7 +31,7 @@ void Round(const bf16* x, const RoundedRows& to, int64_t tile, int64_t row, int3
   int64_t rows = TileRows(to.T, tile);
   int8_t* values = to.values + tile * kRows * to.E + row * kInputs;
   for (int64_t e = 0; e < to.E; e += kPacked) {
-    // Of bits without a sign the larger number has the larger, NaN the largest.
+    // Bits without a sign are in the order of numbers, NaN the largest.
     __m512i most = _mm512_and_si512(_mm512_loadu_si512(x + e), _mm512_set1_epi16(0x7fff));
     __m512i odd = _mm512_srli_epi32(most, 16), even = _mm512_and_si512(most, _mm512_set1_epi32(0xffff));
     uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(odd, even)) << 16;
@@ -78,8 +78,8 @@ struct IntegerKernel {
   // Adds the products of a tile of R rows of x and C groups over up to kDepth inputs from `first` on to their sums, [C][R][16].
   // The first tile makes the bytes as it goes.
   template <int R, int C>
-  static void AddTile(const RoundedRows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state, Ahead& ahead,
-                      float* to) {
+  static void AddTile(const RoundedRows& x, int64_t tile, const Quantized& w, int64_t first, bool is_first, TileState& state,
+                      Ahead& ahead, float* to) {
     const int8_t* values = x.values + tile * kRows * x.E;
     int64_t block = (tile * kRows * x.E + first * R) / kPacked, size = w.E / w.S, g = first / size;
     __m512 totals[C][R];
@@ -144,8 +144,12 @@ template <Form form, Scales kind>
 void MultiplyAs(ffi::ThreadPool& pool, const bf16* x, const Quantized& w, float* y, int64_t T) {
   static thread_local Memory values, scales, excess, sums;
   int64_t blocks = T * w.E / kPacked;
-  RoundedRows from{Scratch<int8_t>(values, T * w.E), Scratch<float>(scales, blocks), Scratch<int32_t>(excess, blocks),
-                Scratch<float>(sums, blocks), T, w.E};
+  RoundedRows from{Scratch<int8_t>(values, T * w.E),
+                   Scratch<float>(scales, blocks),
+                   Scratch<int32_t>(excess, blocks),
+                   Scratch<float>(sums, blocks),
+                   T,
+                   w.E};
   ParallelFor(pool, (T + kRows - 1) / kRows, [&](int64_t tile) {
     for (int64_t row = 0; row < TileRows(T, tile); ++row) {
       Round(x + (tile * kRows + row) * w.E, from, tile, row, Excess(form));

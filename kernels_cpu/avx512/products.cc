@@ -15,7 +15,7 @@ const bf16* Pack(ffi::ThreadPool& pool, const bf16* x, int64_t T, int64_t E) {
   static thread_local Memory memory;
   bf16* packed = Scratch<bf16>(memory, (T + kRows - 1) / kRows * kRows * E);
   auto from = [&](int64_t t) { return x + t * E; };
-  // Of few rows one thread packs all before another could wake up; of many it would take a fiftieth of the product.
+  // One thread packs few rows before another could wake up; to pack many would take it a fiftieth of the product.
   int64_t at_once = std::max(kRows, kPanel / E / kRows * kRows);
   ParallelFor(pool, (T + at_once - 1) / at_once, [&](int64_t item) {
     for (int64_t t = item * at_once; t < std::min(T, (item + 1) * at_once); t += kRows) {

@@ -9,11 +9,11 @@
 
 namespace jpaged::avx512 {
 
-constexpr int64_t kCols = 16;                     // outputs in a group, one a lane
-constexpr int64_t kGroups = 3;                    // of them in a tile
-constexpr int64_t kRows = 4;                      // of x in a tile
-constexpr int64_t kTransposedBytes = 24 * 1024;   // of a tile's weights when transposed
-constexpr int64_t kPanelInputs = 512 * 1024;      // of x that stay in the L2 cache
+constexpr int64_t kCols = 16;                    // outputs in a group, one a lane
+constexpr int64_t kGroups = 3;                   // of them in a tile
+constexpr int64_t kRows = 4;                     // of x in a tile
+constexpr int64_t kTransposedBytes = 24 * 1024;  // of a tile's weights when transposed
+constexpr int64_t kPanelInputs = 512 * 1024;     // of x that stay in the L2 cache
 
 // Rows in a tile of x.
 inline int64_t TileRows(int64_t T, int64_t tile) { return std::min(kRows, T - tile * kRows); }
@@ -39,9 +39,9 @@ struct Ahead {
 
 // A thread's state of the groups of outputs that it works on.
 struct TileState {
-  const uint8_t* values[kGroups][kCols];                  // where their weights begin, the last one's where there are no more
+  const uint8_t* values[kGroups][kCols];  // where their weights begin, the last one's where there are no more
   alignas(64) uint8_t bytes[kGroups][kTransposedBytes / kGroups];  // the weights of some inputs, transposed
-  float *scales[kGroups], *zeros[kGroups];                // [S][16]
+  float *scales[kGroups], *zeros[kGroups];                         // [S][16]
 };
 
 // What comes after the inputs from e on of `rows` outputs. Of one tile it is what lies as far on among the next outputs, as
@@ -95,9 +95,12 @@ template <typename Kernel>
 void MultiplyGroups(const typename Kernel::X& x, const Quantized& w, float* y, int64_t begin, int64_t end) {
   constexpr Scales kind = Kernel::kind;
   constexpr decltype(&Kernel::template AddTile<1, 1>) kBySize[kGroups][kRows] = {
-      {&Kernel::template AddTile<1, 1>, &Kernel::template AddTile<2, 1>, &Kernel::template AddTile<3, 1>, &Kernel::template AddTile<4, 1>},
-      {&Kernel::template AddTile<1, 2>, &Kernel::template AddTile<2, 2>, &Kernel::template AddTile<3, 2>, &Kernel::template AddTile<4, 2>},
-      {&Kernel::template AddTile<1, 3>, &Kernel::template AddTile<2, 3>, &Kernel::template AddTile<3, 3>, &Kernel::template AddTile<4, 3>}};
+      {&Kernel::template AddTile<1, 1>, &Kernel::template AddTile<2, 1>, &Kernel::template AddTile<3, 1>,
+       &Kernel::template AddTile<4, 1>},
+      {&Kernel::template AddTile<1, 2>, &Kernel::template AddTile<2, 2>, &Kernel::template AddTile<3, 2>,
+       &Kernel::template AddTile<4, 2>},
+      {&Kernel::template AddTile<1, 3>, &Kernel::template AddTile<2, 3>, &Kernel::template AddTile<3, 3>,
+       &Kernel::template AddTile<4, 3>}};
   static thread_local Memory memory, scales, zeros, sums;
   int64_t together = x.T <= kRows ? 1 : kGroups;  // where memory is the limit, the less the sooner is more fetched
   int64_t tiles = (x.T + kRows - 1) / kRows, panel = std::min(tiles, std::max<int64_t>(1, kPanelInputs / (kRows * w.E)));
@@ -147,9 +150,8 @@ void MultiplyGroups(const typename Kernel::X& x, const Quantized& w, float* y, i
 template <typename Kernel>
 void MultiplyTransposed(ffi::ThreadPool& pool, const typename Kernel::X& x, const Quantized& w, float* y) {
   int64_t groups = (w.N + kCols - 1) / kCols, items = SharesOf(pool, groups, kGroups);
-  ParallelFor(pool, items, [&](int64_t item) {
-    MultiplyGroups<Kernel>(x, w, y, groups * item / items, groups * (item + 1) / items);
-  });
+  ParallelFor(pool, items,
+              [&](int64_t item) { MultiplyGroups<Kernel>(x, w, y, groups * item / items, groups * (item + 1) / items); });
 }
 
 }  // namespace jpaged::avx512

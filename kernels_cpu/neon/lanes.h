@@ -61,9 +61,7 @@ struct Lanes {
   }
 
   static Floats OrZero(Mask mask, Floats x) {
-    auto keep = [](uint32x4_t mask, float32x4_t x) {
-      return vreinterpretq_f32_u32(vandq_u32(mask, vreinterpretq_u32_f32(x)));
-    };
+    auto keep = [](uint32x4_t mask, float32x4_t x) { return vreinterpretq_f32_u32(vandq_u32(mask, vreinterpretq_u32_f32(x))); };
     return {keep(mask.low, x.low), keep(mask.high, x.high)};
   }
 
@@ -118,9 +116,7 @@ struct Lanes {
     return {even(x.low), even(x.high)};
   }
   static Floats Odd(Words x) {
-    auto odd = [](uint16x8_t x) {
-      return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(x), vdupq_n_u32(0xffff0000)));
-    };
+    auto odd = [](uint16x8_t x) { return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(x), vdupq_n_u32(0xffff0000))); };
     return {odd(x.low), odd(x.high)};
   }
   static void EvenOdd(const bf16* from, Floats& even, Floats& odd) {
@@ -264,9 +260,7 @@ struct Lanes {
 
  private:
   static uint16x8_t Wide(int8x8_t bytes) { return vreinterpretq_u16_s16(vmovl_s8(bytes)); }
-  static Floats FromWords(int16x8_t x) {
-    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x))};
-  }
+  static Floats FromWords(int16x8_t x) { return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x))}; }
 
   // The nearest bf16 in the upper half of each lane.
   static uint32x4_t Rounded(float32x4_t x) {

@@ -89,7 +89,8 @@ float AsFloat(bf16 x) { return FromBf16(x); }
 
 // allowed: of each element, how far it may be from the definition.
 template <typename T>
-void Check(const std::string& name, const std::vector<T>& y, const std::vector<double>& wanted, const std::vector<double>& allowed) {
+void Check(const std::string& name, const std::vector<T>& y, const std::vector<double>& wanted,
+           const std::vector<double>& allowed) {
   uint64_t hash = 14695981039346656037ull;
   for (size_t i = 0; i < y.size(); ++i) {
     double error = std::fabs(AsFloat(y[i]) - wanted[i]);
@@ -130,7 +131,9 @@ void Linear(ffi::ThreadPool& pool) {
     std::vector<float> y(T * N);
     std::vector<bf16> rounded(T * N);
     Multiply(pool, x.data(), w.data(), y.data(), T, N, E), Multiply(pool, x.data(), w.data(), rounded.data(), T, N, E);
-    auto from = [&, E = E](const std::vector<bf16>& all) { return [&all, E](int64_t i, int64_t e) -> double { return FromBf16(all[i * E + e]); }; };
+    auto from = [&, E = E](const std::vector<bf16>& all) {
+      return [&all, E](int64_t i, int64_t e) -> double { return FromBf16(all[i * E + e]); };
+    };
     std::string name = std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E);
     Product exact(T, N, E, from(x), from(w)), coarse(T, N, E, from(x), from(w), 0x1p-8);
     Check("linear f32 " + name, y, exact.y, exact.allowed), Check("linear bf16 " + name, rounded, coarse.y, coarse.allowed);
@@ -224,8 +227,10 @@ void QuantizedProducts(ffi::ThreadPool& pool) {
           Multiply(pool, x.data(), w, activations, y.data(), T);
           Product exact = activations == Activations::kPlain ? Product(T, N, E, of_x, in_bf16) : Product(T, N, E, of_x, weight);
           Check(std::string("quantized ") + names[static_cast<int>(activations)] + " " + forms[static_cast<int>(form)] +
-                    (kind == Scales::kRow ? " row " : kind == Scales::kGroups ? " groups " : " zeros ") + std::to_string(T) +
-                    "x" + std::to_string(N) + "x" + std::to_string(E),
+                    (kind == Scales::kRow      ? " row "
+                     : kind == Scales::kGroups ? " groups "
+                                               : " zeros ") +
+                    std::to_string(T) + "x" + std::to_string(N) + "x" + std::to_string(E),
                 y, exact.y, exact.allowed);
         }
       }
@@ -308,9 +313,9 @@ void Attention(const char* pool_name, const AttentionCase& c, bool decode) {
 }
 
 void AttentionCases() {
-  const AttentionCase cases[] = {{1, 1, 16, 2, 2, 32, 0, 0, false},    {200, 1, 16, 8, 2, 64, 0, 0, true},
+  const AttentionCase cases[] = {{1, 1, 16, 2, 2, 32, 0, 0, false},     {200, 1, 16, 8, 2, 64, 0, 0, true},
                                  {130, 1, 64, 10, 2, 96, 70, 0, false}, {65, 1, 8, 16, 1, 128, 0, 5, false},
-                                 {70, 9, 16, 4, 2, 64, 0, 0, true},    {140, 16, 32, 6, 2, 96, 50, 3, false}};
+                                 {70, 9, 16, 4, 2, 64, 0, 0, true},     {140, 16, 32, 6, 2, 96, 50, 3, false}};
   for (const AttentionCase& c : cases) {
     for (bool decode : {false, true}) {
       if (decode && c.queries > 1) continue;

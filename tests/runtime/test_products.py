@@ -40,6 +40,7 @@ def asked() -> str | None:
 
 def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "unavailable", lambda: None)
+    monkeypatch.setattr(library, "level", lambda: None)
     monkeypatch.setattr(products, "rates", lambda: Rates(ratios={8: 0.5, 64: 0.9, 512: 1.1}))
 
     def chosen(dtype: Any, deterministic: bool = False) -> Any:
