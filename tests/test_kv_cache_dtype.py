@@ -83,6 +83,63 @@ def test_it_is_close_to_the_models_dtype(form: Any, most: float) -> None:
         assert np.abs(ours - exact).mean() < 1.5 * np.abs(plain - exact).mean() + most
 
 
+def prefilled(prompts: list[list[int]], **settings: Any) -> list[tuple[Any, np.ndarray]]:
+    """Of each prompt alone the pool that its prefill leaves, and its logprobs; in f32."""
+    sizes: dict[str, Any] = {"max_model_len": 256, "num_blocks": 32, "block_size": 16}
+    sizes |= {"token_buckets": (256,), "max_num_batched_tokens": 256, "attention": "xla"}
+    params = jpaged.load_params(MODEL_PATH, dtype="float32")
+    llm = served(params, ENGINE, **sizes | {"enable_prefix_caching": False} | settings)
+    how, found = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), []
+    for prompt in prompts:
+        (out,) = run(llm, [prompt], how)
+        assert out.prompt_logprobs is not None
+        scored = [next(iter(each.values())).logprob for each in out.prompt_logprobs if each]
+        state = llm.session.runner._state
+        assert state is not None
+        found.append((jax.device_get(state.kv[0]), np.array(scored)))
+    llm.close()
+    return found
+
+
+CUT: dict[str, Any] = {"max_num_batched_tokens": 23, "token_buckets": (32,)}
+
+
+def test_a_chunk_attends_to_what_the_cache_holds() -> None:
+    """Cut otherwise, a prompt differs as f32's sums do, whose last bits round a value now and then
+    to the next of the 255 that there are. Keys that a chunk had of its own before they were
+    rounded, as in the control, would turn many more.
+    """
+    prompts = [TEXT[i : i + 230] for i in (0, 230, 460)]
+    num_layers = jpaged.load_params(MODEL_PATH).config.num_layers
+
+    def turned(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """The share of each layer's values that differ."""
+        return (a != b).reshape(num_layers, -1).mean(axis=1)
+
+    ways = [prefilled(prompts, kv_cache_dtype="int8", **cut) for cut in ({}, CUT)]
+    exact = prefilled(prompts, kv_cache_dtype=None)
+    for (one, logprobs), (other, found), (plain, _) in zip(*ways, exact, strict=True):
+        steps = np.abs(one.values.astype(int) - other.values)
+        assert steps.max() <= 1 and turned(one.values, other.values).max() < 2e-3
+        assert np.abs(logprobs - found).max() < 0.02
+        scales = np.abs(plain).max(axis=-1, keepdims=True) / 127
+        rounded = np.round(plain / np.where(scales == 0, 1, scales))
+        assert turned(one.values, rounded)[0] < 1e-4, "the first layer's keys come before any"
+        assert turned(one.values, rounded)[-1] > 0.02
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_deterministic_to_the_bit_however_it_is_cut(form: Any) -> None:
+    """In f32 too, where another number of rows adds in another order."""
+    prompts = [TEXT[i : i + 230] for i in (0, 230)]
+    asked: dict[str, Any] = {"kv_cache_dtype": form, "deterministic": True}
+    ways = [prefilled(prompts, **asked, **cut) for cut in ({}, CUT)]
+    for (one, logprobs), (other, found) in zip(*ways, strict=True):
+        np.testing.assert_array_equal(logprobs, found)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_twice_the_blocks(params: Params, form: Any) -> None:
     """Of a wider head, whose scales are a thirty-second of it, in the memory of the plain ones."""

@@ -164,7 +164,11 @@ def sample(
 
     source_max_S, same_S = max_S, processed_S
     if full is not None:
-        raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
+        # Of what is allowed, as below: a row's bits do not depend on whether others have penalties.
+        if mask_SW is None:
+            raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
+        else:
+            raw_max_S = finite_max(masked_tile_max(logits_SV, mask_SW, vocabulary))
         source_max_S = jnp.where(processed_S, max_S, raw_max_S)
     elif mask_SW is None:
         same_S = processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
@@ -178,7 +182,7 @@ def sample(
         sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
     else:
         sum_S = jnp.where(same_S, total_S, raw_S)
-    if full is None and mask_SW is not None:
+    if mask_SW is not None:
         # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
         # unless some are so far above it that their exponentials overflow.
         is_over_S = jnp.isposinf(sum_S) & ~same_S

@@ -677,7 +677,9 @@ def test_raw_logprobs_of_what_a_mask_allows(mode: int) -> None:
 @pytest.mark.parametrize("temperature", [1.0, [1.0, 0.7]], ids=["one", "several"])
 @pytest.mark.parametrize("mode", [RAW, PROCESSED, [RAW, TEMPERED, PROCESSED]])
 def test_a_mask_alone_takes_fewer_passes_to_the_same_bits(temperature: Any, mode: Any) -> None:
-    """As the step whose rows may have filters too, which stores what the mask allows."""
+    """As the step whose rows may have filters too, which stores what the mask allows, and as the
+    one with penalties for other rows.
+    """
     rows, vocab, rng = 12, 1003, np.random.default_rng(4)
     z = (3 * rng.standard_normal((rows, vocab))).astype(np.float32)
     z[1, ::2], z[2, 5], z[3, 7] = -np.inf, np.nan, 400.0
@@ -693,8 +695,12 @@ def test_a_mask_alone_takes_fewer_passes_to_the_same_bits(temperature: Any, mode
         jax.jit(functools.partial(sample, filters=filters))(jnp.asarray(z), each, None, words)
         for filters in (False, True)
     )
+    some = np.arange(rows) != 5
+    others = some & (np.arange(rows) > 0)
+    penalties = full_controls(rows, vocab, slice(0, 1), presence=1.0, counts=2)
+    full = run(jnp.asarray(z), each, penalties, words, max_logprobs=WIDTH)
     for name in ("token_S", "logprob_S", "allowed_logprob_S"):
         np.testing.assert_array_equal(getattr(fewer, name), getattr(more, name))
+        np.testing.assert_array_equal(getattr(full, name)[others], getattr(more, name)[others])
     drawn = np.asarray(fewer.token_S)
-    some = np.arange(rows) != 5
     assert allowed[np.arange(rows), drawn][some].all()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jpaged import LLM, GenerationError, RequestError
+from jpaged import LLM, GenerationError, RequestError, SamplingParams
 from tests.byte_tokenizer import EOS, make_tokenizer, params
 from tests.structured.test_structured import JSON, PROMPTS, ask, is_answer, make_llm, run
 from tests.tiny import dense_logprobs
@@ -105,6 +105,31 @@ def test_deterministic_in_any_company() -> None:
     how: dict[str, Any] = {"temperature": 0.8, "structured": JSON, "prompt_lens": lens}
     for found, done, length in zip(llm.score(ids, **how), together, lens, strict=True):
         np.testing.assert_array_equal(found[length - 1 :], done.token_logprobs)
+
+
+@pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
+def test_deterministic_beside_other_draws(mode: Any) -> None:
+    """Bit for bit, whatever step the rows beside them need: plain, filtered or with penalties; and
+    these rows too.
+    """
+    llm = make_llm(deterministic=True)
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9, "top_k": 30}, {"presence_penalty": 0.5}]
+    kinds = [kind | {"logprobs_mode": mode, "temperature": 0.8} for kind in kinds]
+    forms = [ask(JSON, i, **kind) for i, kind in enumerate(kinds)]
+    others = [
+        SamplingParams(seed=i, max_tokens=9, ignore_eos=True, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+    prompts = [f"{'some of it ' * 3}{i}" for i in range(6)]
+    asked = [*forms, *others]
+    alone = [run(llm, one, [prompt])[0] for one, prompt in zip(asked, prompts, strict=True)]
+    pairs = [(i, j) for i in range(6) for j in range(6) if i < j]
+    for beside in (*pairs, range(6)):
+        found = run(llm, [asked[i] for i in beside], [prompts[i] for i in beside])
+        for i, done in zip(beside, found, strict=True):
+            assert done.token_ids == alone[i].token_ids
+            np.testing.assert_array_equal(done.token_logprobs, alone[i].token_logprobs)
+    llm.close()
 
 
 def test_a_cached_prefix_changes_nothing(llm: LLM) -> None:
