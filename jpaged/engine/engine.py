@@ -115,14 +115,26 @@ class Engine:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
         request = self.requests.get(request_id)
         if request is not None:
-            with self._consistent():
-                queues = self.scheduler.queues
-                for seq in request.sequences:
-                    if seq.status is not Status.FINISHED:  # else it ended in a step that failed
-                        queues.finish(seq, "abort")
-                queues.finished = [s for s in queues.finished if s.request is not request]
-                self._forget(request)
+            self.remove(request)
         return request
+
+    def remove(self, request: Request) -> None:
+        """End this request as "abort", unless it has left the engine: a later request may have its
+        id.
+        """
+        if not self.holds(request):
+            return
+        with self._consistent():
+            queues = self.scheduler.queues
+            for seq in request.sequences:
+                if seq.status is not Status.FINISHED:  # else it ended in a step that failed
+                    queues.finish(seq, "abort")
+            queues.finished = [s for s in queues.finished if s.request is not request]
+            self._forget(request)
+
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is unfinished here."""
+        return self.requests.get(request.request_id) is request
 
     def has_unfinished(self) -> bool:
         return bool(self.requests)

@@ -115,6 +115,16 @@ class Replicas:
             self._router.leave(request_id)
         return request
 
+    def remove(self, request: Request) -> None:
+        """End this request as "abort", unless it has left the engine: see Engine."""
+        self._ended = [ended for ended in self._ended if ended is not request]
+        if self.holds(request):
+            self.abort(request.request_id)
+
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is unfinished here."""
+        return self.requests.get(request.request_id) is request
+
     def has_unfinished(self) -> bool:
         return bool(self._ended) or any(engine.has_unfinished() for engine in self.engines)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -176,11 +177,13 @@ class CallKeys:
 
     def __init__(self, seed: Any):
         self._key = as_key(seed)
+        self._lock = threading.Lock()  # no two calls have one key, whatever threads they are of
         self.count = 0
 
     def next(self) -> Key:
-        self.count += 1
-        return fold_in(self._key, self.count)
+        with self._lock:
+            self.count += 1
+            return fold_in(self._key, self.count)
 
 
 def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:
