@@ -42,9 +42,8 @@ class Adapters:
 
     def remove(self, name: Any) -> None:
         """Forget a name; RequestError where it is unknown."""
-        if name not in self.named:
+        if self.named.pop(name, None) is None:
             raise RequestError(f"adapter {name!r} is unknown")
-        del self.named[name]
 
     def made(self, source: Any, name: str | None = None) -> AdapterVersion:
         """A version of a tree, or of a folder as PEFT writes it."""
@@ -71,7 +70,8 @@ class Adapters:
 
     def report(self) -> dict[str, Any]:
         """The version that each name has."""
-        return {"adapters": {name: adapter.version for name, adapter in self.named.items()}}
+        named = self.named.copy()  # at once: other threads add to it
+        return {"adapters": {name: adapter.version for name, adapter in named.items()}}
 
     def _served(self, pair: Pair, target: Target) -> Pair:
         """A pair for the heads of the served model, in its dtype."""

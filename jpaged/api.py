@@ -1,4 +1,7 @@
-"""generate and score: functions of (params, prompts) whose sessions are kept between calls."""
+"""generate and score: functions of (params, prompts) whose sessions are kept between calls.
+
+Any thread may call; the calls of a process take turns, first come first served.
+"""
 
 import contextlib
 import time
@@ -16,6 +19,7 @@ from jpaged.calls import Calls, OnError, SamplingParamsLike
 from jpaged.checkpoint.load import load_params
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, ConfigError
+from jpaged.fair_lock import FairLock
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import CallKeys, as_list
 from jpaged.runtime.mesh import serving_mesh
@@ -25,8 +29,9 @@ from jpaged.search.beam import EarlyStopping
 from jpaged.session import Session, adapted
 
 MAX_ENGINES = 2
-_kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first
+_kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first; none that is in use
 _keys = CallKeys(0)  # of calls without a seed
+_turns = FairLock()  # of a whole call: its weights are bound, and only one call's can be
 
 
 def generate(
@@ -174,15 +179,17 @@ def release(compiled: bool = False) -> None:
     """Free the pools and derived weights that generate and score keep between calls; executables
     too if `compiled`.
     """
-    for session in kept_sessions():
-        session.release()
-    if compiled:
-        _kept.clear()
+    with _turns.held():
+        for calls in _kept.values():
+            calls.session.release()
+        if compiled:
+            _kept.clear()
 
 
 def kept_sessions() -> list[Session]:
     """What is kept between calls now, the session of the latest call last: to look into."""
-    return [calls.session for calls in _kept.values()]
+    with _turns.held():
+        return [calls.session for calls in _kept.values()]
 
 
 @contextlib.contextmanager
@@ -197,32 +204,41 @@ def _serving(
 ) -> Iterator[Calls]:
     """The session kept for params of this form, or a new one in place of the least recently used;
     these params, and those of a draft model, are bound to it for one call.
+
+    Other threads wait. A call that this thread makes inside the block (a tokenizer's, say) finds
+    another session: one that is in use is not among the kept ones.
     """
-    engine_config = EngineConfig() if engine_config is None else engine_config
-    if isinstance(params, str | Path):
-        mesh = serving_mesh(engine_config, mesh)
-        params = load_params(params, mesh=mesh)
-    own = as_params(params, config)
-    guesses = None if draft is None else as_params(draft)
-    form = tuple(
-        (x.shape, str(x.dtype), getattr(x, "sharding", None))
-        for x in jax.tree.leaves((own, guesses))
-    )
-    tokens = own.source if tokenizer is None else id(tokenizer)
-    drafts = None if guesses is None else guesses.config
-    key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, drafts, tokens)
-    if any_tokenizer and key not in _kept:
-        key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
-    if key not in _kept:
-        session = Session(own, engine_config, mesh, grows=True, draft=guesses)
-        calls = Calls(session, tokenizer, own.source)
+    with _turns.held():
+        engine_config = EngineConfig() if engine_config is None else engine_config
+        if isinstance(params, str | Path):
+            mesh = serving_mesh(engine_config, mesh)
+            params = load_params(params, mesh=mesh)
+        own = as_params(params, config)
+        guesses = None if draft is None else as_params(draft)
+        form = tuple(
+            (x.shape, str(x.dtype), getattr(x, "sharding", None))
+            for x in jax.tree.leaves((own, guesses))
+        )
+        tokens = own.source if tokenizer is None else id(tokenizer)
+        drafts = None if guesses is None else guesses.config
+        key = (own.config, own.config.eos_token_ids, engine_config, mesh, form, drafts, tokens)
+        if any_tokenizer and key not in _kept:
+            key = next((other for other in reversed(_kept) if other[:-1] == key[:-1]), key)
+        calls = _kept.pop(key, None)
         while len(_kept) >= MAX_ENGINES:
             _kept.popitem(last=False)
-        _kept[key] = calls
-    _kept.move_to_end(key)
-    calls = _kept[key]
-    try:
-        calls.session.bind(own, draft=guesses)
-        yield calls
-    finally:
-        calls.session.unbind()
+        if calls is None:
+            session = Session(own, engine_config, mesh, grows=True, draft=guesses)
+            calls = Calls(session, tokenizer, own.source)
+        try:
+            calls.session.bind(own, draft=guesses)
+            yield calls
+        finally:
+            calls.session.unbind()
+            # An interrupt of the call's own clearing up may have left requests: the next call's
+            # session must have none.
+            if not (calls.session.has_pool and calls.session.engine.has_unfinished()):
+                _kept[key] = calls
+                _kept.move_to_end(key)
+                while len(_kept) > MAX_ENGINES:
+                    _kept.popitem(last=False)

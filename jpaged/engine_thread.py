@@ -12,7 +12,7 @@ from typing import Any
 
 from jpaged.calls import Calls
 from jpaged.engine.sequence import Request
-from jpaged.errors import ConfigError, PeerError, RequestError
+from jpaged.errors import ConfigError, PeerError
 from jpaged.request.collect import LiveCompletions
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 
@@ -67,12 +67,10 @@ class Job:
         """The pieces that are new. An error is left to the output."""
         if self.live is None:
             return []
-        news: list[News] = []
-        try:
-            news.extend((self.index, chunk) for chunk in self.live.take())
-        except RequestError:
+        chunks, error = self.live.take_all()
+        if error is not None:
             self.live = None  # its other completions are not worth more pieces
-        return news
+        return [(self.index, chunk) for chunk in chunks]
 
 
 class Coming:
@@ -91,7 +89,9 @@ class Coming:
 
 
 class EngineThread(threading.Thread):
-    """The one thread that touches the engine of `calls` from `start` to `close`.
+    """Steps the engine of `calls` from `start` to `close`; the Owner of what it runs. Others may
+    step too (a function that `call` runs, another thread): what their steps bring is delivered all
+    the same. `_jobs` and `_news` are touched at rest only.
 
     error: what it died of, None while it lives. stats: the session's report, a moment old.
     """
@@ -100,7 +100,7 @@ class EngineThread(threading.Thread):
         super().__init__(name="jpaged-engine", daemon=True)
         self._calls = calls
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[Request, Job] = {}  # those that have not ended
         self._lock = threading.Lock()  # of _ended and _coming
         self._ended: BaseException | None = None
         self._coming = 0
@@ -136,10 +136,7 @@ class EngineThread(threading.Thread):
         """End those of them that still run. Nobody is told."""
 
         def run(closed: BaseException | None) -> None:
-            for job in jobs:
-                if self._jobs.get(job.request.request_id) is job:
-                    del self._jobs[job.request.request_id]
-                    self._calls.abort(job.request.request_id)
+            self._drop([job.request for job in jobs])
 
         try:
             self._post(run)
@@ -183,39 +180,41 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         ending: BaseException = ConfigError("this AsyncLLM is closed")
+        self._calls.after_step = self._after_step
         try:
             while not self._is_closing:
                 self._obey()
                 if self._jobs:
                     self._step()
-                self._deliver()
-                self._look(often=bool(self._jobs))
+                with self._calls.at_rest():
+                    self._deliver()
+                    self._look(often=bool(self._jobs))
         except BaseException as e:
             log.exception("the engine's thread has died")
             self.error = ending = e
+        self._calls.after_step = None
         with self._lock:
             self._ended = ending
         while not self._commands.empty():
             self._commands.get()(ending)
-        if self.error is None:
-            self._fail(ending)
-        for job in self._jobs.values():
-            self._tell(job, [(job.index, ending)])
-        self._jobs.clear()
-        self._deliver()
+        with self._calls.at_rest():
+            if self.error is None:
+                self._fail(ending)
+            for job in self._jobs.values():
+                self._tell(job, [(job.index, ending)])
+            self._jobs.clear()
+            self._deliver()
 
     def _obey(self) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
-        wait = not self._jobs
-        may_gather = wait or self._calls.session.engine.in_flight.has_prefill
+        with self._calls.at_rest():
+            wait = not self._jobs
+            may_gather = wait or self._calls.session.engine.in_flight.has_prefill
         while not self._is_closing and (wait or not self._commands.empty()):
             self._commands.get()(None)
             wait = False
         if may_gather and self._jobs:
             self._gather()
-        # A command may have ended requests that it did not know to be somebody's.
-        for output in self._calls.take_ready():
-            self._end(output)
 
     def _gather(self) -> None:
         """Take in what is on its way, for a moment."""
@@ -226,47 +225,66 @@ class EngineThread(threading.Thread):
                 self._commands.get(timeout=LOOK_S)(None)
 
     def _add(self, job: Job, closed: BaseException | None) -> None:
-        try:
-            if closed is not None:
-                raise closed
-            self._calls.add(job.request)
-        except Exception as e:  # that request's own
-            self._tell(job, [(job.index, e)])
-        else:
-            self._jobs[job.request.request_id] = job
+        with self._calls.at_rest():
+            try:
+                if closed is not None:
+                    raise closed
+                self._jobs[job.request] = job
+                self._calls.add(job.request, self)
+            except Exception as e:  # that request's own
+                self._jobs.pop(job.request, None)
+                self._tell(job, [(job.index, e)])
 
     def _step(self) -> None:
         try:
-            ended = self._calls.session.step()
+            self._calls.advance()
         except PeerError:
             raise  # no step after it can succeed
         except Exception as e:
             self._failures += 1
             log.exception("a step failed, %d in a row", self._failures)
             if self._failures > RETRIES:
-                self._fail(e)
+                with self._calls.at_rest():
+                    self._fail(e)
             return
         self._failures = 0
+
+    def _after_step(self) -> None:
+        """Pass on the new pieces, whoever took the step."""
         for job in self._jobs.values():
             if news := job.take():
                 self._tell(job, news)
-        for request in ended:
-            self._end(self._calls.output(request))
+        self._deliver()
 
-    def _end(self, output: RequestOutput) -> None:
-        job = self._jobs.pop(output.request_id, None)
-        if job is not None:
-            self._tell(job, [(job.index, output)])
+    def ended(self, request: Request) -> None:
+        """Pass on the last pieces of a request, and its output."""
+        if (job := self._jobs.pop(request, None)) is not None:
+            self._tell(job, [*job.take(), (job.index, self._calls.output(request))])
+
+    def lost(self, request: Request, error: Exception) -> None:
+        """End a request that has left the engine with an error."""
+        if (job := self._jobs.pop(request, None)) is not None:
+            self._tell(job, [(job.index, error)])
 
     def _fail(self, error: BaseException) -> None:
         """End all that runs with an error."""
-        for request_id, job in self._jobs.items():
-            self._calls.abort(request_id)
+        jobs, self._jobs = self._jobs, {}
+        self._calls.discard(jobs)
+        for job in jobs.values():
             self._tell(job, [(job.index, error)])
-        self._jobs.clear()
+
+    def _drop(self, requests: list[Request]) -> None:
+        """End those of them that still run, for nobody."""
+        with self._calls.at_rest():
+            running = [request for request in requests if request in self._jobs]
+            self._calls.discard(running)
+            for request in running:
+                del self._jobs[request]
 
     def _tell(self, job: Job, news: list[News]) -> None:
         self._news.setdefault(job.inbox, []).extend(news)
+        if threading.current_thread() is not self:  # which may wait for a command
+            self._commands.put(lambda closed: None)
 
     def _deliver(self) -> None:
         """Hand over the news of a step, each event loop's in one go."""
@@ -279,10 +297,7 @@ class EngineThread(threading.Thread):
                 loop.call_soon_threadsafe(_put, mail)
             except RuntimeError:  # closed: nobody waits there any more
                 lost = {inbox for inbox, _ in mail}
-                for request_id, job in list(self._jobs.items()):
-                    if job.inbox in lost:
-                        del self._jobs[request_id]
-                        self._calls.abort(request_id)
+                self._drop([request for request, job in self._jobs.items() if job.inbox in lost])
 
     def _look(self, *, often: bool) -> None:
         """Renew the stats; every now and then while there is more to do."""

@@ -38,6 +38,11 @@ class LLM:
     without a seed of theirs draw, each anew. The rest are EngineConfig's fields; ConfigError names
     the nearest one to a name that is none. session holds weights and pool. Raises CheckpointError,
     ConfigError.
+
+    Any thread may call any method: tokens are as if alone. `generate`, `chat`, `beam_search`,
+    `score` and what changes the LLM as a whole (update_params, sleep, snapshot, close, ...) take
+    turns, first come first served. `stream`, `add_request`, `step`, `abort` and `stats` come in
+    between two steps of another thread's call; their requests run beside its own.
     """
 
     def __init__(
@@ -152,21 +157,27 @@ class LLM:
         *,
         request_id: str | None = None,
     ) -> str:
-        """Queue one prompt and return its id; RequestError at once if it can never run."""
+        """Queue one prompt and return its id; RequestError at once if it can never run, or if an
+        unfinished request has the request_id.
+        """
         asked, key = sampling_params or SamplingParams(), fold_in(self.keys.next(), 0)
-        return self.calls.add(self.calls.processor.request(prompt, asked, key, request_id))
+        request = self.calls.processor.request(prompt, asked, key)
+        return self.calls.add(request, request_id=request_id)
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine; the requests that finished. [] when idle."""
+        """One step of the engine; return what has finished of add_request's. [] when idle."""
         return self.calls.step()
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; what it had generated, or None when no unfinished one has this id."""
+        """End a request of add_request now; return what it had generated, or None when no
+        unfinished one has this id.
+        """
         return self.calls.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self.calls.ready) or self.session.engine.has_unfinished()
+        with self.calls.at_rest():
+            return bool(self.calls.ready) or self.session.engine.has_unfinished()
 
     def render_chat(
         self,
@@ -193,8 +204,9 @@ class LLM:
         old arrays are deleted, whoever holds them, but those shared. draft: a draft model's.
         """
         fresh, guesses = self.session.accept(params), accept_draft(self.session, draft)
-        self.calls.finish(mode)
-        self.session.bind(fresh, donate=donate, draft=guesses)
+        with self.calls.alone():
+            self.calls.finish(mode)
+            self.session.bind(fresh, donate=donate, draft=guesses)
 
     def add_adapter(self, name: str, source: Any) -> int:
         """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
@@ -208,29 +220,36 @@ class LLM:
         """Free the pool, its prefixes and weights made for serving until `wake`; mode: as above.
         The params stay, since they are the caller's; update_params may be called meanwhile.
         """
-        self.calls.finish(mode)
-        self.session.sleep()
+        with self.calls.alone():
+            self.calls.finish(mode)
+            self.session.sleep()
 
     def wake(self) -> None:
         """Serve again; CapacityError where the memory is not there: then it sleeps on."""
-        self.session.wake()
+        with self.calls.alone():
+            self.session.wake()
 
     def snapshot(self) -> Snapshot:
         """The unfinished requests, their KV and randomness, to `restore` any number of times.
         Costs a copy of the blocks in use, on the host. Prefixes that no request holds are left out.
         """
-        return self.session.snapshot(ready=tuple(self.calls.ready), num_calls=self.keys.count)
+        with self.calls.alone():
+            ready = tuple(self.calls.ready.values())
+            return self.session.snapshot(ready=ready, num_calls=self.keys.count)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this LLM: stepping gives the same tokens again.
-        What was added since is gone. RequestError for one of another LLM or of other weights.
+        """Go back to a snapshot of this LLM: stepping gives the same tokens again. What was added
+        since is gone. A stream that is open ends with RequestError: `step` returns its requests if
+        the snapshot has them. RequestError for one of another LLM or of other weights.
         """
-        self.session.restore(snapshot)
-        self.calls.ready, self.keys.count = list(snapshot.ready), snapshot.num_calls
+        with self.calls.alone():
+            self.calls.restore(snapshot)
+            self.keys.count = snapshot.num_calls
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
-        self.session.engine.reset_prefix_cache()
+        with self.calls.at_rest():
+            self.session.engine.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the checkpoint's generation_config.json."""
@@ -248,21 +267,23 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
-        return self.session.report()
+        with self.calls.at_rest():
+            return self.session.report()
 
     def buckets(self) -> list[BucketReport]:
         """Every shape of a step: how often it ran, its padding, and what it cost to compile."""
-        return bucket_reports(self.session.runner)
+        with self.calls.at_rest():
+            return bucket_reports(self.session.runner)
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
         """Compile every shape of `buckets` now, in parallel threads; returns seconds."""
-        self.session.check_awake()
-        return warmup(self.session.runner.steps, use_tqdm=use_tqdm)
+        with self.calls.whole_call():
+            self.session.check_awake()
+            return warmup(self.session.runner.steps, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """End every request and free pool, weights and executables; of no use afterwards."""
-        self.calls.ready = []
-        self.session.close()
+        self.calls.close()
 
 
 def _weights(

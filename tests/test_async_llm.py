@@ -21,6 +21,7 @@ from jpaged import (
     engine_thread,
 )
 from jpaged.engine.integrity import check
+from tests import tiny
 from tests.tiny import ENGINE, assert_same_completion, make_params, make_prompts
 
 SETTINGS: dict[str, Any] = {
@@ -261,9 +262,123 @@ def test_calls_run_between_steps(expected: LLM):
         await llm.call(lambda llm: llm.update_params(fresh, mode="abort"))
         rest = [chunk async for chunk in stream]
         assert sum(len(chunk.token_ids_delta) for chunk in rest) < 49
+        assert [chunk.finish_reason for chunk in rest][-1] == "abort"
         assert_same_completion((await llm.complete(prompt, SAMPLED)).outputs[0], alone)
         with pytest.raises(ZeroDivisionError):
             await llm.call(lambda llm: 1 // 0)
+
+    run(work)
+
+
+STEPPING: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate(make_prompts(20), LONG, use_tqdm=False),
+    "beam_search": lambda llm: llm.beam_search(make_prompts(5), 2, 60, use_tqdm=False),
+    "score": lambda llm: llm.score(make_prompts(60, 61, 62)),
+    "stream": lambda llm: list(llm.stream(make_prompts(9), LONG)),
+    "step": lambda llm: [llm.step() for _ in range(60)],
+}
+
+
+@pytest.mark.parametrize("stepping", STEPPING)
+def test_calls_that_step_cut_nothing_off(expected: LLM, stepping: str):
+    """Streams and whole requests that end in the steps of another call get all that is theirs; and
+    the pieces come while that call still runs.
+    """
+    prompts = make_prompts(9, 4, 13)
+    asked = SamplingParams(max_tokens=40, ignore_eos=True, seed=2, n=2)
+    alone = expected.generate(prompts, asked, use_tqdm=False)
+    calls = STEPPING[stepping]
+    result = calls(expected)
+
+    async def work(llm: AsyncLLM) -> None:
+        streams = [asyncio.create_task(streamed(llm, prompt, asked)) for prompt in prompts]
+        whole = [asyncio.create_task(llm.complete(prompt, asked)) for prompt in prompts]
+        first = llm.generate(prompts[0], asked)
+        chunks = [await anext(first)]
+        for _ in range(2):
+            found = await llm.call(calls)
+            if stepping == "generate":
+                tiny.assert_same(found, result)
+        chunks += [chunk async for chunk in first]
+        for output, completions in zip(alone, await asyncio.gather(*streams), strict=True):
+            for one, other in zip(completions, output.outputs, strict=True):
+                assert_same_completion(one, other)
+        tiny.assert_same(list(await asyncio.gather(*whole)), alone)
+        for one, other in zip(added_up(chunks, 2), alone[0].outputs, strict=True):
+            assert_same_completion(one, other)
+
+    run(work)
+
+
+def test_pieces_come_while_another_call_steps(expected: LLM):
+    """Of a stream beside a call of more tokens than it has."""
+    prompt = make_prompts(9)[0]
+    seen: list[int] = []
+
+    async def work(llm: AsyncLLM) -> None:
+        async def watch() -> None:
+            async for chunk in llm.generate(prompt, SamplingParams(max_tokens=20, seed=1)):
+                seen.append(len(chunk.token_ids_delta))
+
+        def step_until_it_has_come(llm: LLM) -> int:
+            name = llm.add_request(prompt, LONG)
+            steps = 0
+            while len(seen) < 5 and steps < 10_000:
+                llm.step()
+                steps += 1
+                time.sleep(0.001)
+            llm.abort(name)
+            return steps
+
+        watching = asyncio.create_task(watch())
+        while not seen:
+            await asyncio.sleep(0.001)
+        assert await llm.call(step_until_it_has_come) < 10_000
+        await watching
+
+    run(work)
+
+
+def test_a_restore_ends_streams_with_an_error():
+    """And what the snapshot has of them is for `step`."""
+    prompt = make_prompts(9)[0]
+
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.generate(prompt, LONG)
+        await anext(stream)
+        whole = asyncio.create_task(llm.complete(prompt, LONG))
+        await asyncio.sleep(0)
+        snapshot = await llm.call(LLM.snapshot)
+        await llm.call(LLM.restore, snapshot)
+        with pytest.raises(RequestError, match="restored to a snapshot"):
+            async for _ in stream:
+                pass
+        with pytest.raises(RequestError, match="restored to a snapshot"):
+            await whole
+
+        def finish(llm: LLM) -> list[Any]:
+            done = []
+            while llm.has_unfinished():
+                done += llm.step()
+            return done
+
+        assert {len(out.outputs[0].token_ids) for out in await llm.call(finish)} == {50}
+
+    run(work)
+
+
+def test_what_a_call_queues_is_for_its_own_steps(expected: LLM):
+    prompt = make_prompts(9)[0]
+    alone = expected.generate([prompt], SAMPLED, use_tqdm=False)
+
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.generate(prompt, LONG)
+        await anext(stream)
+        name = await llm.call(LLM.add_request, prompt, SAMPLED)
+        assert [chunk async for chunk in stream][-1].finish_reason == "length"
+        found = await llm.call(LLM.step)
+        assert [out.request_id for out in found] == [name]
+        tiny.assert_same(found, alone)
 
     run(work)
 
@@ -372,7 +487,7 @@ def test_a_step_behind_prompts_waits_for_who_is_coming(
     arrives.start()
     thread._obey()
     arrives.join()
-    assert set(thread._jobs) == {long.request.request_id, other.request.request_id}
+    assert set(thread._jobs) == {long.request, other.request}
     while expected.session.engine.in_flight.has_prefill:
         thread._step()
     with contextlib.closing(engine_thread.Coming(thread)):

@@ -89,9 +89,18 @@ class Engine:
         """End an unfinished request as "abort"; returns it, None where there is none of that id."""
         request = self.requests.get(request_id)
         if request is None:  # it may have ended in a step that failed
-            ended = next((r for r in self._ended if r.request_id == request_id), None)
-            self._ended = [r for r in self._ended if r is not ended]
-            return ended
+            request = next((r for r in self._ended if r.request_id == request_id), None)
+        if request is not None:
+            self.remove(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """End this request as "abort", unless it has left the engine: a later request may have its
+        id.
+        """
+        self._ended = [ended for ended in self._ended if ended is not request]
+        if not self.holds(request):
+            return
         with self._consistent():
             queues = self.replicas[self._router.replica_of(request)].queues
             for seq in request.sequences:
@@ -99,7 +108,10 @@ class Engine:
                     queues.finish(seq, "abort")
             queues.finished = [s for s in queues.finished if s.request is not request]
             self._forget(request)
-        return request
+
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is unfinished here."""
+        return self.requests.get(request.request_id) is request
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to return."""

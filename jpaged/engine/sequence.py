@@ -246,6 +246,12 @@ class Request:
         for seq in self.sequences:
             seq.request = self
 
+    def rename(self, request_id: str) -> None:
+        """Take another id, before the engine has the request."""
+        self.request_id = request_id
+        for seq in self.sequences:
+            seq.request_id = request_id
+
     @property
     def is_finished(self) -> bool:
         return all(seq.status is Status.FINISHED for seq in self.sequences)

@@ -10,6 +10,7 @@ lm_eval.simple_evaluate too.
 
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -90,6 +91,7 @@ class JPagedLM(TemplateLM):
                 f"max_length={max_length}: must be between 1 and the model's {longest}"
             )
         # A sequence is scored with the token after the last one that the model reads.
+        self._model_config = params.config
         config = dataclasses.replace(params.config, max_position_embeddings=longest + 1)
         self._llm = LLM(
             config,
@@ -108,6 +110,19 @@ class JPagedLM(TemplateLM):
             prefix_token_id,
             int(max_gen_toks),
         )
+
+    def update_params(self, params: Any, *, donate: bool = False) -> None:
+        """Evaluate these weights from now on: in any form that LLM.update_params takes, or a
+        checkpoint folder. Nothing is compiled again. The tokenizer stays. donate: delete the old
+        arrays. ConfigError for weights of another architecture.
+
+        lm-eval's own cache of answers (its use_cache) does not know of weights: leave it off.
+        """
+        if isinstance(params, str | Path):
+            params = load_params(params)
+        if isinstance(params, Params) and params.config == self._model_config:
+            params = Params(dict(params), self._llm.model_config)
+        self._llm.update_params(params, donate=donate)
 
     @property
     def eot_token_id(self) -> int:

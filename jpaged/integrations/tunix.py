@@ -9,6 +9,7 @@ field for.
 import contextlib
 import dataclasses
 import math
+import threading
 import weakref
 from typing import Any
 
@@ -71,11 +72,13 @@ class JPagedRollout(BaseRollout):
     context (kv_cache_size, or prompt and completion if these are more). lora_scale: alpha / rank of
     the actor's LoRA parts; needed if it has any. They are served as an adapter: new ones go into
     its slot at the next call, and the base weights stay as they are. merge_lora: merge them once a
-    version instead, for rollouts so long that it pays. keep_eos: leave the EOS token in
-    the tokens, as tunix's vLLM engine does; its own sampler leaves it out. seed: of calls whose
-    config has none; they differ from call to call. engine_config: jpaged's settings; max_model_len
-    and dtype are set here. A pad token that the model draws ends a completion, since tunix's
-    trainer would take it for padding. Raises ConfigError for all that cannot be honoured.
+    version instead, for rollouts so long that it pays. keep_eos: leave the EOS token in the tokens
+    (never in the text), as tunix's vLLM engine does: a trajectory of several turns has the end of
+    each turn then, and the trainer learns to end one. False leaves it out, as tunix's own sampler
+    does. seed: of calls whose config has none; they differ from call to call. engine_config:
+    jpaged's settings; max_model_len and dtype are set here. A pad token that the model draws ends a
+    completion, since tunix's trainer would take it for padding. Any thread may call. Raises
+    ConfigError for all that cannot be honoured.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class JPagedRollout(BaseRollout):
         config: ModelConfig | None = None,
         lora_scale: float | None = None,
         merge_lora: bool = False,
-        keep_eos: bool = False,
+        keep_eos: bool = True,
         seed: int = 0,
         engine_config: EngineConfig | None = None,
     ):
@@ -116,18 +119,23 @@ class JPagedRollout(BaseRollout):
         how = (family, config, lora_scale, merge_lora)
         self._weights = _Weights(rollout_actor, self.mesh, *how)
         self._calls = 0
+        self._lock = threading.Lock()  # of _weights and _calls
         self._weights.current()
 
     def generate(
-        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+        self, prompts: str | list[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """One completion of each prompt; equal prompts get different samples, and the same again
-        for the same seed.
+        """One completion of each prompt, or of the one; equal prompts get different samples, and
+        the same again for the same seed.
+
+        left_padded_prompt_tokens is max_prompt_length wide, or a power of two where a prompt is
+        longer. ConfigError where a prompt and max_tokens_to_generate are beyond the context.
         """
         if kwargs:
             raise TypeError(f"generate has no argument {next(iter(kwargs))!r}")
         _check(rollout_config, self.mesh)
         c = rollout_config
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         tokens = [self._tokenize(str(prompt)) for prompt in prompts]
         longest = max(len(ids) for ids in tokens)
         width = (
@@ -135,8 +143,8 @@ class JPagedRollout(BaseRollout):
             if longest <= c.max_prompt_length
             else 1 << (longest - 1).bit_length()
         )
-        if width + c.max_tokens_to_generate > self._max_len:
-            asked = f"prompts of {width} and completions of {c.max_tokens_to_generate} tokens"
+        if longest + c.max_tokens_to_generate > self._max_len:
+            asked = f"a prompt of {longest} and a completion of {c.max_tokens_to_generate} tokens"
             raise ConfigError(
                 f"{asked} are longer than {self._max_len}: raise kv_cache_size of the train config"
             )
@@ -151,13 +159,11 @@ class JPagedRollout(BaseRollout):
             stop_token_ids=[*self._eos_tokens(c), self.pad_id()],
             logprobs_mode="raw" if greedy else "tempered",
         )
-        self._calls += 1
-        seed = (
-            jax.random.fold_in(jax.random.key(self._seed), self._calls)
-            if c.seed is None
-            else c.seed
-        )
-        params, lora = self._weights.current()
+        with self._lock:
+            self._calls += 1
+            calls = self._calls
+            params, lora = self._weights.current()
+        seed = jax.random.fold_in(jax.random.key(self._seed), calls) if c.seed is None else c.seed
         outs = generate(
             params,
             tokens,
@@ -167,18 +173,20 @@ class JPagedRollout(BaseRollout):
             seed=seed,
             engine_config=self._settings(c),
         )
-        completions, logprobs = [], []
+        completions, texts, logprobs = [], [], []
         for out in outs:
-            done = out.outputs[0]
-            left_out = not self._keep_eos or done.token_ids[-1] == self.pad_id()
-            count = len(done.token_ids) - (done.finish_reason == "stop" and left_out)
+            done, has_stopped = out.outputs[0], out.outputs[0].finish_reason == "stop"
+            said = done.token_ids[:-1] if has_stopped else done.token_ids
+            texts.append(self._tokenizer.decode(said))
+            is_kept = self._keep_eos and done.token_ids[-1] != self.pad_id()
+            count = len(done.token_ids) if is_kept else len(said)
             completions.append(np.array(done.token_ids[:count], np.int32))
             logprobs.append(done.token_logprobs[:count])
         padded = np.full((len(tokens), width), self.pad_id(), np.int32)
         for row, ids in zip(padded, tokens, strict=True):
             row[width - len(ids) :] = ids
         return RolloutOutput(
-            text=[self._tokenizer.decode(ids.tolist()) for ids in completions],
+            text=texts,
             logits=None,
             tokens=completions,
             left_padded_prompt_tokens=padded,
@@ -208,7 +216,8 @@ class JPagedRollout(BaseRollout):
             )
         sequences = [prompt + c[real].tolist() for prompt, real, c in rows]
         settings = self._settings(self._rollout_config)
-        params, lora = self._weights.current()
+        with self._lock:
+            params, lora = self._weights.current()
         scores = score(params, sequences, lora=lora, mesh=self.mesh, engine_config=settings)
         out = np.zeros(completions.shape, np.float32)
         for i, (prompt, real, _) in enumerate(rows):
@@ -220,7 +229,8 @@ class JPagedRollout(BaseRollout):
         converts what is new. Nothing is copied or moved here.
         """
         del filter_types  # what `params` was filtered by; it holds what it holds
-        self._weights.update(params if isinstance(params, nnx.State) else nnx.State(params))
+        with self._lock:
+            self._weights.update(params if isinstance(params, nnx.State) else nnx.State(params))
 
     def pad_id(self) -> int:
         """The tokenizer's pad id."""

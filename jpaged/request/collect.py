@@ -14,7 +14,7 @@ from jpaged.search.beam import BeamSearch, Hypothesis
 
 
 def collect(request: Request, tokenizer: Any) -> RequestOutput:
-    """The output of a request that has ended, whose sequences are let go of. tokenizer: or None."""
+    """Return the output of a request that has ended. tokenizer: or None."""
     first = request.sequences[0]
     if isinstance(request, BeamSearch):
         found = enumerate(request.results())
@@ -23,7 +23,7 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
         completions = [_sample(seq, tokenizer) for seq in request.sequences]
     scored = first.sampling_params.prompt_logprobs is not None
     adapter = first.adapter
-    output = RequestOutput(
+    return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=first.token_ids[: first.prompt_len],
@@ -35,9 +35,6 @@ def collect(request: Request, tokenizer: Any) -> RequestOutput:
         adapter=None if adapter is None else adapter.name,
         adapter_version=0 if adapter is None else adapter.version,
     )
-    # Each sequence knows its request: without the cycle they are freed now, not by a collection.
-    request.sequences = []
-    return output
 
 
 def failed(
@@ -73,10 +70,18 @@ class LiveCompletions:
         self._live = [(i, seq) for i, request in enumerate(requests) for seq in request.sequences]
         self._sent = {seq: seq.prompt_len for _, seq in self._live}
 
-    @property
-    def requests(self) -> set[Request]:
-        """Those that have completions which have not ended."""
-        return {seq.request for _, seq in self._live}
+    def __bool__(self) -> bool:
+        """Whether any completion has not ended."""
+        return bool(self._live)
+
+    def take_all(self) -> tuple[list[CompletionChunk], Exception | None]:
+        """What is new since the last time, up to the error of a completion that failed."""
+        chunks: list[CompletionChunk] = []
+        try:
+            chunks.extend(self.take())
+        except RequestError as e:
+            return chunks, e
+        return chunks, None
 
     def take(self) -> Iterator[CompletionChunk]:
         """What is new since the last time; raises the error of a completion that failed."""

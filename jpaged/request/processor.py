@@ -1,10 +1,12 @@
 """Processor: a caller's prompts in, Requests out. Owns the tokenizer."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,14 @@ from jpaged.request.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
 
+# Held where a Processor uses its tokenizer for the first time: the first call of a tokenizer of
+# transformers may change its settings, which must not happen while another thread encodes. One for
+# all, since several models may have one tokenizer. Re-entrant: a tokenizer may call jpaged.
+_FIRST_USE = threading.RLock()
+
 
 class Processor:
-    """Checks and tokenizes the requests of one model.
+    """Checks and tokenizes the requests of one model. Any thread may call.
 
     config: resolved. tokenizer: None takes the source folder's, loaded when first needed.
     """
@@ -45,6 +52,8 @@ class Processor:
         self._given_tokenizer = tokenizer
         self._generation_config = {} if source is None else load_generation_config(source)
         self._warned_of_eos = False
+        self._was_asked = self._was_used = False  # of the tokenizer
+        self._grammars: Grammars | None = None
         self._ids = itertools.count()
 
     @functools.cached_property
@@ -62,11 +71,15 @@ class Processor:
         ids.update(named if isinstance(named, list) else [named])
         return frozenset(i for i in ids if i is not None and 0 <= i < self.model.vocab_size)
 
-    @functools.cached_property
+    @property
     def grammars(self) -> Grammars:
         """What compiles the forms that requests ask for; made when the first one does."""
-        needed = whole(self._need_tokenizer("structured output"))
-        return Grammars(needed, self.model.vocab_size, self.eos_ids)
+        if self._grammars is None:
+            with _FIRST_USE:
+                if self._grammars is None:  # another thread may have made it meanwhile
+                    needed = whole(self._need_tokenizer("structured output"))
+                    self._grammars = Grammars(needed, self.model.vocab_size, self.eos_ids)
+        return self._grammars
 
     def matcher(self, structured: Mapping[str, Any]) -> Matcher:
         """At the beginning of a form; RequestError where there is none."""
@@ -87,13 +100,15 @@ class Processor:
 
     def render(self, chat: Chat) -> list[int]:
         """Token ids of one conversation: see chat.render."""
-        return render(chat, self._need_tokenizer("chat"))
+        with self._first_use():
+            return render(chat, self._need_tokenizer("chat"))
 
     def check_chat(self, chat: Chat) -> None:
         """Raise CapacityError for a long conversation that leaves no room in the context, before it
         is tokenized whole.
         """
-        check_rendered_length(chat, self._need_tokenizer("chat"), self.max_model_len)
+        with self._first_use():
+            check_rendered_length(chat, self._need_tokenizer("chat"), self.max_model_len)
 
     def tokens(self, prompt: Any, most: int | None = None) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, checked against the vocabulary. most:
@@ -104,7 +119,8 @@ class Processor:
             if most is not None:
                 self.check_chat(prompt)
             prompt = self.render(prompt)
-        return tokenize(prompt, self._need_tokenizer, self.model.vocab_size, most)
+        with self._first_use():
+            return tokenize(prompt, self._need_tokenizer, self.model.vocab_size, most)
 
     # Prompts to requests
 
@@ -113,7 +129,6 @@ class Processor:
         prompt: Any,
         sampling_params: SamplingParams,
         key: Key,
-        request_id: str | None = None,
         *,
         streaming: bool = False,
         origin: Origin | None = None,
@@ -142,7 +157,7 @@ class Processor:
         # One sample scores the prompt for all.
         others = dataclasses.replace(asked, prompt_logprobs=None) if asked.n > 1 else asked
         how = {
-            "request_id": self.new_id() if request_id is None else request_id,
+            "request_id": self.new_id(),
             "key": key if asked.seed is None else key_from_seed(int(asked.seed)),
             "origin": origin,
             **cached_under(prompt, self.adapters),
@@ -212,8 +227,10 @@ class Processor:
         return requests
 
     def new_id(self) -> str:
-        """A request_id that this object has not given yet."""
-        return str(next(self._ids))
+        """Return a request_id that this object has not given yet, and that no caller gives by
+        accident.
+        """
+        return f"jpaged-{next(self._ids)}"
 
     def _prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt in any form, which leaves room for a token."""
@@ -233,7 +250,18 @@ class Processor:
         if self.tokenizer is None:
             remedy = "pass tokenizer=, or load the params from a folder that has one"
             raise RequestError(f"{what} needs a tokenizer: {remedy}")
+        self._was_asked = True
         return self.tokenizer
+
+    @contextlib.contextmanager
+    def _first_use(self) -> Iterator[None]:
+        """Keep other threads from the tokenizer until it has been used once."""
+        if self._was_used:
+            yield
+        else:
+            with _FIRST_USE:
+                yield
+                self._was_used = self._was_asked
 
     def _warn_of_eos(self) -> None:
         if not self.eos_ids and not self._warned_of_eos:

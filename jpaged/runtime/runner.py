@@ -323,7 +323,7 @@ def _copied(state: DeviceState | None, steps: CompiledSteps, copies_GC2: Sent) -
 
 def report_of(runner: Runner) -> dict[str, Any]:
     """What was compiled and moved so far."""
-    seconds = runner.steps.seconds
+    seconds = runner.steps.seconds.copy()  # at once: other threads add to it
     return {
         "attention": runner.pools[0].kernel.name,
         "quantized_activations": activations_of(

@@ -9,14 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import lm_eval  # pyright: ignore[reportMissingImports]
+import numpy as np
 import pytest
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
+import jpaged
 from jpaged import ConfigError, RequestError
+from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
 from jpaged.integrations.lm_eval import JPagedLM
+from tests import tiny
 from tests.golden import lm_eval_cases as cases
 
 pytestmark = pytest.mark.clients
@@ -150,6 +155,38 @@ def test_generate_until_follows_its_arguments(model: JPagedLM):
         model.generate_until(
             instances("generate_until", [("x", {"max_gen_toks": 64})]), disable_tqdm=True
         )
+
+
+def test_new_weights(tmp_path: Path):
+    """As Params, as a dict and as a folder: answers are those of a model made of them, without a
+    compile; weights of another architecture are refused and the last ones stay.
+    """
+    old = jpaged.load_params(MODEL_PATH, dtype="float32")
+    new = jax.tree.map(lambda x: x * 1.02, old)
+    jpaged.save_params(new, tmp_path / "new")
+    how: dict[str, Any] = {"max_length": 64, "batch_size": 8, **SIZES}
+    tokenizer = load_tokenizer(MODEL_PATH)
+    pairs = instances("loglikelihood", [("import", " os"), ("def f(x):", " return x")])
+
+    def answers(model: JPagedLM) -> Any:
+        return model.loglikelihood(pairs, disable_tqdm=True)
+
+    model, other = (JPagedLM(p, tokenizer=tokenizer, **how) for p in (old, new))
+    first, second = answers(model), answers(other)
+    assert abs(first[0][0] - second[0][0]) > 1e-3
+    for form in (new, dict(new), str(tmp_path / "new")):
+        model.update_params(old)
+        np.testing.assert_allclose(answers(model), first, atol=A_TOKEN)
+        with tiny.compiles() as names:
+            model.update_params(form)
+            found = answers(model)
+        assert not {*tiny.STEPS} & {*names}
+        np.testing.assert_allclose(found, second, atol=A_TOKEN)
+    with pytest.raises(ConfigError, match="params of another architecture"):
+        model.update_params(tiny.make_params())
+    np.testing.assert_allclose(answers(model), second, atol=A_TOKEN)
+    for each in (model, other):
+        each._llm.close()
 
 
 def test_what_cannot_be_scored_is_refused(model: JPagedLM):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -69,8 +70,9 @@ def _engines() -> Iterator[None]:
 def make_rollout(
     model: Qwen3, config: RolloutConfig = GREEDY, mesh: Mesh | None = None, **how: Any
 ) -> JPagedRollout:
+    """With completions as its own sampler has them, without EOS."""
     mesh = grpo.make_mesh() if mesh is None else mesh
-    how = {"tokenizer": grpo.make_tokenizer(), "engine_config": ENGINE} | how
+    how = {"tokenizer": grpo.make_tokenizer(), "engine_config": ENGINE, "keep_eos": False} | how
     return JPagedRollout(rollout_actor=model, mesh=mesh, rollout_config=config, **how)
 
 
@@ -139,6 +141,64 @@ def test_eos_may_be_kept():
     )
     assert lists(kept)[0] == [*lists(without)[0], *ended.eos_tokens]
     assert len(kept.logprobs[0]) == len(kept.tokens[0])
+    assert kept.text == without.text, "the text is without it"
+    mesh, tokenizer = grpo.make_mesh(), grpo.make_tokenizer()
+    default = JPagedRollout(
+        rollout_actor=model,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        rollout_config=GREEDY,
+        engine_config=ENGINE,
+    )
+    assert lists(default.generate(PROMPTS, ended)) == lists(kept)
+
+
+def test_a_prompt_alone():
+    """As tunix's other rollouts take it: an agent's learner passes a str."""
+    model = grpo.make_model(0, **SIZES)
+    ours, theirs = make_rollout(model), make_vanilla(model)
+    assert_same(ours.generate("hello", GREEDY), theirs.generate("hello", GREEDY))
+    assert len(ours.generate("hello", GREEDY).tokens) == 1
+
+
+def test_padding_is_no_context():
+    """A prompt of 40 and 20 new tokens fit 64, though the array of prompts is 64 wide."""
+    ours = make_rollout(grpo.make_model(0, **SIZES))
+    asked = dataclasses.replace(GREEDY, max_tokens_to_generate=20, eos_tokens=[grpo.EOS])
+    prompt = "a" * 40
+    found = ours.generate([prompt, "b"], asked)
+    assert found.left_padded_prompt_tokens.shape == (2, 64)
+    assert len(found.tokens) == 2
+    assert lists(found)[0][:12] == lists(ours.generate([prompt], GREEDY))[0][:12]
+    with pytest.raises(ConfigError, match=r"a prompt of 6\d and a completion of 20 tokens"):
+        ours.generate(["a" * 60], asked)
+
+
+def test_sixteen_threads():
+    """As an agent's learner calls it, while weights are synced."""
+    model = grpo.make_model(0, **SIZES)
+    ours = make_rollout(model)
+    prompts = [f"{i} is" for i in range(16)]
+    seeded = dataclasses.replace(SAMPLED, seed=3)
+    alone = [lists(ours.generate(prompt, seeded)) for prompt in prompts]
+    logps = [np.asarray(ours.get_per_token_logps(*scored(ours, p))) for p in prompts]
+    state = nnx.state(model, nnx.Param)
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda p: lists(ours.generate(p, seeded)), prompts * 4))
+        synced = [pool.submit(ours.update_params, state) for _ in range(4)]
+        scores = list(pool.map(lambda p: ours.get_per_token_logps(*scored(ours, p)), prompts))
+        unseeded = list(pool.map(lambda _: lists(ours.generate("ab", SAMPLED)), range(16)))
+        assert all(each.result() is None for each in synced)
+    assert found == alone * 4
+    for one, other in zip(scores, logps, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert len({str(tokens) for tokens in unseeded}) > 12, "no two calls draw by one key"
+
+
+def scored(ours: JPagedRollout, prompt: str) -> tuple[jax.Array, jax.Array]:
+    """A prompt, and what is scored after it."""
+    ids = ours._tokenize(prompt)
+    return jnp.asarray([ids]), jnp.asarray([ids[::-1]])
 
 
 def test_a_pad_token_ends_a_completion():

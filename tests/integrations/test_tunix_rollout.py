@@ -1,5 +1,5 @@
-"""JPagedRollout with LoRA parts, under tunix's interface without tunix: new parts go into an
-adapter's slot, without a merge and without a compile. tests/clients has the real one.
+"""JPagedRollout under tunix's interface without tunix: LoRA parts go into an adapter's slot,
+without a merge and without a compile; prompts, EOS, threads. tests/clients has the real one.
 """
 
 import dataclasses
@@ -7,6 +7,7 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -145,7 +146,7 @@ def make_actor() -> Node:
 
 
 def make_rollout(rollouts: Any, actor: Node, **how: Any) -> Any:
-    how = {"family": "tunix_qwen3", "config": MODEL, "lora_scale": SCALE} | how
+    how = {"family": "tunix_qwen3", "config": MODEL, "lora_scale": SCALE, "keep_eos": False} | how
     settings: Any = {"tokenizer": Tokenizer(), "mesh": None, "engine_config": ENGINE}
     return rollouts(rollout_actor=actor, rollout_config=RolloutConfig(), **settings, **how)
 
@@ -206,3 +207,65 @@ def test_logprobs_are_the_adapters_too(rollouts: Any) -> None:
 def test_a_scale_is_needed(rollouts: Any) -> None:
     with pytest.raises(ConfigError, match=r"_lora_a: pass lora_scale="):
         make_rollout(rollouts, make_actor(), lora_scale=None)
+
+
+def test_a_prompt_alone_is_one_prompt(rollouts: Any) -> None:
+    ours = make_rollout(rollouts, make_actor())
+    alone, listed = (ours.generate(p, RolloutConfig()) for p in ("hello", ["hello"]))
+    assert len(alone.tokens) == len(alone.text) == 1
+    assert alone.tokens[0].tolist() == listed.tokens[0].tolist()
+    assert alone.left_padded_prompt_tokens.shape == (1, 16)
+
+
+def test_padding_is_no_context(rollouts: Any) -> None:
+    """40 tokens and 20 new ones fit 64, though the array of prompts is 64 wide."""
+    ours = make_rollout(rollouts, make_actor())
+    asked = RolloutConfig(max_tokens_to_generate=20)
+    found = ours.generate(["a" * 40], asked)
+    assert found.left_padded_prompt_tokens.shape == (1, 64)
+    assert found.left_padded_prompt_tokens[0].tolist() == [258] * 24 + [97] * 40
+    with pytest.raises(ConfigError, match=r"a prompt of 45 and a completion of 20 tokens .* 64"):
+        ours.generate(["a" * 45], asked)
+
+
+def test_the_end_of_a_turn_is_kept(rollouts: Any) -> None:
+    """By default, in the tokens and with its logprob, and not in the text."""
+    actor = make_actor()
+    free = make_rollout(rollouts, actor).generate(PROMPTS, RolloutConfig())
+    asked = RolloutConfig(eos_tokens=[int(free.tokens[0][3])])
+    how: dict[str, Any] = {"family": "tunix_qwen3", "config": MODEL, "lora_scale": SCALE}
+    default = rollouts(
+        rollout_actor=actor,
+        rollout_config=asked,
+        tokenizer=Tokenizer(),
+        mesh=None,
+        engine_config=ENGINE,
+        **how,
+    )
+    kept = default.generate(PROMPTS, asked)
+    without = make_rollout(rollouts, actor).generate(PROMPTS, asked)
+    assert kept.tokens[0].tolist() == [*without.tokens[0].tolist(), asked.eos_tokens[0]]
+    assert kept.tokens[0].tolist() == free.tokens[0].tolist()[: len(kept.tokens[0])]
+    assert len(kept.logprobs[0]) == len(kept.tokens[0])
+    assert kept.text == without.text
+
+
+def test_sixteen_threads(rollouts: Any) -> None:
+    """As an agent's learner calls it, while new LoRA parts of the same numbers come."""
+    actor = make_actor()
+    ours = make_rollout(rollouts, actor)
+    prompts = [f"{i} is" for i in range(16)]
+    asked = RolloutConfig(temperature=0.9, top_p=1.0, seed=3)
+    alone = [ours.generate(p, asked).tokens[0].tolist() for p in prompts]
+    same = new_parts(actor, 1.0)
+
+    def generate(prompt: str) -> list[int]:
+        return ours.generate(prompt, asked).tokens[0].tolist()
+
+    with ThreadPoolExecutor(16) as pool:
+        updates = [pool.submit(ours.update_params, same, (nnx.LoRAParam,)) for _ in range(3)]
+        assert list(pool.map(generate, prompts * 4)) == alone * 4
+        assert all(update.result() is None for update in updates)
+        drawn = RolloutConfig(temperature=1.0, top_p=1.0)
+        found = pool.map(lambda _: str(ours.generate("ab", drawn).tokens), range(16))
+    assert len(set(found)) > 8, "no two calls draw by one key"

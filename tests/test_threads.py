@@ -1,0 +1,525 @@
+"""Every face from several threads: tokens as if alone, turns in order, and no thread's error or
+interrupt is another's.
+"""
+
+import gc
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jpaged
+from jpaged import LLM, Params, RequestError, SamplingParams, api, calls
+from tests import byte_tokenizer
+from tests.test_lora import make_lora
+from tests.tiny import ENGINE, assert_idle, assert_same, config, engine, make_params, make_prompts
+
+ONE_LAYER = config(num_layers=1)
+SETTINGS: dict[str, Any] = {**vars(ENGINE)}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, seed=3, max_tokens=7, n=2, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPTS = make_prompts(5, 9, 17, 3)
+SECONDS = 300.0  # after which threads that should have ended hang
+Work = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    yield
+    left = [t for t in threading.enumerate() if t.name.startswith("work")]
+    assert not left, "threads wait for ever"
+
+
+@pytest.fixture(scope="module")
+def weights() -> Iterator[list[Params]]:
+    jpaged.release(compiled=True)
+    yield [make_params(seed, ONE_LAYER) for seed in range(2)]
+    jpaged.release(compiled=True)
+
+
+@pytest.fixture(scope="module")
+def llm(weights: list[Params]) -> Iterator[LLM]:
+    llm = LLM(weights[0], **SETTINGS)
+    yield llm
+    llm.close()
+
+
+def in_threads(jobs: list[Work], count: int | None = None) -> list[Any]:
+    """The results of jobs that so many threads do at once, each as many of them."""
+    count = count or len(jobs)
+    results: list[Any] = [None] * len(jobs)
+    begin = threading.Barrier(count)
+
+    def work(first: int) -> None:
+        begin.wait(SECONDS)
+        for i in range(first, len(jobs), count):
+            try:
+                results[i] = jobs[i]()
+            except BaseException as e:
+                results[i] = e
+
+    threads = [threading.Thread(target=work, args=(i,), name=f"work {i}") for i in range(count)]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    return results
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Outputs of any function here."""
+    if isinstance(found, BaseException):
+        raise found
+    if isinstance(wanted, list) and wanted and isinstance(wanted[0], jpaged.RequestOutput):
+        assert_same(found, wanted)
+    elif isinstance(wanted, list) and wanted and isinstance(wanted[0], np.ndarray):
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+    else:
+        assert found == wanted
+
+
+def streamed(llm: LLM, prompts: Any, asked: SamplingParams) -> dict[tuple[int, int], list[int]]:
+    tokens: dict[tuple[int, int], list[int]] = {}
+    for chunk in llm.stream(prompts, asked):
+        tokens.setdefault((chunk.request_index, chunk.index), []).extend(chunk.token_ids_delta)
+    return tokens
+
+
+# jpaged's functions
+
+
+def test_generate_from_eight_threads(weights: list[Params]) -> None:
+    def generate() -> Any:
+        return jpaged.generate(weights[0], PROMPTS, SAMPLED, engine_config=ENGINE)
+
+    alone = generate()
+    for found in in_threads([generate] * 8):
+        assert_equal(found, alone)
+
+
+def functions(weights: list[Params], lora: list[Any]) -> list[Work]:
+    """Every function, with weights and adapters in turn."""
+    jobs: list[Work] = []
+    for params in weights:
+        how: dict[str, Any] = {"engine_config": ENGINE}
+        jobs += [
+            lambda p=params, how=how: jpaged.generate(p, PROMPTS, SAMPLED, **how),
+            lambda p=params, how=how: jpaged.generate(p, PROMPTS[1], GREEDY, lora=lora[0], **how),
+            lambda p=params, how=how: jpaged.generate(p, PROMPTS[:2], GREEDY, lora=lora, **how),
+            lambda p=params, how=how: jpaged.score(p, PROMPTS, **how),
+            lambda p=params, how=how: jpaged.score(p, PROMPTS[:2], lora=lora[1], **how),
+            lambda p=params, how=how: jpaged.beam_search(p, PROMPTS[0], 2, 5, **how),
+        ]
+    return jobs
+
+
+@pytest.mark.middle
+def test_64_threads_mix_functions_weights_and_adapters(weights: list[Params]) -> None:
+    """4 calls each; releases and warm-ups come between them."""
+    jobs = functions(weights, [make_lora(0), make_lora(1)])
+    alone = [job() for job in jobs]
+    order = [i % len(jobs) for i in range(256)]
+    random.Random(0).shuffle(order)
+    work = [jobs[i] for i in order]
+    work[10::50] = [jpaged.release] * len(work[10::50])
+    work[30::90] = [lambda: jpaged.warmup(weights[0], 17, 7, 8, engine_config=ENGINE) > 0] * len(
+        work[30::90]
+    )
+    for i, (job, found) in enumerate(zip(work, in_threads(work, 64), strict=True)):
+        if job is jobs[order[i]]:
+            assert_equal(found, alone[order[i]])
+        else:
+            assert found is None or found is True
+    assert len(api.kept_sessions()) <= 2
+    for session in api.kept_sessions():
+        assert not session.engine.has_unfinished()
+
+
+def test_an_error_is_of_its_own_call(weights: list[Params]) -> None:
+    def good() -> Any:
+        return jpaged.generate(weights[0], PROMPTS, GREEDY, engine_config=ENGINE)
+
+    def bad() -> Any:
+        return jpaged.generate(weights[0], [[999]], GREEDY, engine_config=ENGINE)
+
+    def deleted() -> Any:
+        params = make_params(5, ONE_LAYER)
+        for leaf in jax.tree.leaves(params):
+            leaf.delete()
+        return jpaged.generate(params, PROMPTS, GREEDY, engine_config=ENGINE)
+
+    alone = good()
+    jobs = [good, bad, deleted] * 8
+    for job, found in zip(jobs, in_threads(jobs), strict=True):
+        if job is good:
+            assert_equal(found, alone)
+        else:
+            assert isinstance(found, jpaged.JpagedError)
+
+
+def test_calls_take_turns(weights: list[Params], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that calls again and again lets each other thread in between two of its calls."""
+    ended = threading.Event()
+    running, seen = [0], []
+    complete = calls.Calls.complete
+
+    def counted(self: Any, *args: Any, **how: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        running[0] += 1
+        assert running == [1], "two calls at once"
+        try:
+            return complete(self, *args, **how)
+        finally:
+            running[0] -= 1
+
+    def generate() -> Any:
+        return jpaged.generate(weights[0], PROMPTS[3], GREEDY, engine_config=ENGINE)
+
+    def busy() -> None:
+        while not ended.is_set():
+            generate()
+
+    monkeypatch.setattr(calls.Calls, "complete", counted)
+    threads = [threading.Thread(target=busy, name=f"work {i}", daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(seen) < 60:
+        time.sleep(0.001)
+    ended.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    steady = seen[max(seen.index(f"work {i}") for i in range(4)) + 4 : 60]  # all have begun
+    assert len(steady) > 8
+    for at in range(len(steady) - 4):
+        assert len(set(steady[at : at + 4])) == 4, "one came twice while another waited"
+
+
+# One LLM
+
+
+def test_one_llm_from_many_threads(llm: LLM) -> None:
+    """generate, score, beam_search, stream, requests that are queued, aborted and stepped, stats,
+    resets of the cache, snapshots: 16 threads, 8 calls each.
+    """
+    outputs: dict[str, jpaged.RequestOutput] = {}
+
+    def queued() -> Any:
+        name = llm.add_request(PROMPTS[2], GREEDY)
+        while name not in outputs:
+            outputs.update((out.request_id, out) for out in llm.step())
+        return [outputs[name]]
+
+    def aborted() -> Any:
+        name = llm.add_request(PROMPTS[2], LONG)
+        if llm.abort(name) is None:  # another thread stepped it to its end
+            while name not in outputs:
+                outputs.update((out.request_id, out) for out in llm.step())
+        return True
+
+    jobs: list[Work] = [
+        lambda: llm.generate(PROMPTS, SAMPLED, use_tqdm=False),
+        lambda: llm.generate(PROMPTS[1], GREEDY, use_tqdm=False),
+        lambda: llm.score(PROMPTS),
+        lambda: llm.beam_search(PROMPTS[0], 2, 5, use_tqdm=False),
+        lambda: streamed(llm, PROMPTS, SAMPLED),
+        lambda: streamed(llm, PROMPTS[1], LONG),
+        queued,
+        aborted,
+        lambda: llm.stats()["num_blocks"],
+        lambda: llm.reset_prefix_cache(),
+        lambda: llm.snapshot().num_calls >= 0,
+        lambda: llm.warmup(use_tqdm=False) >= 0,
+    ]
+    alone = [job() for job in jobs]
+    order = [i % len(jobs) for i in range(128)]
+    random.Random(1).shuffle(order)
+    for i, found in zip(order, in_threads([jobs[i] for i in order], 16), strict=True):
+        assert_equal(found, alone[i])
+    assert_idle(llm)
+
+
+def test_what_changes_an_llm_takes_its_turn(weights: list[Params]) -> None:
+    """New weights, sleep and wake, snapshots and restores beside calls of other threads: each
+    answer is of one version of the weights, from its first token to its last.
+    """
+    llm = LLM(weights[0], **SETTINGS)
+    wanted = []
+    for params in weights:
+        llm.update_params(params)
+        wanted.append(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    ended = threading.Event()
+
+    def generate() -> Any:
+        return [llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(12)]
+
+    def update() -> Any:
+        count = 0
+        while not ended.is_set():
+            llm.update_params(weights[count % 2])
+            count += 1
+        return count
+
+    def restore() -> Any:
+        count = 0
+        while not ended.is_set():
+            snapshot = llm.snapshot()
+            try:
+                llm.restore(snapshot)
+            except RequestError as e:
+                assert "weight version" in str(e)
+            count += 1
+        return count
+
+    jobs = [generate] * 6
+    with ThreadPoolExecutor(2) as pool:
+        changes = [pool.submit(update), pool.submit(restore)]
+        found = in_threads(jobs)
+        ended.set()
+        assert all(change.result(SECONDS) > 2 for change in changes)
+    tokens = [[out.outputs[0].token_ids for out in outputs] for outputs in wanted]
+    seen = set()
+    for results in found:
+        assert not isinstance(results, BaseException), results
+        for outputs in results:
+            version = tokens.index([out.outputs[0].token_ids for out in outputs])
+            assert len({out.weight_version for out in outputs}) == 1
+            seen.add(version)
+    assert seen == {0, 1}
+    assert_idle(llm)
+    llm.close()
+
+
+def test_sleep_waits_for_calls_and_closing_too(weights: list[Params]) -> None:
+    llm = LLM(weights[0], **SETTINGS)
+    alone = llm.generate(PROMPTS, LONG, use_tqdm=False)
+
+    def nap() -> None:
+        llm.sleep()
+        llm.wake()
+
+    jobs: list[Work] = [lambda: llm.generate(PROMPTS, LONG, use_tqdm=False), nap] * 6
+    for found in in_threads(jobs):
+        if found is not None:
+            try:
+                assert_equal(found, alone)
+            except jpaged.ConfigError as e:  # between a sleep and its wake
+                assert "sleeps" in str(e)
+    jobs = [lambda: llm.generate(PROMPTS, LONG, use_tqdm=False)] * 4 + [llm.close]
+    for found in in_threads(jobs):
+        if isinstance(found, BaseException):
+            assert isinstance(found, jpaged.ConfigError) and "closed" in str(found)
+        elif found is not None:
+            assert_equal(found, alone)
+
+
+def test_a_stream_holds_nothing_between_its_pieces(llm: LLM) -> None:
+    """A consumer that is slow, or never comes back, keeps no other thread from anything."""
+    alone = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    (wanted,) = llm.generate(PROMPTS[1], LONG, use_tqdm=False)
+    slow, left = llm.stream(PROMPTS[1], LONG), llm.stream(PROMPTS[2], LONG)
+    tokens = list(next(slow).token_ids_delta)
+    next(left)
+    jobs: list[Work] = [
+        lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False),
+        lambda: llm.stats()["num_blocks"] and None,
+        lambda: llm.add_request(PROMPTS[0], GREEDY) and None,
+        lambda: llm.reset_prefix_cache(),
+    ] * 3
+    for found in in_threads(jobs):
+        if found is not None:
+            assert_equal(found, alone)
+    tokens += [token for chunk in slow for token in chunk.token_ids_delta]
+    assert tokens == wanted.outputs[0].token_ids
+    cycle: list[Any] = [left]
+    cycle.append(cycle)
+    del left, cycle
+    in_threads([gc.collect] * 2)  # closed by a thread that has never called
+    while llm.has_unfinished():
+        llm.step()
+    assert_idle(llm)
+
+
+def test_what_comes_in_between_two_steps_of_a_call(llm: LLM) -> None:
+    """An abort, a request and its steps by other threads, while a call of this one runs."""
+    (alone,) = llm.generate(PROMPTS[2], LONG, use_tqdm=False)
+    began, ended = threading.Event(), threading.Event()
+    step = llm.session.engine.step
+    counts = [0]
+
+    def slow_step() -> Any:
+        began.set()
+        counts[0] += 1
+        if counts[0] == 3:  # other threads have asked for the engine by then
+            ended.wait(0.05)
+        return step()
+
+    def beside() -> Any:
+        began.wait(SECONDS)
+        name = llm.add_request(PROMPTS[0], LONG)
+        output = llm.abort(name)
+        ended.set()
+        return output, counts[0]
+
+    llm.session.engine.step = slow_step  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jobs: list[Work] = [lambda: llm.generate(PROMPTS[2], LONG, use_tqdm=False), beside]
+        found, (output, steps) = in_threads(jobs)
+    finally:
+        del llm.session.engine.step
+    assert_equal(found, [alone])
+    assert output is not None and output.outputs[0].finish_reason == "abort"
+    assert steps < counts[0], "it did not wait for the call to end"
+
+
+def test_no_two_calls_draw_by_one_key(llm: LLM) -> None:
+    """Calls without a seed, from many threads, of one prompt: as many samples as one after the
+    other.
+    """
+    asked = SamplingParams(max_tokens=8, ignore_eos=True)
+    keys = in_threads([llm.keys.next] * 64)
+    assert len(set(keys)) == 64
+    found = in_threads([lambda: llm.generate(PROMPTS[0], asked, use_tqdm=False)] * 16)
+    assert len({tuple(out[0].outputs[0].token_ids) for out in found}) == 16
+
+
+# Calls within calls
+
+
+class Curious:
+    """A tokenizer that calls jpaged, when it encodes or while it decodes."""
+
+    def __init__(self, call: Work, when: str):
+        self._tokenizer, self._call, self._when = byte_tokenizer.make_tokenizer(), call, when
+        self.results: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "backend_tokenizer":  # it would be asked in this one's place
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def _ask(self, when: str) -> None:
+        if self._when == when and not self.results:
+            self.results.append(None)
+            self.results[0] = self._call()
+
+    def encode(self, text: str) -> list[int]:
+        self._ask("encode")
+        return self._tokenizer.encode(text)
+
+    def decode(self, *args: Any, **how: Any) -> str:
+        self._ask("decode")
+        return self._tokenizer.decode(*args, **how)
+
+
+BYTES = {**SETTINGS, "max_model_len": 64}
+
+
+def test_a_call_within_a_call_does_not_wait_for_itself() -> None:
+    params = byte_tokenizer.params()
+    settings = engine(max_model_len=64)
+    ids = [1, 2, 3]
+    (alone,) = jpaged.generate(params, [ids], GREEDY, engine_config=settings)
+
+    def inner() -> Any:
+        return jpaged.generate(params, [ids], GREEDY, engine_config=settings, tokenizer=tokenizer)
+
+    tokenizer = Curious(inner, "encode")
+    outer = jpaged.generate(params, ["abc"], GREEDY, engine_config=settings, tokenizer=tokenizer)
+    assert tokenizer.results[0][0].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert len(outer[0].outputs[0].token_ids) == 6
+    assert len(api.kept_sessions()) <= 2
+
+    tokenizer = Curious(lambda: llm.generate([ids], GREEDY, use_tqdm=False), "encode")
+    llm = LLM(params, tokenizer=tokenizer, **BYTES)
+    llm.generate("abc", GREEDY, use_tqdm=False)
+    assert tokenizer.results[0][0].outputs[0].token_ids == alone.outputs[0].token_ids
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["generate", "stats", "add_request", "update_params"])
+def test_a_call_from_inside_a_step_is_refused(name: str) -> None:
+    """While the engine is between two states: it says so, and the LLM works on."""
+    params = byte_tokenizer.params()
+    inner: dict[str, Work] = {
+        "generate": lambda: llm.generate([[1]], GREEDY, use_tqdm=False),
+        "stats": lambda: llm.stats(),
+        "add_request": lambda: llm.add_request([1], GREEDY),
+        "update_params": lambda: llm.update_params(params),
+    }
+    tokenizer = Curious(inner[name], "decode")
+    llm = LLM(params, tokenizer=tokenizer, **BYTES)
+    with pytest.raises(RequestError, match="came from inside a step"):
+        list(llm.stream("abc", GREEDY))
+    assert_idle(llm)
+    assert len(list(llm.stream("abc", GREEDY))) > 0
+    llm.close()
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("face", ["generate", "LLM"])
+def test_interrupts_of_the_main_thread_harm_no_other(
+    weights: list[Params], llm: LLM, face: str
+) -> None:
+    """Ctrl-C at moments of all kinds, while other threads generate and stream."""
+
+    def generate() -> Any:
+        if face == "LLM":
+            return llm.generate(PROMPTS, SAMPLED, use_tqdm=False)
+        return jpaged.generate(weights[0], PROMPTS, SAMPLED, engine_config=ENGINE)
+
+    def stream() -> Any:
+        return streamed(llm, PROMPTS, SAMPLED)
+
+    alone = [generate(), stream()]
+    ended = threading.Event()
+    results: list[list[Any]] = [[], [], []]
+
+    def work(i: int, job: Work) -> None:
+        while not ended.is_set():
+            try:
+                results[i].append(job())
+            except BaseException as e:
+                results[i].append(e)
+
+    jobs = [generate, stream, generate]
+    threads = [
+        threading.Thread(target=work, args=(i, job), name=f"work {i}", daemon=True)
+        for i, job in enumerate(jobs)
+    ]
+    for thread in threads:
+        thread.start()
+    main = threading.main_thread().ident
+    assert main is not None
+    rng, interrupts = random.Random(0), 0
+    for _ in range(40):
+        timer = threading.Timer(
+            rng.uniform(0.001, 0.05), signal.pthread_kill, (main, signal.SIGINT)
+        )
+        try:
+            timer.start()
+            while True:
+                generate()
+        except KeyboardInterrupt:
+            interrupts += 1
+        timer.join()
+    ended.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert interrupts == 40 and all(len(found) > 1 for found in results)
+    for i, found in enumerate(results):
+        for each in found:
+            assert_equal(each, alone[i % 2])
+    assert_equal(generate(), alone[0])
+    assert_idle(llm)
