@@ -23,6 +23,7 @@ class EngineFields(TypedDict, total=False):
     swap_min_tokens: int
     dtype: str | None
     quantization: Literal["int8", "int4", "fp8"] | None
+    quantized_activations: Literal["auto", "plain", "int8", "int16"]
     max_loras: int
     max_lora_rank: int
     lora_extra: tuple[Literal["embedding", "head", "experts"], ...]
