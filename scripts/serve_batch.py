@@ -351,14 +351,19 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in judged_flags(flag_names())}
     if args.format == "auto":
         given["format"] = guess_format(args.input)
+    served = served_of(args)
+    served["settings"] = {**given, **served["settings"]}
+    return make_manifest(**served, source=source.identity(), shard=args.shard)
+
+
+def served_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The part of a manifest that says which model an engine serves, and under which settings."""
     folders = adapters.folders(args.adapter)
-    return make_manifest(
-        model=model_identity(model_path(args)),
-        adapters={name: model_identity(folder) for name, folder in folders.items()},
-        settings={**given, **judged_engine(args.engine)},
-        source=source.identity(),
-        shard=args.shard,
-    )
+    return {
+        "model": model_identity(model_path(args)),
+        "adapters": {name: model_identity(folder) for name, folder in folders.items()},
+        "settings": judged_engine(args.engine),
+    }
 
 
 def flag_names() -> list[str]:
@@ -480,7 +485,7 @@ def main(argv: list[str] | None = None) -> int:
             return run(args)
         from jpaged.integrations.batch.peers import run_together
 
-        return run_together(args, run, make_llm)
+        return run_together(args, run, make_llm, served_of)
     except (BatchError, CheckpointError) as e:
         print(f"serve_batch: {e}", file=sys.stderr, flush=True)
         if isinstance(e.__cause__, PeerError):

@@ -151,13 +151,23 @@ def check_same(
     whole_lines, size = before.get("newline"), new["input"].get("bytes", 0)
     if source is not None and whole_lines and size > before["bytes"]:
         new["input"] |= file_identity(source, before["bytes"])
+    if (found := first_difference(old, new)) is not None:
+        name, was, now = found
+        raise BatchError(
+            f"{output} is of another run: {name} is {was} there, {now} in this run (--overwrite "
+            "starts again)"
+        )
+
+
+def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first field in which two manifests differ, by its dotted name, and what it is in both, as
+    JSON; None where they are of one run.
+    """
     was, now = dict(_flat(old)), dict(_flat(new))
     for name in dict.fromkeys((*was, *now)):
         if name not in NOT_COMPARED and was.get(name) != now.get(name):
-            values = f"{json.dumps(was.get(name))} there, {json.dumps(now.get(name))} in this run"
-            raise BatchError(
-                f"{output} is of another run: {name} is {values} (--overwrite starts again)"
-            )
+            return name, json.dumps(was.get(name)), json.dumps(now.get(name))
+    return None
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

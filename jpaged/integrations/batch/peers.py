@@ -5,7 +5,7 @@ answers, the others do what its engine does.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,16 +13,24 @@ import jax
 import jpaged
 from jpaged.config import EngineConfig
 from jpaged.errors import JpagedError, PeerError
+from jpaged.integrations.batch.manifest import first_difference
 from jpaged.integrations.batch.source import BatchError
+from jpaged.runtime.processes import least
 
 Order = tuple[str, tuple[Any, ...], dict[str, Any]]
 IDLE_SHARE = 0.25  # of peer_timeout_s: how long the others are left without any order
 
 
-def run_together(args: Any, run: Callable[[Any], int], make_llm: Callable[[Any], Any]) -> int:
+def run_together(
+    args: Any,
+    run: Callable[[Any], int],
+    make_llm: Callable[[Any], Any],
+    served_of: Callable[[Any], Mapping[str, Any]],
+) -> int:
     """`run` in the first process, and in the others what its engine does; the exit status.
 
-    args: of serve_batch. BatchError where another process is gone.
+    args: of serve_batch. served_of: what a process would serve, which must be the same in all.
+    BatchError where another process is gone, or serves something else.
     """
     where = (args.coordinator, args.num_processes, args.process_id)
     # JAX ends this process where another is silent for so long: after us, who say what there is.
@@ -30,6 +38,7 @@ def run_together(args: Any, run: Callable[[Any], int], make_llm: Callable[[Any],
     jax.distributed.initialize(*where, heartbeat_timeout_seconds=math.ceil(patience) + 100)
     replicas = args.engine.get("data_parallel_size") or 1
     args.engine.setdefault("tensor_parallel_size", jax.device_count() // replicas)
+    check_alike(served_of(args))
     try:
         if jax.process_index() == 0:
             with leading() as args.lead:
@@ -38,6 +47,22 @@ def run_together(args: Any, run: Callable[[Any], int], make_llm: Callable[[Any],
     except PeerError as e:
         raise BatchError(f"the run stopped: {e}") from e
     return 0
+
+
+def check_alike(served: Mapping[str, Any]) -> None:
+    """Raise BatchError, in every process, where the processes would serve different models or
+    settings: only the first one's stand in the manifest, and each reads its own disk.
+    """
+    found = first_difference(jpaged.broadcast(served), served)
+    # The least of all: 0 where some process differs.
+    if least(int(found is None)):
+        return
+    if found is None:
+        raise BatchError("another process serves another model or other settings: its error says")
+    name, first, here = found
+    raise BatchError(
+        f"the processes do not serve the same: {name} is {first} in the first, {here} in this one"
+    )
 
 
 @contextlib.contextmanager

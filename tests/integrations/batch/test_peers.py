@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ class Runs:
         self.logs = folder
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, count: int, *flags: str) -> None:
+    def start(self, count: int, *flags: str, each: Sequence[Sequence[str]] = ()) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -53,6 +54,7 @@ class Runs:
             how = ["--coordinator", address, "--num-processes", str(count), "--process-id", str(i)]
             command = [sys.executable, "scripts/serve_batch.py", str(self.source), *FLAGS, *flags]
             command += ["--output", str(self.output), "--ordered", *(how if count > 1 else [])]
+            command += each[i] if each else []
             with (self.logs / f"{i}.log").open("w") as log:
                 made = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
             self.processes.append(made)
@@ -131,6 +133,22 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         return {}
+
+
+@pytest.mark.middle
+def test_processes_that_would_serve_different_models_end(tmp_path: Path) -> None:
+    """Each reads its own disk and flags, and only the first one's stand in the manifest."""
+    runs = Runs(tmp_path)
+    try:
+        runs.start(2, each=[[], ["--kv-cache-dtype", "int8"]])
+        assert runs.ends() == [1, 1], runs.log(0) + runs.log(1)
+    finally:
+        for process in runs.processes:
+            process.kill()
+            process.wait()
+    assert "another process serves another model or other settings" in runs.log(0)
+    said = 'settings.kv_cache_dtype is null in the first, "int8" in this one'
+    assert said in runs.log(1) and not runs.answers()
 
 
 def test_the_others_do_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
