@@ -17,6 +17,7 @@ def test_every_field_of_engine_config_is_a_flag() -> None:
     values = {"dtype": "float16", "attention": "xla", "tensor_axis": "tp", "decode_steps": 1}
     values |= {
         "quantization": "int8",
+        "quantized_activations": "int16",
         "kv_cache_dtype": "fp8",
         "memory_utilization": 0.5,
         "swap_space_gib": 1.5,
