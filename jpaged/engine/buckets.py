@@ -12,26 +12,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
+from jpaged.engine.controls import CONTROLS
 from jpaged.engine.plan import Plan
 
-# Static controls of a row, one int32 column each: (name, dtype). Packed once a request, then copied
-# row by row.
-CONTROLS = (
-    ("temperature", np.float32),
-    ("top_p", np.float32),
-    ("min_p", np.float32),
-    ("top_k", np.int32),
-    ("key_hi", np.uint32),
-    ("key_lo", np.uint32),
-    ("sample_index", np.int32),
-    ("mode", np.int32),
-    ("presence", np.float32),
-    ("frequency", np.float32),
-    ("repetition", np.float32),
-)
 TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 
 Phase = Literal["prefill", "sample", "decode", "draft"]

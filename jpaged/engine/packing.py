@@ -14,20 +14,20 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import Loads
 from jpaged.engine.buckets import (
-    CONTROLS,
     Bucket,
     Buckets,
     choose_buckets,
     input_sections,
     output_sections,
 )
+from jpaged.engine.controls import INT32_MAX, pack_controls
 from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
+from jpaged.request.sampling_params import LOGPROBS_MODES
 
 ON_DEVICE = -1  # among the tokens of a step: the last one that the device's row drew
-PAD_TOKEN = np.int32(2**31 - 1)  # in id lists: past any vocabulary, so a scatter drops it
+PAD_TOKEN = np.int32(INT32_MAX)  # in id lists: past any vocabulary, so a scatter drops it
 
 Views = dict[str, np.ndarray]
 
@@ -292,7 +292,7 @@ def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineCo
         # So many tokens of output come before the first one drawn now. A mask says it by itself.
         if seq.sampling_params.min_tokens and seq.structured is None:
             left = seq.sampling_params.min_tokens - (length - seq.prompt_len)
-            view["open_after"][row] = min(max(left, 0), np.iinfo(np.int32).max)
+            view["open_after"][row] = min(max(left, 0), INT32_MAX)
         if full and (bias := seq.sampling_params.logit_bias):
             view["bias_ids"][row, : len(bias)] = list(bias)
             view["bias"].view(np.float32)[row, : len(bias)] = list(bias.values())
@@ -300,27 +300,8 @@ def _pack_rows(view: Views, draws: list[tuple[PlanEntry, int]], config: EngineCo
 
 def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
     """A row of CONTROLS and the ids that stop it."""
-    p: SamplingParams = seq.sampling_params
-    values = (
-        p.divisor,
-        p.top_p,
-        p.min_p,
-        min(max(p.top_k, 0), PAD_TOKEN),
-        seq.key[0],
-        seq.key[1],
-        seq.index,
-        LOGPROBS_MODES.index(p.logprobs_mode),
-        p.presence_penalty,
-        p.frequency_penalty,
-        p.repetition_penalty,
-    )
     # Where there are more than fit, the host alone sees the others; with min_tokens they always
     # fit.
     stops = sorted(seq.eos_ids | seq.stop_ids)[: config.max_stop_ids]
-    columns = [
-        np.asarray(v, dtype).view(np.int32) for (_, dtype), v in zip(CONTROLS, values, strict=True)
-    ]
-    columns += [np.int32(token) for token in stops] + [PAD_TOKEN] * (
-        config.max_stop_ids - len(stops)
-    )
-    return np.stack(columns)
+    padding = [PAD_TOKEN] * (config.max_stop_ids - len(stops))
+    return np.array([*pack_controls(seq), *stops, *padding], np.int32)

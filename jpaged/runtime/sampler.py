@@ -1,5 +1,6 @@
-"""From logits to tokens and log-probabilities, on the device: a new control is this file and
-sampling_params.py.
+"""From logits to tokens and log-probabilities, on the device, in three functions: `distribution`
+applies the controls, `draw` draws, `report` says how likely that was. A new control is a line of
+engine/controls.py, a field here, and its arithmetic.
 
 Every row stands alone: its token and logprob depend on its own logits, controls and key, never on
 its neighbours, its place in the batch, or which `lax.cond` branch a neighbour forces. The order of
@@ -10,6 +11,8 @@ tile.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +43,7 @@ from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.thresholds import thresholds
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
-__all__ = ["Controls", "FullControls", "Sampled", "sample", "token_logprobs"]
+__all__ = ["Controls", "FullControls", "Sampled", "named", "sample", "token_logprobs"]
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +80,15 @@ class FullControls:
     counts_SV: Array
 
 
+def named[T](record: type[T], columns: Mapping[str, Array], **others: Array) -> T:
+    """Controls or FullControls: a field `name_S` is the column of that name (engine/controls.py);
+    others: the fields that no column has.
+    """
+    of_columns = {f"{name}_S": column for name, column in columns.items()}
+    fields = [field.name for field in dataclasses.fields(record)]  # pyright: ignore[reportArgumentType]
+    return record(**{name: of_columns[name] for name in fields if name in of_columns}, **others)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampled:
@@ -93,6 +105,48 @@ class Sampled:
     allowed_logprob_S: Array | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What each row draws from: token v with a probability proportional to exp((z_v - max) / temp)
+    where z_v >= floor and the mask allows v, 0 elsewhere.
+
+    logits_SV: the model's. z_SV: after biases, bans, penalties and mask; where `mask_later`, the
+    mask is yet to come. tile_max_SN: maxima of all tiles. sums_SN: sums of exponentials of the
+    tiles that this device has. raw_S: the sum over all logits, mask or no mask, at tau against
+    max_S, where one pass gave it too. tau_S: what log-probabilities of the row's mode divide by.
+    takes_first_S: rows that take the lowest id of the largest logits in place of a draw;
+    keeps_one_S: those that keep nothing else, None without filters.
+    """
+
+    logits_SV: Array
+    z_SV: Array
+    mask_SW: Array | None
+    mask_later: bool
+    tile_max_SN: Array
+    sums_SN: Array
+    raw_S: Array | None
+    max_S: Array
+    temp_S: Array
+    floor_S: Array
+    tau_S: Array
+    mode_S: Array
+    takes_first_S: Array
+    keeps_one_S: Array | None
+    is_full: bool
+    vocabulary: Vocabulary
+    one_pass: OnePass | None
+
+
+class _Sums(NamedTuple):
+    """Fields of Kept that a pass over the vocabulary gives."""
+
+    tile_max_SN: Array
+    max_S: Array
+    floor_S: Array
+    sums_SN: Array
+    raw_S: Array | None = None
+
+
 def sample(
     logits_SV: Array,
     controls: Controls,
@@ -104,7 +158,8 @@ def sample(
     filters: bool = True,
     one_pass: OnePass | None = None,
 ) -> Sampled:
-    """Draw one token a row, and its log-probability.
+    """Draw one token a row, and its log-probability. sampler_reference.py is the same in plain
+    numpy, a row at a time.
 
     logits_SV f32, -inf allowed (a row of nothing else, or of NaN, gives some valid id and logprob
     NaN). `full` None is the plain step: no penalties, biases, bans or top lists; a row that uses
@@ -113,127 +168,118 @@ def sample(
     lies; of a share the results are those of the whole, on every device. filters: whether any row
     may have a top_k, a top_p or a min_p. one_pass: who sums, other than XLA.
     """
+    kept = distribution(logits_SV, controls, full, mask_SW, vocabulary, filters, one_pass)
+    gumbel_SX = _noise(controls, kept.sums_SN.shape[1], vocabulary)
+    token_S, total_S = draw(kept, gumbel_SX)
+    return report(kept, token_S, total_S, max_logprobs)
+
+
+def distribution(
+    logits_SV: Array,
+    controls: Controls,
+    full: FullControls | None,
+    mask_SW: Array | None,
+    vocabulary: Vocabulary,
+    filters: bool,
+    one_pass: OnePass | None,
+) -> Kept:
+    """Apply every control: what each row keeps, and the sums of its tiles. Arguments as of
+    `sample`.
+    """
     greedy_S = controls.temperature_S <= 0
     # Below 1e-30 a quotient of two logits' difference is 0 or -inf already; denormals would divide
     # 0 by 0.
     temp_S = jnp.where(
         greedy_S, jnp.float32(1), jnp.maximum(controls.temperature_S, jnp.float32(1e-30))
     )
-    z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
-    # The log-probabilities' own distribution: (source, its max, temperature tau, sum of
-    # exponentials), row by row.
     mode_S = controls.logprobs_mode_S
-    processed_S = mode_S == PROCESSED
     tau_S = jnp.where(mode_S == RAW, jnp.float32(1), temp_S)
+    z_SV = logits_SV if full is None else _apply_full(logits_SV, full, vocabulary)
     # A draw that is plain but for its mask makes what is allowed anew in each of its passes.
-    takes_few = full is None and not filters and one_pass is None
-    mask_only_SW = mask_SW if takes_few else None
-    if mask_SW is not None and mask_only_SW is None:
+    mask_later = mask_SW is not None and full is None and not filters and one_pass is None
+    if mask_SW is not None and not mask_later:
         # Stored: else each search for a threshold makes it anew.
         z_SV = jnp.where(vocabulary.allowed(mask_SW, z_SV), z_SV, NEG_INF)
         z_SV = lax.optimization_barrier(z_SV)
-    raw_S = None
-    if mask_only_SW is not None:
-        tile_max_SN = masked_tile_max(logits_SV, mask_only_SW, vocabulary)
-        max_S, floor_S = finite_max(tile_max_SN), jnp.full_like(temp_S, NEG_INF)
-        scales = (max_S, temp_S, floor_S, tau_S, processed_S)
-        own_SN, raw_S = _sums_with_and_without(logits_SV, mask_only_SW, *scales, vocabulary)
+    if mask_later:
+        assert mask_SW is not None
+        sums = _masked_sums(logits_SV, mask_SW, temp_S, tau_S, mode_S == PROCESSED, vocabulary)
     elif filters or one_pass is None:
         tile_max_SN = tile_max(z_SV, SUM_TILE, vocabulary)
         max_S = finite_max(tile_max_SN)
-        given = (controls.min_p_S, controls.top_p_S, controls.top_k_S)
-        floor_S = thresholds(z_SV, max_S, temp_S, greedy_S, *given, vocabulary, filters)
-        own_SN = kept_sums(z_SV, max_S, temp_S, floor_S, one_pass)
+        filtered = (controls.min_p_S, controls.top_p_S, controls.top_k_S)
+        floor_S = thresholds(z_SV, max_S, temp_S, greedy_S, *filtered, vocabulary, filters)
+        sums_SN = kept_sums(z_SV, max_S, temp_S, floor_S, one_pass)
+        sums = _Sums(tile_max_SN, max_S, floor_S, sums_SN)
     else:
-        floor_S = jnp.full_like(temp_S, NEG_INF)
-        sums = one_pass.read(z_SV, temp_S, floor_S)
-        tile_max_SN = vocabulary.gather(sums.max_SN)
-        max_S = finite_max(tile_max_SN)
-        own_SN = sums.against(max_S)
-        if full is None and mask_SW is None:
-            raw_S = total(vocabulary.gather(sums.plain_against(max_S)))
+        is_raw_too = full is None and mask_SW is None
+        sums = _sums_in_one_pass(z_SV, temp_S, is_raw_too, vocabulary, one_pass)
     keeps_one_S = ~greedy_S & (controls.top_k_S == 1) if filters else None
-    takes_first_S = greedy_S if keeps_one_S is None else greedy_S | keeps_one_S
-    rows = (max_S, temp_S, floor_S, takes_first_S)
-    gumbel_SX = _noise(controls, own_SN.shape[1], vocabulary)
-    drawn_from = (z_SV, tile_max_SN, own_SN, *rows, gumbel_SX, vocabulary, mask_only_SW)
-    token_S, sums_SN = _draw(*drawn_from)
-    total_S = total(sums_SN)
-    if keeps_one_S is not None:  # equal logits were summed too
-        total_S = jnp.where(keeps_one_S, jnp.minimum(total_S, jnp.float32(1)), total_S)
-
-    source_max_S, same_S = max_S, processed_S
-    if full is not None:
-        # Of what is allowed, as below: a row's bits do not depend on whether others have penalties.
-        if mask_SW is None:
-            raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
-        else:
-            raw_max_S = finite_max(masked_tile_max(logits_SV, mask_SW, vocabulary))
-        source_max_S = jnp.where(processed_S, max_S, raw_max_S)
-    elif mask_SW is None:
-        same_S = processed_S | ((tau_S == temp_S) & (floor_S == NEG_INF))
-    none_S = jnp.full_like(max_S, NEG_INF)
-
-    def summed(source_max_S: Array) -> Array:
-        sums_SN = kept_sums(logits_SV, source_max_S, tau_S, none_S, one_pass, vocabulary)
-        return jnp.where(same_S, total_S, total(sums_SN))
-
-    if raw_S is None:
-        sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(source_max_S))
-    else:
-        sum_S = jnp.where(same_S, total_S, raw_S)
-    if mask_SW is not None:
-        # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
-        # unless some are so far above it that their exponentials overflow.
-        is_over_S = jnp.isposinf(sum_S) & ~same_S
-
-        def again() -> tuple[Array, Array]:
-            raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
-            max_again_S = jnp.where(is_over_S, raw_max_S, source_max_S)
-            return max_again_S, jnp.where(is_over_S, summed(max_again_S), sum_S)
-
-        source_max_S, sum_S = lax.cond(jnp.any(is_over_S), again, lambda: (source_max_S, sum_S))
-    mass_S = None
-    if mask_SW is not None:
-        is_tempered_S = mode_S == TEMPERED
-
-        def mass() -> Array:
-            p_SV = weights(logits_SV, source_max_S, temp_S, none_S)
-            p_SV = jnp.where(vocabulary.allowed(mask_SW, p_SV), p_SV, jnp.float32(0))
-            ratio_S = total(tile_sums(p_SV, vocabulary)) / sum_S
-            return jnp.where(is_tempered_S, jnp.log(ratio_S), jnp.float32(0))
-
-        mass_S = lax.cond(jnp.any(is_tempered_S), mass, lambda: jnp.zeros_like(max_S))
-    if full is None:
-        value_S = vocabulary.pick(logits_SV, token_S)
-        logprob_S = logprob(value_S, source_max_S, tau_S, sum_S)
-        return Sampled(token_S=token_S, logprob_S=logprob_S, allowed_logprob_S=mass_S)
-
-    def lists(source_SV: Array) -> tuple[Array, Array, Array, Array]:
-        value_S = vocabulary.pick(source_SV, token_S)
-        rank_S = rank(source_SV, value_S, token_S, vocabulary)
-        return value_S, rank_S, *top_values(source_SV, max_logprobs, vocabulary)
-
-    def processed() -> tuple[Array, Array, Array, Array]:
-        is_kept_SV = z_SV >= floor_S[:, None]
-        if keeps_one_S is not None:
-            is_drawn_SV = vocabulary.ids(z_SV) == token_S[:, None]
-            is_kept_SV = jnp.where(keeps_one_S[:, None], is_drawn_SV, is_kept_SV)
-        kept_SV = jnp.where(is_kept_SV, z_SV, NEG_INF)
-        return lists(jnp.where(processed_S[:, None], kept_SV, logits_SV))
-
-    value_S, rank_S, top_SK, top_ids_SK = lax.cond(
-        jnp.any(processed_S), processed, lambda: lists(logits_SV)
+    return Kept(
+        logits_SV=logits_SV,
+        z_SV=z_SV,
+        mask_SW=mask_SW,
+        mask_later=mask_later,
+        temp_S=temp_S,
+        tau_S=tau_S,
+        mode_S=mode_S,
+        takes_first_S=greedy_S if keeps_one_S is None else greedy_S | keeps_one_S,
+        keeps_one_S=keeps_one_S,
+        is_full=full is not None,
+        vocabulary=vocabulary,
+        one_pass=one_pass,
+        **sums._asdict(),
     )
-    logprob_S = logprob(value_S, source_max_S, tau_S, sum_S)
-    tops_SK = logprob(top_SK, source_max_S[:, None], tau_S[:, None], sum_S[:, None])
+
+
+def draw(kept: Kept, gumbel_SX: Array) -> tuple[Array, Array]:
+    """Gumbel-max in two levels: a tile of the vocabulary by its log-sum-exp, then a token of it.
+    Returns the token, and the sum of all that the row keeps.
+
+    Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
+    rounding noise in the logits turns hardly more draws than it must. gumbel_SX: see _noise. Rows
+    that take the first take the first tile, and in it the first token, with the row's maximum.
+    """
+    vocabulary = kept.vocabulary
+    vocab, tiles = vocabulary.tokens(kept.z_SV), kept.tile_max_SN.shape[1]
+    in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
+    best_S = first_true(kept.tile_max_SN == kept.max_S[:, None])
+    drawn_S, sums_SN = _draw_tile(kept.sums_SN, of_tile_SN, vocabulary)
+    tile_S = jnp.where(kept.takes_first_S, best_S, drawn_S)
+    tile_S = jnp.minimum(tile_S, tiles - 1)
+
+    z_SC, ids_SC = gather_tiles(kept.z_SV, tile_S[:, None], SUM_TILE, vocabulary)
+    if kept.mask_later:
+        assert kept.mask_SW is not None
+        z_SC = jnp.where(vocabulary.bits(kept.mask_SW, ids_SC), z_SC, NEG_INF)
+    p_SC = weights(z_SC, kept.max_S, kept.temp_S, kept.floor_S)
+    # The tile's largest logit is kept whenever any of the tile is.
+    at_S = jnp.where(kept.takes_first_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
+    token_S = jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1)
+    total_S = total(sums_SN)
+    if kept.keeps_one_S is not None:  # equal logits were summed too
+        total_S = jnp.where(kept.keeps_one_S, jnp.minimum(total_S, jnp.float32(1)), total_S)
+    return token_S, total_S
+
+
+def report(kept: Kept, token_S: Array, total_S: Array, max_logprobs: int) -> Sampled:
+    """The tokens with their log-probabilities, in the full step their ranks and alternatives too.
+    total_S: of `draw`.
+    """
+    max_S, sum_S = _denominators(kept, total_S)
+    allowed_S = None if kept.mask_SW is None else _allowed_logprobs(kept, max_S, sum_S)
+    if not kept.is_full:
+        value_S = kept.vocabulary.pick(kept.logits_SV, token_S)
+        logprob_S = logprob(value_S, max_S, kept.tau_S, sum_S)
+        return Sampled(token_S=token_S, logprob_S=logprob_S, allowed_logprob_S=allowed_S)
+    value_S, rank_S, top_SK, top_ids_SK = _ranked(kept, token_S, max_logprobs)
     return Sampled(
         token_S=token_S,
-        logprob_S=logprob_S,
+        logprob_S=logprob(value_S, max_S, kept.tau_S, sum_S),
         rank_S=rank_S,
         top_ids_SK=top_ids_SK,
-        top_logprobs_SK=tops_SK,
-        allowed_logprob_S=mass_S,
+        top_logprobs_SK=logprob(top_SK, max_S[:, None], kept.tau_S[:, None], sum_S[:, None]),
+        allowed_logprob_S=allowed_S,
     )
 
 
@@ -263,20 +309,19 @@ def _apply_full(logits_SV: Array, full: FullControls, vocabulary: Vocabulary) ->
     return z_SV.at[rows_S1, ban_SX].set(NEG_INF, mode="drop")
 
 
-def _sums_with_and_without(
+def _masked_sums(
     logits_SV: Array,
     mask_SW: Array,
-    max_S: Array,
     temp_S: Array,
-    floor_S: Array,
     tau_S: Array,
-    same_S: Array,
+    processed_S: Array,
     vocabulary: Vocabulary,
-) -> tuple[Array, Array]:
-    """The sums of the tiles of this device that the draw is from, and of each row that of all
-    logits at temperature tau, which is anything where `same_S`.
+) -> _Sums:
+    """Of rows without filters and penalties, nothing that the mask allows being stored. raw_S is
+    anything where `processed_S`.
     """
-    none_S = jnp.full_like(max_S, NEG_INF)
+    tile_max_SN = masked_tile_max(logits_SV, mask_SW, vocabulary)
+    max_S, none_S = finite_max(tile_max_SN), jnp.full_like(temp_S, NEG_INF)
     allowed_SV = vocabulary.allowed(mask_SW, logits_SV)
 
     def at_once() -> tuple[Array, Array]:
@@ -284,21 +329,36 @@ def _sums_with_and_without(
         a complex one.
         """
         p_SV = weights(logits_SV, max_S, temp_S, none_S)
-        kept_SV = allowed_SV & (logits_SV >= floor_S[:, None])
+        kept_SV = allowed_SV & (logits_SV >= none_S[:, None])
         both_SN = tile_sums(lax.complex(jnp.where(kept_SV, p_SV, jnp.float32(0)), p_SV))
         return jnp.real(both_SN), total(vocabulary.gather(jnp.imag(both_SN)))
 
     def apart() -> tuple[Array, Array]:
         z_SV = jnp.where(allowed_SV, logits_SV, NEG_INF)
-        own_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
+        sums_SN = tile_sums(weights(z_SV, max_S, temp_S, none_S))
 
         def summed() -> Array:
             return total(tile_sums(weights(logits_SV, max_S, tau_S, none_S), vocabulary))
 
-        return own_SN, lax.cond(jnp.all(same_S), lambda: jnp.zeros_like(max_S), summed)
+        return sums_SN, lax.cond(jnp.all(processed_S), lambda: jnp.zeros_like(max_S), summed)
 
-    is_one = jnp.all(same_S | (tau_S == temp_S)) & ~jnp.all(same_S)
-    return lax.cond(is_one, at_once, apart)
+    is_one = jnp.all(processed_S | (tau_S == temp_S)) & ~jnp.all(processed_S)
+    sums_SN, raw_S = lax.cond(is_one, at_once, apart)
+    return _Sums(tile_max_SN, max_S, none_S, sums_SN, raw_S)
+
+
+def _sums_in_one_pass(
+    z_SV: Array, temp_S: Array, is_raw_too: bool, vocabulary: Vocabulary, one_pass: OnePass
+) -> _Sums:
+    """Of rows without filters, by a kernel that reads the logits once. is_raw_too: where they are
+    the model's, whose sum at temperature 1 it has as well.
+    """
+    none_S = jnp.full_like(temp_S, NEG_INF)
+    sums = one_pass.read(z_SV, temp_S, none_S)
+    tile_max_SN = vocabulary.gather(sums.max_SN)
+    max_S = finite_max(tile_max_SN)
+    raw_S = total(vocabulary.gather(sums.plain_against(max_S))) if is_raw_too else None
+    return _Sums(tile_max_SN, max_S, none_S, sums.against(max_S), raw_S)
 
 
 def _noise(controls: Controls, own_tiles: int, vocabulary: Vocabulary) -> Array:
@@ -333,61 +393,101 @@ def gumbels(controls: Controls, count: int, first: Array | None = None) -> Array
     return -jnp.log(-jnp.log(u_SX))
 
 
-def _draw(
-    z_SV: Array,
-    tile_max_SN: Array,
-    own_SN: Array,
-    max_S: Array,
-    temp_S: Array,
-    floor_S: Array,
-    takes_first_S: Array,
-    gumbel_SX: Array,
-    vocabulary: Vocabulary = WHOLE,
-    mask_SW: Array | None = None,
-) -> tuple[Array, Array]:
-    """Gumbel-max in two levels: a tile of the vocabulary by its log-sum-exp, then a token of it.
-    Returns the token, and the sums of all tiles.
-
-    Exact, as the largest of noisy logits falls into a tile with the tile's probability; and stable:
-    rounding noise in the logits turns hardly more draws than it must. own_SN: sums of the tiles
-    that this device has. gumbel_SX: see _noise. mask_SW: of what z_SV knows nothing of. Rows that
-    take the first (greedy ones, or with top_k 1) take the first tile, and in it the first token,
-    with the row's maximum.
-    """
-    vocab, tiles = vocabulary.tokens(z_SV), tile_max_SN.shape[1]
-    in_tile_SC, of_tile_SN = gumbel_SX[:, :SUM_TILE], gumbel_SX[:, SUM_TILE:]
-    best_S = first_true(tile_max_SN == max_S[:, None])
-    drawn_S, sums_SN = _draw_tile(own_SN, of_tile_SN, vocabulary)
-    tile_S = jnp.where(takes_first_S, best_S, drawn_S)
-    tile_S = jnp.minimum(tile_S, tiles - 1)
-
-    z_SC, ids_SC = gather_tiles(z_SV, tile_S[:, None], SUM_TILE, vocabulary)
-    if mask_SW is not None:
-        z_SC = jnp.where(vocabulary.bits(mask_SW, ids_SC), z_SC, NEG_INF)
-    p_SC = weights(z_SC, max_S, temp_S, floor_S)
-    # The tile's largest logit is kept whenever any of the tile is.
-    at_S = jnp.where(takes_first_S, _argmax(z_SC), _argmax(jnp.log(p_SC) + in_tile_SC))
-    return jnp.minimum(pick(ids_SC, jnp.minimum(at_S, SUM_TILE - 1)), vocab - 1), sums_SN
-
-
-def _draw_tile(own_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
+def _draw_tile(sums_SN: Array, gumbel_SN: Array, vocabulary: Vocabulary) -> tuple[Array, Array]:
     """The tile with the largest noisy log-sum-exp, and the sums of all tiles. Each device looks
     among its own tiles; all that passes between them is one array.
     """
-    score_SN = jnp.log(own_SN) + gumbel_SN
+    score_SN = jnp.log(sums_SN) + gumbel_SN
     at_S = _argmax(score_SN)
     if vocabulary.axis is None:
-        return at_S, own_SN
+        return at_S, sums_SN
     best_S = jnp.max(score_SN, axis=1)
     tail_S2 = jnp.stack([best_S, at_S.astype(jnp.float32)], axis=1)
-    own_SX = jnp.concatenate([own_SN, tail_S2], axis=1)
-    all_SDX = lax.all_gather(own_SX, vocabulary.axis, axis=1)  # D: the devices
-    devices, tiles = all_SDX.shape[1], own_SN.shape[1]
+    sums_SX = jnp.concatenate([sums_SN, tail_S2], axis=1)
+    all_SDX = lax.all_gather(sums_SX, vocabulary.axis, axis=1)  # D: the devices
+    devices, tiles = all_SDX.shape[1], sums_SN.shape[1]
     device_S = jnp.minimum(_argmax(all_SDX[:, :, tiles]), devices - 1)
     at_S = pick(all_SDX[:, :, tiles + 1], device_S).astype(jnp.int32)
-    return device_S * tiles + at_S, all_SDX[:, :, :tiles].reshape(own_SN.shape[0], -1)
+    return device_S * tiles + at_S, all_SDX[:, :, :tiles].reshape(sums_SN.shape[0], -1)
 
 
 def _argmax(x_SX: Array) -> Array:
     """The first place of each row's maximum, X where there is none but NaN."""
     return first_true(x_SX == jnp.max(x_SX, axis=1, keepdims=True))
+
+
+def _denominators(kept: Kept, total_S: Array) -> tuple[Array, Array]:
+    """Of each row's log-probabilities, in its mode, the maximum that logits are taken against and
+    the sum of exponentials.
+    """
+    logits_SV, mask_SW, vocabulary = kept.logits_SV, kept.mask_SW, kept.vocabulary
+    processed_S = kept.mode_S == PROCESSED
+    none_S = jnp.full_like(kept.max_S, NEG_INF)
+    max_S, same_S = kept.max_S, processed_S  # same: the sum is that of the draw
+    if kept.is_full:
+        # Of what is allowed, as below: a row's bits do not depend on whether others have penalties.
+        if mask_SW is None:
+            raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
+        else:
+            raw_max_S = finite_max(masked_tile_max(logits_SV, mask_SW, vocabulary))
+        max_S = jnp.where(processed_S, kept.max_S, raw_max_S)
+    elif mask_SW is None:
+        same_S = processed_S | ((kept.tau_S == kept.temp_S) & (kept.floor_S == NEG_INF))
+
+    def summed(max_S: Array) -> Array:
+        sums_SN = kept_sums(logits_SV, max_S, kept.tau_S, none_S, kept.one_pass, vocabulary)
+        return jnp.where(same_S, total_S, total(sums_SN))
+
+    if kept.raw_S is None:
+        sum_S = lax.cond(jnp.all(same_S), lambda: total_S, lambda: summed(max_S))
+    else:
+        sum_S = jnp.where(same_S, total_S, kept.raw_S)
+    if mask_SW is None:
+        return max_S, sum_S
+    # The largest of what is allowed does for the raw logits too, and saves looking for theirs,
+    # unless some are so far above it that their exponentials overflow.
+    is_over_S = jnp.isposinf(sum_S) & ~same_S
+
+    def again() -> tuple[Array, Array]:
+        raw_max_S = finite_max(tile_max(logits_SV, SUM_TILE, vocabulary))
+        max_again_S = jnp.where(is_over_S, raw_max_S, max_S)
+        return max_again_S, jnp.where(is_over_S, summed(max_again_S), sum_S)
+
+    return lax.cond(jnp.any(is_over_S), again, lambda: (max_S, sum_S))
+
+
+def _allowed_logprobs(kept: Kept, max_S: Array, sum_S: Array) -> Array:
+    """The logarithm of what the model gives to all that the mask allows, of rows that ask for
+    tempered log-probabilities; 0 elsewhere. max_S, sum_S: of _denominators.
+    """
+    logits_SV, mask_SW, vocabulary = kept.logits_SV, kept.mask_SW, kept.vocabulary
+    assert mask_SW is not None
+    is_tempered_S = kept.mode_S == TEMPERED
+
+    def mass() -> Array:
+        p_SV = weights(logits_SV, max_S, kept.temp_S, jnp.full_like(max_S, NEG_INF))
+        p_SV = jnp.where(vocabulary.allowed(mask_SW, p_SV), p_SV, jnp.float32(0))
+        ratio_S = total(tile_sums(p_SV, vocabulary)) / sum_S
+        return jnp.where(is_tempered_S, jnp.log(ratio_S), jnp.float32(0))
+
+    return lax.cond(jnp.any(is_tempered_S), mass, lambda: jnp.zeros_like(max_S))
+
+
+def _ranked(kept: Kept, token_S: Array, max_logprobs: int) -> tuple[Array, Array, Array, Array]:
+    """The token's logit in the row's mode and its rank, and the largest logits with their ids."""
+    z_SV, vocabulary, processed_S = kept.z_SV, kept.vocabulary, kept.mode_S == PROCESSED
+
+    def lists(source_SV: Array) -> tuple[Array, Array, Array, Array]:
+        value_S = vocabulary.pick(source_SV, token_S)
+        rank_S = rank(source_SV, value_S, token_S, vocabulary)
+        return value_S, rank_S, *top_values(source_SV, max_logprobs, vocabulary)
+
+    def processed() -> tuple[Array, Array, Array, Array]:
+        is_kept_SV = z_SV >= kept.floor_S[:, None]
+        if kept.keeps_one_S is not None:
+            is_drawn_SV = vocabulary.ids(z_SV) == token_S[:, None]
+            is_kept_SV = jnp.where(kept.keeps_one_S[:, None], is_drawn_SV, is_kept_SV)
+        kept_SV = jnp.where(is_kept_SV, z_SV, NEG_INF)
+        return lists(jnp.where(processed_S[:, None], kept_SV, kept.logits_SV))
+
+    return lax.cond(jnp.any(processed_S), processed, lambda: lists(kept.logits_SV))

@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_sections
+from jpaged.engine.buckets import Bucket, input_sections, output_sections
+from jpaged.engine.controls import CONTROLS
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import HeadConfig
@@ -30,7 +31,14 @@ from jpaged.runtime.head_steps import HeadSteps
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, view_of
-from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
+from jpaged.runtime.sampler import (
+    Controls,
+    FullControls,
+    Sampled,
+    named,
+    sample,
+    token_logprobs,
+)
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 
@@ -359,26 +367,15 @@ def _draw(
     """Draw the token that comes right after each row's context. open_after_S > 0: stop ids neither
     stop nor occur. mask_SW: see sampler.sample.
     """
-    columns = {
-        name: _cast(fields["controls"][:, i], dtype) for i, (name, dtype) in enumerate(CONTROLS)
-    }
+    columns = {c.name: _cast(fields["controls"][:, i], c.dtype) for i, c in enumerate(CONTROLS)}
     stop_ids_SX = fields["controls"][:, len(CONTROLS) :]
-    controls = Controls(
-        temperature_S=columns["temperature"],
-        top_p_S=columns["top_p"],
-        min_p_S=columns["min_p"],
-        top_k_S=columns["top_k"],
-        key_S2=jnp.stack([columns["key_hi"], columns["key_lo"]], axis=1),
-        sample_index_S=columns["sample_index"],
-        position_S=context_lens_S,
-        logprobs_mode_S=columns["mode"],
-    )
+    key_S2 = jnp.stack([columns["key_hi"], columns["key_lo"]], axis=1)
+    controls = named(Controls, columns, key_S2=key_S2, position_S=context_lens_S)
     full = None
     if step.bucket.is_full:
-        full = FullControls(
-            presence_S=columns["presence"],
-            frequency_S=columns["frequency"],
-            repetition_S=columns["repetition"],
+        full = named(
+            FullControls,
+            columns,
             bias_ids_SB=fields["bias_ids"],
             bias_SB=_cast(fields["bias"], np.float32),
             ban_ids_SX=jnp.where(open_after_S[:, None] > 0, stop_ids_SX, PAD_TOKEN),

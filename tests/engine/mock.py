@@ -20,20 +20,20 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import (
-    CONTROLS,
     Bucket,
     Buckets,
     Section,
     input_sections,
     output_sections,
 )
+from jpaged.engine.controls import CONTROLS
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
 from jpaged.models.config import ModelConfig
 from jpaged.search.beam import BeamSearch, EarlyStopping
 
-SAMPLE_INDEX = [name for name, _ in CONTROLS].index("sample_index")
+SAMPLE_INDEX = [control.name for control in CONTROLS].index("sample_index")
 VOCAB = 101
 POISON, STOPPED = -1, -2
 Views = dict[str, np.ndarray]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import (
-    CONTROLS,
     Bucket,
     Features,
     bucket_table,
     choose_buckets,
     input_sections,
 )
+from jpaged.engine.controls import CONTROLS
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
@@ -258,7 +258,7 @@ def test_controls_travel_as_their_bits():
         repetition_penalty=1.1,
     )
     columns = drawing(pack(plan(row), CONFIG))["controls"][0]
-    values = {name: columns[i : i + 1].view(dtype)[0] for i, (name, dtype) in enumerate(CONTROLS)}
+    values = {c.name: columns[i : i + 1].view(c.dtype)[0] for i, c in enumerate(CONTROLS)}
     want = {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -272,7 +272,7 @@ def test_controls_travel_as_their_bits():
     }
     assert (values["key_hi"], values["key_lo"], values["top_k"]) == (2**32 - 1, 7, 0)
     assert (columns[len(CONTROLS) :] == PAD_TOKEN).all()  # no stop ids
-    assert LOGPROBS_MODES[values["mode"]] == "processed" and values["sample_index"] == 0
+    assert LOGPROBS_MODES[values["logprobs_mode"]] == "processed" and values["sample_index"] == 0
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_temperatures_travel_as_numbers_that_f32_divides_by(temperature: float, 
     """f32 takes most of the small ones, and the reciprocals of the largest, for 0."""
     row = entry(0, 4, prompt=4, temperature=temperature, prompt_logprobs=0)
     batch = pack(plan(row), CONFIG)
-    column = [name for name, _ in CONTROLS].index("temperature")
+    column = [control.name for control in CONTROLS].index("temperature")
     scored = fields(batch)["scoring"].view(np.float32)[0, 0]
     drawn = drawing(batch)["controls"].view(np.float32)[0, column]
     assert scored == drawn == np.float32(travels_as)

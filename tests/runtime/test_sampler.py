@@ -2,6 +2,7 @@
 batches.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jpaged.engine.controls import CONTROLS
 from jpaged.runtime import sampler, sampler_reference
-from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, tile_max, tile_sums, weights
+from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, tile_sums, weights
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample
 from jpaged.runtime.thresholds import thresholds
+from jpaged.runtime.vocabulary import WHOLE
 
 NEG_INF = float("-inf")
 INTS = {"top_k", "sample_index", "position", "logprobs_mode"}
@@ -245,8 +248,9 @@ def test_noise_comes_from_key_index_position_and_place_alone() -> None:
     assert len({tuple(row) for row in few}) == 4
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("vocab", [1, 128, VOCAB, 1500])
-def test_draws_are_those_of_the_reference(vocab: int) -> None:
+def test_draws_are_those_of_the_reference(vocab: int, masked: bool) -> None:
     """Token for token, but where two candidates are closer than f32's rounding."""
     rng = np.random.default_rng(vocab)
     rows = 256
@@ -254,20 +258,30 @@ def test_draws_are_those_of_the_reference(vocab: int) -> None:
     settings = {
         "temperature": rng.choice([0.0, 0.5, 1.0, 1.7], rows),
         "min_p": rng.choice([0.0, 0.02], rows),
-        "top_k": rng.choice([0, 0, 5, 90], rows),
+        "top_k": rng.choice([0, 0, 1, 5, 90], rows),
         "top_p": rng.choice([1.0, 0.9, 0.4], rows),
     }
-    given = controls(rows, key=3, **settings)
-    tokens = np.asarray(run(jnp.asarray(logits), given).token_S)
+    given = controls(rows, key=3, logprobs_mode=PROCESSED, **settings)
+    allowed = rng.random((rows, vocab)) < 0.8
+    allowed[:, 0] = True
+    bits = np.pad(allowed, ((0, 0), (0, -vocab % 32)))
+    words = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    out = run(jnp.asarray(logits), given, None, words if masked else None)
+    tokens = np.asarray(out.token_S)
     tiles = -(-vocab // SUM_TILE)
     noise = np.asarray(sampler.gumbels(given, SUM_TILE + tiles))
-    wanted = [
-        sampler_reference.draw(
-            logits[row], noise[row], **{name: value[row].item() for name, value in settings.items()}
+    kept = [
+        sampler_reference.distribution(
+            logits[row],
+            allowed[row] if masked else None,
+            **{name: value[row].item() for name, value in settings.items()},
         )
         for row in range(rows)
     ]
+    wanted = [sampler_reference.draw(*one) for one in zip(kept, noise, strict=True)]
     assert np.mean(tokens != wanted) <= 1 / rows
+    logprobs = [sampler_reference.report(*one) for one in zip(kept, tokens, strict=True)]
+    np.testing.assert_allclose(out.logprob_S, logprobs, atol=2e-5, rtol=1e-5)
     assert sampler_reference.TILE == SUM_TILE
 
 
@@ -451,12 +465,11 @@ def test_edges_of_the_noise_stay_in_the_kept_set(vocab: int) -> None:
 
     @jax.jit
     def draw(z_SV: jax.Array) -> jax.Array:
-        max_S = jnp.max(z_SV, axis=1)
-        sums_SN = tile_sums(weights(z_SV, max_S, temp_S, floor_S))
-        tile_max_SN = tile_max(z_SV, SUM_TILE)
-        return sampler._draw(
-            z_SV, tile_max_SN, sums_SN, max_S, temp_S, floor_S, temp_S < 0, gumbel_SX
-        )[0]
+        plain = controls(len(cases), temperature=[case[1] for case in cases])
+        kept = sampler.distribution(z_SV, plain, None, None, WHOLE, True, None)
+        sums_SN = tile_sums(weights(z_SV, kept.max_S, temp_S, floor_S))
+        kept = dataclasses.replace(kept, floor_S=floor_S, sums_SN=sums_SN)
+        return sampler.draw(kept, gumbel_SX)[0]
 
     tokens = np.asarray(draw(jnp.broadcast_to(jnp.asarray(z), (len(cases), vocab))))
     assert tokens.min() >= 0 and tokens.max() < vocab
@@ -503,7 +516,11 @@ def test_top_k_1_keeps_the_lowest_of_equal_ids_alone(features: str) -> None:
             np.testing.assert_array_equal(out.rank_S, np.ones(8))
             np.testing.assert_array_equal(out.top_logprobs_SK, [[0] + [NEG_INF] * (WIDTH - 1)] * 8)
     noise = np.zeros(SUM_TILE + -(-VOCAB // SUM_TILE), np.float32)
-    assert [sampler_reference.draw(row, noise, top_k=1) for row in logits] == list(map(min, ties))
+    kept = [sampler_reference.distribution(row, top_k=1) for row in logits]
+    assert [sampler_reference.draw(each, noise) for each in kept] == list(map(min, ties))
+    assert [
+        sampler_reference.report(each, min(ids)) for each, ids in zip(kept, ties, strict=True)
+    ] == [0] * 8
 
 
 @pytest.mark.parametrize("repetition", [1e-6, 1.0, 1e6])
@@ -704,3 +721,15 @@ def test_a_mask_alone_takes_fewer_passes_to_the_same_bits(temperature: Any, mode
         np.testing.assert_array_equal(getattr(full, name)[others], getattr(more, name)[others])
     drawn = np.asarray(fewer.token_S)
     assert allowed[np.arange(rows), drawn][some].all()
+
+
+def test_every_control_of_the_table_reaches_the_draw() -> None:
+    """By its name: a line of the table without a field here, or a field without a line, fails."""
+    columns = {c.name for c in CONTROLS} - {"key_hi", "key_lo"}
+    fields = [f.name for kind in (Controls, FullControls) for f in dataclasses.fields(kind)]
+    of_rows = {name.removesuffix("_S") for name in fields if name.endswith("_S")}
+    assert columns == of_rows - {"position"}
+    zero = {c.name: jnp.zeros(2, c.dtype) + i for i, c in enumerate(CONTROLS)}
+    made = sampler.named(Controls, zero, key_S2=jnp.zeros((2, 2)), position_S=jnp.zeros(2))
+    for name in ("temperature", "top_k", "logprobs_mode"):
+        assert getattr(made, f"{name}_S") is zero[name]

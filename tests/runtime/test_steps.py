@@ -245,7 +245,7 @@ def test_controls_travel_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = steps.sample
     monkeypatch.setattr(steps, "sample", spy)
     row = np.zeros((8, len(steps.CONTROLS) + 4), np.int32)
-    names = [field for field, _ in steps.CONTROLS]
+    names = [control.name for control in steps.CONTROLS]
     row[:, names.index("temperature")] = np.float32(0.7).view(np.int32)
     row[:, names.index("key_hi")] = np.uint32(0xFFFFFFF0).view(np.int32)
     row[:, names.index("top_k")] = 7
