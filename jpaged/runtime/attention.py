@@ -103,7 +103,7 @@ def choose_kernel(
         kv_dtype=None if kv is None else jnp.dtype(KV_DTYPES[kv]),
         head_dim=group.head_dim,
         block_size=config.block_size,
-        num_heads=model.num_heads // shards,
+        num_heads=group.num_heads // shards,
         num_kv_heads=group.num_kv_heads // shards,
         num_rows=config.max_num_seqs,
         blocks_per_row=config.max_blocks_per_seq,

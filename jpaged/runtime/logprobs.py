@@ -5,6 +5,7 @@ is the tiles of the vocabulary, C the tokens gathered from some of them, X any a
 """
 
 import dataclasses
+import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,54 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jpaged.models.served import VOCAB_TILE
-from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
 SUM_TILE = VOCAB_TILE  # tokens a tile of the two-level draw
 TOP_TILE = 32  # tokens a tile of the top-k search
 NEG_INF = float("-inf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnePass:
+    """Sums over a device's share of the vocabulary by one kernel, `read_tiles` of
+    kernels_pallas/vocab_tiles.py. interpret: run it on a CPU.
+    """
+
+    interpret: bool = False
+
+    def read(self, z_SV: Array, tau_S: Array, floor_S: Array) -> "TileSums":
+        """Return the maxima and sums of all tiles. z_SV: logits. tau_S: temperatures, f32 > 0.
+        floor_S: logits below it are left out of the sums at the temperature.
+        """
+        kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
+        max_SN, sum_SN, plain_SN = kernel.read_tiles(
+            z_SV, tau_S, floor_S, tile=VOCAB_TILE, interpret=self.interpret
+        )
+        return TileSums(max_SN, sum_SN, plain_SN, tau_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSums:
+    """Maxima of tiles, and sums of exponentials against them: sum_SN at the temperature, over what
+    is at least the floor; plain_SN at temperature 1, over all.
+    """
+
+    max_SN: Array
+    sum_SN: Array
+    plain_SN: Array
+    tau_S: Array
+
+    def against(self, max_S: Array) -> Array:
+        """Return the sums at the temperature, against each row's maximum."""
+        return self._scaled(self.sum_SN, max_S, self.tau_S)
+
+    def plain_against(self, max_S: Array) -> Array:
+        """Return the sums at temperature 1, against each row's maximum."""
+        return self._scaled(self.plain_SN, max_S, jnp.ones_like(max_S))
+
+    def _scaled(self, sum_SN: Array, max_S: Array, tau_S: Array) -> Array:
+        return sum_SN * jnp.exp((self.max_SN - max_S[:, None]) / tau_S[:, None])
 
 
 @jax.tree_util.register_dataclass

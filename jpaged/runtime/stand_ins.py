@@ -1,21 +1,15 @@
 """StandIns: what an engine runs in the place of steps that are not compiled yet."""
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from jpaged.engine.buckets import Bucket, Buckets, drawn_apart
+from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.processes import are_many
 
-if TYPE_CHECKING:
-    from jpaged.runtime.compiled_steps import CompiledSteps
-
-# A step stands in for another of at most so many times fewer tokens, and so many times before that
-# one is worth a compile: until then it saves no time. What two steps do at the price of a dispatch
-# is worth one that does both only later.
-MUCH_LARGER, OFTEN, OFTEN_IN_TWO = 4, 128, 512
+MUCH_LARGER = 4  # times the tokens of a step that another one may have to stand in for it
+OFTEN = 128  # substitutions after which the step itself is worth a compile
+OFTEN_IN_TWO = 512  # the same for a decode that runs as two steps, which costs but a dispatch
 
 
 class StandIns:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ from tqdm import tqdm
 
 from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
 from jpaged.runtime.compiled_steps import CompiledSteps
-from jpaged.runtime.runner import Runner, Usage
 from jpaged.runtime.steps import StepSetting
 
 
@@ -39,6 +39,17 @@ class BucketReport:
     compile_seconds: float | None
     executable_bytes: int | None
     temp_bytes: int | None
+
+
+@dataclasses.dataclass
+class Usage:
+    """How often a compiled step ran, and over how many tokens (a draw: rows), without padding and
+    with it.
+    """
+
+    hits: int = 0
+    tokens: int = 0
+    padded: int = 0
 
 
 def step_table(
@@ -79,9 +90,12 @@ def warmup(
     return time.perf_counter() - started
 
 
-def bucket_reports(runner: Runner) -> list[BucketReport]:
-    """Every shape of the table, compiled or not, smallest first."""
-    reports, steps, usage = [], runner.steps, runner.usage
+def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[BucketReport]:
+    """Return a report on every shape of the table, compiled or not, smallest first.
+
+    usage: of those that ran.
+    """
+    reports: list[BucketReport] = []
     for bucket in step_table(steps.setting):
         used, memory = usage.get(bucket, Usage()), steps.memory(bucket)
         report = BucketReport(
