@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and the reductions over the vocabulary that sampling shares.
+"""Log-probabilities of tokens, and the reductions over the vocabulary that sampling shares.
 
 A row's bits depend on that row alone: sums add in a written order, whatever the number of rows. N
 is the tiles of the vocabulary, C the tokens gathered from some of them, X any axis.
@@ -68,7 +68,7 @@ class TileSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Logprobs of given tokens, as `token_logprobs` returns them."""
+    """Log-probabilities of tokens, as `token_logprobs` returns them."""
 
     logprob_T: Array  # f32
     rank_T: Array  # i32
@@ -89,8 +89,8 @@ def token_logprobs(
     vocabulary: Vocabulary = WHOLE,
     one_pass: OnePass | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are
-    never whole.
+    """Return log-probabilities of tokens; the LM head runs on `tile` tokens at a time, so that the
+    logits of all are never in memory together.
 
     logits_fn: [tile, E] -> f32 [tile, V], or of more than that: a pytree of arrays that begin with
     T, as x_TE then is. mode_T RAW ignores the temperature, any other divides by

@@ -1,4 +1,4 @@
-"""The table of steps: every shape that a step of an engine can have, compiled ahead or not."""
+"""The table of steps: every shape that a step of an engine can have, compiled or not."""
 
 import dataclasses
 import functools
@@ -17,12 +17,10 @@ from jpaged.runtime.steps import StepSetting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketReport:
-    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and what it
-    costs.
+    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and its costs.
 
-    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding.
-    compile_seconds and bytes are None until it is compiled; temp_bytes: of temporaries while it
-    runs.
+    padding_waste: the share of its tokens (in a draw: rows) that was padding. compile_seconds and
+    the bytes are None until it is compiled. temp_bytes: temporaries while it runs.
     """
 
     phase: str
@@ -55,7 +53,7 @@ class Usage:
 def step_table(
     setting: StepSetting, *, tokens: int | None = None, rows: int | None = None
 ) -> list[Bucket]:
-    """Every shape of a setting, smallest first; see engine.buckets.bucket_table."""
+    """Return every shape of a setting, smallest first; see engine.buckets.bucket_table."""
     tables = len(setting.pools)
     return sorted(bucket_table(setting.config, tables=tables, tokens=tokens, rows=rows))
 
@@ -67,7 +65,7 @@ def warmup(
     rows: int | None = None,
     use_tqdm: bool = False,
 ) -> float:
-    """Compile whatever of the table is not compiled yet, several at once; seconds it took."""
+    """Compile the steps of the table that are not compiled yet, in parallel; return the seconds."""
     started, config = time.perf_counter(), steps.setting.config
     table = step_table(steps.setting, tokens=tokens, rows=rows)
     # The largest first: they take longest.
