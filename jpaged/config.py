@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import ModelConfig
-from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from kernels_pallas.paged_attention import IMPLEMENTATIONS, Name
 
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 QUANTIZED_ACTIVATIONS = ("auto", "plain", "int8", "int16")
@@ -144,7 +144,7 @@ class EngineConfig:
         "keys and values kept in 8 bits, with a scale a token and head: about twice the blocks; "
         "None keeps them in the model's dtype",
     )
-    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = _knob(
+    attention: Literal["auto", Name] = _knob(
         "auto", "the kernel: the fastest that can run here, or one by name, which then must"
     )
     token_buckets: tuple[int, ...] | None = _knob(

@@ -243,7 +243,7 @@ def test_guesses_of_a_model_on_replicas(method: str) -> None:
         {},
         {"data_parallel_size": 2, "speculative": {**guesses, "method": method}},
     ):
-        llm = LLM(params, **{**SMALL, "speculative": None, **settings})
+        llm = LLM(params, **SMALL | {"speculative": None} | settings)
         tokens.append(tokens_of(llm.generate(PROMPTS, asked, use_tqdm=False)))
         stats = llm.stats()
     assert tokens[0] == tokens[1]

@@ -15,11 +15,12 @@ from kernels_pallas.paged_attention.interface import AttentionOptions
 class KVGroup:
     """Layers whose keys and values are alike, so that one array and one block table hold them.
 
-    layers: their indices in the model, ascending. window: tokens that a query sees, itself
-    included; None is all of them.
+    layers: their indices in the model, ascending. num_heads: query heads of each. window: tokens
+    that a query sees, itself included; None is all of them.
     """
 
     layers: tuple[int, ...]
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None
@@ -33,6 +34,7 @@ def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     return tuple(
         KVGroup(
             layers=tuple(members),
+            num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             window=window,

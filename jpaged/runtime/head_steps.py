@@ -39,7 +39,7 @@ class HeadSteps:
         model, how = self.setting.model, self.setting
         assert isinstance(model, HeadConfig)
         sizes: Any = {"num_rows": num_rows, "max_len": how.config.max_model_len}
-        serving = Serving(**sizes, products=how.products, in_fp8=how.in_fp8)
+        serving = Serving(**sizes, products=how.choices.products, in_fp8=how.choices.in_fp8)
         return Head(model, self.params, self.target, serving)
 
     def follow(

@@ -10,6 +10,7 @@ blocks moves both.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import KVGroup, kv_groups
-from jpaged.runtime.attention import KV_DTYPES, Kernel, choose_kernel
+from jpaged.runtime.attention import Kernel
 from jpaged.runtime.mesh import Placement
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
@@ -103,26 +104,30 @@ class PoolSpec:
 
 
 def pool_specs(
-    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, num_blocks: int
+    model: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    kernels: Sequence[Kernel],
+    num_blocks: int,
 ) -> tuple[PoolSpec, ...]:
-    """The pools of a model for a resolved config, kernels chosen.
+    """Return the pools of a model for a resolved config.
 
-    num_blocks: of the group that reaches furthest back; others need no more than can be in use.
+    kernels: one for each of kv_groups(model). num_blocks: of the group that reaches furthest back;
+    others need no more than can be in use.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
-    kv_dtype = config.kv_cache_dtype and jnp.dtype(KV_DTYPES[config.kv_cache_dtype])
     return tuple(
         PoolSpec(
             group=group,
-            kernel=choose_kernel(model, group, config, dtype, where.device, where.axis_size),
-            num_blocks=num_blocks if at == widest else min(num_blocks, most[at]),
+            kernel=kernel,
+            num_blocks=num_blocks if i == widest else min(num_blocks, most[i]),
             block_size=config.block_size,
-            dtype=jnp.dtype(dtype),
-            kv_dtype=kv_dtype,
+            dtype=jnp.dtype(kernel.shapes.dtype),
+            kv_dtype=kernel.shapes.kv_dtype,
             shards=where.axis_size,
             hidden_size=model.hidden_size if model.is_head else 0,
         )
-        for at, group in enumerate(kv_groups(model))
+        for i, (group, kernel) in enumerate(zip(kv_groups(model), kernels, strict=True))
     )
 
 

@@ -22,14 +22,14 @@ from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import HeadConfig
 from jpaged.models.forward import Forward, bind
-from jpaged.models.layers.linear import ExpertProducts, Products, Serving
+from jpaged.models.layers.linear import Serving
 from jpaged.models.layers.low_rank import AdapterRows
 from jpaged.models.params import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
+from jpaged.runtime.choices import Choices
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.head_steps import HeadSteps
 from jpaged.runtime.kv_cache import PoolSpec
-from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, view_of
 from jpaged.runtime.sampler import (
     Controls,
@@ -45,23 +45,19 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
-    products, experts: who multiplies beside XLA. in_fp8: as of Serving. one_pass: who sums over the
-    vocabulary.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
-    None. vocabulary: how that lies. draft: of a draft model, whose pools come last among `pools`.
+    None. vocabulary: how the vocabulary lies on them. draft: the setting of a draft model, whose
+    pools come last among `pools`.
     """
 
     model: ModelConfig
     config: EngineConfig
     pools: tuple[PoolSpec, ...]
-    products: Products | None = None
-    experts: ExpertProducts | None = None
-    in_fp8: bool = False
+    choices: Choices
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
-    one_pass: OnePass | None = None
     draft: "StepSetting | None" = None
 
     @property
@@ -143,12 +139,12 @@ class _Step:
         serving = Serving(
             num_rows=num_rows,
             max_len=self.to.config.max_model_len,
-            products=self.to.products,
-            experts=self.to.experts,
+            products=self.to.choices.products,
+            experts=self.to.choices.experts,
             tensor_axis=self.to.tensor_axis,
             axis_size=self.to.axis_size,
             adapters=adapters,
-            in_fp8=self.to.in_fp8,
+            in_fp8=self.to.choices.in_fp8,
         )
         return bind(self.to.model, params, serving)
 
@@ -384,7 +380,7 @@ def _draw(
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
         how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
-        how |= {"filters": step.bucket.features != "plain", "one_pass": step.to.one_pass}
+        how |= {"filters": step.bucket.features != "plain", "one_pass": step.to.choices.one_pass}
         sampled = sample(logits_SV, controls, full, mask_SW, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
@@ -470,7 +466,7 @@ def _score_prompt(
         mask_TW,
         max_logprobs=step.to.config.max_logprobs,
         vocabulary=step.to.vocabulary,
-        one_pass=step.to.one_pass,
+        one_pass=step.to.choices.one_pass,
     )
     return {
         "prompt_logprobs": scored.logprob_T,

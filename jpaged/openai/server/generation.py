@@ -91,7 +91,6 @@ class Generation:
             length = len(exchange.text)
             body = await self.prepare(length, self._read, kind, exchange.text)
             self.report_ignored(exchange, body.ignored)
-            self.report_ignored(exchange, body.ignored)
             model = self.check_model(body.model)
             params = self._params(body)
             party = self._parties.of(exchange.key, exchange.address)

@@ -1,4 +1,4 @@
-"""Who multiplies is chosen when an engine starts, and never asked for while a step is traced."""
+"""What computes the steps is chosen once when an engine starts, never while a step is traced."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,26 +8,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
 from jpaged.engine.buckets import bucket_table
 from jpaged.errors import UnsupportedError
 from jpaged.models.forward import bind
 from jpaged.models.quantized import quantized
-from jpaged.runtime import products
+from jpaged.resolve import MOST_COST, resolve
+from jpaged.runtime import choices
+from jpaged.runtime.choices import Choices, activations_of, choose_products, multiplies_fp8
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import (
-    FREE,
-    activations_of,
-    choose_products,
-    multiplies_fp8,
-    resolve_for,
-)
-from jpaged.runtime.runner import Runner
+from jpaged.runtime.runner import Runner, choose_for
 from kernels_cpu import library, paged_attention
 from kernels_cpu.linear import NativeProducts
 from kernels_cpu.quantized import ACTIVATIONS
 from kernels_cpu.rates import Rates
-from tests.tiny import CONFIG, engine, make_params, make_prompts
+from tests.tiny import CONFIG, config, engine, make_params, make_prompts
 
 NATIVE = NativeProducts(most_rows=None)
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=96, head_dim=32)
@@ -41,7 +37,7 @@ def asked() -> str | None:
 def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "unavailable", lambda: None)
     monkeypatch.setattr(library, "level", lambda: None)
-    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={8: 0.5, 64: 0.9, 512: 1.1}))
+    monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={8: 0.5, 64: 0.9, 512: 1.1}))
 
     def chosen(dtype: Any, deterministic: bool = False) -> Any:
         return choose_products(ONE_DEVICE.device, dtype, deterministic=deterministic)
@@ -57,7 +53,7 @@ def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPa
 
 def test_activations_are_chosen_by_name_or_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "unavailable", lambda: None)
-    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={8: 0.5}))
+    monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={8: 0.5}))
 
     def chosen(activations: str, dtype: Any = jnp.bfloat16) -> Any:
         device = ONE_DEVICE.device
@@ -86,7 +82,7 @@ def test_which_activations_served() -> None:
         asked = (
             None if activations is None else NativeProducts(most_rows=None, activations=activations)
         )
-        return activations_of(asked, tree, in_fp8=in_fp8)
+        return activations_of(Choices(attention=(), products=asked, in_fp8=in_fp8), tree)
 
     assert serves(None, "int8") is None
     assert [serves(form, "int8") for form in ("int8", "int4", "fp8")] == ["int8", "int8", "plain"]
@@ -108,15 +104,75 @@ def test_deterministic_by_default_where_it_costs_little(monkeypatch: pytest.Monk
     monkeypatch.setattr(library, "unavailable", lambda: None)
     monkeypatch.setattr(paged_attention, "unavailable", lambda: None)
     for worst, asked_for, expected in (
-        (FREE, None, True),
-        (FREE + 0.01, None, False),
-        (FREE + 0.01, True, True),
+        (MOST_COST, None, True),
+        (MOST_COST + 0.01, None, False),
+        (MOST_COST + 0.01, True, True),
         (0.5, False, False),
     ):
-        monkeypatch.setattr(products, "rates", lambda worst=worst: Rates(ratios={512: worst}))
+        for module in ("jpaged.resolve", "jpaged.runtime.choices"):
+            monkeypatch.setattr(f"{module}.rates", lambda worst=worst: Rates(ratios={512: worst}))
         config = EngineConfig(deterministic=asked_for)
-        resolved = resolve_for(WIDE, config, ONE_DEVICE, jnp.bfloat16)
+        resolved, chosen = resolve(WIDE, config, ONE_DEVICE, jnp.bfloat16)
         assert resolved.deterministic is expected and not resolved.pinned
+        assert chosen.is_batch_invariant and chosen.products is not None
+        assert (chosen.products.most_rows is None) == (expected or worst < 1)
+
+
+def test_a_pinned_config_has_choices_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """deterministic=True without kernels that compute a row alike in any batch."""
+    monkeypatch.setattr(library, "unavailable", lambda: "no compiler")
+    resolved, chosen = resolve(
+        WIDE, EngineConfig(deterministic=True), ONE_DEVICE, jnp.bfloat16, is_plain=True
+    )
+    assert resolved.pinned and resolved.max_num_seqs == 64
+    assert [kernel.shapes.num_rows for kernel in chosen.attention] == [64]
+    assert chosen.products is None and not chosen.is_batch_invariant
+
+
+@pytest.mark.parametrize("guesses", [False, True], ids=["alone", "with a draft model"])
+def test_everything_is_chosen_once_a_start(guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the config, the memory plan, and the engine that runs."""
+    model = config(sliding_windows=(None, 7))
+    asked = list[tuple[str, str]]()
+
+    def counted(name: str) -> None:
+        function = getattr(choices, name)
+
+        def watched(*args: Any, **how: Any) -> Any:
+            asked.append((name, "draft" if args[0].num_layers == 1 else "model"))
+            return function(*args, **how)
+
+        monkeypatch.setattr(choices, name, watched)
+
+    counted("choose_kernel")
+    counted("_experts")
+    draft = make_params(1, config(num_layers=1))
+    sizes = vars(engine(num_blocks=None))
+    sizes |= {"speculative": {"method": "draft", "model": draft} if guesses else None}
+    llm = LLM(make_params(0, model), **sizes)
+    llm.generate(make_prompts(5), SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.close()
+    groups = [("choose_kernel", "model")] * 2  # one for each window
+    expected = [("_experts", "model"), *groups]
+    if guesses:
+        expected += [("_experts", "draft"), ("choose_kernel", "draft")]
+    assert sorted(asked) == sorted(expected)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_chosen_by_the_params_fits_what_is_served(quantization: Any, dtype: str) -> None:
+    """The form of the weights is known before they are made: by the params and the config."""
+    mixture = {"num_experts": 4, "experts_per_token": 2, "expert_size": 32}
+    model = config(hidden_size=64, head_dim=32, tie_word_embeddings=True, **mixture)
+    speculative = {"method": "draft", "model": make_params(1, model)}
+    sizes = vars(engine(dtype=dtype, quantization=quantization)) | {"speculative": speculative}
+    session = LLM(make_params(0, model), **sizes).session
+    runner = session.runner
+    draft = (model, runner.draft_params)
+    served = choose_for(model, runner.config, session.placement, runner.params, draft)
+    assert session.choices == served == runner.steps.setting.choices
+    assert session.choices.experts is not None
 
 
 @pytest.mark.parametrize("chosen", ["chosen", "native"])
@@ -124,9 +180,9 @@ def test_tracing_a_step_never_asks_for_the_library(
     chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of every phase; with whatever this processor has, and as if it had the C++ one."""
-    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={512: 0.5}))
+    monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={512: 0.5}))
     if chosen == "native":
-        monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: NATIVE)
+        monkeypatch.setattr(choices, "choose_products", lambda *_, **__: NATIVE)
     settings = engine().resolve(CONFIG)
     params = jax.device_put(dict(make_params(0, CONFIG, jnp.bfloat16)), ONE_DEVICE.replicated)
     runner = Runner(CONFIG, settings, ONE_DEVICE, params)
@@ -136,7 +192,7 @@ def test_tracing_a_step_never_asks_for_the_library(
     assert set(table) == {"prefill", "sample", "decode"}
     for bucket in table.values():
         lowered = runner.steps.lower(bucket).as_text()
-        assert ("jpaged_linear" in lowered) == (runner.steps.setting.products is not None)
+        assert ("jpaged_linear" in lowered) == (runner.steps.setting.choices.products is not None)
 
 
 @pytest.mark.train
