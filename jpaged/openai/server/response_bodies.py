@@ -36,7 +36,7 @@ HARMLESS = protocol.HARMLESS - {"metadata", *KEPT} | {"prompt_cache_options"}
 PASSED = (
     *("seed", "top_k", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("chat_template_kwargs", "cache_salt"),
+    *("chat_template_kwargs", "cache_salt", "priority"),
 )
 # Whose fault an error of the chat is here.
 BLAMED = {
