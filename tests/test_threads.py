@@ -248,6 +248,24 @@ def test_one_llm_from_many_threads(llm: LLM) -> None:
     assert_idle(llm)
 
 
+def test_models_made_in_several_threads(weights: list[Params]) -> None:
+    """At once, each used by its own thread, beside jpaged.generate."""
+    alone = jpaged.generate(weights[1], PROMPTS, GREEDY, engine_config=ENGINE)
+
+    def made() -> Any:
+        llm = LLM(weights[1], **SETTINGS)
+        try:
+            return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        finally:
+            llm.close()
+
+    def generate() -> Any:
+        return jpaged.generate(weights[1], PROMPTS, GREEDY, engine_config=ENGINE)
+
+    for found in in_threads([made, made, generate, made]):
+        assert_equal(found, alone)
+
+
 def test_what_changes_an_llm_takes_its_turn(weights: list[Params]) -> None:
     """New weights, sleep and wake, snapshots and restores beside calls of other threads: each
     answer is of one version of the weights, from its first token to its last.

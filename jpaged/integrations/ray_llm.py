@@ -147,7 +147,9 @@ class RayLLM:
         work to the replica.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        request_id = str(next(self._ids)) if request_id is None else request_id
+        if request_id is None:
+            own = map(str, self._ids)
+            request_id = next(name for name in own if name not in self._unfinished)
         if request_id in self._unfinished:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         if params.seed is None:  # the same whichever replica runs it, and how often

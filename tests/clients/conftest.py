@@ -14,7 +14,13 @@ import pytest
 
 # What each file imports of others.
 MODULES = {
-    "test_tunix.py": ("tunix.rl.grpo.grpo_learner", "tunix.models.qwen3.model", "qwix"),
+    "test_tunix.py": (
+        "tunix.rl.grpo.grpo_learner",
+        "tunix.rl.rl_cluster",
+        "tunix.rl.rollout.vanilla_rollout",
+        "tunix.models.qwen3.model",
+        "qwix",
+    ),
     "test_lm_eval.py": ("lm_eval.evaluator", "lm_eval.tasks"),
     "test_openai.py": ("openai", "starlette", "uvicorn"),
     "test_local_completions.py": ("lm_eval.models.api_models", "aiohttp", "starlette", "uvicorn"),

@@ -305,7 +305,7 @@ def test_weights_of_another_mesh():
     """
     actor_mesh, rollout_mesh = meshes()
     model = grpo.make_model(0, **SIZES)
-    engine = functools.partial(JPagedRollout, engine_config=ENGINE)
+    engine = functools.partial(JPagedRollout, engine_config=ENGINE, keep_eos=False)
     cluster = grpo.make_cluster(
         engine, model, rollout=GREEDY, mesh=actor_mesh, rollout_mesh=rollout_mesh
     )
@@ -380,7 +380,7 @@ def test_lora_is_served_or_refused(merge: bool):
 
 def test_lora_parts_alone_are_synced():
     actor_mesh, rollout_mesh = meshes()
-    engine = functools.partial(JPagedRollout, engine_config=ENGINE, lora_scale=2.0)
+    engine = functools.partial(JPagedRollout, engine_config=ENGINE, lora_scale=2.0, keep_eos=False)
     model = add_lora(grpo.make_model(0, **SIZES))
     cluster = grpo.make_cluster(
         engine, model, rollout=GREEDY, mesh=actor_mesh, rollout_mesh=rollout_mesh

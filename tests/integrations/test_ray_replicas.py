@@ -265,6 +265,17 @@ def test_all_actors_of_a_replica_do_the_same(cluster: Any, meets: list[Any]) -> 
     llm.close()
 
 
+def test_own_ids_are_no_callers(cluster: Any, meets: list[Any]) -> None:
+    """A caller that counts as the cluster does keeps its names, and is not in its way."""
+    _, kind = cluster(EIGHT, EIGHT)
+    llm = kind(None, tensor_parallel_size=16, max_num_seqs=4)
+    names = [llm.add_request("a", request_id=str(i)) for i in range(4)]
+    names += [llm.add_request("a") for _ in range(4)]
+    assert len(set(names)) == 8
+    assert finish(llm) == collections.Counter(names)
+    llm.close()
+
+
 @pytest.mark.parametrize("dying", [0, 1])
 def test_an_actor_that_dies_takes_its_replica_along(
     dying: int, cluster: Any, meets: list[Any]
