@@ -15,7 +15,7 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import KVGroup
+from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads
 from kernels_pallas.paged_attention import CUDA, IMPLEMENTATIONS
 from kernels_pallas.paged_attention.interface import Options, Shapes
@@ -165,7 +165,7 @@ def choose_kernel(
         kv_dtype=None if kv is None else jnp.dtype(KV_DTYPES[kv]),
         head_dim=group.head_dim,
         block_size=config.block_size,
-        num_heads=model.num_heads // shards,
+        num_heads=group.num_heads // shards,
         num_kv_heads=group.num_kv_heads // shards,
         num_rows=config.max_num_seqs,
         blocks_per_row=config.max_blocks_per_seq,
@@ -202,7 +202,7 @@ def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) ->
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
     reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
-    if model.qk_norm_whole:
+    if any(layer.mixer is not None and layer.mixer.qk_norm == "whole" for layer in model.layers):
         reason = "norms over all heads together"
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)
@@ -213,9 +213,9 @@ def _write_heads(qkv_TKXD: Array, heads: Heads, *places: Any, **how: Any) -> tup
     """Kernel.write in one kernel."""
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
     if heads.q_norm is not None and heads.k_norm is not None:
-        own = heads.q_norm
+        own = heads.q_norm.config
         how["norm"] = head_write.HeadNorm(own.eps, own.has_offset, own.in_f32)
-        how["scales"] = own.scale, heads.k_norm.scale
+        how["scales"] = heads.q_norm.scale, heads.k_norm.scale
     if heads.rotary is not None:
         how["rotation"] = heads.rotary.cos, heads.rotary.sin
     return head_write.write_heads(qkv_TKXD, *places, **how)

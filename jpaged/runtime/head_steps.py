@@ -10,15 +10,16 @@ differ by it, tokens never do.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.eagle import Head, HeadConfig
+from jpaged.models.eagle import Head, HeadConfig, bind_head
 from jpaged.models.forward import Forward
-from jpaged.models.layers.linear import Serving
+from jpaged.models.layers.linear import StepContext
 from jpaged.runtime.kv_cache import HeadPool
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, slot_mapping, view_of
 from kernels_pallas.paged_attention.kv_write import write_kv
@@ -34,20 +35,23 @@ class HeadSteps:
     params: Any
     target: Forward
 
-    def head(self, num_rows: Array) -> Head:
-        """The head for a product of so many rows."""
-        model, how = self.setting.model, self.setting
+    @functools.cached_property
+    def head(self) -> Head:
+        """The head, bound to its weights."""
+        model = self.setting.model
         assert isinstance(model, HeadConfig)
-        sizes: Any = {"num_rows": num_rows, "max_len": how.config.max_model_len}
-        serving = Serving(**sizes, products=how.products, in_fp8=how.in_fp8)
-        return Head(model, self.params, self.target, serving)
+        return bind_head(model, self.params, self.target)
+
+    def context(self, num_rows: Array) -> StepContext:
+        """What the head's layer is given for so many rows."""
+        return self.setting.context(num_rows)
 
     def follow(
         self, packed: Packed, states: list[Array], pool: HeadPool, *, is_decode: bool
     ) -> HeadPool:
         """The pool once a step has computed these tokens, whose hidden states are given."""
         with jax.named_scope("head"):
-            hidden_TE = self.head(packed.num_rows).joined(states)
+            hidden_TE = self.head.joined(states, self.context(packed.num_rows))
             if is_decode:
                 before = _shifted(packed)
                 pool = self._with_hidden(pool, packed, hidden_TE, is_decode=True)
@@ -85,8 +89,13 @@ class HeadSteps:
         slots_T = _once(group.slot_mapping_T, packed.query_start_loc_S1)
         group = dataclasses.replace(group, slot_mapping_T=slots_T)
         view = dataclasses.replace(view, groups=(group,))
-        head, positions_T = self.head(packed.num_rows), jnp.maximum(positions_T, 0)
-        x_TE, written = head(packed.tokens_T, positions_T, hidden_TE, view)
+        x_TE, written = self.head(
+            packed.tokens_T,
+            jnp.maximum(positions_T, 0),
+            hidden_TE,
+            view,
+            self.context(packed.num_rows),
+        )
         assert isinstance(written, PagedKV)
         return x_TE, dataclasses.replace(pool, kv=written.pools[0])
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec, Sharding
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import KVGroup, kv_groups
+from jpaged.models.kv_groups import KVGroup, kv_groups
 from jpaged.runtime.attention import KV_DTYPES, Kernel, choose_kernel
 from jpaged.runtime.mesh import Placement
 from kernels_pallas.paged_attention.pool_layout import ScaledPool

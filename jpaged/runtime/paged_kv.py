@@ -1,12 +1,13 @@
 """PagedKV: one step's view of the KV cache, which the layers write to and attend through."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads
 from jpaged.runtime.kv_cache import PoolSpec
 
@@ -42,22 +43,27 @@ class PagedKV:
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
+    def write(self, place: Place, qkv: Array, heads: Heads) -> tuple[Array, Self]:
+        """See models.kv_view.KVView."""
+        at, spec, of = place.group, self.specs[place.group], self.groups[place.group]
+        q, pool = spec.kernel.write(
+            qkv,
+            heads,
+            self.pools[at],
+            place.index,
+            of.slot_mapping_T,
+            num_layers=spec.num_layers,
+        )
+        pools = (*self.pools[:at], pool, *self.pools[at + 1 :])
+        return q, dataclasses.replace(self, pools=pools)
+
     def attend(
-        self,
-        group: int,
-        index: Any,
-        qkv: Array,
-        heads: Heads,
-        *,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Any = None,
-    ) -> tuple[Array, "PagedKV"]:
-        """See models.kv_view.KVView; index: of the layer in its group."""
-        spec, of = self.specs[group], self.groups[group]
-        places = (self.pools[group], index, of.slot_mapping_T)
-        q, pool = spec.kernel.write(qkv, heads, *places, num_layers=spec.num_layers)
-        args = (q, pool, index, of.block_table_SM, self.context_lens_S)
+        self, place: Place, q: Array, *, scale: float, soft_cap: float | None, sinks: Any = None
+    ) -> Array:
+        """See models.kv_view.KVView."""
+        spec, of = self.specs[place.group], self.groups[place.group]
+        pool = self.pools[place.group]
+        args = (q, pool, place.index, of.block_table_SM, self.context_lens_S)
         options = {
             "scale": scale,
             "soft_cap": soft_cap,
@@ -67,12 +73,9 @@ class PagedKV:
         }
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                o = spec.kernel.decode(*args, **options)
-            else:
-                starts = (self.query_start_loc_S1, of.prepared)
-                o = spec.kernel.prefill(*args, *starts, **options)
-        pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
-        return o, dataclasses.replace(self, pools=pools)
+                return spec.kernel.decode(*args, **options)
+            starts = (self.query_start_loc_S1, of.prepared)
+            return spec.kernel.prefill(*args, *starts, **options)
 
 
 class Packed(NamedTuple):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import kv_groups
+from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.mesh import Placement
@@ -104,9 +105,14 @@ def is_batch_invariant(
     shards = where.axis_size
     experts = choose_experts(model, where.device, dtype, shards, is_plain)
     model, own = served_config(model, shards), share_of(model, shards)
-    widths = [own.hidden_size, own.num_heads * own.head_dim, own.shared_expert_size]
-    if any(map(model.has_mlp, range(model.num_layers))):
-        widths.append(own.intermediate_size)
+    widths = [own.hidden_size]
+    for layer in own.layers:
+        if layer.mixer is not None:
+            widths.append(layer.mixer.num_heads * layer.mixer.head_dim)
+        if isinstance(layer.ffn, MLPConfig):
+            widths.append(layer.ffn.intermediate_size)
+        elif layer.ffn is not None:
+            widths.append(layer.ffn.shared_expert_size)
     kernels = (
         choose_kernel(model, group, config, dtype, where.device, shards)
         for group in kv_groups(model)

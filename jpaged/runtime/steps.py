@@ -19,11 +19,10 @@ from jpaged.config import EngineConfig
 from jpaged.engine.buckets import CONTROLS, Bucket, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import HeadConfig
+from jpaged.models.eagle import Head, HeadConfig
 from jpaged.models.forward import Forward, bind
-from jpaged.models.layers.linear import ExpertProducts, Products, Serving
-from jpaged.models.layers.low_rank import AdapterRows
-from jpaged.models.params import MeshAxis
+from jpaged.models.layers.linear import ExpertProducts, Products, StepContext
+from jpaged.models.param_spec import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.head_steps import HeadSteps
@@ -37,8 +36,8 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
-    products, experts: who multiplies beside XLA. in_fp8: as of Serving. one_pass: who sums over the
-    vocabulary.
+    products, experts: who multiplies beside XLA. in_fp8: as of StepContext. one_pass: who sums over
+    the vocabulary.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
     None. vocabulary: how that lies. draft: of a draft model, whose pools come last among `pools`.
@@ -55,6 +54,19 @@ class StepSetting:
     vocabulary: Vocabulary = WHOLE
     one_pass: OnePass | None = None
     draft: "StepSetting | None" = None
+
+    def context(self, num_rows: Array | None, slot_T: Array | None = None) -> StepContext:
+        """What the layers of a step with these rows are given."""
+        return StepContext(
+            num_rows=num_rows,
+            slot_T=slot_T,
+            max_len=self.config.max_model_len,
+            products=self.products,
+            experts=self.experts,
+            tensor_axis=self.tensor_axis,
+            axis_size=self.axis_size,
+            in_fp8=self.in_fp8,
+        )
 
     @property
     def own_pools(self) -> tuple[PoolSpec, ...]:
@@ -97,6 +109,14 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A model, or a head that guesses for one, bound to its weights for the rows of a step."""
+
+    model: Forward | Head
+    context: StepContext
+
+
+@dataclasses.dataclass(frozen=True)
 class _Step:
     """A bucket of a setting, and what its step does in any phase. is_draft: of a draft model."""
 
@@ -123,26 +143,15 @@ class _Step:
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> Forward:
+    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> "_Bound":
         """The model; num_rows: rows of its products that are real, None where all are. slot_T: the
         slot of each token's adapter, where the step has adapters.
         """
-        adapters = None
+        tables = None
         if self.bucket.loras:
-            params, tables = params
-            if slot_T is not None:
-                adapters = AdapterRows(tables=own_tables(tables), slot_T=slot_T)
-        serving = Serving(
-            num_rows=num_rows,
-            max_len=self.to.config.max_model_len,
-            products=self.to.products,
-            experts=self.to.experts,
-            tensor_axis=self.to.tensor_axis,
-            axis_size=self.to.axis_size,
-            adapters=adapters,
-            in_fp8=self.to.in_fp8,
-        )
-        return bind(self.to.model, params, serving)
+            params, tables = params[0], own_tables(params[1])
+        context = self.to.context(num_rows, slot_T)
+        return _Bound(bind(self.to.model, params, tables), context)
 
     @property
     def own(self) -> slice:
@@ -156,29 +165,30 @@ class _Step:
 
     def advance(
         self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[Any, Array, tuple[Any, ...]]:
-        """What draws by the hidden states of these tokens, those, and all pools with their keys and
-        values. slot_T: as in bind.
+    ) -> tuple["_Bound", Array, tuple[Any, ...]]:
+        """Run the model on these tokens. Returns the bound model, the hidden states [T, E] and all
+        pools with the tokens' keys and values. slot_T: as in bind.
         """
         params, draft = self.pair(params)
         view, _, positions_T = self.view(kv, packed)
-        decoder = self.bind(params, packed.num_rows, slot_T)
+        bound = self.bind(params, packed.num_rows, slot_T)
         at = packed.tokens_T, jnp.maximum(positions_T, 0)
-        x_TE, written, states = decoder.tapped(*at, view, self.to.taps)
+        assert isinstance(bound.model, Forward)
+        x_TE, written, states = bound.model.tapped(*at, view, self.to.taps, bound.context)
         assert isinstance(written, PagedKV)
         pools = written.pools
         if self.to.taps:
-            head = HeadSteps(self.to.draft, draft, decoder)
+            head = HeadSteps(self.to.draft, draft, bound.model)
             pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
         elif self.to.draft is not None:  # computes the same tokens
             step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
             with jax.named_scope("draft"):
                 pools += step.advance(draft, kv, packed)[2]
-        return decoder, x_TE, pools
+        return bound, x_TE, pools
 
-    def logits(self, decoder: Forward, x: Array) -> Array:
-        """Of final hidden states: those that this device has of each row."""
-        return self.to.vocabulary.masked(decoder.logits(x))
+    def logits(self, bound: "_Bound", x: Array) -> Array:
+        """The logits of final hidden states: those that this device has of each row."""
+        return self.to.vocabulary.masked(bound.model.logits(x, bound.context))
 
     def view(self, kv: tuple[Array, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
         """The step's view of the model's own pools, the first or (of a draft model) last of all,
@@ -202,13 +212,14 @@ class _HeadStep(_Step):
 
     def advance(
         self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[Any, Array, tuple[Any, ...]]:
+    ) -> tuple["_Bound", Array, tuple[Any, ...]]:
         assert self.target is not None and slot_T is None
         (params, head), (pool,) = params, kv
         target = _Step(self.bucket, self.target).bind(params, packed.num_rows)
-        steps = HeadSteps(self.to, head, target)
+        assert isinstance(target.model, Forward)
+        steps = HeadSteps(self.to, head, target.model)
         x_SE, pool = steps.guess(packed, pool)
-        return steps.head(packed.num_rows), x_SE, (pool,)
+        return _Bound(steps.head, steps.context(packed.num_rows)), x_SE, (pool,)
 
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
@@ -252,8 +263,8 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     ):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
-        decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
-        logits_SV = step.logits(decoder, hidden_RE[:num_rows])
+        bound = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
+        logits_SV = step.logits(bound, hidden_RE[:num_rows])
         open_after_S = fields["open_after"]
         drawn = _draw(step, logits_SV, fields, context_lens_S, rows, open_after_S, mask_SW)
         # A row that stopped meanwhile draws no more.
@@ -293,9 +304,9 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
             where = _one_each(fields, last_S, context_lens_S)
-            decoder, x_SE, kv = step.advance(params, state.kv, *where)
+            bound, x_SE, kv = step.advance(params, state.kv, *where)
             open_after_S = fields["open_after"] - i
-            logits_SV = step.logits(decoder, x_SE)
+            logits_SV = step.logits(bound, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
             kept_S = jnp.where(runs_S, at_S, _none(step))
             rows = _keep(step, state.rows, kept_S, drawn, context_lens_S)

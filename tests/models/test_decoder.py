@@ -15,7 +15,7 @@ from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.decoder import Decoder
 from jpaged.models.forward import Forward, bind
 from jpaged.models.kv_view import DenseKV
-from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.params import Params
 from jpaged.models.trees import to_tree
 from jpaged.runtime.kv_cache import pool_specs
@@ -180,9 +180,10 @@ def test_head(tied: bool) -> None:
 def test_linear_accumulates_in_f32() -> None:
     """4096 products of 1: bfloat16 would stop counting at 256."""
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((3, 4096), jnp.bfloat16)
-    linear = Linear(weight=w, bias=None, serving=Serving(), num_outputs=1, sum_over=None)
-    assert linear(x).dtype == jnp.bfloat16 and linear(x, jnp.float32).dtype == jnp.float32
-    np.testing.assert_array_equal(linear(x, jnp.float32), 4096.0)
+    linear, step = Linear(weight=w), StepContext()
+    assert linear(x, step).dtype == jnp.bfloat16
+    assert linear(x, step, jnp.float32).dtype == jnp.float32
+    np.testing.assert_array_equal(linear(x, step, jnp.float32), 4096.0)
 
 
 def loss_of(model: Decoder | Forward, tokens: jax.Array) -> jax.Array:
