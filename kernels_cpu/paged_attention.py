@@ -89,10 +89,10 @@ def _call(
         "jpaged_paged_attention", jax.ShapeDtypeStruct(q_THD.shape, q_THD.dtype)
     )
     attributes = {
-        "scale": np.float32(options.scale),
-        "soft_cap": np.float32(options.soft_cap or 0.0),
+        "scale": np.float32(options.attention.scale),
+        "soft_cap": np.float32(options.attention.soft_cap or 0.0),
         "num_layers": np.int64(options.num_layers),
-        "window": np.int64(options.sliding_window or 0),
+        "window": np.int64(options.attention.window or 0),
         "decode": decode,
     }
     sinks = jnp.asarray(() if sinks_H is None else sinks_H, jnp.float32)

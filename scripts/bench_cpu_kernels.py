@@ -33,7 +33,7 @@ from kernels_cpu.linear import linear
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights
 from kernels_pallas.paged_attention import xla
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 
 # N, K: gate_up and down of the 0.6B and of the 60M model
 WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
@@ -133,9 +133,8 @@ def layers(
 ) -> jax.Array:
     """Attention over each layer of the pool; with query starts among the args it is a prefill."""
     attend = module.decode if len(args) == 2 else module.prefill
-    options = Options(
-        scale=q.shape[-1] ** -0.5, num_layers=num_layers, num_kv_heads=pool.shape[2] // 2
-    )
+    kind = AttentionOptions(scale=q.shape[-1] ** -0.5)
+    options = Options(attention=kind, num_layers=num_layers, num_kv_heads=pool.shape[2] // 2)
     for layer in range(num_layers):
         q = q + attend(q, pool, jnp.int32(layer), *args, options=options)
     return q

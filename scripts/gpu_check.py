@@ -27,10 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+from _attention_cases import BENCH, BENCH_DRY, Case
 from gpu_jobs import Job, read, run_job
-
-from kernels_pallas.paged_attention.cases import Case
-from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
 SECONDS = {"marks": 315, "kernels": 470, "engine": 560, "quantised": 560, "adapters": 120}
 # Of what: the least share, and of which ceiling.

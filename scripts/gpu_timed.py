@@ -29,12 +29,10 @@ import gpu_products
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _attention_cases import BENCH, BENCH_DRY, Case
 from gpu_jobs import run_cases
 from gpu_products import Cases, Found, noise
 from gpu_seconds import kernel_seconds, seconds_of
-
-from kernels_pallas.paged_attention.cases import Case
-from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY
 
 # A function of q and more arguments, and these arguments for each layer of the pool.
 Built = tuple[Callable[..., Any], list[Any]]

@@ -73,4 +73,4 @@ def dense_view(config: ModelConfig, x: Array) -> DenseKV:
 
     # Not None: layers are traced once, whether one of their group has written before or not.
     newest = tuple(map(zeros, groups))
-    return DenseKV(windows=tuple(group.window for group in groups), newest=newest)
+    return DenseKV(newest=newest)

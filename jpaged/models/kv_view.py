@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.layers.heads import Heads
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
 @jax.tree_util.register_dataclass
@@ -30,12 +31,12 @@ class KVView(Protocol):
         ...
 
     def attend(
-        self, place: Place, q: Any, *, scale: float, soft_cap: float | None, sinks: Any = None
+        self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None
     ) -> Any:
         """Attend over each row's whole context of what was written at a place.
 
-        soft_cap: c of c * tanh(score / c), or None. sinks [H]: one more score of each head, which
-        takes its share of the softmax alone; or None. Returns o [..., H, D] in q's dtype.
+        options: passed on to the kernel as it is. sinks: f32 [H] or None, passed on likewise.
+        Returns o [..., H, D] in q's dtype.
         """
         ...
 
@@ -45,11 +46,10 @@ class KVView(Protocol):
 class DenseKV:
     """The keys and values of the tokens at hand and no others, for training: causal by index.
 
-    windows: of each group. newest: the keys and values [..., T, K, D] that were last written in
-    each group. `kv_groups.dense_view` makes an empty one.
+    newest: the keys and values [..., T, K, D] that were last written in each group.
+    `kv_groups.dense_view` makes an empty one.
     """
 
-    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
     newest: tuple[tuple[Any, Any], ...]
 
     def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
@@ -60,35 +60,33 @@ class DenseKV:
         return q, dataclasses.replace(self, newest=newest)
 
     def attend(
-        self, place: Place, q: Any, *, scale: float, soft_cap: float | None, sinks: Any = None
+        self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None
     ) -> Any:
         """See KVView: jax's reference attention, differentiable, its softmax in f32. The layer
         reads what the last layer of its group wrote.
         """
-        (k, v), window = self.newest[place.group], self.windows[place.group]
-        if soft_cap is not None or sinks is not None:
-            return _attention(q, k, v, sinks, scale, soft_cap, window)
-        local = None if window is None else (window - 1, 0)
+        k, v = self.newest[place.group]
+        if options.soft_cap is not None or sinks is not None:
+            return _attention(q, k, v, options, sinks)
+        local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
             return jax.nn.dot_product_attention(
-                q, k, v, scale=scale, is_causal=True, local_window_size=local
+                q, k, v, scale=options.scale, is_causal=True, local_window_size=local
             )
 
 
-def _attention(
-    q: Any, k: Any, v: Any, sinks: Any, scale: float, soft_cap: float | None, window: int | None
-) -> Any:
-    """jax's reference attention with sinks and capped scores, which it does not have."""
+def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) -> Any:
+    """Dense attention with sinks and capped scores, which jax's reference does not have."""
     tokens, heads, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2]
     q = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=jnp.float32)
-    scores = scores * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    at = jnp.arange(tokens)
-    seen = at[None, :] <= at[:, None]
-    if window is not None:
-        seen &= at[None, :] > at[:, None] - window
+    scores = scores * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    position = jnp.arange(tokens)
+    seen = position[None, :] <= position[:, None]
+    if options.window is not None:
+        seen &= position[None, :] > position[:, None] - options.window
     scores = jnp.where(seen.reshape((1,) * (scores.ndim - 2) + seen.shape), scores, -jnp.inf)
     most = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:

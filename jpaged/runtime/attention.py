@@ -17,8 +17,9 @@ from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads
-from kernels_pallas.paged_attention import CUDA, IMPLEMENTATIONS
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.implementation import CUDA
+from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import PoolLayout
 
@@ -40,6 +41,11 @@ class Kernel:
     writes_heads: bool = False
 
     @property
+    def module(self) -> Any:
+        """The module of `prepare`, `prefill` and `decode`: see kernels_pallas.paged_attention."""
+        return IMPLEMENTATIONS[self.name].module()
+
+    @property
     def is_batch_invariant(self) -> bool:
         """Whether a query's bits depend on nothing else in its batch, prefill and decode alike."""
         return IMPLEMENTATIONS[self.name].is_batch_invariant()
@@ -47,7 +53,7 @@ class Kernel:
     @property
     def pool_layout(self) -> PoolLayout:
         """How a token's keys and values lie in the pool of one device."""
-        return self._module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)
+        return self.module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)
 
     def write(
         self,
@@ -72,80 +78,12 @@ class Kernel:
             kv = self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
             return q_THD, write_kv(pool, layer, kv, slot_mapping_T, **at)
 
-    def prepare(
-        self,
-        query_start_loc_S1: Array,
-        context_lens_S: Array,
-        *,
-        num_tokens: int,
-        sliding_window: int | None,
-    ) -> Any:
-        """What `prefill` takes as `prepared` in every layer of this window. num_tokens: T."""
-        return self._module.prepare(
-            query_start_loc_S1,
-            context_lens_S,
-            num_tokens=num_tokens,
-            shapes=self.shapes,
-            sliding_window=sliding_window,
-        )
-
-    def prefill(
-        self,
-        q_THD: Array,
-        pool: Any,
-        layer: Array | int,
-        block_table_SM: Array,
-        context_lens_S: Array,
-        query_start_loc_S1: Array,
-        prepared: Any = None,
-        *,
-        num_layers: int,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks_H: Array | None = None,
-    ) -> Array:
-        """Causal attention of packed queries, [T, H, D] in q's dtype; see
-        `kernels_pallas.paged_attention.reference.prefill`.
-        """
-        options = self._options(num_layers, scale, sliding_window, soft_cap)
-        rows = (block_table_SM, context_lens_S, query_start_loc_S1, prepared)
-        return self._module.prefill(q_THD, pool, layer, *rows, options=options, sinks_H=sinks_H)
-
-    def decode(
-        self,
-        q_SHD: Array,
-        pool: Any,
-        layer: Array | int,
-        block_table_SM: Array,
-        context_lens_S: Array,
-        *,
-        num_layers: int,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks_H: Array | None = None,
-    ) -> Array:
-        """Attention of one query a row, [S, H, D] in q's dtype; see
-        `kernels_pallas.paged_attention.reference.decode`.
-        """
-        options = self._options(num_layers, scale, sliding_window, soft_cap)
-        rows = (block_table_SM, context_lens_S)
-        return self._module.decode(q_SHD, pool, layer, *rows, options=options, sinks_H=sinks_H)
-
-    @property
-    def _module(self) -> Any:
-        return IMPLEMENTATIONS[self.name].module()
-
-    def _options(
-        self, num_layers: int, scale: float, sliding_window: int | None, soft_cap: float | None
-    ) -> Options:
+    def options(self, attention: AttentionOptions, num_layers: int) -> Options:
+        """Return what a call of `module` is compiled for, over a pool of so many layers."""
         return Options(
-            scale=scale,
+            attention=attention,
             num_layers=num_layers,
             num_kv_heads=self.shapes.num_kv_heads,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
             interpret=self.interpret,
         )
 

@@ -9,7 +9,8 @@ from jax import Array
 
 from jpaged.config import EngineConfig
 from jpaged.models.served import VOCAB_TILE
-from kernels_pallas.paged_attention import CUDA, IMPLEMENTATIONS
+from kernels_pallas.implementation import CUDA
+from kernels_pallas.paged_attention import IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from jax import Array
 from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads
 from jpaged.runtime.kv_cache import PoolSpec
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +19,7 @@ class GroupView:
     """What all layers of one group share in a step.
 
     block_table_SM int32, padded with 0. slot_mapping_T: block * P + slot of each token, past the
-    pool's end for padding. prepared: of Kernel.prepare.
+    pool's end for padding. prepared: what the kernel's `prepare` returned, None for a decode.
     """
 
     block_table_SM: Array
@@ -58,24 +59,19 @@ class PagedKV:
         return q, dataclasses.replace(self, pools=pools)
 
     def attend(
-        self, place: Place, q: Array, *, scale: float, soft_cap: float | None, sinks: Any = None
+        self, place: Place, q: Array, options: AttentionOptions, sinks: Any = None
     ) -> Array:
         """See models.kv_view.KVView."""
-        spec, of = self.specs[place.group], self.groups[place.group]
-        pool = self.pools[place.group]
-        args = (q, pool, place.index, of.block_table_SM, self.context_lens_S)
-        options = {
-            "scale": scale,
-            "soft_cap": soft_cap,
-            "sinks_H": sinks,
-            "num_layers": spec.num_layers,
-            "sliding_window": spec.group.window,
-        }
+        spec, view = self.specs[place.group], self.groups[place.group]
+        assert options.window == spec.group.window, "what was prepared is for the group's window"
+        kernel, pool = spec.kernel, self.pools[place.group]
+        rows = (view.block_table_SM, self.context_lens_S)
+        call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                return spec.kernel.decode(*args, **options)
-            starts = (self.query_start_loc_S1, of.prepared)
-            return spec.kernel.prefill(*args, *starts, **options)
+                return kernel.module.decode(q, pool, place.index, *rows, **call)
+            rows = (*rows, self.query_start_loc_S1, view.prepared)
+            return kernel.module.prefill(q, pool, place.index, *rows, **call)
 
 
 class Packed(NamedTuple):
@@ -105,9 +101,12 @@ def view_of(
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
         prepared = None
         if not is_decode:
-            window = spec.group.window
-            how: dict[str, Any] = {"num_tokens": row_T.shape[0], "sliding_window": window}
-            prepared = spec.kernel.prepare(*rows, **how)
+            prepared = spec.kernel.module.prepare(
+                *rows,
+                num_tokens=row_T.shape[0],
+                shapes=spec.kernel.shapes,
+                window=spec.group.window,
+            )
         slots_T = slot_mapping(row_T, positions_T, table_SM, spec.block_size, pool)
         group = GroupView(block_table_SM=table_SM, slot_mapping_T=slots_T, prepared=prepared)
         groups.append(group)

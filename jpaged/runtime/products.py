@@ -19,8 +19,9 @@ from jpaged.runtime.processes import are_many
 from kernels_cpu import library
 from kernels_cpu.linear import NativeProducts, is_width_supported
 from kernels_cpu.rates import rates
-from kernels_pallas.experts import IMPLEMENTATIONS, rows_are_independent
+from kernels_pallas.experts import IMPLEMENTATIONS
 from kernels_pallas.experts.interface import Shapes
+from kernels_pallas.implementation import Implementation
 
 log = logging.getLogger("jpaged")
 
@@ -49,21 +50,28 @@ def multiplies_fp8(device: Any) -> bool:
 def choose_experts(
     model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool = True
 ) -> ExpertProducts | None:
-    """Who multiplies by the experts of a mixture on a device; None for a model without.
+    """Return the module that multiplies by a mixture's experts; None for a model without experts.
 
     dtype: of the weights. shards: devices that each expert is split over. is_plain: experts are
     arrays, not in 8 or 4 bits.
     """
+    implementation = _experts_implementation(model, device, dtype, shards, is_plain)
+    return None if implementation is None else implementation.module()
+
+
+def _experts_implementation(
+    model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
+) -> Implementation | None:
     if not model.num_experts:
         return None
     width = model.expert_size // shards if model.expert_size % shards == 0 else model.expert_size
     sizes = {"hidden_size": model.hidden_size, "expert_size": width}
     shapes = Shapes(dtype=dtype, is_plain=is_plain, **sizes)
     for name, implementation in IMPLEMENTATIONS.items():
-        if implementation.platforms is None or device.platform in implementation.platforms:
+        if implementation.is_compiled_for(device.platform):
             reason = implementation.module().unsupported(shapes, device)
             if reason is None:
-                return implementation.module()
+                return implementation
             log.info("experts: not %s (%s)", name, reason)
     raise AssertionError("one of them runs everywhere")
 
@@ -103,7 +111,7 @@ def is_batch_invariant(
     if choose_products(where.device, dtype, deterministic=True) is None:
         return False
     shards = where.axis_size
-    experts = choose_experts(model, where.device, dtype, shards, is_plain)
+    experts = _experts_implementation(model, where.device, dtype, shards, is_plain)
     model, own = served_config(model, shards), share_of(model, shards)
     widths = [own.hidden_size]
     for layer in own.layers:
@@ -118,7 +126,7 @@ def is_batch_invariant(
         for group in kv_groups(model)
     )
     return (
-        (experts is None or rows_are_independent(experts))
+        (experts is None or experts.is_batch_invariant())
         and not (config.max_loras and "experts" in config.lora_extra)
         and all(map(is_width_supported, widths))
         and all(kernel.is_batch_invariant for kernel in kernels)

@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped_experts
 
@@ -87,8 +88,8 @@ def _parts(weights: Any) -> Parts:
     values = weights.values.reshape(weights.shape[0], -1, weights.values.shape[-1])
     scales = weights.scales.reshape(*values.shape[:2], -1)
     zeros = None if weights.zeros is None else weights.zeros.reshape(scales.shape)
-    if weights.form == "fp8":  # whose own casts not every card has
-        values = lax.bitcast_convert_type(values, jnp.uint8)
+    if weights.form == "fp8":  # not every card can convert it
+        values = lax.bitcast_convert_type(values, jnp.int8)
     return Parts(weights.form, values, scales, zeros)
 
 
@@ -179,8 +180,9 @@ def _kernel(
 
 
 def _numbers(values: Array, form: str | None) -> list[Array]:
-    """What values stand for before their zeros and scales, f32: of bytes with two, the low halves
-    and the high ones. Floats of few bits are those of float16, but for their exponents' bias.
+    """Return the f32 numbers that values stand for before their zeros and scales.
+
+    A byte of 4-bit numbers gives two arrays: the low halves, then the high halves.
     """
     if form is None:
         return [values]
@@ -188,13 +190,14 @@ def _numbers(values: Array, form: str | None) -> list[Array]:
         return [values.astype(jnp.float32)]
     bits = values.astype(jnp.int32)
     if form == "fp8":
-        return [_float16((bits & 128) << 8 | (bits & 127) << 7) * 256.0]
+        return [e4m3_to_f32(bits, lax.bitcast_convert_type)]
     halves = [bits & 15, bits >> 4]
     if form == "int4":
         return [half.astype(jnp.float32) - 8 for half in halves]
-    return [_float16((half & 8) << 12 | (half & 7) << 9) * 16384.0 for half in halves]
+    return [_e2m1_to_f32(half) for half in halves]
 
 
-def _float16(bits: Array) -> Array:
-    short = bits.astype(jnp.uint16)
-    return lax.bitcast_convert_type(short, jnp.float16).astype(jnp.float32)
+def _e2m1_to_f32(bits: Array) -> Array:
+    """Return the f32 values of mxfp4's numbers, whose bits are float16's but for the bias."""
+    short = ((bits & 8) << 12 | (bits & 7) << 9).astype(jnp.uint16)
+    return lax.bitcast_convert_type(short, jnp.float16).astype(jnp.float32) * 16384.0

@@ -1,7 +1,7 @@
-"""What every implementation of paged attention is asked and told; `IMPLEMENTATIONS` lists them.
+"""The arguments of every implementation of paged attention; `IMPLEMENTATIONS` lists them.
 
-Nothing here needs jax, so that `cases` can be read without it. Shapes: T packed tokens, S rows, M
-blocks a row, H query heads, D head dim.
+Nothing here imports jax, so that cases for tests and benches can be read without it. Shapes: T
+packed tokens, S rows, M blocks a row, H query heads, D head dim.
 """
 
 import dataclasses
@@ -10,10 +10,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What one device attends over, as far as it decides whether an implementation can run.
+    """The shapes on one device that decide whether an implementation can run.
 
-    dtype: of queries, and of the pool unless kv_dtype names another, in 8 bits with scales.
-    num_heads, num_kv_heads: of one device. num_rows, blocks_per_row: of the largest block table.
+    dtype: of queries, and of the pool if kv_dtype is None. kv_dtype: an 8-bit dtype of a pool with
+    scales. num_heads, num_kv_heads: on one device. num_rows, blocks_per_row: of the largest block
+    table.
     """
 
     dtype: Any
@@ -27,25 +28,39 @@ class Shapes:
 
     @property
     def scaled(self) -> str | None:
-        """Why an implementation without scales cannot run with these, or None."""
+        """The reason why an implementation without scales cannot run with these, or None."""
         return None if self.kv_dtype is None else f"keys and values in {self.kv_dtype} with scales"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """The mathematics of one kind of layer: a static value that goes from the layer to the kernel.
+
+    What stands between them passes it on unopened, so a new option is a field here, a field of the
+    layer's config, and code in the reference and in the kernels. An option that is an array is an
+    operand of the call instead, as `sinks_H` is.
+
+    scale: factor of the scores. soft_cap: c of c * tanh(score / c), None for plain scores. window:
+    tokens that a query sees, itself included; None for the whole context.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What a call is compiled for beside the shapes of its arrays.
 
-    scale: of the scores. num_layers: L of the pool. num_kv_heads: of the pool; None is half of its
-    rows. sliding_window: tokens that a query sees, itself included. soft_cap: c of c * tanh(score /
-    c). interpret: whether a Pallas kernel is interpreted, or how; None interprets where the default
-    backend is the CPU.
+    num_layers: L of the pool. num_kv_heads: KV heads of the pool; None is half of its rows.
+    interpret: True or an interpreter's parameters to interpret a Pallas kernel, False to compile
+    it; None interprets it if the default backend is the CPU.
     """
 
-    scale: float
+    attention: AttentionOptions
     num_layers: int = 1
     num_kv_heads: int | None = None
-    sliding_window: int | None = None
-    soft_cap: float | None = None
     interpret: Any = None
 
 
@@ -55,13 +70,13 @@ def prepare_nothing(
     *,
     num_tokens: int,
     shapes: Shapes,
-    sliding_window: int | None,
+    window: int | None,
 ) -> None:
     """`prepare` of an implementation whose layers share nothing."""
 
 
 def shapes_of(q_THD: Any, pool: Any, block_table_SM: Any, options: Options) -> Shapes:
-    """The shapes of a call over a pool without padding, or with num_kv_heads in its options."""
+    """Return the shapes of a call; options.num_kv_heads is needed if the pool is padded."""
     is_scaled = pool.dtype.itemsize == 1
     return Shapes(
         dtype=q_THD.dtype if is_scaled else pool.dtype,

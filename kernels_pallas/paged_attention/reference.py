@@ -36,7 +36,7 @@ def prefill(
     query_start_loc_S1 is cumulative: row r owns the packed tokens query_start_loc[r] up to
     query_start_loc[r+1] - 1, the last of which sits at position context_lens[r] - 1. Padding gives
     zeros: tokens past query_start_loc[S]; a row without queries is skipped. A query sees itself and
-    all before it, or, with sliding_window w, itself and the w - 1 before it. soft_cap c turns a
+    all before it, or, with a window w, itself and the w - 1 before it. soft_cap c turns a
     score s into c * tanh(s / c). sinks_H: one more score of each head, which takes its share of the
     softmax and adds nothing. Slots that no query sees may hold anything, NaN too.
 
@@ -52,7 +52,7 @@ def prefill(
     tables, contexts, starts = (
         np.asarray(x) for x in (block_table_SM, context_lens_S, query_start_loc_S1)
     )
-    scale, sliding_window, soft_cap = options.scale, options.sliding_window, options.soft_cap
+    attention, window = options.attention, options.attention.window
     dtype = np.dtype(np.float64 if exact else np.float32)
     P, K = kv_pool.shape[1], kv_pool.shape[2] // 2
     H = q.shape[1]
@@ -64,8 +64,8 @@ def prefill(
             q_QHD = q[token : min(token + QUERIES, last)].astype(dtype)
             position_Q = context - last + token + np.arange(len(q_QHD))
             first_Q = np.zeros_like(position_Q)
-            if sliding_window is not None:
-                first_Q = np.maximum(0, position_Q - sliding_window + 1)
+            if window is not None:
+                first_Q = np.maximum(0, position_Q - window + 1)
             seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
             at = (first_block + tables[row, seen_C // P], seen_C % P)
             kv = kv_pool[at].astype(dtype)
@@ -74,9 +74,10 @@ def prefill(
             k_KCD, v_KCD = (kv[:, which::2].swapaxes(0, 1) for which in (0, 1))
             q_KND = q_QHD.reshape(-1, K, H // K, q.shape[2]).swapaxes(0, 1)
             q_KND = q_KND.reshape(K, -1, q.shape[2])
-            score_KNC = q_KND @ k_KCD.swapaxes(1, 2) * dtype.type(scale)
-            if soft_cap is not None:
-                score_KNC = dtype.type(soft_cap) * np.tanh(score_KNC / dtype.type(soft_cap))
+            score_KNC = q_KND @ k_KCD.swapaxes(1, 2) * dtype.type(attention.scale)
+            if attention.soft_cap is not None:
+                soft_cap = dtype.type(attention.soft_cap)
+                score_KNC = soft_cap * np.tanh(score_KNC / soft_cap)
             sees_QC = (seen_C <= position_Q[:, None]) & (seen_C >= first_Q[:, None])
             sees_NC = np.repeat(sees_QC, H // K, axis=0)
             score_KNC = np.where(sees_NC, score_KNC, dtype.type(-np.inf))

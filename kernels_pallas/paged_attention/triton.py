@@ -64,10 +64,10 @@ def prepare(
     *,
     num_tokens: int,
     shapes: Shapes,
-    sliding_window: int | None,
+    window: int | None,
 ) -> Tiles:
     """The query tiles of a step, the same for all layers. num_tokens is T."""
-    del context_lens_S, sliding_window
+    del context_lens_S, window
     tokens = _tile_tokens(shapes)
     tiles_S = (query_start_loc_S1[1:] - query_start_loc_S1[:-1] + tokens - 1) // tokens
     A = -(-num_tokens // tokens) + shapes.num_rows
@@ -94,7 +94,7 @@ def prefill(
     T, shapes = q_THD.shape[0], shapes_of(q_THD, pool, block_table_SM, options)
     query_start_loc_S1 = jnp.asarray(query_start_loc_S1)
     if prepared is None:
-        how = {"shapes": shapes, "sliding_window": options.sliding_window}
+        how = {"shapes": shapes, "window": options.attention.window}
         prepared = prepare(query_start_loc_S1, context_lens_S, num_tokens=T, **how)
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
     args = (q_THD, pool, layer, *rows, prepared, sinks_H)
@@ -167,9 +167,9 @@ def _attend(
         tokens=tokens,
         P=P,
         C=C,
-        scale=options.scale,
-        window=options.sliding_window,
-        soft_cap=options.soft_cap,
+        scale=options.attention.scale,
+        window=options.attention.window,
+        soft_cap=options.attention.soft_cap,
         scaled=isinstance(pool, ScaledPool),
     )
     values: Any = pool

@@ -73,14 +73,14 @@ def decode(
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`."""
     S, H, D = q_SHD.shape
-    K = pool.shape[2] // 2
+    K, attention = pool.shape[2] // 2, options.attention
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
     W = _clamp_pow2(DECODE_BYTES // (C * 2 * K * D * max(pool.dtype.itemsize, 2)), 4, 32)
     begin_S = (
         jnp.zeros_like(context_lens_S)
-        if options.sliding_window is None
-        else jnp.maximum(context_lens_S - options.sliding_window, 0)
+        if attention.window is None
+        else jnp.maximum(context_lens_S - attention.window, 0)
     )
     first_tile_S = begin_S // C
     tiles_S = (context_lens_S + C - 1) // C - first_tile_S
@@ -89,7 +89,7 @@ def decode(
     rank_S = jnp.cumsum((tiles_S > 0).astype(jnp.int32)) - 1
     lane_W = jnp.arange(W)
     # Else once a context token.
-    dtype, q_SHD = q_SHD.dtype, _barrier(q_SHD.astype(jnp.float32) * jnp.float32(options.scale))
+    dtype, q_SHD = q_SHD.dtype, _barrier(q_SHD.astype(jnp.float32) * jnp.float32(attention.scale))
 
     def body(i, state):
         item_W = i * W + lane_W
@@ -108,7 +108,7 @@ def decode(
         seen_WC = (slot_C[None, :] >= start_W[:, None]) & (slot_C[None, :] < stop_W[:, None])
         kv = _barrier(_take(tiles.rows, ids)).reshape(W, C, K, 2, D)
         of_keys, of_values = _scales(tiles, ids, (W, C, K), H)
-        s_WCH = _capped(_times(_decode_scores(q_WHD, kv), of_keys), options.soft_cap)
+        s_WCH = _capped(_times(_decode_scores(q_WHD, kv), of_keys), attention.soft_cap)
         s_WCH = jnp.where(seen_WC[:, :, None], s_WCH, NEG)
 
         # Ranks of consecutive items differ by at most one, so the items of an iteration meet W
@@ -211,7 +211,7 @@ def prepare(
     *,
     num_tokens: int,
     shapes: Shapes,
-    sliding_window: int | None,
+    window: int | None,
 ) -> Prepared:
     """The query tiles of a step: the same for all layers of a window. num_tokens is T."""
     S, T = context_lens_S.shape[0], num_tokens
@@ -227,8 +227,8 @@ def prepare(
     count_A = jnp.where(tile_A < end_S[-1], jnp.clip(lens_S[row_A] - skip_A, 0, B), 0)
     position_A = (context_lens_S - lens_S)[row_A] + skip_A
     begin_A = jnp.zeros_like(position_A)
-    if sliding_window is not None:
-        begin_A = jnp.maximum(position_A - (sliding_window - 1), 0)
+    if window is not None:
+        begin_A = jnp.maximum(position_A - (window - 1), 0)
     need_A = jnp.where(count_A > 0, (position_A + count_A + C - 1) // C - begin_A // C, 0)
     order_A = jnp.argsort(need_A, descending=True)
     tiles = _QueryTiles(row_A, count_A, starts_S[row_A] + skip_A, position_A, begin_A, need_A)
@@ -258,7 +258,7 @@ def prefill(
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`."""
     T, H, D = q_THD.shape
-    K, window = pool.shape[2] // 2, options.sliding_window
+    K, attention, window = pool.shape[2] // 2, options.attention, options.attention.window
     dtype = q_THD.dtype if isinstance(pool, ScaledPool) else pool.dtype
     tiles = _tiles(pool, layer, options.num_layers)
     C = tiles.size
@@ -269,7 +269,7 @@ def prefill(
             context_lens_S,
             num_tokens=T,
             shapes=shapes_of(q_THD, pool, block_table_SM, options),
-            sliding_window=window,
+            window=window,
         )
     queries, at_T = prepared.tiles, prepared.at_T
     q_TE, kv_pool = q_THD.reshape(T, H * D), tiles.rows.reshape(-1, C // tiles.units, K, 2, D)
@@ -304,7 +304,7 @@ def prefill(
             mask = pos_WC[:, None, :] <= pos_WQ[:, :, None]
             if window is not None:
                 mask &= pos_WC[:, None, :] > pos_WQ[:, :, None] - window
-            s = jnp.where(mask[:, None], _capped(s * options.scale, options.soft_cap), NEG)
+            s = jnp.where(mask[:, None], _capped(s * attention.scale, attention.soft_cap), NEG)
             m, s = _barrier((jnp.maximum(m0, jnp.max(s, axis=-1)), s))
             p = jnp.exp(s - m[..., None]).astype(dtype)
             alpha, weights = jnp.exp(m0 - m), _times(p, of_values, seen_WC[:, None, None])

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
 from kernels_pallas.paged_attention import mosaic_gpu
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.mosaic_gpu import prefill_kernel
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import H200, absent_devices, hopper
@@ -38,8 +38,8 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "decode_d128_g2": (128, 64, 16, 8, {"splits": 1}),
     "decode_d128_g2_splits": (128, 64, 16, 8, {"splits": 4}),
     "decode_d128_g4_p16": (128, 16, 32, 8, {"splits": 2}),
-    "decode_d128_g8_window": (128, 128, 8, 1, {"splits": 2, "sliding_window": 1000}),
-    "decode_d64_g8_sinks_window": (64, 64, 64, 8, {"splits": 1, "sliding_window": 128, "sinks": 1}),
+    "decode_d128_g8_window": (128, 128, 8, 1, {"splits": 2, "window": 1000}),
+    "decode_d64_g8_sinks_window": (64, 64, 64, 8, {"splits": 1, "window": 128, "sinks": 1}),
     "decode_d256_g4_cap": (256, 64, 8, 2, {"splits": 4, "soft_cap": 50.0}),
     "decode_d64_g2_int8": (64, 64, 8, 4, {"splits": 1, "kv_dtype": jnp.int8}),
     "decode_d128_g2_int8": (128, 64, 16, 8, {"splits": 1, "kv_dtype": jnp.int8}),
@@ -52,17 +52,17 @@ KERNELS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "prefill_d64_g2": (64, 64, 8, 4, {}),
     "prefill_d64_g7_p8": (64, 8, 7, 1, {}),
     "prefill_d64_g8_sinks": (64, 64, 64, 8, {"sinks": 1}),
-    "prefill_d64_g8_sinks_window": (64, 64, 64, 8, {"sliding_window": 128, "sinks": 1}),
+    "prefill_d64_g8_sinks_window": (64, 64, 64, 8, {"window": 128, "sinks": 1}),
     "prefill_d128_g2": (128, 64, 16, 8, {}),
     "prefill_d128_g4_p16": (128, 16, 32, 8, {}),
-    "prefill_d128_g8_window": (128, 128, 8, 1, {"sliding_window": 1000}),
+    "prefill_d128_g8_window": (128, 128, 8, 1, {"window": 1000}),
     "prefill_d128_g4_cap": (128, 64, 32, 8, {"soft_cap": 50.0}),
-    "prefill_d128_g4_window_cap": (128, 64, 32, 8, {"sliding_window": 1000, "soft_cap": 50.0}),
+    "prefill_d128_g4_window_cap": (128, 64, 32, 8, {"window": 1000, "soft_cap": 50.0}),
     "prefill_d256_g4": (256, 64, 8, 2, {}),
-    "prefill_d256_g4_window": (256, 64, 8, 2, {"sliding_window": 1000}),
-    "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"sliding_window": 1000, "soft_cap": 50.0}),
+    "prefill_d256_g4_window": (256, 64, 8, 2, {"window": 1000}),
+    "prefill_d256_g4_window_cap": (256, 256, 8, 2, {"window": 1000, "soft_cap": 50.0}),
 }
-MASKS = ("sliding_window", "soft_cap")
+MASKS = ("window", "soft_cap")
 # name: a kernel, what is replaced in which module, by what
 CONTROLS: dict[str, tuple[str, Any, str, Any]] = {
     "control_no_fences": ("prefill_d128_g2", plgpu, "commit_smem", lambda: None),
@@ -87,7 +87,8 @@ def kernel(name: str) -> tuple[Any, ...]:
     )
     splits = {"splits": more["splits"]} if "splits" in more else {}
     masks = {key: value for key, value in more.items() if key in MASKS}
-    options = Options(num_layers=4, scale=D**-0.5, interpret=False, **masks)
+    attention = AttentionOptions(scale=D**-0.5, **masks)
+    options = Options(attention=attention, num_layers=4, interpret=False)
     if name.startswith("decode"):
         function = functools.partial(mosaic_gpu.decode, options=options, **splits)
         args = shape((32, H, D), jnp.bfloat16), *tables

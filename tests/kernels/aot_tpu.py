@@ -23,11 +23,12 @@ from jax import Array
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.paged_attention import tpu
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 from scripts._common import LIBTPU, absent_devices
 from tests.hlo import pool_copies
+from tests.kernels import jax_tpu
 
 LAYERS = 3
 CHIPS = ("v5e:2x2", "v6e:2x2")
@@ -52,7 +53,7 @@ class Program:
     )
     dtype: Any = jnp.bfloat16
     donate: bool = True
-    kernel: str = "own"
+    is_jax: bool = False  # attention by jax's own kernel
     loop: bool = False  # over the layers, instead of a copy of the kernel for each
     sinks: bool = False
     kv_dtype: Any = None  # of 8 bits, with scales
@@ -97,8 +98,8 @@ PROGRAMS = (
     Program("prefill_d256_k2_int8", 320, K=2, D=256, P=16, N=22000, kv_dtype=jnp.int8),
     Program("decode_loop_int8", 16, P=128, kv_dtype=jnp.int8, N=6000, loop=True),
     Program("control_int8_without_donation", 16, kv_dtype=jnp.int8, N=6000, donate=False),
-    Program("decode_jax", 16, kernel="jax"),
-    Program("prefill_jax", 320, kernel="jax"),
+    Program("decode_jax", 16, is_jax=True),
+    Program("prefill_jax", 320, is_jax=True),
 )
 
 
@@ -106,8 +107,14 @@ def step(program: Program) -> Callable[..., Any]:
     """The program as a function of pool, q [T, H, D], kv [T, 2K, D], slots [T], table, contexts,
     starts.
     """
-    options = Options(num_layers=LAYERS, scale=0.1, num_kv_heads=program.K, interpret=False)
-    how: Any = {"options": options, "kernel": program.kernel}
+    options = Options(
+        attention=AttentionOptions(scale=0.1),
+        num_layers=LAYERS,
+        num_kv_heads=program.K,
+        interpret=False,
+    )
+    how: Any = {"options": options}
+    module = jax_tpu if program.is_jax else tpu
     if program.sinks:
         how["sinks_H"] = jnp.arange(program.K * program.G, dtype=program.dtype)
     layout = tpu.pool_layout(program.K, program.D)
@@ -119,9 +126,9 @@ def step(program: Program) -> Callable[..., Any]:
             pool, x = state
             pool = write_kv(pool, layer, layout.pack(kv_T2KD), slots_T, num_layers=LAYERS)
             if program.T == program.S:
-                o = tpu.decode(x, pool, layer, *rows[:2], **how)
+                o = module.decode(x, pool, layer, *rows[:2], **how)
             else:
-                o = tpu.prefill(x, pool, layer, *rows, **how)
+                o = module.prefill(x, pool, layer, *rows, **how)
             return pool, x + o
 
         if program.loop:

@@ -15,8 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
-from kernels_pallas.paged_attention.device_cases import DEVICE, DEVICE_IN_8_BITS, IN_TILES
+from scripts._attention_cases import (
+    DECODE,
+    DEVICE,
+    DEVICE_IN_8_BITS,
+    GPU,
+    IN_TILES,
+    PREFILL,
+    SCALED,
+    Case,
+)
 from scripts.gpu_jobs import run_cases
 from tests.kernels.suite import check
 

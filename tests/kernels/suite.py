@@ -15,8 +15,8 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
+from scripts._attention_cases import DECODE, PREFILL, Case
 
 CASES = (*DECODE, *PREFILL)
 F32_TOLERANCE = 1e-5
@@ -131,7 +131,7 @@ def prepared(implementation: Any, case: Case, inputs: Inputs) -> Any:
         jnp.asarray(inputs.context_lens),
         num_tokens=len(inputs.q),
         shapes=case.shapes,
-        sliding_window=case.sliding_window,
+        window=case.sliding_window,
     )
 
 

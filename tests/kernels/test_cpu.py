@@ -10,7 +10,7 @@ import pytest
 from kernels_cpu import paged_attention
 from kernels_cpu.library import unavailable
 from kernels_cpu.linear import NativeProducts, linear
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
+from scripts._attention_cases import DECODE, GPU, PREFILL, SCALED, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check_bits_in_any_batch
 
 pytestmark = pytest.mark.skipif(

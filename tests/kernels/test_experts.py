@@ -245,7 +245,8 @@ def test_triton_widens_every_value(form: Any) -> None:
     values = jnp.asarray(held.view(kinds.get(form, np.uint8)))
     scales = jnp.ones((1, 1 if form in kinds else 16), jnp.float32)
     meant = np.asarray(dequantized(values, scales, form))
-    numbers = triton._numbers(jnp.asarray(held) if form == "fp8" else values, form)
+    bits = jnp.asarray(held.view(np.int8)) if form == "fp8" else values
+    numbers = triton._numbers(bits, form)
     if len(numbers) == 2:
         meant = np.stack([half.reshape(-1) for half in np.moveaxis(meant.reshape(16, 2, 16), 1, 0)])
     found, known = np.concatenate(numbers), ~np.isnan(meant)

@@ -13,8 +13,8 @@ import pytest
 
 from jpaged.config import ATTENTION, EngineConfig
 from kernels_pallas.paged_attention import IMPLEMENTATIONS, reference
-from kernels_pallas.paged_attention.cases import Case
 from kernels_pallas.paged_attention.pool_layout import PoolLayout
+from scripts._attention_cases import Case
 
 ROOT = Path(__file__).parents[2]
 _ROWS = ["pool", "layer", "block_table_SM", "context_lens_S"]
@@ -26,7 +26,7 @@ FUNCTIONS = {
         "context_lens_S",
         "num_tokens",
         "shapes",
-        "sliding_window",
+        "window",
     ],
     "prefill": ["q_THD", *_ROWS, "query_start_loc_S1", "prepared", "options", "sinks_H"],
     "decode": ["q_SHD", *_ROWS, "options", "sinks_H"],

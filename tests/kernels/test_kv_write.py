@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import tpu, xla
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.kv_write import write_kv
 from kernels_pallas.paged_attention.pool_layout import (
     PoolLayout,
@@ -113,7 +113,7 @@ def test_in_8_bits(dtype: str) -> None:
 
 def _layers(pool, x_THD, slots_T, table_SM, contexts_S, starts_S1, *, decode: bool):
     """Write, then attend, in each of several unrolled layers."""
-    options = Options(num_layers=L, scale=0.25)
+    options = Options(attention=AttentionOptions(scale=0.25), num_layers=L)
     for layer in range(L):
         kv = jnp.concatenate([x_THD[:, ::G], x_THD[:, 1::G]], axis=1)
         pool = write_kv(pool, layer, kv, slots_T, num_layers=L)

@@ -26,11 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention import mosaic_gpu
-from kernels_pallas.paged_attention.cases import GPU, Case
-from kernels_pallas.paged_attention.device_cases import IN_TILES
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 from kernels_pallas.paged_attention.mosaic_gpu import decode_kernel, prefill_kernel
 from kernels_pallas.paged_attention.mosaic_gpu.decode_kernel import split_count, work_item
+from scripts._attention_cases import GPU, IN_TILES, Case
 from scripts._common import cannot_compile
 from tests.kernels import aot_cuda
 from tests.kernels.suite import PagedAttentionSuite, bounded, build, call, check, prepared
@@ -178,7 +177,7 @@ def test_splits_are_of_what_is_seen(window: int | None, monkeypatch: pytest.Monk
     i32, q = jnp.int32, jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((30, 64, 4, 64), jnp.bfloat16)
     table, contexts = jax.ShapeDtypeStruct((3, 40), i32), jax.ShapeDtypeStruct((3,), i32)
-    options = Options(scale=0.1, sliding_window=window, interpret=False)
+    options = Options(attention=AttentionOptions(scale=0.1, window=window), interpret=False)
     function = functools.partial(mosaic_gpu.decode.__wrapped__, options=options)  # pyright: ignore
     aot_cuda.lower(function, q, pool, 0, table, contexts)
     assert asked == [(6, 40 if window is None else 3, 264)]
@@ -231,7 +230,7 @@ def test_tiles_cover_each_token_once(group: int) -> None:
             jnp.asarray(contexts, jnp.int32),
             num_tokens=tokens,
             shapes=dataclasses.replace(SUPPORTED, num_heads=group, num_kv_heads=1),
-            sliding_window=None,
+            window=None,
         )
     )
     seen = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
+from scripts._attention_cases import DECODE, PREFILL, Case
 from tests.kernels.suite import CASES, build, call, check
 
 

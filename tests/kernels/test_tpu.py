@@ -7,6 +7,7 @@ filled too early is a race.
 """
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Iterator
@@ -21,12 +22,13 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_kernel
 
+from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.paged_attention import reference, tpu
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, Case
 from kernels_pallas.paged_attention.interface import Options, Shapes
 from kernels_pallas.paged_attention.tpu import attention, kernel
+from scripts._attention_cases import DECODE, PREFILL, Case
 from scripts._common import cannot_compile
-from tests.kernels import aot_tpu
+from tests.kernels import aot_tpu, jax_tpu
 from tests.kernels.suite import CASES, PagedAttentionSuite, bounded, build, call, check
 
 TIMEOUT = 240  # seconds that a test may take
@@ -52,26 +54,42 @@ def _race_found() -> bool:
 
 
 class Interpreted:
-    """The two functions under one interpreter, with tiles so small that small cases have many."""
+    """`attend` under one interpreter, with tiles so small that small cases have many."""
 
-    def __init__(self, interpret: pltpu.InterpretParams, module: Any = tpu) -> None:
-        self.interpret, self.module = interpret, module
-
-    def _how(self, pool: Any, options: Options) -> dict[str, Any]:
-        options = dataclasses.replace(options, interpret=self.interpret)
-        return {"options": options, "tiles": (8, max(1, 32 // pool.shape[1]))}
+    def __init__(self, interpret: pltpu.InterpretParams, module: Any = attention) -> None:
+        self.interpret = interpret
+        self.attend = jax.jit(module.attend, static_argnames=("options", "tiles"))
 
     def prepare(self, *args: Any, **how: Any) -> Any:
-        return self.module.prepare(*args, **how)
+        return tpu.prepare(*args, **how)
 
-    def prefill(self, q: Any, pool: Any, *args: Any, options: Options, **own: Any) -> Any:
-        return self.module.prefill(q, pool, *args, **self._how(pool, options), **own)
+    def prefill(
+        self,
+        q: Any,
+        pool: Any,
+        layer: Any,
+        table: Any,
+        contexts: Any,
+        starts: Any,
+        prepared: Any = None,
+        *,
+        options: Options,
+        **sinks: Any,
+    ) -> Any:
+        assert prepared is None
+        options = dataclasses.replace(options, interpret=self.interpret)
+        tiles = (8, max(1, 32 // pool.shape[1]))
+        rows = (table, contexts, starts)
+        return self.attend(q, pool, layer, *rows, options=options, tiles=tiles, **sinks)
 
-    def decode(self, q: Any, pool: Any, *args: Any, options: Options, **own: Any) -> Any:
-        return self.module.decode(q, pool, *args, **self._how(pool, options), **own)
+    def decode(self, q: Any, pool: Any, layer: Any, table: Any, contexts: Any, **how: Any) -> Any:
+        starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+        o = self.prefill(q, pool, layer, table, contexts, starts, **how)
+        return jnp.where((contexts > 0)[:, None, None], o, 0)
 
 
 SOURCE = Path(attention.__file__).read_text()
+JAX_SOURCE = Path(jax_tpu.__file__).read_text()
 QUICK = ("decode", "decode_bf16", "decode_block256_g8_cap", "prefill", "prefill_block4_g4_window")
 AGAIN = [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in CASES]
 
@@ -173,10 +191,11 @@ def test_in_8_bits(case: Case, values: Any, interpret: pltpu.InterpretParams) ->
 
 
 def test_every_float_of_8_bits() -> None:
-    """From its bits, by the kernel's own arithmetic; NaN becomes 480, which its scale makes NaN."""
+    """NaN becomes 480, which the scale makes NaN."""
     bits = jnp.arange(256, dtype=jnp.uint8).astype(jnp.int8).reshape(2, 128)
     meant = np.asarray(jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32))
-    found = np.asarray(jax.jit(kernel._of_e4m3fn)(bits.astype(jnp.int32)))
+    decode = jax.jit(functools.partial(e4m3_to_f32, bitcast=pltpu.bitcast))
+    found = np.asarray(decode(bits.astype(jnp.int32)))
     assert np.array_equal(found, np.where(np.isnan(meant), np.copysign(480, meant), meant))
 
 
@@ -227,7 +246,7 @@ def test_a_mutation_fails(name: str, interpret: pltpu.InterpretParams) -> None:
     wrong, mutant = types.ModuleType("wrong"), types.ModuleType("mutant")
     exec(compile(source, name, "exec"), wrong.__dict__)
     exec(SOURCE, mutant.__dict__)
-    mutant.__dict__["own_kernel"] = wrong.kernel
+    mutant.__dict__["kernel"] = wrong.kernel
     case = BLOCKS_OF_ONE if name == "the end of a table" else WINDOW
     case = IN_8_BITS[4] if name.startswith("8 bits") else case
     try:
@@ -324,22 +343,13 @@ def test_refuses_other_devices_and_pools() -> None:
     case = Case(name="unpadded", contexts=(9,), D=80)
     with pytest.raises(NotImplementedError, match="pool"):
         call(tpu, case, build(case), how={"interpret": False})
-    with pytest.raises(NotImplementedError, match="pool"):
-        call(tpu, case, build(case), how={"interpret": NAN}, kernel="jax")
-    case = Case(name="sinks", contexts=(9,), D=128, sinks=True)
-    with pytest.raises(NotImplementedError, match="jax's kernel takes no sinks"):
-        call(tpu, case, build(case), how={"interpret": False}, kernel="jax")
-    case = Case(name="scales", contexts=(9,), D=128, kv_dtype="int8")
-    with pytest.raises(NotImplementedError, match="jax's kernel takes no keys and values in int8"):
-        call(tpu, case, build(case), how={"interpret": False}, kernel="jax")
 
 
 class ByJax:
-    """The functions with jax's kernel, whose place jax's own definition of it takes, since no
-    interpreter runs it.
+    """`jax_tpu` with jax's definition in the place of jax's kernel, which no interpreter runs.
 
     It checks what the kernel demands of its arguments. Slots that nobody should see hold large
-    numbers instead of NaN, which it would multiply by zero.
+    numbers instead of NaN, which the definition would multiply by zero.
     """
 
     def __init__(self, source: str) -> None:
@@ -360,10 +370,8 @@ class ByJax:
     def _run(self, name: str, q: Any, pool: Any, layer: int, *args: Any, options: Options) -> Any:
         arrays = [jnp.asarray(q), jnp.nan_to_num(jnp.asarray(pool), nan=100.0)]
         with jax.disable_jit():
-            function = getattr(self.module, name)
-            compiled = dataclasses.replace(options, interpret=False)
             rest = map(jnp.asarray, args)
-            return function(*arrays, layer, *rest, kernel="jax", options=compiled)
+            return getattr(self.module, name)(*arrays, layer, *rest, options=options)
 
     def prefill(self, *args: Any, options: Options) -> Any:
         return self._run("prefill", *args, options=options)
@@ -407,22 +415,22 @@ BY_JAX = (
 @pytest.mark.parametrize("values", ["random", "coded"])
 @pytest.mark.parametrize("case", BY_JAX, ids=str)
 def test_jax_kernel_is_given_the_right_arguments(case: Case, values: Any) -> None:
-    check(ByJax(SOURCE), case, values)
+    check(ByJax(JAX_SOURCE), case, values)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "case"),
     [
-        ("block_table_SM + first_block", "block_table_SM", 0),
+        ("block_table_SM + first_block,", "block_table_SM,", 0),
         ("jnp.maximum(context_lens_S, 1)", "jnp.maximum(context_lens_S - 1, 1)", 0),
         (
-            "jnp.sum(starts_S < query_start_loc_S1[-1]",
-            "jnp.sum(starts_S < query_start_loc_S1[-1] - 5",
+            "jnp.sum(starts_S < live,",
+            "jnp.sum(starts_S < live - 5,",
             2,
         ),
-        ("sm_scale=options.scale,", "sm_scale=1.0,", 2),
-        ("sliding_window=options.sliding_window,", "", 3),
-        ("soft_cap=options.soft_cap,", "", 4),
+        ("sm_scale=options.attention.scale,", "sm_scale=1.0,", 2),
+        ("sliding_window=options.attention.window,", "", 3),
+        ("soft_cap=options.attention.soft_cap,", "", 4),
         (
             "return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)",
             "return o_THD",
@@ -431,9 +439,9 @@ def test_jax_kernel_is_given_the_right_arguments(case: Case, values: Any) -> Non
     ],
 )
 def test_wrong_arguments_for_jax_kernel_fail(old: str, new: str, case: int) -> None:
-    assert SOURCE.count(old) == 1
+    assert JAX_SOURCE.count(old) == 1
     with pytest.raises(AssertionError):
-        check(ByJax(SOURCE.replace(old, new)), BY_JAX[case])
+        check(ByJax(JAX_SOURCE.replace(old, new)), BY_JAX[case])
 
 
 @pytest.mark.parametrize("program", aot_tpu.PROGRAMS, ids=lambda program: program.name)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas.paged_attention import triton
-from kernels_pallas.paged_attention.cases import DECODE, GPU, PREFILL, SCALED, Case
-from kernels_pallas.paged_attention.interface import Options
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
+from scripts._attention_cases import DECODE, GPU, PREFILL, SCALED, Case
 from scripts._common import H200
 from tests.kernels import aot_cuda
 from tests.kernels.bounds import again, watch
@@ -72,7 +72,7 @@ def test_a_pool_in_8_bits_whose_offsets_overflow(blocks: int, fits: bool) -> Non
 
     values = shape(blocks, 16, 8, 128, dtype=jnp.int8)
     pool = ScaledPool(values, shape(blocks, 8, 16, dtype=jnp.float32), slots_last=True)
-    run = functools.partial(triton.decode, options=Options(scale=0.1))
+    run = functools.partial(triton.decode, options=Options(attention=AttentionOptions(scale=0.1)))
     args = (shape(2, 4, 128, dtype=jnp.bfloat16), pool, 0, shape(2, 4), shape(2))
     if fits:
         jax.eval_shape(run, *args)
@@ -97,9 +97,8 @@ def test_lowers_for_cuda(G: int, D: int, P: int, soft_cap: float | None) -> None
     def shape(*sizes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    options = Options(
-        num_layers=2, scale=D**-0.5, sliding_window=30, soft_cap=soft_cap, interpret=False
-    )
+    attention = AttentionOptions(scale=D**-0.5, window=30, soft_cap=soft_cap)
+    options = Options(attention=attention, num_layers=2, interpret=False)
     pool, rest = shape(200, P, 8, D, dtype=jnp.bfloat16), (shape(), shape(8, 20), shape(8))
 
     def q(tokens: int) -> Any:
@@ -142,7 +141,7 @@ def test_lowers_in_8_bits(
     pool = shape(200, 64, 8, 128, dtype=kv_dtype or jnp.bfloat16)
     if kv_dtype is not None:
         pool = ScaledPool(pool, shape(200, 8, 64, dtype=jnp.float32), slots_last=True)
-    options = Options(num_layers=2, scale=0.1, interpret=False)
+    options = Options(attention=AttentionOptions(scale=0.1), num_layers=2, interpret=False)
     q = shape(8 if phase == "decode" else 256, 8, 128, dtype=jnp.bfloat16)
     rows = (shape(), shape(8, 20), shape(8), *([] if phase == "decode" else [shape(9)]))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import xla
-from kernels_pallas.paged_attention.cases import DECODE, PREFILL, SCALED, Case
+from scripts._attention_cases import DECODE, PREFILL, SCALED, Case
 from tests.kernels.suite import PagedAttentionSuite, build, call, check, check_bits_in_any_batch
 
 

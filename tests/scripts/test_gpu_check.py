@@ -21,11 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _attention_cases import BENCH, BENCH_DRY, GPU, IN_TILES, SCALED, Case
 from jax._src.cudnn import fused_attention_stablehlo
 
 from kernels_pallas.paged_attention import mosaic_gpu, reference
-from kernels_pallas.paged_attention.cases import GPU, SCALED, Case
-from kernels_pallas.paged_attention.device_cases import BENCH, BENCH_DRY, IN_TILES
 from tests.kernels import aot_cuda, on_device
 from tests.kernels.suite import Inputs, call, check
 from tests.tiny import CONFIG

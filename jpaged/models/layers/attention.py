@@ -16,6 +16,7 @@ from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part
 from jpaged.models.record import Field, Record
+from kernels_pallas.paged_attention.interface import AttentionOptions
 
 QKV = (
     Part("q", "K G D, E", "self_attn.q_proj.weight"),
@@ -78,6 +79,11 @@ class AttentionConfig:
         if self.multiplier is not None:
             return self.multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    @property
+    def options(self) -> AttentionOptions:
+        """What the view of a step passes on to the kernel."""
+        return AttentionOptions(scale=self.scale, soft_cap=self.soft_cap, window=self.window)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -180,12 +186,7 @@ class Attention:
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, step)
         q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
-        o = kv.attend(
-            place,
-            q,
-            scale=self.config.scale,
-            soft_cap=self.config.soft_cap,
-            sinks=None if self.sinks is None else self.sinks.reshape(-1),
-        )
+        sinks = None if self.sinks is None else self.sinks.reshape(-1)
+        o = kv.attend(place, q, self.config.options, sinks)
         with jax.named_scope("out"):
             return self.out(o.reshape(*x.shape[:-1], -1), step), kv

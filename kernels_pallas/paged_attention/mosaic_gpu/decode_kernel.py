@@ -106,7 +106,7 @@ def decode(
     with the reason that `unsupported` gives.
     """
     S, H, D = q_SHD.shape
-    shapes, window = shapes_of(q_SHD, pool, block_table_SM, options), options.sliding_window
+    shapes, window = shapes_of(q_SHD, pool, block_table_SM, options), options.attention.window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)
     P, K, dtype = pool.shape[1], pool.shape[2] // 2, jnp.dtype(shapes.dtype)
     in_8_bits = isinstance(pool, ScaledPool)
@@ -183,7 +183,7 @@ def decode(
                         plgpu.barrier_arrive(empty.at[stage])
                     pl.when((low > 0) | (high < C))(lambda: zero_unseen(tile, low, high))
                     s = scores(q_sm.at[place], tile)
-                    s = scaled(s if of_keys is None else s * of_keys, options)
+                    s = scaled(s if of_keys is None else s * of_keys, options.attention)
                     slot = iota((Q, C), 1)
                     seen = (slot >= low) & (slot < high)
                     s = jnp.where(seen, s, NEG)

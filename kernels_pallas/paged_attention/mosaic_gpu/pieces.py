@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas.paged_attention import triton
 from kernels_pallas.paged_attention.common import LOG2E, NEG
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Shapes
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
 Q = 64  # rows of a wgmma
@@ -181,7 +181,7 @@ def scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> Array:
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((Q, kv_sm.shape[0]), jnp.float32))
 
 
-def scaled(s: Array, options: Options) -> Array:
+def scaled(s: Array, options: AttentionOptions) -> Array:
     """Scores in base 2, capped. The hardware's own tanh is good to 11 bits only, which a cap of 50
     would show.
     """

@@ -57,7 +57,7 @@ def prepare(
     *,
     num_tokens: int,
     shapes: Shapes,
-    sliding_window: int | None,
+    window: int | None,
 ) -> Any:
     """The query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of the
     first, context.
@@ -67,9 +67,9 @@ def prepare(
     have no queries. num_tokens is T. For a pool in 8 bits, what triton.py prepares.
     """
     if shapes.scaled:
-        how = {"num_tokens": num_tokens, "shapes": shapes, "sliding_window": sliding_window}
+        how = {"num_tokens": num_tokens, "shapes": shapes, "window": window}
         return triton.prepare(query_start_loc_S1, context_lens_S, **how)
-    del sliding_window
+    del window
     S, B = context_lens_S.shape[0], 2 * Q // _tile_heads(shapes.num_heads, shapes.num_kv_heads)
     starts_R = query_start_loc_S1  # R = S + 1 rows: padding is the last
     lens_R = jnp.append(starts_R[1:], jnp.full((1,), num_tokens, starts_R.dtype)) - starts_R
@@ -110,7 +110,7 @@ def prefill(
         how = {"options": options, "sinks_H": sinks_H}
         return triton.prefill(q_THD, pool, layer, *rows, prepared, **how)
     T, H, D = q_THD.shape
-    shapes, window = shapes_of(q_THD, pool, block_table_SM, options), options.sliding_window
+    shapes, window = shapes_of(q_THD, pool, block_table_SM, options), options.attention.window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)
     P, K, dtype = pool.shape[1], pool.shape[2] // 2, pool.dtype
     C, N = PREFILL_C if D < 256 else PREFILL_C // 2, pool.shape[0] // options.num_layers
@@ -118,7 +118,7 @@ def prefill(
     stages = (SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize) // (C * 2 * D * dtype.itemsize)
     tiles = prepared
     if tiles is None:
-        how = {"num_tokens": T, "shapes": shapes, "sliding_window": window}
+        how = {"num_tokens": T, "shapes": shapes, "window": window}
         tiles = prepare(query_start_loc_S1, context_lens_S, **how)
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
@@ -165,7 +165,7 @@ def prefill(
                         plgpu.barrier_arrive(zeroed)
 
                     pl.when(ragged & (warpgroup == 1))(lambda: plgpu.barrier_wait(zeroed))
-                s = scaled(scores(q_sm, kv_sm.at[stage], next_turn), options)
+                s = scaled(scores(q_sm, kv_sm.at[stage], next_turn), options.attention)
                 if masked:
                     key, query = (
                         iota((Q, C), 1),
@@ -191,7 +191,7 @@ def prefill(
             state, masked_from = softmax_start(D, *(sinks_ref[head] for sinks_ref in sinks)), begin
             # Tiles before the queries' own need no mask; but a second loop takes registers, which
             # these cases lack.
-            if window is None and options.soft_cap is None and D < 256:
+            if window is None and options.attention.soft_cap is None and D < 256:
                 masked_from = jnp.minimum(lax.div(position + 1, jnp.int32(C)), end)
                 state = lax.fori_loop(
                     begin, masked_from, functools.partial(body, masked=False), state

@@ -8,14 +8,13 @@ lane.
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from kernels_pallas.paged_attention.common import interpretation, rows_of
 from kernels_pallas.paged_attention.interface import (
@@ -25,7 +24,7 @@ from kernels_pallas.paged_attention.interface import (
     shapes_of,
 )
 from kernels_pallas.paged_attention.pool_layout import PoolLayout, ScaledPool, pad
-from kernels_pallas.paged_attention.tpu.kernel import kernel as own_kernel
+from kernels_pallas.paged_attention.tpu.kernel import kernel
 
 KV_TILE = 1 << 20  # bytes, where that makes 128 to 512 tokens
 QUERY_TILE = 6 << 20  # bytes of queries, output and softmax state
@@ -34,7 +33,7 @@ VMEM, SMEM = 48 << 20, 960 << 10
 LANES = 128  # numbers in a row of memory
 
 _i32 = jnp.int32
-_jit = functools.partial(jax.jit, static_argnames=("options", "tiles", "kernel"))
+_jit = functools.partial(jax.jit, static_argnames="options")
 
 prepare = prepare_nothing
 
@@ -106,6 +105,23 @@ def _query_bytes(H: int, X: int, itemsize: int) -> int:
     return H * (X * (4 * itemsize + 4) + 2 * 128 * 4)
 
 
+def tile_sizes(shapes: Shapes, pool: Array | ScaledPool, *, num_tokens: int) -> tuple[int, int]:
+    """Return (B, U), tokens of a query tile and blocks of a KV tile, as large as memory allows.
+
+    shapes: of the call, so that num_rows is S. pool: in this module's layout. num_tokens: T.
+    """
+    (_, P, Y, X), itemsize = pool.shape, jnp.dtype(shapes.dtype).itemsize
+    H, G = shapes.num_heads, shapes.num_heads // shapes.num_kv_heads
+    B = max(
+        8, min(num_tokens // shapes.num_rows, QUERY_TILE // _query_bytes(H, X, itemsize), 512 // G)
+    )
+    U = max(1, min(max(KV_TILE // (Y * X * pool.dtype.itemsize), 128), 512) // P)
+    if shapes.scaled:  # whole lanes of scales
+        U = -(-U // (_of_lanes(P) or 1)) * (_of_lanes(P) or 1)
+    # Q = B*G is a multiple of 16: whole tiles of bf16.
+    return max(1 << B.bit_length() - 1, 16 if G % 2 else 8), U
+
+
 @_jit
 def prefill(
     q_THD: Array,
@@ -118,17 +134,33 @@ def prefill(
     *,
     options: Options,
     sinks_H: Array | None = None,
-    tiles: tuple[int, int] | None = None,
-    kernel: Literal["own", "jax"] = "own",
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
     pool [L*N, P, Y, X], or [L*N, P, 2K, D], which the interpreter pads first; or a ScaledPool of
-    such. tiles: (B, U), by default made to fit. kernel: "jax" is the one that comes with jax, which
-    knows no packed or padded heads, no scales, no sinks and no interpreter. NotImplementedError,
-    with the reason, for what cannot run.
+    either. Raises NotImplementedError with the reason for what cannot run.
     """
     del prepared
+    rows = (block_table_SM, context_lens_S, query_start_loc_S1)
+    return attend(q_THD, pool, layer, *rows, options=options, sinks_H=sinks_H)
+
+
+def attend(
+    q_THD: Array,
+    pool: Array | ScaledPool,
+    layer: Array | int,
+    block_table_SM: Array,
+    context_lens_S: Array,
+    query_start_loc_S1: Array,
+    *,
+    options: Options,
+    sinks_H: Array | None = None,
+    tiles: tuple[int, int] | None = None,
+) -> Array:
+    """Like `prefill`, with query tiles and KV tiles of given sizes.
+
+    tiles: (B, U), tokens of a query tile and blocks of a KV tile; None takes `tile_sizes`.
+    """
     T, H, D = q_THD.shape
     S, M = block_table_SM.shape
     K = options.num_kv_heads or pool.shape[2] // (1 if D <= 64 and pool.shape[3] == 128 else 2)
@@ -140,56 +172,16 @@ def prefill(
     elif interpret and pool.shape[2:] != (needed.rows, needed.width):
         pool = needed.pack(pool)
     _, P, Y, X = pool.shape
-    reason = None
     if (needed.rows, needed.width) != (Y, X):
-        reason = (
-            f"a pool of [..., {Y}, {X}] would be copied; {K} KV heads of {D} need [..., "
-            f"{needed.rows}, {needed.width}]"
+        raise NotImplementedError(
+            f"TPU attention: a pool of [..., {Y}, {X}] would be copied; {K} KV heads of {D} need "
+            f"[..., {needed.rows}, {needed.width}]"
         )
-    if kernel == "jax" and (interpret or (2 * K, D) != (Y, X)):
-        reason = (
-            f"jax's kernel, {K} KV heads of {D} in a pool of [..., {Y}, {X}]: only "
-            "unpadded and compiled"
-        )
-    if kernel == "jax" and sinks_H is not None:
-        reason = "jax's kernel takes no sinks"
-    if kernel == "jax" and shapes.scaled:
-        reason = f"jax's kernel takes no {shapes.scaled}"
-    if reason:
-        raise NotImplementedError(f"TPU attention: {reason}")
     G, dtype, itemsize = H // K, jnp.dtype(shapes.dtype), jnp.dtype(shapes.dtype).itemsize
-    # Q is a multiple of 16: whole tiles of bf16.
-    B = max(8, min(T // S, QUERY_TILE // _query_bytes(H, X, itemsize), 512 // G))
-    U = max(1, min(max(KV_TILE // (Y * X * pool.dtype.itemsize), 128), 512) // P)
-    if shapes.scaled:  # whole lanes of scales
-        U = -(-U // (_of_lanes(P) or 1)) * (_of_lanes(P) or 1)
-    B, U = tiles or (max(1 << B.bit_length() - 1, 16 if G % 2 else 8), U)
+    B, U = tiles or tile_sizes(shapes, pool, num_tokens=T)
     live_T = jnp.arange(T, dtype=_i32) < query_start_loc_S1[-1]
     first_block = jnp.asarray(layer * (pool.shape[0] // options.num_layers), _i32)
     starts_S, ends_S = query_start_loc_S1[:-1], query_start_loc_S1[1:]
-    if kernel == "jax":
-        # Its rows are a prefix, up to the last one with queries, and all have a context: the next
-        # one's is prefetched.
-        rows_1 = jnp.sum(starts_S < query_start_loc_S1[-1], dtype=_i32)[None]
-        args = (
-            jnp.maximum(context_lens_S, 1),
-            block_table_SM + first_block,
-            query_start_loc_S1,
-            rows_1,
-        )
-        o_THD = ragged_paged_attention(
-            q_THD.astype(pool.dtype),
-            pool,
-            *args,
-            sm_scale=options.scale,
-            sliding_window=options.sliding_window,
-            soft_cap=options.soft_cap,
-            num_kv_pages_per_block=min(U, M),
-            num_queries_per_block=B,
-            vmem_limit_bytes=VMEM,
-        )
-        return jnp.where(live_T[:, None, None], o_THD.astype(q_THD.dtype), 0)
-
     Q, C, count = B * G, U * P, -(-T // B)
     W = Y if shapes.scaled else Y * itemsize // 4
     items_S = jnp.where(
@@ -230,14 +222,14 @@ def prefill(
         sinks = [jnp.broadcast_to(jnp.tile(start_KG, (1, B))[:, :, None], (K, Q, 128))]
     whole = pl.BlockSpec((K, Q, 128), lambda *_: (0, 0, 0))
     how = {
-        "scale": options.scale,
-        "sliding_window": options.sliding_window,
-        "soft_cap": options.soft_cap,
+        "scale": options.attention.scale,
+        "sliding_window": options.attention.window,
+        "soft_cap": options.attention.soft_cap,
         "packed": D <= 64,
         "kv_dtype": pool.dtype.name if scales else None,
     }
     o = pl.pallas_call(
-        functools.partial(own_kernel, B=B, W=W, **how),
+        functools.partial(kernel, B=B, W=W, **how),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=item_A.shape,
@@ -279,11 +271,9 @@ def decode(
     *,
     options: Options,
     sinks_H: Array | None = None,
-    tiles: tuple[int, int] | None = None,
-    kernel: Literal["own", "jax"] = "own",
 ) -> Array:
     """The same for one query a row, [S, H, D]; a row with context 0 is padding and gives zeros."""
     starts_S1 = jnp.arange(q_SHD.shape[0] + 1, dtype=_i32)
-    args = (q_SHD, pool, layer, block_table_SM, context_lens_S, starts_S1)
-    o_SHD = prefill(*args, options=options, sinks_H=sinks_H, tiles=tiles, kernel=kernel)
+    rows = (block_table_SM, context_lens_S, starts_S1)
+    o_SHD = prefill(q_SHD, pool, layer, *rows, options=options, sinks_H=sinks_H)
     return jnp.where((context_lens_S > 0)[:, None, None], o_SHD, 0)

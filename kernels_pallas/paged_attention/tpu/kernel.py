@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.paged_attention.common import NEG
 
 SCORES = 1 << 17  # of the heads that are computed together: one's matmuls hide another's reductions
@@ -110,7 +111,7 @@ def kernel(
             if kv_dtype == "int8":
                 x = x.astype(_i32).astype(jnp.float32)
             else:
-                x = _of_e4m3fn(pltpu.bitcast(x, jnp.int8).astype(_i32))
+                x = e4m3_to_f32(pltpu.bitcast(x, jnp.int8).astype(_i32), pltpu.bitcast)
             at = pl.ds(pl.multiple_of(u * (P * W), P * W), P * W)
             for i in range(X // 128):
                 words[i, at, :] = x[:, i * 128 : (i + 1) * 128]
@@ -243,13 +244,3 @@ def kernel(
         def _():
             for h in range(K):
                 o[h] = (acc[h] / jnp.maximum(total[h][:, :1], 1e-30)).astype(o.dtype)
-
-
-def _of_e4m3fn(x: Array) -> Array:
-    """f32 of the bits of float8_e4m3fn in int32, with their sign: no processor before v7 knows
-    them, and none keeps an f32 below the smallest normal one. NaN is 480: its scale says so.
-    """
-    size = x & 0x7F
-    normal = pltpu.bitcast((size << 20) + (120 << 23), jnp.float32)  # exponents of 7 and of 127
-    size = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
-    return jnp.where(x < 0, -size, size)

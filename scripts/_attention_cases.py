@@ -1,21 +1,24 @@
-"""Named cases of paged attention, for tests and benches alike.
+"""Named cases of paged attention, shared by the kernel tests and by what checks and times a GPU.
+
+They stand here because both sides can import them: scripts import nothing of tests/, and tests may
+import scripts/. What users install (jpaged, kernels_pallas, kernels_cpu) has no use for them.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
-heads, K KV heads, D head dim.
+heads, K KV heads, G = H/K, D head dim.
 """
 
 import dataclasses
 
-from kernels_pallas.paged_attention.interface import Options, Shapes
+from kernels_pallas.paged_attention.interface import AttentionOptions, Options, Shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call. Rows have `contexts[r]` tokens, of which the last `queries[r]` are queries;
-    `queries` None is decode.
+    """One call of `prefill`, or of `decode` if `queries` is None.
 
-    A context of 0 is a padding row. kv_dtype: int8 or float8_e4m3fn, of a pool with scales.
-    extra_tokens, extra_blocks: padding of the packed tokens and of the block table.
+    Row r has `contexts[r]` tokens, and its last `queries[r]` tokens are the queries. A context of 0
+    is a padding row. kv_dtype: int8 or float8_e4m3fn for a pool with scales. extra_tokens,
+    extra_blocks: padding of the packed tokens and of the block table.
     """
 
     name: str
@@ -45,12 +48,10 @@ class Case:
     @property
     def options(self) -> Options:
         """What the call is compiled for."""
-        return Options(
-            scale=self.D**-0.5,
-            num_layers=self.num_layers,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
+        attention = AttentionOptions(
+            scale=self.D**-0.5, soft_cap=self.soft_cap, window=self.sliding_window
         )
+        return Options(attention=attention, num_layers=self.num_layers)
 
     @property
     def shapes(self) -> Shapes:
@@ -175,7 +176,7 @@ PREFILL = (
     ),
 )
 
-# What the GPU kernels take: 16-bit, head dims of 64, 128 and 256, blocks of whole powers of two.
+# What all GPU kernels support: 16-bit, head dims of 64, 128 and 256, blocks of whole powers of two.
 GPU = (
     Case(name="decode_d64_p16_g2", contexts=(1, 15, 0, 16, 17, 64, 150), P=16, D=64, dtype=_BF16),
     Case(
@@ -325,4 +326,146 @@ SCALED = tuple(
     for kv_dtype in ("int8", "float8_e4m3fn")
     for case in GPU
     if case.name in _IN_8_BITS
+)
+
+# ---- Cases that only a device is quick enough for, and the cases that are timed there ----
+
+_ROWS = Case(name="", contexts=(), dtype=_BF16, num_layers=1, layer=0)
+
+
+def _timed(
+    rows: int,
+    context: int,
+    queries: int | None = None,
+    G: int = 2,
+    K: int = 8,
+    D: int = 128,
+    P: int = 64,
+) -> Case:
+    """Equal rows in bfloat16; by default with the heads of Qwen3-0.6B."""
+    kind = "decode" if queries is None else "fresh" if queries == context else "cached"
+    name, query_lens = (
+        f"{kind} {rows}x{context} G{G} D{D} P{P}",
+        None if queries is None else (queries,) * rows,
+    )
+    sizes = {"H": G * K, "K": K, "D": D, "P": P}
+    return dataclasses.replace(
+        _ROWS, name=name, contexts=(context,) * rows, queries=query_lens, **sizes
+    )
+
+
+# Rings wrap many times and thread blocks take many turns, at the heads of Qwen3-0.6B and of others.
+# The most telling cases come first.
+DEVICE = (
+    dataclasses.replace(
+        _ROWS, name="decode_1000", contexts=(1000, 1, 937, 0, 64, 512) * 4, H=16, K=8, D=128, P=64
+    ),
+    dataclasses.replace(
+        _ROWS, name="prefill_2k", contexts=(2048, 100), queries=(2048, 100), H=16, K=8, D=128, P=64
+    ),
+    dataclasses.replace(
+        _ROWS, name="decode_5000_g4_k2", contexts=(5000, 4097, 0, 130), H=8, D=128, P=64
+    ),
+    dataclasses.replace(
+        _ROWS,
+        name="prefill_2k_cached_g4_k2",
+        contexts=(4096, 2500, 70),
+        queries=(2048, 300, 1),
+        H=8,
+        D=128,
+        P=64,
+    ),
+    dataclasses.replace(
+        _ROWS, name="decode_1000_d64_p16", contexts=(1000, 5, 300) * 12, H=14, D=64, P=16
+    ),
+    dataclasses.replace(
+        _ROWS,
+        name="prefill_1k_d256_window",
+        contexts=(1100, 600),
+        queries=(1100, 90),
+        H=8,
+        D=256,
+        P=64,
+        sliding_window=512,
+    ),
+    dataclasses.replace(
+        _ROWS,
+        name="decode_3000_d256_cap",
+        contexts=(3000, 100) * 2,
+        H=8,
+        D=256,
+        P=64,
+        soft_cap=50.0,
+    ),
+)
+
+# Keys and values in 8 bits, in blocks of a whole tile and of more, of each width of a head: small
+# enough for interpreters too.
+IN_TILES = (
+    Case(
+        name="decode_int8",
+        contexts=(63, 64, 65, 0, 200),
+        P=64,
+        D=64,
+        dtype=_BF16,
+        kv_dtype="int8",
+    ),
+    Case(
+        name="decode_fp8_sinks_window",
+        contexts=(70, 0, 150),
+        K=1,
+        P=128,
+        D=128,
+        dtype=_BF16,
+        sliding_window=70,
+        sinks=True,
+        kv_dtype="float8_e4m3fn",
+    ),
+    Case(
+        name="decode_fp8_f16_cap",
+        contexts=(127, 129),
+        H=8,
+        P=128,
+        D=128,
+        dtype="float16",
+        soft_cap=3.0,
+        kv_dtype="float8_e4m3fn",
+    ),
+    Case(
+        name="decode_int8_d256",
+        contexts=(70, 5),
+        K=1,
+        P=64,
+        D=256,
+        dtype=_BF16,
+        kv_dtype="int8",
+    ),
+)
+# The same where rings wrap and blocks take turns.
+DEVICE_IN_8_BITS = tuple(
+    dataclasses.replace(case, name=f"{case.name}_{kv_dtype}", kv_dtype=kv_dtype)
+    for case, kv_dtype in zip(DEVICE[:3], ("int8", "int8", "float8_e4m3fn"), strict=True)
+)
+
+# Cases that are timed on a GPU: the most telling ones first, decode and prefill in turn.
+BENCH = (
+    _timed(128, 2048),
+    _timed(1, 8192, 8192),
+    _timed(256, 1024),
+    _timed(4, 2048, 2048),
+    _timed(8, 8192),
+    _timed(1, 32768, 2048),
+    _timed(256, 512),
+    _timed(16, 512, 512),
+    _timed(1, 32768),
+    _timed(1, 8192, 8192, G=4),
+    _timed(128, 2048, G=4),
+    _timed(1, 8192, 8192, D=64),
+    _timed(128, 2048, P=16),
+    _timed(4, 8192, 2048),
+)
+BENCH_DRY = (
+    _timed(2, 40, K=1, D=64, P=16),
+    _timed(1, 48, 48, K=1, D=64, P=16),
+    _timed(1, 48, 32, K=1, D=64, P=16),
 )
