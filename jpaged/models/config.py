@@ -20,6 +20,7 @@ from jpaged.models.layers.mlp import Activation, MLPConfig
 from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import ParamSpec
+from jpaged.models.record import Record
 from jpaged.models.rope_scaling import RopeScaling
 
 UNSET: Any = object()  # of a switch that nobody named
@@ -280,6 +281,10 @@ class ModelConfig:
         for i, layer in enumerate(self.layers):
             sizes = self.sizes | layer.sizes
             yield from (spec.placed(sizes, i) for spec in layer.params())
+
+    def keeps(self) -> tuple[tuple[Record, ...], ...]:
+        """What the cache holds for each layer."""
+        return tuple(layer.keeps() for layer in self.layers)
 
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for all layers."""

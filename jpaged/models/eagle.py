@@ -27,9 +27,11 @@ from jpaged.models.layers.rope import Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import parameters
+from jpaged.models.record import Field, Record
 from jpaged.models.trees import to_tree
 
 STATES = 3  # hidden states of a position that `fc` joins
+TARGET_HIDDEN = "target_hidden"  # in the cache: what `fc` made of the model's at each position
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -102,6 +104,11 @@ class HeadConfig(ModelConfig):
                 parts = (p._replace(axes=p.axes.replace("E", "E+E")) for p in spec.source)
                 spec = dataclasses.replace(spec, axes="K G+2 D, E+E", source=tuple(parts))
             yield spec
+
+    def keeps(self) -> tuple[tuple[Record, ...], ...]:
+        ((record,),) = super().keeps()
+        hidden = Field(TARGET_HIDDEN, (self.hidden_size,))
+        return ((dataclasses.replace(record, fields=(*record.fields, hidden)),),)
 
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for it: the model's hidden states, joined ones, and pairs."""

@@ -42,9 +42,9 @@ class KVGroup:
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """The groups of a model, in the order of their first layers."""
     layers: dict[tuple[Record, int | None, int], list[int]] = {}
-    for i, layer in enumerate(config.layers):
+    for i, (layer, records) in enumerate(zip(config.layers, config.keeps(), strict=True)):
         if layer.mixer is not None:
-            for record in layer.keeps():
+            for record in records:
                 key = (record, layer.mixer.window, layer.mixer.num_heads)
                 layers.setdefault(key, []).append(i)
     return tuple(

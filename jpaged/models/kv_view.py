@@ -30,9 +30,7 @@ class KVView(Protocol):
         """
         ...
 
-    def attend(
-        self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None
-    ) -> Any:
+    def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
         """Attend over each row's whole context of what was written at a place.
 
         options: passed on to the kernel as it is. sinks: f32 [H] or None, passed on likewise.
@@ -59,9 +57,7 @@ class DenseKV:
         newest = (*self.newest[:at], (k, v), *self.newest[at + 1 :])
         return q, dataclasses.replace(self, newest=newest)
 
-    def attend(
-        self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None
-    ) -> Any:
+    def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
         """See KVView: jax's reference attention, differentiable, its softmax in f32. The layer
         reads what the last layer of its group wrote.
         """

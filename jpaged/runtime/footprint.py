@@ -222,7 +222,7 @@ def plan_within(
     the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
-    sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
+    sizes = [pool.device_block_bytes for pool in probe.pools]
     most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
     limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
     if (draft := probe.draft_model) is not None:

@@ -26,7 +26,7 @@ from jpaged.models.param_spec import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.head_steps import HeadSteps
-from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
@@ -190,7 +190,7 @@ class _Step:
         """The logits of final hidden states: those that this device has of each row."""
         return self.to.vocabulary.masked(bound.model.logits(x, bound.context))
 
-    def view(self, kv: tuple[Array, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
+    def view(self, kv: tuple[Pool, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
         """The step's view of the model's own pools, the first or (of a draft model) last of all,
         and the row and position (-1: padding) of each token.
         """
@@ -225,7 +225,7 @@ class _HeadStep(_Step):
 def _make_prefill(step: _Step) -> Callable[..., Any]:
     def prefill(
         params: Any,
-        kv: tuple[Array, ...],
+        kv: tuple[Pool, ...],
         rows: RowState,
         packed: Array,
         mask_TW: Array | None = None,
@@ -282,7 +282,7 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
     assert step.to.config.seq_buckets is not None
     padding = step.to.config.seq_buckets[-1] - rows_S
 
-    def decode(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+    def decode(params: Any, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         fields = step.unpack(packed)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
@@ -334,7 +334,7 @@ def _make_draft(step: _Step) -> Callable[..., Any]:
     kind, count = _HeadStep if step.to.taps else _Step, len(step.to.own_pools)
     decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True, target=step.to))
 
-    def draft(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+    def draft(params: Any, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         # What it keeps of its rows is nobody's.
         state, out = decode(params, DeviceState(kv=kv[count:], rows=rows), packed)
         return (*kv[:count], *state.kv), out

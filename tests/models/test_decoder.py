@@ -21,6 +21,7 @@ from jpaged.models.trees import to_tree
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.paged_kv import Packed, PagedKV, view_of
+from tests.hlo import filled
 from tests.tiny import CONFIG, config, engine, make_params, make_prompts
 
 VARIANTS = {
@@ -71,7 +72,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
         dataclasses.replace(spec, num_blocks=12)
         for spec in pool_specs(model_config, settings, where, jnp.float32, 12)
     )
-    pools = tuple(jnp.full(spec.shape, 7.0, jnp.float32) for spec in specs)
+    pools = tuple(filled(spec, 7.0) for spec in specs)
 
     def run(spans: list[tuple[int, int]], decode: bool) -> list[np.ndarray]:
         """Compute tokens [start, end) of each row, padded to 24 packed tokens; hidden states of
@@ -107,7 +108,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
             np.testing.assert_allclose(hidden, expected[row][start:end], atol=2e-5, rtol=2e-5)
     spare = np.setdiff1d(np.arange(12), blocks[:9])
     for spec, pool in zip(specs, pools, strict=True):
-        written = np.asarray(pool).reshape(spec.num_layers, 12, *spec.shape[1:])
+        written = np.asarray(pool["kv"]).reshape(spec.num_layers, 12, *spec.shape[1:])
         assert (written[:, spare] == 7.0).all(), "blocks of no row are untouched"
 
 

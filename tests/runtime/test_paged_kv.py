@@ -18,6 +18,7 @@ from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.paged_kv import GroupView, PagedKV
 from kernels_pallas.paged_attention.interface import AttentionOptions
+from tests.hlo import filled
 from tests.tiny import CONFIG, ENGINE
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def view(config: EngineConfig, *, is_decode: bool) -> PagedKV:
     spec = PoolSpec(group=group, kernel=kernel, **sizes)
     table, zeros = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
     return PagedKV(
-        pools=(jnp.zeros(spec.shape),),
+        pools=(filled(spec, 0.0),),
         groups=(GroupView(block_table_SM=table, slot_mapping_T=zeros + 10**6, prepared="ready"),),
         context_lens_S=zeros,
         query_start_loc_S1=jnp.zeros(3, jnp.int32),
