@@ -51,8 +51,8 @@ class Adapters:
             pairs = load_adapter(source, self.model)
         else:
             pairs = jax.device_get(pairs_of(source, self.model, caller="generate"))
-        parts = targets(self.model, EXTRA)
-        data = {part: self._served(pair, parts[part]) for part, pair in pairs.items()}
+        parts, served = targets(self.model, EXTRA), targets(self.served, EXTRA)
+        data = {part: self._served(pair, parts[part], served[part]) for part, pair in pairs.items()}
         rank = max(pair.rank for pair in pairs.values())
         return AdapterVersion(name=name, version=next(self._versions), rank=rank, data=data)
 
@@ -73,10 +73,10 @@ class Adapters:
         named = self.named.copy()  # at once: other threads add to it
         return {"adapters": {name: adapter.version for name, adapter in named.items()}}
 
-    def _served(self, pair: Pair, target: Target) -> Pair:
+    def _served(self, pair: Pair, target: Target, served: Target) -> Pair:
         """A pair for the heads of the served model, in its dtype."""
         outputs, _, inputs = target.part.axes.partition(",")
-        change = Change.of(target.spec, self.model, self.served, self.dtype)
+        change = Change.of(target.spec, served.spec, self.dtype)
 
         def changed(x: Any, axes: list[str]) -> Any:
             repeats = change.repeats if "K" in axes else 1

@@ -67,3 +67,10 @@ def read_json(path: Path, error: type[JpagedError] = ConfigError) -> dict[str, A
     if not isinstance(value, dict):
         raise error(f"{path}: holds a {type(value).__name__}, not a JSON object")
     return value
+
+
+def positive(**values: Any) -> None:
+    """ConfigError that names the first value which is neither None nor a number above 0."""
+    for name, value in values.items():
+        if value is not None and not (is_scalar(value, int | float, "") and value > 0):
+            raise ConfigError(f"{name}={value!r}: must be a number above 0")

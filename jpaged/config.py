@@ -5,12 +5,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError, UnsupportedError
-from jpaged.models.config import ModelConfig
 from kernels_pallas.paged_attention import IMPLEMENTATIONS, Name
+
+if TYPE_CHECKING:  # which stands on jax, as this module must not
+    from jpaged.models.config import ModelConfig
 
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 QUANTIZED_ACTIVATIONS = ("auto", "plain", "int8", "int16")
@@ -243,7 +245,7 @@ class EngineConfig:
             )
 
     def resolve(
-        self, model: ModelConfig, *, batch_invariant: bool = False, on_cpu: bool = False
+        self, model: "ModelConfig", *, batch_invariant: bool = False, on_cpu: bool = False
     ) -> Self:
         """The same settings with every size filled in for a model; num_blocks stays as it is
         (memory.py knows it).

@@ -142,7 +142,7 @@ def num_weights(config: ModelConfig) -> int:
     """
     total = 0
     for name, spec in param_table(config).items():
-        size = math.prod(spec.shape(config)) if "," in spec.axes else 0
+        size = math.prod(spec.shape) if "," in spec.axes else 0
         if ".experts." in name:
             size = size * config.experts_per_token // config.num_experts
         total += size if name != "embed.weight" or config.tie_word_embeddings else 0

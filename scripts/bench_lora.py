@@ -24,7 +24,7 @@ def adapter(config: jpaged.ModelConfig, rank: int, seed: int) -> dict[str, Any]:
     """A pair for every weight that can have one."""
     rng, found = np.random.default_rng(seed), {}
     for name, target in targets(config).items():
-        outputs, inputs = target.sides(config)
+        outputs, inputs = target.sides
         shapes = {"a": (rank, *inputs), "b": (*outputs, rank)}
         found[name] = {k: rng.standard_normal(s, np.float32) * 0.01 for k, s in shapes.items()}
     return found

@@ -25,9 +25,9 @@ from jpaged.checkpoint.tokenizer import load_tokenizer
 from jpaged.demo import MODEL_PATH
 from jpaged.models.config import ModelConfig
 from jpaged.models.forward import bind
-from jpaged.models.layers.linear import Serving
+from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params
-from jpaged.models.quantized import quantized_tree
+from jpaged.models.served import quantized_tree
 from jpaged.runtime.choices import choose_products
 
 FORMS = ("int8", "fp8", "int4")
@@ -45,8 +45,13 @@ def measured(config: ModelConfig, own: Any, other: Any, tokens_BT: jax.Array) ->
     distributions to the own ones, and how many most likely tokens are equal.
     """
     products = choose_products(jax.devices()[0], own["embed"]["weight"].dtype, deterministic=True)
-    model, form = bind(config, own), bind(config, other, Serving(products=products))
-    p, q = (jax.nn.log_softmax(m.logits(m(tokens_BT)[0][:, :-1])) for m in (model, form))
+
+    def log_probs(tree: Any, step: StepContext) -> jax.Array:
+        model = bind(config, tree)
+        hidden, _ = model(tokens_BT, step=step)
+        return jax.nn.log_softmax(model.logits(hidden[:, :-1], step))
+
+    p, q = log_probs(own, StepContext()), log_probs(other, StepContext(products=products))
     seen = jnp.take_along_axis(q, tokens_BT[:, 1:, None], axis=-1)
     divergence = jnp.sum(jnp.exp(p) * (p - q))
     equal = jnp.sum(jnp.argmax(p, -1) == jnp.argmax(q, -1))

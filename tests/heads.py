@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 from jpaged import ModelConfig, Params
 from jpaged.models.eagle import HeadConfig
 from jpaged.models.forward import bind
-from jpaged.models.kv_view import DenseKV
 from tests.tiny import CONFIG, make_params
 
 
@@ -167,7 +166,7 @@ def _states(params: Params, tokens: Any, layers: tuple[int, ...]) -> list[Any]:
     """The hidden states that go into these layers, by the dense forward."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
     model = bind(params.config, dict(params))
-    return model.tapped(tokens, positions, DenseKV(), layers)[-1]
+    return model.tapped(tokens, positions, None, layers)[-1]
 
 
 def wide(x: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jpaged.runtime.kv_cache import PoolSpec
@@ -36,16 +37,27 @@ COLLECTIVE = re.compile(
 
 
 def in_place(compiled: Any, pools: Iterable[PoolSpec]) -> tuple[list[str], bool]:
-    """Copies of any whole pool in the HLO, and whether temporaries and new outputs are smaller than
-    the smallest.
+    """Copies of any pool's whole field in the HLO, and whether temporaries and new outputs are
+    smaller than the smallest pool.
 
     The pools must differ in size, and be larger than any other array of the module.
     """
     text, memory, pools = compiled.as_text(), compiled.memory_analysis(), list(pools)
     assert len({pool.nbytes for pool in pools}) == len(pools)
-    copies = [line for pool in pools for line in pool_copies(text, math.prod(pool.shape))]
+    fields = [x for pool in pools for x in whole(pool).values()]
+    copies = [line for x in fields for line in pool_copies(text, math.prod(x.shape))]
     fresh = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return copies, fresh < min(pool.nbytes for pool in pools)
+
+
+def whole(pool: PoolSpec) -> dict[str, Any]:
+    """All of a pool as ShapeDtypeStructs, by field."""
+    return pool.of_rows(pool.num_layers * pool.num_blocks)
+
+
+def filled(pool: PoolSpec, value: float) -> dict[str, jax.Array]:
+    """A pool of one number."""
+    return {name: jnp.full(x.shape, value, x.dtype) for name, x in whole(pool).items()}
 
 
 def forbid_donation(monkeypatch: pytest.MonkeyPatch) -> None:

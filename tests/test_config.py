@@ -149,7 +149,7 @@ def hf(family: str, **change: Any) -> dict[str, Any]:
             hf("phi3", rope_scaling=LONGROPE, original_max_position_embeddings=32)
             | {"partial_rotary_factor": 0.5, "sliding_window": 6},
             {
-                "rotary_dim": 4,
+                "partial_rotary_factor": 0.5,
                 "sliding_windows": (6, 6, 6),
                 "rope_scaling": RopeScaling(
                     kind="longrope",

@@ -76,7 +76,7 @@ def test_folder_is_small_and_in_hugging_faces_layout() -> None:
 
 def test_config_is_qwen3_and_agrees_with_the_tokenizer(tokenizer: Any) -> None:
     config = ModelConfig.coerce(MODEL_PATH)
-    assert config.family == "qwen3" and config.qk_norm and config.tie_word_embeddings
+    assert config.family == "qwen3" and config.switches.qk_norm and config.tie_word_embeddings
     assert config.vocab_size == len(tokenizer)
     assert config.eos_token_ids == (tokenizer.eos_token_id,)
     written = json.loads((MODEL_PATH / "tokenizer_config.json").read_text())

@@ -15,7 +15,7 @@ from jpaged import LLM, ConfigError, EngineConfig, Params, RequestOutput, Sampli
 from jpaged.config import PINNED
 from jpaged.demo import MODEL_PATH
 from jpaged.models.forward import bind
-from jpaged.models.layers.linear import Serving
+from jpaged.models.layers.linear import StepContext
 from jpaged.resolve import MOST_COST
 from kernels_cpu import library
 from kernels_cpu.rates import rates
@@ -177,14 +177,14 @@ def test_products_that_differ_with_the_number_of_rows(
     """The control: the same comparison fails without it, and holds with it, on a processor whose
     products sum in an order that the number of rows decides. (Some processors' do, some do not.)
     """
-    whole = Serving.product
+    whole = StepContext.product
 
-    def in_two_parts(self: Serving, x: Any, weight_NE: Any, dtype: Any) -> Any:
+    def in_two_parts(self: StepContext, x: Any, weight_NE: Any, dtype: Any) -> Any:
         at = x.shape[0] % 61 + 1
         parts = (whole(self, x[..., s], weight_NE[:, s], dtype) for s in np.s_[:at, at:])
         return functools.reduce(operator.add, parts)
 
-    monkeypatch.setattr(Serving, "product", in_two_parts)
+    monkeypatch.setattr(StepContext, "product", in_two_parts)
     params = jpaged.load_params(MODEL_PATH, dtype="float32")
     prompts, sampling = requests(params.config.vocab_size)
     llm = LLM(params, **dict[str, Any](ORDINARY, deterministic=deterministic))

@@ -24,6 +24,7 @@ from jpaged.engine.engine import Engine
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.transfers import Transfers
 from jpaged.session import Session
+from tests.hlo import filled
 from tests.tiny import (
     CONFIG,
     ENGINE,
@@ -164,7 +165,7 @@ def test_scenario_05_chunks_over_a_pool_of_nan(params: Params) -> None:
     _, running, runner = kept()
     running.reset_prefix_cache()
     assert runner._state is not None
-    kv = tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in runner.pools)
+    kv = tuple(filled(pool, jnp.nan) for pool in runner.pools)
     runner._state = dataclasses.replace(runner._state, kv=kv)
     steps = running.stats.prefill_steps
     (output,) = generate(params, [PROMPTS[3]])

@@ -13,7 +13,8 @@ from jpaged import Adapter, ConfigError, Params, RequestError, SamplingParams, a
 from jpaged.models.layers.low_rank import LowRank
 from jpaged.models.lora import targets
 from jpaged.models.params import nest
-from jpaged.models.quantized import dequantized, is_quantized, quantized_tree
+from jpaged.models.quantized import dequantized, is_quantized
+from jpaged.models.served import quantized_tree
 from tests.tiny import (
     ENGINE,
     assert_idle,
@@ -47,7 +48,7 @@ def make_lora(
     rng, found = np.random.default_rng([7, seed]), {}
     for name, target in targets(model, extra).items():
         if parts is None or any(part in name for part in parts):
-            outputs, inputs = target.sides(model)
+            outputs, inputs = target.sides
             a = rng.standard_normal((rank, *inputs)) / np.sqrt(np.prod(inputs))
             b = rng.standard_normal((*outputs, rank)) / np.sqrt(rank)
             found[name] = {"a": jnp.asarray(a, jnp.float32), "b": jnp.asarray(b, jnp.float32)}

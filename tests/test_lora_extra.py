@@ -13,7 +13,8 @@ import pytest
 import jpaged
 from jpaged import Adapter, ConfigError, ModelConfig, Params, SamplingParams
 from jpaged.models.lora import EXTRA
-from jpaged.models.quantized import dequantized, is_quantized, quantized_tree
+from jpaged.models.quantized import dequantized, is_quantized
+from jpaged.models.served import quantized_tree
 from tests.test_lora import GREEDY, ONE_LAYER, PROMPTS, SAMPLED, generate, make_lora, served
 from tests.tiny import (
     ENGINE,

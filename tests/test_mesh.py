@@ -87,7 +87,7 @@ def check(
     runner = api.kept_sessions()[-1].runner
     assert runner._state is not None and len(runner._state.kv) == len(runner.pools)
     for pool in runner._state.kv:
-        spec = pool.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+        spec = pool["kv"].sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
         assert tuple(spec)[2:3] == (axis,) or (axis is None and not any(spec))
     return runner
 
@@ -113,7 +113,7 @@ def test_tp_and_fsdp(caplog: pytest.LogCaptureFixture) -> None:
         runner = check(sharded, params, None, "tp")
     assert "MB of weights ready to serve" in caplog.text
     (pool,) = runner._state.kv
-    assert pool.addressable_shards[0].data.shape[2] == 2, "one KV head a device"
+    assert pool["kv"].addressable_shards[0].data.shape[2] == 2, "one KV head a device"
     assert runner.placement.mesh == mesh(2, 2)
     scored: Any = jpaged.score(sharded, PROMPTS[1], engine_config=SETTINGS)
     np.testing.assert_allclose(
@@ -196,7 +196,7 @@ def test_more_devices_than_kv_heads(params: Params) -> None:
     """Two KV heads on four devices: each is there twice, in weights and pool."""
     runner = check(params, params, mesh(1, 4), "tp")
     (pool,) = runner._state.kv
-    assert {x.data.shape[2] for x in pool.addressable_shards} == {2}, "one KV head a device"
+    assert {x.data.shape[2] for x in pool["kv"].addressable_shards} == {2}, "one KV head a device"
 
 
 # Heads of Qwen3-0.6B and Qwen2.5-3B, in a layer of a small width.

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jpaged import LLM
-from jpaged.models.layers.linear import Serving
+from jpaged.models.layers.linear import StepContext
 from tests.features import PARAMS, PROMPTS, SETTINGS, everything, sampled
 from tests.tiny import assert_same
 
@@ -128,14 +128,14 @@ def test_products_that_differ_with_the_number_of_rows(
     """The control: the comparison fails without it, on a processor whose products sum in an order
     that the number of rows decides.
     """
-    whole = Serving.product
+    whole = StepContext.product
 
-    def in_two_parts(self: Serving, x: Any, weight_NE: Any, dtype: Any) -> Any:
+    def in_two_parts(self: StepContext, x: Any, weight_NE: Any, dtype: Any) -> Any:
         at = x.shape[0] % 13 + 1
         parts = (whole(self, x[..., s], weight_NE[:, s], dtype) for s in np.s_[:at, at:])
         return functools.reduce(operator.add, parts)
 
-    monkeypatch.setattr(Serving, "product", in_two_parts)
+    monkeypatch.setattr(StepContext, "product", in_two_parts)
     llm = one_by_one(PAIR, deterministic=deterministic)
     assert are_alike_alone(llm, bits(llm, [0, 1, 2, 3])) == deterministic
     llm.close()

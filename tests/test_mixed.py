@@ -140,9 +140,10 @@ def spy(llm: LLM) -> list[tuple[Handle, StepResult]]:
     runner = llm.session.runner
     fetch = type(runner).fetch.__get__(runner)
 
-    def fetch_and_note(handle: Handle) -> StepResult:
-        seen.append((handle, fetch(handle)))
-        return seen[-1][1]
+    def fetch_and_note(handle: Handle) -> list[StepResult]:
+        results = fetch(handle)
+        seen.extend((handle, result) for result in results)
+        return results
 
     runner.fetch = fetch_and_note
     return seen

@@ -16,12 +16,8 @@ import pytest
 import jpaged
 from jpaged import LLM, EngineConfig, Params, SamplingParams
 from jpaged.errors import ConfigError, UnsupportedError
-from jpaged.models.quantized import (
-    dequantized,
-    experts_are_plain,
-    is_quantized,
-    quantized_tree,
-)
+from jpaged.models.quantized import dequantized, experts_are_plain, is_quantized
+from jpaged.models.served import quantized_tree
 from jpaged.runtime.footprint import form_of
 from kernels_cpu import library, quantized
 from kernels_pallas.experts import triton

@@ -238,12 +238,11 @@ def test_guesses_of_a_model_on_replicas(method: str) -> None:
     params = make_params(0, MODEL)
     guesses = drafting(params if method == "draft" else counting_head(params))
     asked = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+    plain: dict[str, Any] = SMALL | {"speculative": None}
+    replicas = {"data_parallel_size": 2, "speculative": {**guesses, "method": method}}
     tokens, stats = [], {}
-    for settings in (
-        {},
-        {"data_parallel_size": 2, "speculative": {**guesses, "method": method}},
-    ):
-        llm = LLM(params, **SMALL | {"speculative": None} | settings)
+    for settings in (plain, plain | replicas):
+        llm = LLM(params, **settings)
         tokens.append(tokens_of(llm.generate(PROMPTS, asked, use_tqdm=False)))
         stats = llm.stats()
     assert tokens[0] == tokens[1]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, Params, RequestOutput, SamplingParams
+from tests.hlo import filled
 from tests.tiny import (
     assert_idle,
     config,
@@ -169,7 +170,7 @@ def test_a_pool_of_nan(llm_of: Callable[..., LLM], model: Any) -> None:
     llm.reset_prefix_cache()
     runner = llm.session.runner
     assert runner._state is not None
-    kv = tuple(jnp.full(p.shape, jnp.nan, p.dtype) for p in runner.pools)
+    kv = tuple(filled(pool, jnp.nan) for pool in runner.pools)
     runner._state = dataclasses.replace(runner._state, kv=kv)
     (output,) = run(llm, PROMPTS[2:3])
     runner.release()

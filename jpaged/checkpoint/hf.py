@@ -26,7 +26,8 @@ from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import format_of
-from jpaged.models.params import ParamSpec, axes_shape, param_table
+from jpaged.models.param_spec import ParamSpec
+from jpaged.models.params import param_table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -67,8 +68,7 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
     table = stored_names(config)
     stacked: dict[str, list[Part]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    keys = FAMILIES[config.family].experts
-    if keys is not None and keys.are_stacked:
+    if FAMILIES[config.family].stacked_experts:
         stacked, wanted = stacked_parts(entries, config)
         table = {ours: parts for ours, parts in table.items() if ours not in stacked}
     for stored in (stored for parts in table.values() for stored in parts):
@@ -152,13 +152,13 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
 
     def stored(spec: ParamSpec) -> Iterator[Stored]:
         rows: dict[str, int] = {}
-        for part, index in spec.places(config):
+        for part, index in spec.places:
             name, axes = spec.at(part.hf_name), part.axes
             if "{x}" in name:  # an expert a tensor
                 axes, index = axes.removeprefix("X "), (*index, *[slice(None)] * 2)[1:]
-            shape = tuple(math.prod(axes_shape(side, config)) for side in axes.split(","))
+            shape = tuple(math.prod(spec.shape_of(side)) for side in axes.split(","))
             if "{x}" in name:
-                for x in range(config.num_experts):
+                for x in range(spec.shape_of("X")[0]):
                     own = (slice(x, x + 1), *index)
                     yield Stored(name.replace("{x}", str(x)), shape, own, 0)
             else:

@@ -19,9 +19,9 @@ from jpaged.checkpoint.tensors import DTYPES, Part, empty, flat, float_dtype, re
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import (
     Params,
-    ParamSpec,
     choose_tensor_axis,
     nest,
     param_specs,
@@ -61,7 +61,7 @@ def load_params(
     config = read_config(folder)
     stored = find_parts(folder, config)
     table = param_table(config)
-    shapes = {name: spec.shape(config) for name, spec in table.items()}
+    shapes = {name: spec.shape for name, spec in table.items()}
     shardings: dict[str, Any] = {}
     specs: dict[str, Any] = {}
     if mesh is not None:

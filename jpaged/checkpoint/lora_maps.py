@@ -6,8 +6,7 @@ from typing import Any
 from jpaged.checkpoint.name_maps import TOKEN, NameMap, find_leaves, name_map
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.lora import Adapter, targets
-from jpaged.models.params import axis_sizes
+from jpaged.models.lora import Adapter, Target, targets
 
 
 def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) -> Adapter:
@@ -28,7 +27,7 @@ def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) ->
         if sides[0] in leaves and sides[1] in leaves:
             taken.update(sides)
             a, b = (leaves[side] for side in sides)
-            found[name] = _ours(sides[0], a, b, axes, target.part.axes, model)
+            found[name] = _ours(sides[0], a, b, axes, target)
     lora = [path for path in leaves if path.endswith(("_lora_a", "_lora_b"))]
     if left := [path for path in lora if path not in taken]:
         raise ConfigError(f"the tree holds {left[0]}, which cannot be an adapter of this model")
@@ -37,14 +36,14 @@ def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) ->
     return Adapter(found, scale)
 
 
-def _ours(path: str, a: Any, b: Any, theirs: str, ours: str, model: ModelConfig) -> dict[str, Any]:
+def _ours(path: str, a: Any, b: Any, theirs: str, target: Target) -> dict[str, Any]:
     """A pair [contracted axes..., rank], [rank, other axes...] as [rank, *inputs], [*outputs,
     rank].
     """
-    outputs, inputs = (re.findall("[A-Z]", side) for side in ours.split(","))
+    outputs, inputs = (re.findall("[A-Z]", side) for side in target.part.axes.split(","))
     letters = [x for token in TOKEN.findall(theirs) for x in token if x.isalpha()]
     first, last = letters[: len(inputs)], letters[len(inputs) :]
-    sizes, rank = axis_sizes(model), a.shape[-1]
+    sizes, rank = dict(target.spec.sizes), a.shape[-1]
     shapes = [[sizes[x] for x in side] for side in (first, last)]
     if sorted(first) != sorted(inputs) or b.shape[:1] != (rank,):
         raise ConfigError(f"{path}: its inputs are not the leading axes of {theirs!r}")

@@ -23,17 +23,8 @@ import numpy as np
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import (
-    Params,
-    ParamSpec,
-    Part,
-    all_parts,
-    axes_shape,
-    axis_sizes,
-    check_leaf,
-    nest,
-    param_table,
-)
+from jpaged.models.param_spec import ParamSpec, Part
+from jpaged.models.params import Params, all_parts, check_leaf, nest, param_table
 from jpaged.models.trees import imported, is_module, to_tree
 
 TOKEN = re.compile(r"\([A-Z ]+\)|[A-Z]\*?|\d+")  # one axis
@@ -242,7 +233,7 @@ class _Source:
             raise ConfigError(f"the name map lacks {part.name!r}, which this config needs")
         path, axes, *change = self.table[part.name]
         path = spec.at(path)
-        view = _view(part, axes, self.model)
+        view = _view(spec, part, axes, self.model.num_layers)
         if change:
             view = dataclasses.replace(view, divisor=change[0][0], minus=change[0][1])
         found = [self._leaf(path)]
@@ -313,7 +304,7 @@ def _is_ours(view: _View, shape: tuple[int, ...]) -> bool:
     return shape == view.shape and tuple(token.rstrip("*") for token in view.theirs) == view.ours
 
 
-def _view(part: Part, axes: str, model: ModelConfig) -> _View:
+def _view(spec: ParamSpec, part: Part, axes: str, num_layers: int) -> _View:
     """A part's axes read and checked."""
     ours, theirs = re.findall("[A-Z]", part.axes), TOKEN.findall(axes)
     letters = [letter for token in theirs for letter in token if letter.isalpha() and letter != "L"]
@@ -322,8 +313,8 @@ def _view(part: Part, axes: str, model: ModelConfig) -> _View:
             f"axes {axes!r} of {part.name}: must hold {', '.join(ours)} once each (and L if it "
             "is stacked)"
         )
-    sizes = tuple(axis_sizes(model).items())
-    return _View(tuple(theirs), tuple(ours), sizes, axes_shape(part.axes, model))
+    sizes = (*spec.sizes, ("L", num_layers))
+    return _View(tuple(theirs), tuple(ours), sizes, spec.shape_of(part.axes))
 
 
 def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfig) -> NameMap:

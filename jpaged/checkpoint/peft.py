@@ -12,12 +12,11 @@ from jpaged.checkpoint.hf import OF_TEXT, Entry, Stored, map_entry, read_header,
 from jpaged.checkpoint.tensors import DTYPES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import LM_HEAD, ModelConfig
 from jpaged.models.lora import (
     EMBEDDING,
     EXTRA,
     HEAD,
-    OF_HEAD,
     Pair,
     Pairs,
     adapted_specs,
@@ -57,7 +56,8 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Pairs:
         raise CheckpointError(f"{folder}: adapter_model.bin is a pickle; save it as safetensors")
     sides: dict[str, dict[str, np.ndarray]] = {}
     stored = stored_names(model)
-    stored.setdefault(HEAD, [Stored(OF_HEAD.parts[0].hf_name, OF_HEAD.shape(model), (), 0)])
+    head = LM_HEAD.placed(model.sizes)
+    stored.setdefault(HEAD, [Stored(head.parts[0].hf_name, head.shape, (), 0)])
     for name, entry in read_header(folder / FILE).items():
         if (base := BASE.fullmatch(name)) is not None:
             _check_base(folder, _module(base[1]), entry, stored)
@@ -142,7 +142,7 @@ def _pairs(
                 assert pair is not None
                 if name != EMBEDDING:
                     pair = pair._replace(b=pair.b[place.first : place.first + place.shape[0]])
-            found[name] = fitted(name, *pair, parts[name], model)
+            found[name] = fitted(name, *pair, parts[name])
     if left := sorted(sides.keys() - taken):
         raise CheckpointError(
             f"{folder / FILE}: {left[0]} is no weight of this model that can have an adapter"

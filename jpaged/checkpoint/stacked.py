@@ -12,6 +12,7 @@ from jpaged.checkpoint.packed import Packed, packed_part
 from jpaged.checkpoint.tensors import DTYPES, Part, store
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
+from jpaged.models.layers.experts import ExpertsConfig
 
 BLOCK = 32  # values of mxfp4 that share a scale: 16 bytes, the lower half of each first
 
@@ -25,8 +26,11 @@ def stacked_parts(
     """
     parts: dict[str, list[Part]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    num, width, hidden = config.num_experts, config.expert_size, config.hidden_size
-    for layer in filter(config.has_experts, range(config.num_layers)):
+    hidden = config.hidden_size
+    for layer, each in enumerate(config.layers):
+        if not isinstance(each.ffn, ExpertsConfig):
+            continue
+        num, width = each.ffn.num_experts, each.ffn.expert_size
         for name, inputs, outputs in (("gate_up", hidden, 2 * width), ("down", width, hidden)):
             theirs = f"model.layers.{layer}.mlp.experts.{name}_proj"
             ours = f"layers.{layer}.mlp.experts.{name}"

@@ -2,36 +2,41 @@
 value.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from jpaged.checks import at_least, is_scalar, read_json
+from jpaged.checks import at_least, positive, read_json
 from jpaged.errors import ConfigError
+from jpaged.models.alike import Alike
 from jpaged.models.hf_config import read_hf, write_hf
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.layers.layer import LayerConfig
+from jpaged.models.layers.mlp import Activation, MLPConfig
+from jpaged.models.layers.norm import PLAIN_NORM, NormConfig
+from jpaged.models.layers.scratch import Scratch, StepSizes
+from jpaged.models.param_spec import ParamSpec
+from jpaged.models.record import Record
 from jpaged.models.rope_scaling import RopeScaling
-from kernels_pallas.paged_attention.interface import AttentionOptions
 
-POSITIVE = (
-    "rope_theta",
-    "local_rope_theta",
-    "partial_rotary_factor",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "attention_multiplier",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
+UNSET: Any = object()  # of a switch that nobody named
+EMBED = ParamSpec("embed.weight", "V, E", "model.embed_tokens.weight", "normal", "V")
+LM_HEAD = ParamSpec("lm_head.weight", "V, E", "lm_head.weight", "normal", "V")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class ModelConfig:
-    """The architecture of one decoder; every size and every family is flags of this one
-    definition.
+    """The architecture of one decoder: its layers, what stands before and after them, and nothing
+    that differs by layer beside `layers`.
+
+    Layers that are alike can be described by switches instead (see models.alike.Alike): by
+    ModelConfig(num_layers=2, num_heads=4, ..., qk_norm=True), and dataclasses.replace(config,
+    qk_norm=False) changes them in every layer. They are read as attributes too: config.num_heads is
+    what all layers have, and an AttributeError where layers differ.
 
     Compared by value, without `eos_token_ids`: they ride along and change no shape and no number.
     """
@@ -39,108 +44,219 @@ class ModelConfig:
     family: str  # one of FAMILIES
     vocab_size: int  # V
     hidden_size: int  # E
-    intermediate_size: int  # F
-    num_layers: int  # L
-    num_heads: int  # H
-    num_kv_heads: int  # K
-    head_dim: int  # D
+    layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    local_rope_theta: float | None = None  # of layers with a window, which are then not scaled
-    no_rope_layers: tuple[int, ...] = ()
-    partial_rotary_factor: float = 1.0  # of a head's dimensions, the share that is rotated
+    norm: NormConfig = PLAIN_NORM  # after the last layer
     tie_word_embeddings: bool = False
-    qk_norm: bool = False  # of each head
-    qk_norm_whole: bool = False  # of all heads together
-    attention_sinks: bool = False  # one more score of each head, a parameter
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    pre_norms: bool = True  # of what attention and the MLP take
-    post_norms: bool = False  # of what they give
-    norm_offset: bool = False  # norms multiply by 1 + scale
-    norm_in_f32: bool = False  # and do so before they round
-    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
     scaled_embedding: bool = False  # by the root of hidden_size
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and the MLP add
     logits_scaling: float = 1.0  # logits are divided by it
-    attention_multiplier: float | None = None  # of the scores
-    query_pre_attn_scalar: float | None = None  # scores are divided by its root; None: head_dim
-    attn_logit_softcapping: float | None = None  # c: a score s becomes c * tanh(s / c)
-    final_logit_softcapping: float | None = None  # and so a logit
-    num_experts: int = 0  # X: 0 is none
-    experts_per_token: int = 0
-    expert_size: int = 0  # I
-    shared_expert_size: int = 0  # R: of the expert that every token takes; 0 is none
-    expert_bias: bool = False  # of the router, too
-    norm_topk_prob: bool = False  # the weights of a token's experts sum up to 1
-    dense_layers: tuple[int, ...] = ()  # of a mixture: those with an MLP
-    sliding_windows: tuple[int | None, ...] = ()  # one a layer; () is full attention everywhere
+    final_logit_softcapping: float | None = None  # c: a logit z becomes c * tanh(z / c)
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
-    # Whether it stands alone, or guesses for another as a HeadConfig of models/eagle.py does.
-    is_model, is_head = True, False
+    # Whether it guesses for another model, as a HeadConfig of models/eagle.py does.
+    is_head: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        at_least(
-            1,
-            self,
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
+    def __init__(
+        self,
+        *,
+        family: str,
+        vocab_size: int,
+        hidden_size: int,
+        max_position_embeddings: int,
+        layers: Iterable[LayerConfig] | None = None,
+        norm: NormConfig | None = None,
+        tie_word_embeddings: bool = False,
+        scaled_embedding: bool = False,
+        embedding_multiplier: float = 1.0,
+        logits_scaling: float = 1.0,
+        final_logit_softcapping: float | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        intermediate_size: int = UNSET,
+        num_layers: int = UNSET,
+        num_heads: int = UNSET,
+        num_kv_heads: int = UNSET,
+        head_dim: int = UNSET,
+        rms_norm_eps: float = UNSET,
+        rope_theta: float = UNSET,
+        rope_scaling: RopeScaling | None = UNSET,
+        local_rope_theta: float | None = UNSET,
+        no_rope_layers: tuple[int, ...] = UNSET,
+        partial_rotary_factor: float = UNSET,
+        qk_norm: bool = UNSET,
+        qk_norm_whole: bool = UNSET,
+        attention_sinks: bool = UNSET,
+        qkv_bias: bool = UNSET,
+        out_bias: bool = UNSET,
+        mlp_bias: bool = UNSET,
+        pre_norms: bool = UNSET,
+        post_norms: bool = UNSET,
+        norm_offset: bool = UNSET,
+        norm_in_f32: bool = UNSET,
+        activation: Activation = UNSET,
+        residual_multiplier: float = UNSET,
+        attention_multiplier: float | None = UNSET,
+        query_pre_attn_scalar: float | None = UNSET,
+        attn_logit_softcapping: float | None = UNSET,
+        num_experts: int = UNSET,
+        experts_per_token: int = UNSET,
+        expert_size: int = UNSET,
+        shared_expert_size: int = UNSET,
+        expert_bias: bool = UNSET,
+        norm_topk_prob: bool = UNSET,
+        dense_layers: tuple[int, ...] = UNSET,
+        sliding_windows: tuple[int | None, ...] = UNSET,
+    ):
+        """layers: None is what the switches describe; switches beside them change every layer.
+        norm: None is that of the layers. ConfigError names the first value that cannot be.
+        """
+        named = dict(locals())
+        switches = {name: named[name] for name in SWITCHES if named[name] is not UNSET}
+        values = {field.name: named[field.name] for field in dataclasses.fields(ModelConfig)}
+        if layers is None:
+            if missing := [name for name in NEEDED if name not in switches]:
+                raise ConfigError(f"ModelConfig needs layers=, or {missing[0]}= and other switches")
+            values["layers"] = Alike(**switches).layers()
+        elif switches:
+            changed = dataclasses.replace(Alike.of(tuple(layers)), **switches)
+            values["layers"] = changed.layers()
+            if not switches.keys().isdisjoint(("rms_norm_eps", "norm_offset", "norm_in_f32")):
+                values["norm"] = changed.norm
+        values["layers"] = tuple(values["layers"])
+        if not values["layers"]:
+            raise ConfigError("layers=(): a model has at least one")
+        values["norm"] = values["norm"] or values["layers"][0].norm
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        at_least(1, self, "vocab_size", "hidden_size", "max_position_embeddings")
+        positive(
+            embedding_multiplier=embedding_multiplier,
+            logits_scaling=logits_scaling,
+            final_logit_softcapping=final_logit_softcapping,
         )
-        at_least(2, self, "head_dim")
-        at_least(1, self, "max_position_embeddings")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.num_experts:
-            at_least(1, self, "num_experts", "experts_per_token", "expert_size")
-            if self.experts_per_token > self.num_experts:
-                most = f"num_experts={self.num_experts}"
-                raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
-        if self.head_dim % 2 or self.rotary_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim}: rotary embeddings need an even head_dim")
-        if (s := self.rope_scaling) and s.kind == "longrope":
-            for factors in (s.short_factor, s.long_factor):
-                if len(factors) != self.rotary_dim // 2:
-                    raise ConfigError(
-                        f"{len(factors)} longrope factors for {self.rotary_dim // 2} frequencies"
-                    )
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not (is_scalar(value, int | float, "") and value > 0):
-                raise ConfigError(f"{name}={value!r}: must be a number above 0")
-        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ConfigError(
-                f"{len(self.sliding_windows)} sliding windows for num_layers={self.num_layers}"
-            )
+
+    def __hash__(self) -> int:
+        # One layer stands for all: hashed at each call of a jitted function that takes Params.
+        return hash((self.family, self.vocab_size, self.hidden_size, self.layers[0]))
+
+    def __repr__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        with contextlib.suppress(ConfigError):  # layers that switches cannot describe
+            switches = self.switches
+            del fields["layers"], fields["norm"]
+            fields |= {
+                field.name: getattr(switches, field.name)
+                for field in dataclasses.fields(switches)
+                if getattr(switches, field.name) != field.default
+            }
+        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        return f"{type(self).__name__}({shown})"
 
     @property
-    def has_embed(self) -> bool:
-        """Whether tokens have a weight of their own."""
-        return True
+    def switches(self) -> Alike:
+        """The switches that describe the layers; ConfigError where none do."""
+        return Alike.of(self.layers)
+
+    if not TYPE_CHECKING:  # type checkers would take any name then; they read `switches`
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in SWITCHES:
+                raise AttributeError(f"{type(self).__name__} has no {name!r}")
+            try:
+                return getattr(self.switches, name)
+            except ConfigError as e:
+                raise AttributeError(f"{name!r} of a model: {e}") from e
 
     @property
-    def has_lm_head(self) -> bool:
-        """Whether logits have a weight of their own."""
-        return not self.tie_word_embeddings
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
 
     @property
-    def has_draft_lm_head(self) -> bool:
-        """Whether it has logits of a part of the vocabulary, as some heads do."""
-        return False
+    def num_heads(self) -> int:
+        """H, of attention in every layer that has it."""
+        return self._same(AttentionConfig, "num_heads")
 
     @property
-    def more_axes(self) -> dict[str, int]:
-        """Sizes of axes that a decoder does not have, by their letters."""
-        return {}
+    def num_kv_heads(self) -> int:
+        """K, of attention in every layer that has it."""
+        return self._same(AttentionConfig, "num_kv_heads")
+
+    @property
+    def head_dim(self) -> int:
+        """D, of attention in every layer that has it."""
+        return self._same(AttentionConfig, "head_dim")
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads a KV head."""
+        return self._same(AttentionConfig, "group_size")
+
+    @property
+    def num_experts(self) -> int:
+        """X, of experts in every layer that has them; 0 where none has."""
+        return self._same(ExpertsConfig, "num_experts", 0)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that each token takes; 0 where no layer has any."""
+        return self._same(ExpertsConfig, "experts_per_token", 0)
+
+    @property
+    def expert_size(self) -> int:
+        """I, of experts in every layer that has them; 0 where none has."""
+        return self._same(ExpertsConfig, "expert_size", 0)
+
+    @property
+    def shared_expert_size(self) -> int:
+        """R, of the expert that every token takes; 0 where there is none."""
+        return self._same(ExpertsConfig, "shared_expert_size", 0)
+
+    @property
+    def intermediate_size(self) -> int:
+        """F, of the MLP in every layer that has one; where none has, the width of an expert."""
+        return self._same(MLPConfig, "intermediate_size", self.expert_size)
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer in tokens (a query sees itself and window - 1 before it; None is
+        full attention); () is full attention everywhere.
+        """
+        windows = tuple(
+            layer.mixer.window if isinstance(layer.mixer, AttentionConfig) else None
+            for layer in self.layers
+        )
+        return windows if any(windows) else ()
+
+    def _same(self, kind: type, name: str, default: int | None = None) -> Any:
+        """What all parts of a kind have; AttributeError where they differ."""
+        parts = (part for layer in self.layers for part in (layer.mixer, layer.ffn))
+        found = {getattr(part, name) for part in parts if isinstance(part, kind)}
+        if not found and default is not None:
+            return default
+        if len(found) != 1:
+            values = f"is one of {sorted(found)} by layer" if found else "is in no layer"
+            raise AttributeError(f"{name} {values}: read config.layers")
+        return found.pop()
+
+    @property
+    def score_scale(self) -> float:
+        """What the product of a query and a key is multiplied by."""
+        return self._same(AttentionConfig, "scale")
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """What all norms add to the mean square."""
+        return self.norm.eps
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotation's frequencies, in layers without a window if there are such."""
+        return self.switches.rope_theta
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """How these frequencies are scaled."""
+        return self.switches.rope_scaling
 
     @property
     def embedding_scale(self) -> float:
@@ -148,62 +264,33 @@ class ModelConfig:
         return self.hidden_size**0.5 if self.scaled_embedding else self.embedding_multiplier
 
     @property
-    def score_scale(self) -> float:
-        """What the product of a query and a key is multiplied by."""
-        if self.attention_multiplier is not None:
-            return self.attention_multiplier
-        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the model's own axes by their letters."""
+        return {"V": self.vocab_size, "E": self.hidden_size}
 
-    def attention_options(self, layer: int) -> AttentionOptions:
-        """Return what the attention of a layer computes: its scale, its cap and its window."""
-        return AttentionOptions(
-            scale=self.score_scale,
-            soft_cap=self.attn_logit_softcapping,
-            window=self.sliding_window(layer),
-        )
+    def params(self) -> Iterator[ParamSpec]:
+        """Its parameters in the order of the forward pass, under the names that most files have."""
+        yield EMBED.placed(self.sizes)
+        yield from self.layer_params()
+        yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
+        if not self.tie_word_embeddings:
+            yield LM_HEAD.placed(self.sizes)
 
-    @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+    def layer_params(self) -> Iterator[ParamSpec]:
+        """The parameters of its layers."""
+        for i, layer in enumerate(self.layers):
+            sizes = self.sizes | layer.sizes
+            yield from (spec.placed(sizes, i) for spec in layer.params())
 
-    def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP, and not experts."""
-        return not self.num_experts or layer in self.dense_layers
+    def keeps(self) -> tuple[tuple[Record, ...], ...]:
+        """What the cache holds for each layer."""
+        return tuple(layer.keeps() for layer in self.layers)
 
-    def has_mlp_bias(self, layer: int) -> bool:
-        """Whether it has one with biases."""
-        return self.mlp_bias and self.has_mlp(layer)
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture."""
-        return not self.has_mlp(layer)
-
-    def has_expert_bias(self, layer: int) -> bool:
-        """Whether it is one with biases."""
-        return self.expert_bias and self.has_experts(layer)
-
-    def has_shared_expert(self, layer: int) -> bool:
-        """Whether it has an expert that every token takes."""
-        return self.shared_expert_size > 0 and self.has_experts(layer)
-
-    def rope_kind(self, layer: int) -> Literal["global", "local"] | None:
-        """Which rotation a layer has: the model's, that of layers with a window, or none."""
-        if layer in self.no_rope_layers:
-            return None
-        is_local = self.local_rope_theta is not None and self.sliding_window(layer) is not None
-        return "local" if is_local else "global"
-
-    @property
-    def group_size(self) -> int:
-        """G: query heads a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    def sliding_window(self, layer: int) -> int | None:
-        """The window of a layer in tokens (a query sees itself and window - 1 before it); None is
-        full attention.
-        """
-        return self.sliding_windows[layer] if self.sliding_windows else None
+    def scratch(self, step: StepSizes) -> Scratch:
+        """What a step allocates for all layers."""
+        layers = [layer.scratch(step) for layer in self.layers]
+        shared = max(layer.shared for layer in layers)
+        return Scratch(shared=shared, kept=sum(layer.kept for layer in layers))
 
     @classmethod
     def coerce(cls, config: "ModelConfig | Mapping[str, Any] | str | os.PathLike[str]") -> Self:
@@ -232,3 +319,9 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """The config.json that `from_hf` reads back to an equal ModelConfig."""
         return write_hf(self)
+
+
+SWITCHES = tuple(field.name for field in dataclasses.fields(Alike))
+NEEDED = tuple(
+    field.name for field in dataclasses.fields(Alike) if field.default is dataclasses.MISSING
+)

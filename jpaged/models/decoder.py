@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.forward import Forward
+from jpaged.models.forward import Forward, bind
 from jpaged.models.kv_view import KVView
 from jpaged.models.params import initial_tree
 from jpaged.models.trees import to_tree
@@ -54,7 +54,7 @@ class Decoder(nnx.Module):
         return self._forward().logits(x)
 
     def _forward(self) -> Forward:
-        return Forward(self.config, to_tree(self))
+        return bind(self.config, to_tree(self))
 
 
 def _hold(tree: Any) -> Any:

@@ -6,7 +6,8 @@ layer gave for entry p takes the place of the hidden states of position p + 1.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,26 @@ import numpy as np
 from jax import Array
 
 from jpaged.errors import ConfigError, UnsupportedError
-from jpaged.models.config import ModelConfig
-from jpaged.models.forward import Forward, Weights
-from jpaged.models.kv_view import KVView
-from jpaged.models.layers.embedding import embed
-from jpaged.models.layers.linear import Serving
+from jpaged.models.config import EMBED, ModelConfig
+from jpaged.models.forward import Forward, bind_layers
+from jpaged.models.kv_view import KVView, Place
+from jpaged.models.layers.attention import Attention
+from jpaged.models.layers.embedding import Embedding
+from jpaged.models.layers.layer import Layer
+from jpaged.models.layers.linear import Linear, StepContext
+from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
-from jpaged.models.params import nest, param_table
+from jpaged.models.layers.scratch import Scratch, StepSizes
+from jpaged.models.param_spec import ParamSpec
+from jpaged.models.params import parameters
+from jpaged.models.record import Field, Record
+from jpaged.models.trees import to_tree
 
 STATES = 3  # hidden states of a position that `fc` joins
+TARGET_HIDDEN = "target_hidden"  # in the cache: what `fc` made of the model's at each position
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class HeadConfig(ModelConfig):
     """The architecture of a head, and of the model that it is for what it must know.
 
@@ -38,28 +47,73 @@ class HeadConfig(ModelConfig):
 
     target_hidden_size: int
     draft_vocab_size: int
-    aux_layers: tuple[int, ...] = ()
-    draft_tokens: bytes = dataclasses.field(default=b"", repr=False)
-    own_embed: bool = False
-    own_lm_head: bool = True
-    norm_before_residual: bool = False
-    is_model, is_head = False, True
+    aux_layers: tuple[int, ...]
+    draft_tokens: bytes
+    own_embed: bool
+    own_lm_head: bool
+    norm_before_residual: bool
+    is_head: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        target_hidden_size: int,
+        draft_vocab_size: int,
+        aux_layers: tuple[int, ...] = (),
+        draft_tokens: bytes = b"",
+        own_embed: bool = False,
+        own_lm_head: bool = True,
+        norm_before_residual: bool = False,
+        **model: Any,
+    ):
+        """model: what ModelConfig takes, of one layer."""
+        super().__init__(**model)
+        own = {
+            "target_hidden_size": target_hidden_size,
+            "draft_vocab_size": draft_vocab_size,
+            "aux_layers": aux_layers,
+            "draft_tokens": draft_tokens,
+            "own_embed": own_embed,
+            "own_lm_head": own_lm_head,
+            "norm_before_residual": norm_before_residual,
+        }
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @property
-    def has_embed(self) -> bool:
-        return self.own_embed
+    def sizes(self) -> dict[str, int]:
+        own = {"A": STATES * self.target_hidden_size, "W": self.draft_vocab_size}
+        return super().sizes | own
 
-    @property
-    def has_lm_head(self) -> bool:
-        return False
+    def params(self) -> Iterator[ParamSpec]:
+        yield ParamSpec("fc.weight", "E, A", "fc.weight").placed(self.sizes)
+        if self.own_embed:
+            yield EMBED.placed(self.sizes)
+        yield from self.layer_params()
+        yield ParamSpec("norm.scale", "E", "model.norm.weight", self.norm.init).placed(self.sizes)
+        if self.own_lm_head:
+            yield ParamSpec("lm_head.weight", "W, E", "lm_head.weight").placed(self.sizes)
 
-    @property
-    def has_draft_lm_head(self) -> bool:
-        return self.own_lm_head
+    def layer_params(self) -> Iterator[ParamSpec]:
+        """Its attention takes an embedding and a hidden state, each normed, side by side."""
+        for spec in super().layer_params():
+            if spec.name == "layers.{i}.attention.qkv":
+                norm = ParamSpec("hidden_norm.scale", "E", "hidden_norm.weight", self.norm.init)
+                yield norm.placed(self.sizes, spec.layer)
+                assert not isinstance(spec.source, str)
+                parts = (p._replace(axes=p.axes.replace("E", "E+E")) for p in spec.source)
+                spec = dataclasses.replace(spec, axes="K G+2 D, E+E", source=tuple(parts))
+            yield spec
 
-    @property
-    def more_axes(self) -> dict[str, int]:
-        return {"A": STATES * self.target_hidden_size, "W": self.draft_vocab_size}
+    def keeps(self) -> tuple[tuple[Record, ...], ...]:
+        ((record,),) = super().keeps()
+        hidden = Field(TARGET_HIDDEN, (self.hidden_size,))
+        return ((dataclasses.replace(record, fields=(*record.fields, hidden)),),)
+
+    def scratch(self, step: StepSizes) -> Scratch:
+        """What a step allocates for it: the model's hidden states, joined ones, and pairs."""
+        widest = 2 * STATES * self.target_hidden_size + 8 * self.hidden_size
+        return super().scratch(step) + Scratch(shared=step.rows * 2 * widest)
 
     def to_hf(self) -> dict[str, Any]:
         raise UnsupportedError("the config.json of an EAGLE-3 head is not written")
@@ -94,54 +148,56 @@ def fitted(head: HeadConfig, target: ModelConfig) -> HeadConfig:
     return dataclasses.replace(head, aux_layers=tuple(layers))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """The head of a canonical tree, beside the model that it guesses for."""
+    """A head beside the model that it guesses for. `bind_head` makes it.
+
+    embed, head: its own or the model's; head is None where the model's gives the logits.
+    """
 
     config: HeadConfig
-    tree: Any
     target: Forward
-    serving: Serving
+    fc: Linear
+    embed: Embedding
+    hidden_norm: RMSNorm
+    layer: Layer
+    norm: RMSNorm
+    head: Linear | None
 
-    def joined(self, states: list[Array]) -> Array:
+    def joined(self, states: list[Array], step: StepContext) -> Array:
         """One hidden state [..., T, E] of those of the model's layers."""
         with jax.named_scope("fc"):
-            return self._weights().at("fc").linear("weight")(jnp.concatenate(states, axis=-1))
+            return self.fc(jnp.concatenate(states, axis=-1), step)
 
     def __call__(
-        self, tokens: Array, positions: Array, hidden: Array, kv: KVView
+        self, tokens: Array, positions: Array, hidden: Array, kv: KVView, step: StepContext
     ) -> tuple[Array, KVView]:
         """What the layer gives [T, E] for entries at these positions, before the norm, and the view
         with their keys and values. tokens: each the one after its position. hidden: of the
         position, [T, E].
         """
-        config, weights = self.config, self._weights()
-        tree = self.tree if config.own_embed else self.target.tree
+        layer, rope = self.layer, self.layer.rope
+        assert isinstance(layer.mixer, Attention) and layer.ffn is not None and rope is not None
         with jax.named_scope("embed"):
-            x = embed(tree["embed"]["weight"], tokens, self.serving, None).astype(hidden.dtype)
-        own, length = weights.at("layers").at("0"), self.serving.max_len or tokens.shape[-1]
-        layer, norm, hidden_norm = own.layer(0, 0), own.norm("input_norm"), own.norm("hidden_norm")
-        assert norm is not None and hidden_norm is not None and layer.post_norm is not None
-        normed = hidden_norm(hidden)
-        rotary = Rotary.at(config, positions, "global", length)
+            x = self.embed(tokens, step).astype(hidden.dtype)
+        normed = self.hidden_norm(hidden)
+        rotary = Rotary.at(rope, positions, step.max_len or tokens.shape[-1])
         with jax.named_scope("attention"):
-            pair = jnp.concatenate([norm(x), normed], axis=-1)
-            attended, kv = layer.attention(pair, rotary, kv, np.int32(0))
-        x = (normed if config.norm_before_residual else hidden) + attended
+            pair = jnp.concatenate([layer.around_mixer.taken(x), normed], axis=-1)
+            attended, kv = layer.mixer(pair, step, rotary, kv, (Place(0, np.int32(0)),))
+        x = (normed if self.config.norm_before_residual else hidden) + attended
         with jax.named_scope("mlp"):
-            return x + layer.mlp(layer.post_norm(x)), kv
+            return x + layer.ffn(layer.around_ffn.taken(x), step), kv
 
-    def logits(self, x: Array) -> Array:
+    def logits(self, x: Array, step: StepContext) -> Array:
         """f32 logits [..., V] of the model's whole vocabulary, of what the layer gave; -inf for
         tokens that it cannot guess.
         """
-        weights = self._weights()
-        norm = weights.norm("norm")
-        assert norm is not None
-        if not self.config.own_lm_head:
-            return self.target.logits(norm(x))
+        x = self.norm(x)
+        if self.head is None:
+            return self.target.logits(x, step)
         with jax.named_scope("head"):
-            logits = weights.at("lm_head").linear("weight")(norm(x), jnp.float32)
+            logits = self.head(x, step, jnp.float32)
         if not self.config.draft_tokens:
             return logits
         tokens_W = np.frombuffer(self.config.draft_tokens, np.int32)
@@ -151,6 +207,23 @@ class Head:
         none = jnp.full((*logits.shape[:-1], 1), -jnp.inf, jnp.float32)
         return jnp.take(jnp.concatenate([logits, none], axis=-1), place_V, axis=-1)
 
-    def _weights(self) -> Weights:
-        specs = nest(param_table(self.config))
-        return Weights(self.config, self.serving, specs, self.tree)
+
+def bind_head(config: HeadConfig, tree: Any, target: Forward) -> Head:
+    """The head whose parameters are the leaves of a canonical tree; no array is copied."""
+    weights = parameters(config, to_tree(tree))
+    norm = RMSNorm.of(config.norm, weights["norm.scale"])
+    hidden_norm = RMSNorm.of(config.norm, weights["layers.0.hidden_norm.scale"])
+    assert norm is not None and hidden_norm is not None
+    (layer,) = bind_layers(config, weights)
+    # The model's embedding without its adapters: a head has none.
+    embed = Embedding(weight=target.embed.weight)
+    return Head(
+        config=config,
+        target=target,
+        fc=Linear.of(weights["fc.weight"]),
+        embed=Embedding.of(weights["embed.weight"]) if config.own_embed else embed,
+        hidden_norm=hidden_norm,
+        layer=layer,
+        norm=norm,
+        head=Linear.of(weights["lm_head.weight"]) if config.own_lm_head else None,
+    )

@@ -1,4 +1,4 @@
-"""What attention knows of the KV cache: groups of layers that share one, and the view of a step."""
+"""KVView: what the layers of a step see of the cache; DenseKV, that of training."""
 
 import dataclasses
 from typing import Any, Protocol, Self
@@ -6,71 +6,35 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from jpaged.models.config import ModelConfig
 from jpaged.models.layers.heads import Heads
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVGroup:
-    """Layers whose keys and values are alike, so that one array and one block table hold them.
-
-    layers: their indices in the model, ascending. num_heads: query heads of each. window: tokens
-    that a query sees, itself included; None is all of them.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the cache holds a layer's record. group: of kv_groups. index: of the layer within the
+    group, an int or a scalar array, so that layers of one form are traced once.
     """
 
-    layers: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-
-
-def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
-    """The groups of a model, in the order of their first layers."""
-    layers: dict[int | None, list[int]] = {}
-    for layer in range(config.num_layers):
-        layers.setdefault(config.sliding_window(layer), []).append(layer)
-    return tuple(
-        KVGroup(
-            layers=tuple(members),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window=window,
-        )
-        for window, members in layers.items()
-    )
-
-
-def kv_places(config: ModelConfig) -> list[tuple[int, int]]:
-    """Of each layer its group, and its place among the group's layers."""
-    places = {
-        layer: (group, index)
-        for group, members in enumerate(kv_groups(config))
-        for index, layer in enumerate(members.layers)
-    }
-    return [places[layer] for layer in range(config.num_layers)]
+    group: int = dataclasses.field(metadata={"static": True})
+    index: Any
 
 
 class KVView(Protocol):
     """The keys and values that the tokens of a step see; threaded through the layers."""
 
-    def attend(
-        self,
-        group: int,
-        index: Any,
-        qkv: Any,
-        heads: Heads,
-        options: AttentionOptions,
-        sinks: Any = None,
-    ) -> tuple[Any, Self]:
-        """Keep these tokens' keys and values, then attend over each row's whole context.
+    def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
+        """Keep these tokens' keys and values: q, k, v = heads(qkv). Returns q [..., H, D] and the
+        view with k and v in it.
+        """
+        ...
 
-        group: index into kv_groups. index: place of the layer in its group, an int or a scalar
-        array. heads: q, k, v = heads(qkv). options: passed on to the kernel as it is. sinks: f32
-        [H] or None, passed on likewise. Returns o [..., H, D] in qkv's dtype, and the view with the
-        keys and values in it.
+    def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
+        """Attend over each row's whole context of what was written at a place.
+
+        options: passed on to the kernel as it is. sinks: f32 [H] or None, passed on likewise.
+        Returns o [..., H, D] in q's dtype.
         """
         ...
 
@@ -78,27 +42,33 @@ class KVView(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseKV:
-    """A view without a cache, for training: tokens attend to those before them in the same call."""
+    """The keys and values of the tokens at hand and no others, for training: causal by index.
 
-    def attend(
-        self,
-        group: int,
-        index: Any,
-        qkv: Any,
-        heads: Heads,
-        options: AttentionOptions,
-        sinks: Any = None,
-    ) -> tuple[Any, Self]:
-        """See KVView: jax's reference attention, differentiable, its softmax in f32."""
+    newest: the keys and values [..., T, K, D] that were last written in each group.
+    `kv_groups.dense_view` makes an empty one.
+    """
+
+    newest: tuple[tuple[Any, Any], ...]
+
+    def write(self, place: Place, qkv: Any, heads: Heads) -> tuple[Any, Self]:
+        """See KVView."""
         q, k, v = heads(qkv)
+        at = place.group
+        newest = (*self.newest[:at], (k, v), *self.newest[at + 1 :])
+        return q, dataclasses.replace(self, newest=newest)
+
+    def attend(self, place: Place, q: Any, options: AttentionOptions, sinks: Any = None) -> Any:
+        """See KVView: jax's reference attention, differentiable, its softmax in f32. The layer
+        reads what the last layer of its group wrote.
+        """
+        k, v = self.newest[place.group]
         if options.soft_cap is not None or sinks is not None:
-            return _attention(q, k, v, options, sinks), self
+            return _attention(q, k, v, options, sinks)
         local = None if options.window is None else (options.window - 1, 0)
         with jax.numpy_dtype_promotion("standard"):  # it mixes bf16 with f32
-            o = jax.nn.dot_product_attention(
+            return jax.nn.dot_product_attention(
                 q, k, v, scale=options.scale, is_causal=True, local_window_size=local
             )
-        return o, self
 
 
 def _attention(q: Any, k: Any, v: Any, options: AttentionOptions, sinks: Any) -> Any:

@@ -23,17 +23,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jpaged.errors import ConfigError
-from jpaged.models.config import ModelConfig
-from jpaged.models.params import (
-    TABLE,
-    Params,
-    ParamSpec,
-    Part,
-    axes_shape,
-    check_leaf,
-    nest,
-    param_table,
-)
+from jpaged.models.config import LM_HEAD, ModelConfig
+from jpaged.models.param_spec import ParamSpec, Part
+from jpaged.models.params import Params, check_leaf, nest, param_table
 from jpaged.models.trees import to_tree
 
 # The weights that can have adapters, as names within a layer.
@@ -45,7 +37,6 @@ ADAPTED = (
 EMBEDDING, HEAD = "embed.weight", "lm_head.weight"
 EXPERTS = ("mlp.experts.gate_up", "mlp.experts.down")
 EXTRA = {"embedding": (EMBEDDING,), "head": (HEAD,), "experts": EXPERTS}
-OF_HEAD = next(spec for spec in TABLE if (spec.name, spec.when) == (HEAD, "has_lm_head"))
 SIDE = re.compile(r"(.+)\.(?:(a|A|lora_a|lora_A|0)|b|B|lora_b|lora_B|1)")
 
 
@@ -85,17 +76,18 @@ class Target(NamedTuple):
     part: Part
     place: tuple[slice, ...]
 
-    def sides(self, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    @property
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the part's outputs and inputs."""
         outputs, _, inputs = self.part.axes.partition(",")
-        return axes_shape(outputs, config), axes_shape(inputs, config)
+        return self.spec.shape_of(outputs), self.spec.shape_of(inputs)
 
 
 def targets(config: ModelConfig, extra: Collection[str] = ()) -> dict[str, Target]:
     """What can have adapters in a model, by the names of the parts; extra: kinds of EXTRA too."""
     found = {}
     for spec in adapted_specs(config, extra).values():
-        for part, index in spec.places(config):
+        for part, index in spec.places:
             found[spec.at(part.name)] = Target(spec, part, index)
     return found
 
@@ -106,7 +98,7 @@ def adapted_specs(config: ModelConfig, extra: Collection[str] = ()) -> dict[str,
     extra: kinds of EXTRA too.
     """
     wanted = {*ADAPTED, *(name for kind in extra for name in EXTRA[kind])}
-    table = param_table(config) | {HEAD: OF_HEAD}
+    table = param_table(config) | {HEAD: LM_HEAD.placed(config.sizes)}
     return {name: _adapted(spec) for name, spec in table.items() if _short(spec.name) in wanted}
 
 
@@ -149,17 +141,17 @@ def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> 
         if missing := {"a", "b"} - pair.keys():
             raise ConfigError(f"lora[{name!r}] lacks its {missing.pop().upper()}")
         if name in parts:
-            found[name] = fitted(name, pair["a"], pair["b"], parts[name], config)
+            found[name] = fitted(name, pair["a"], pair["b"], parts[name])
         elif name in fused:
-            found |= _of_fused(name, pair["a"], pair["b"], fused[name], config)
+            found |= _of_fused(name, pair["a"], pair["b"], fused[name])
         else:
             raise ConfigError(_unknown(name, config))
     return scaled(found, adapter.scale)
 
 
-def fitted(name: str, a: Any, b: Any, target: Target, config: ModelConfig) -> Pair:
+def fitted(name: str, a: Any, b: Any, target: Target) -> Pair:
     """A pair in the shapes of its part, whose axes of inputs and of outputs may come as one."""
-    outputs, inputs = target.sides(config)
+    outputs, inputs = target.sides
     return _shaped(name, a, b, outputs, inputs)
 
 
@@ -224,7 +216,7 @@ def initial_lora(
     for each, (name, target) in zip(
         jax.random.split(key, len(chosen)), chosen.items(), strict=True
     ):
-        outputs, inputs = target.sides(config)
+        outputs, inputs = target.sides
         a, count = jax.random.normal(each, (rank, *inputs), dtype), math.prod(inputs)
         if name == EMBEDDING:
             count = 1
@@ -235,11 +227,11 @@ def initial_lora(
     return nest(found)
 
 
-def _of_fused(name: str, a: Any, b: Any, spec: ParamSpec, config: ModelConfig) -> Pairs:
+def _of_fused(name: str, a: Any, b: Any, spec: ParamSpec) -> Pairs:
     """One pair for a whole fused weight, as one for each of its parts."""
-    outputs, inputs = (axes_shape(" ".join(side), config) for side in spec.sides)
+    outputs, inputs = (spec.shape_of(" ".join(side)) for side in spec.sides)
     pair = _shaped(name, a, b, outputs, inputs)
-    return {spec.at(part.name): Pair(pair.a, pair.b[index]) for part, index in spec.places(config)}
+    return {spec.at(part.name): Pair(pair.a, pair.b[index]) for part, index in spec.places}
 
 
 def _shaped(name: str, a: Any, b: Any, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> Pair:

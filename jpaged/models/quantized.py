@@ -30,11 +30,6 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jpaged.errors import ConfigError
-from jpaged.models.config import ModelConfig
-from jpaged.models.hf_quantization import Format
-from jpaged.models.params import Params, ParamSpec, axes_shape, nest, param_table
-
 type Form = Literal["int8", "int4", "fp8"]  # that plain weights are made into
 type StoredForm = Form | Literal["mxfp4"]  # files have it
 GROUP = 32  # inputs that share a scale in int4
@@ -277,16 +272,6 @@ def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
     return dataclasses.replace(weight, **parts)
 
 
-def quantized_tree(params: Params, quantization: Form) -> dict[str, Any]:
-    """The canonical tree with its weights as they are served: what an engine on one device has."""
-
-    def one(spec: ParamSpec, leaf: Any) -> Any:
-        form = served_form(spec, params.config, quantization)
-        return leaf if form is None else quantized(jnp.asarray(leaf), form, len(spec.sides[0]))
-
-    return jax.tree.map(one, nest(param_table(params.config)), dict(params))
-
-
 def specs_of(tree: Any, specs: Any) -> Any:
     """How a serving tree lies, of the specs of its plain one."""
     return jax.tree.map(
@@ -300,64 +285,3 @@ def specs_of(tree: Any, specs: Any) -> Any:
 def is_quantized(node: Any) -> bool:
     """For jax.tree.map(is_leaf=)."""
     return isinstance(node, QuantizedWeight)
-
-
-def served_form(
-    spec: ParamSpec, model: ModelConfig, quantization: Form | None, devices: int = 1
-) -> Form | None:
-    """What a parameter is served in; None is as it is. The weights of products are quantised, but
-    for routers and gates of experts; the head (and a tied embedding) stays in 8 bits, since it
-    costs the most in quality. ConfigError where it cannot be.
-
-    devices: of a tensor axis, that split it.
-    """
-    inputs = spec.sides[1]
-    if quantization is None or not inputs or spec.sharding is None:
-        return None
-    asked = f"quantization={quantization!r}"
-    if spec.sharding == "vocab":
-        if spec.name == "embed.weight" and not model.tie_word_embeddings:
-            return None
-        return "int8" if quantization == "int4" else quantization
-    share = axes_shape(inputs[-1], model)[0]
-    if spec.split_letter(model, devices) == inputs[-1]:
-        share //= devices
-    if quantization == "int4" and share % GROUP:
-        raise ConfigError(
-            f"{asked}: {spec.name} has {share} inputs on a device in a row of its last axis, which "
-            f"are not whole groups of {GROUP}"
-        )
-    return quantization
-
-
-def stored_shapes(
-    spec: ParamSpec, model: ModelConfig, kind: Format, dtype: Any
-) -> QuantizedWeight | None:
-    """The shapes of a parameter as a folder of a format has it, where it holds all weights of
-    products but the head's in 8 or 4 bits (mxfp4: those of experts); None is plain.
-    """
-    is_expert = spec.sides[0][:1] == ["X"]
-    if not spec.sides[1] or spec.sharding in (None, "vocab"):
-        return None
-    if kind.method == "mxfp4" and not is_expert:
-        return None
-    shape, num_outputs = spec.shape(model), len(spec.sides[0])
-    last, inputs = shape[-1], math.prod(shape[num_outputs:])
-    asked = GROUP if kind.method == "mxfp4" else kind.block[1] if kind.block else kind.group
-    group, in_4_bits = math.gcd(asked or inputs, last), kind.form in IN_4_BITS
-    if in_4_bits and (last % GROUP or group % GROUP):
-        return None
-    by_output = not in_4_bits and (asked or inputs) >= inputs
-    ones = [1] * (len(shape) - num_outputs)
-    of_scales = (*shape[:num_outputs], *ones) if by_output else (*shape[:-1], last // group)
-    scales: Any = jax.ShapeDtypeStruct(of_scales, jnp.float32)
-    held = (*shape[:-1], last // 2) if in_4_bits else shape
-    values: Any = jax.ShapeDtypeStruct(held, jnp.uint8 if in_4_bits else VALUES[kind.form])
-    return QuantizedWeight(
-        values=values,
-        scales=scales,
-        form=kind.form,
-        num_outputs=num_outputs,
-        dtype=jnp.dtype(dtype),
-        zeros=scales if kind.has_zeros else None,
-    )

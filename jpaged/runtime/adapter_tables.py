@@ -18,7 +18,8 @@ from jpaged.engine.buckets import Bucket
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Pairs, adapted_specs
-from jpaged.models.params import ParamSpec, axes_shape, nest
+from jpaged.models.param_spec import ParamSpec
+from jpaged.models.params import nest
 from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
@@ -36,7 +37,7 @@ def table_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
     if not config.max_loras:
         return 0
     specs = adapted_specs(model, config.lora_extra)
-    shapes = [_shapes(spec, model, config) for spec in specs.values()]
+    shapes = [_shapes(spec, config) for spec in specs.values()]
     sizes = [math.prod(shape) for each in shapes for shape in (each["a"], *each["b"])]
     return jnp.dtype(dtype).itemsize * sum(sizes)
 
@@ -49,7 +50,7 @@ def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype
         return jax.ShapeDtypeStruct(whole, dtype, sharding=where.sharding(spec))
 
     def of_weight(name: str, spec: ParamSpec) -> dict[str, Any]:
-        shapes, specs = _shapes(spec, model, config), _specs(spec, model, where)
+        shapes, specs = _shapes(spec, config), _specs(spec, where)
         pairs = zip(shapes["b"], specs["b"], strict=True)
         return {"a": struct(shapes["a"], specs["a"]), "b": tuple(struct(*pair) for pair in pairs)}
 
@@ -75,7 +76,7 @@ def with_tables(
 def table_specs(model: ModelConfig, config: EngineConfig, where: Placement) -> Any:
     """How they lie: B is split where the outputs are, A where the inputs are."""
     specs = adapted_specs(model, config.lora_extra)
-    return nest({name: _specs(spec, model, where) for name, spec in specs.items()})
+    return nest({name: _specs(spec, where) for name, spec in specs.items()})
 
 
 def own_tables(tables: Any) -> Any:
@@ -83,9 +84,9 @@ def own_tables(tables: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tables)
 
 
-def _shapes(spec: ParamSpec, model: ModelConfig, config: EngineConfig) -> dict[str, Any]:
-    inputs = axes_shape(" ".join(spec.sides[1]), model)
-    outputs = [axes_shape(part.axes.partition(",")[0], model) for part in spec.parts]
+def _shapes(spec: ParamSpec, config: EngineConfig) -> dict[str, Any]:
+    inputs = spec.shape_of(" ".join(spec.sides[1]))
+    outputs = [spec.shape_of(part.axes.partition(",")[0]) for part in spec.parts]
     slots, rank = config.max_loras, table_rank(config)
     return {
         "a": (len(outputs), slots, rank, *inputs),
@@ -93,8 +94,8 @@ def _shapes(spec: ParamSpec, model: ModelConfig, config: EngineConfig) -> dict[s
     }
 
 
-def _specs(spec: ParamSpec, model: ModelConfig, where: Placement) -> dict[str, Any]:
-    letter, data = spec.split_letter(model, where.axis_size), where.data_axes or None
+def _specs(spec: ParamSpec, where: Placement) -> dict[str, Any]:
+    letter, data = spec.split_letter(where.axis_size), where.data_axes or None
 
     def split(lead: int, axes: list[str]) -> PartitionSpec:
         if letter not in axes or where.tensor_axis is None:
@@ -111,7 +112,7 @@ def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any
     """
     data = {}
     for name, spec in adapted_specs(model, config.lora_extra).items():
-        shapes = _shapes(spec, model, config)
+        shapes = _shapes(spec, config)
         a = np.zeros(shapes["a"][:1] + shapes["a"][2:], dtype)
         b = tuple(np.zeros(shape[1:], dtype) for shape in shapes["b"])
         for at, part in enumerate(spec.parts):

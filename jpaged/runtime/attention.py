@@ -15,7 +15,7 @@ from jax import Array
 from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import KVGroup
+from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads
 from kernels_pallas.implementation import CUDA
 from kernels_pallas.paged_attention import IMPLEMENTATIONS
@@ -170,7 +170,7 @@ def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) ->
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
     reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
-    if model.qk_norm_whole:
+    if any(layer.mixer is not None and layer.mixer.qk_norm == "whole" for layer in model.layers):
         reason = "norms over all heads together"
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)

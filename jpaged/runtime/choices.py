@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig
 from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import kv_groups
+from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.layers.mlp import MLPConfig
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import Kernel, choose_kernel
@@ -107,9 +108,14 @@ def choose(
 
 def _widths(model: ModelConfig) -> list[int]:
     """Return the inputs of every kind of product in a device's share of a model."""
-    widths = [model.hidden_size, model.num_heads * model.head_dim, model.shared_expert_size]
-    if any(map(model.has_mlp, range(model.num_layers))):
-        widths.append(model.intermediate_size)
+    widths = [model.hidden_size]
+    for layer in model.layers:
+        if layer.mixer is not None:
+            widths.append(layer.mixer.num_heads * layer.mixer.head_dim)
+        if isinstance(layer.ffn, MLPConfig):
+            widths.append(layer.ffn.intermediate_size)
+        elif layer.ffn is not None:
+            widths.append(layer.ffn.shared_expert_size)
     return widths
 
 

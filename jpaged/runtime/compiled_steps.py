@@ -22,7 +22,7 @@ from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import with_tables
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
-from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.steps import StepSetting, make_step
 
@@ -135,9 +135,17 @@ class CompiledSteps:
         """DeviceState.kv of all replicas, as ShapeDtypeStructs."""
         return tuple(self._rows(pool, pool.shape[0]) for pool in self.setting.pools)
 
+    @property
+    def _kv_specs(self) -> tuple[Pool, ...]:
+        """How it lies."""
+        return tuple(pool.specs(self.where) for pool in self.setting.pools)
+
     def _rows(self, pool: PoolSpec, rows: int) -> Any:
-        spec = kv_cache.spec(self.where)
-        return jax.tree.map(lambda x: self._struct(x.shape, x.dtype, spec), pool.of_rows(rows))
+        specs = pool.specs(self.where)
+        return {
+            name: self._struct(x.shape, x.dtype, specs[name])
+            for name, x in pool.of_rows(rows).items()
+        }
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
@@ -152,7 +160,7 @@ class CompiledSteps:
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
         """The device's state as ShapeDtypeStructs, and how it is split."""
         slots = self.setting.config.max_num_seqs
-        spec, each = kv_cache.spec(self.where), self.where.each
+        each = self.where.each
         row = self._struct((slots,), jnp.int32)
         counts = self.counts if full else None
         rows = RowState(last_token_R=row, context_len_R=row, counts_RV=counts)
@@ -160,7 +168,7 @@ class CompiledSteps:
         row_spec = RowState(last_token_R=each, context_len_R=each, counts_RV=counts_spec)
         return (
             DeviceState(kv=self.kv, rows=rows),
-            DeviceState(kv=tuple(spec for _ in self.kv), rows=row_spec),
+            DeviceState(kv=self._kv_specs, rows=row_spec),
         )
 
     def _struct(
@@ -176,7 +184,7 @@ class CompiledSteps:
         """A function of kv_cache for so many blocks of a group's pool."""
         if (name, group, count) not in self._moves:
             started, pool = time.perf_counter(), self.setting.pools[group]
-            spec, each = kv_cache.spec(self.where), self.where.each
+            spec, each = pool.specs(self.where), self.where.each
             args = [self.kv[group], self._struct((count,), jnp.int32)]
             if name == "write_blocks":
                 args.append(self._rows(pool, pool.num_layers * count))
@@ -184,8 +192,8 @@ class CompiledSteps:
             if self.where.replicas > 1:  # else XLA splits what has no sums in it
                 function = self._per_device(function, (spec, each, spec)[: len(args)], spec)
             donated = 0 if name == "write_blocks" else ()
-            where = self.where.sharding(spec)
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=where)
+            outs = pool.shardings(self.where)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=outs)
             self._moves[name, group, count] = jitted.lower(*args).compile()
             self.seconds[f"{name} {count} of group {group}"] = time.perf_counter() - started
         return self._moves[name, group, count]
@@ -220,10 +228,10 @@ class CompiledSteps:
                     for spec, pool, copies in pairs
                 )
 
-            spec = (kv_cache.spec(self.where),) * len(pools)
+            spec = self._kv_specs
             copies = self._struct((len(pools), self.setting.config.seq_buckets[-1], 2), jnp.int32)
             function = self._per_device(copy, (spec, self.where.each), spec)
-            outs = jax.tree.map(self.where.sharding, spec)
+            outs = tuple(pool.shardings(self.where) for pool in pools)
             jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
             self._copy_blocks = jitted.lower(self.kv, copies).compile()
             self.seconds["copy_blocks"] = time.perf_counter() - started

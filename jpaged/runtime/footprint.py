@@ -22,20 +22,20 @@ from jpaged.checks import read_json
 from jpaged.config import EngineConfig, has_head_adapters
 from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import STATES, HeadConfig, fitted
+from jpaged.models.eagle import HeadConfig, fitted
 from jpaged.models.hf_config import format_of
 from jpaged.models.hf_quantization import Format
-from jpaged.models.kv_view import kv_groups
-from jpaged.models.params import ParamSpec, nest, param_shapes, param_specs, param_table
+from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.scratch import StepSizes
+from jpaged.models.param_spec import ParamSpec
+from jpaged.models.params import nest, param_shapes, param_specs, param_table
 from jpaged.models.quantized import (
     Form,
     is_quantized,
     quantized,
-    served_form,
     specs_of,
-    stored_shapes,
 )
-from jpaged.models.served import served_config, share_of
+from jpaged.models.served import served_config, served_form, share_of, stored_shapes
 from jpaged.resolve import resolve
 from jpaged.runtime.adapter_tables import table_bytes, table_rank
 from jpaged.runtime.choices import Choices
@@ -45,7 +45,6 @@ from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
 from jpaged.runtime.thresholds import SEARCH_ROWS
-from kernels_cpu.experts import MOST_PAIRS
 
 FEATURES = (*DRAWS, "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
@@ -140,10 +139,10 @@ def form_of(
     """
 
     def shape_of(spec: ParamSpec) -> Any:
-        stored = None if kind is None else stored_shapes(spec, model, kind, dtype)
+        stored = None if kind is None else stored_shapes(spec, kind, dtype)
         if stored is not None:
             return stored
-        plain = jax.ShapeDtypeStruct(spec.shape(model), jnp.dtype(dtype))
+        plain = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
         form = served_form(spec, model, quantization, where.axis_size)
         if form is None:
             return plain
@@ -226,7 +225,7 @@ def plan_within(
     the bound holds (on CPU) and leaves the pool as it would be.
     """
     weights = bytes_on_device((probe.params, probe.draft_params))
-    sizes = [pool.block_bytes // pool.shards for pool in probe.pools]
+    sizes = [pool.device_block_bytes for pool in probe.pools]
     most, widest = most_blocks(probe.model, config), widest_group(probe.model, config)
     limited: list[int | None] = [None if at == widest else n for at, n in enumerate(most)]
     if (draft := probe.draft_model) is not None:
@@ -314,44 +313,35 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
     device has (see share_of).
 
-    Twice what a layer makes of its tokens, one result of attention for each layer (XLA:CPU shares
-    none of them), the logits as often as the full sampler holds them, tiles of prompt scores, and
-    float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to two thirds of
-    it.
+    What the layers say (models/layers/scratch.py), the logits as often as the full sampler holds
+    them, tiles of prompt scores, and float16 weights in f32 (bfloat16 ones are multiplied as they
+    are). Steps use up to two thirds of it.
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     rows, vocab = config.seq_buckets[-1], model.vocab_size
     tokens = max(config.token_buckets[-1], rows)
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    ffn = max(model.intermediate_size, model.shared_expert_size)
-    widths = 4 * (heads + 2 * kv_heads) + 12 * ffn + 4 * model.hidden_size
-    token = widths + 8 * config.max_logprobs
-    short = 8 * rows + 1024  # each row's last query tile, and those of the last group, may be short
-    attended = model.num_layers * (2 * tokens + short) * heads * jnp.dtype(dtype).itemsize
+    # What adapters make of the tokens, of up to three parts.
+    adapted = 3 * config.max_loras * table_rank(config) if config.max_loras else 0
+    sizes = StepSizes(
+        tokens=tokens,
+        short=8 * rows + 1024,
+        itemsize=jnp.dtype(dtype).itemsize,
+        hidden_size=model.hidden_size,
+        expert_adapter_rank=adapted if "experts" in config.lora_extra else 0,
+    )
+    layers = model.scratch(sizes)
     logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
     if has_head_adapters(config):  # what they add is as large
         logits += 4 * vocab * (rows + SCORE_TILE)
+    if isinstance(model, HeadConfig):  # guesses of the whole vocabulary, and who is first in a slot
+        logits += 4 * rows * (vocab + tokens)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
-    experts = 0
-    if model.num_experts:  # an expert's weights, the pairs in their order, a sum in each layer
-        experts = 24 * model.hidden_size * model.expert_size
-        pairs = tokens * model.experts_per_token
-        experts += 64 * pairs
-        experts += min(pairs, MOST_PAIRS) * (24 * model.expert_size + 16 * model.hidden_size)
-        experts += 8 * tokens * model.hidden_size * model.num_layers
-    if isinstance(model, HeadConfig):  # the model's hidden states, joined ones, and pairs
-        widest = 2 * STATES * model.target_hidden_size + 8 * model.hidden_size
-        experts += 4 * (tokens + short) * widest + 4 * rows * (model.vocab_size + tokens)
     ids = 2 * config.max_logprobs + config.max_logit_bias
-    # What adapters make of the tokens, of up to three parts.
-    adapted = 3 * config.max_loras * table_rank(config) if config.max_loras else 0
     tables = len(kv_groups(model)) * config.max_blocks_per_seq
-    indices = 4 * rows * (tokens + tables + ids)
-    temporaries = 2 * (tokens + short) * token + attended + logits + weights + indices
-    temporaries += experts + TILES + 16 * tokens * adapted
-    if experts and "experts" in config.lora_extra:  # the adapters of an expert, taken out of theirs
-        temporaries += 8 * adapted * (model.hidden_size + model.expert_size)
+    indices = 4 * rows * (tokens + tables + ids) + sizes.rows * 8 * config.max_logprobs
+    temporaries = layers.shared + layers.kept + logits + weights + indices
+    temporaries += TILES + 16 * tokens * adapted
     return Needs(
         temporaries=temporaries,
         state=state_bytes(model, config, block_bytes) + table_bytes(model, config, dtype),

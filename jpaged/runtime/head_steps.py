@@ -10,16 +10,17 @@ differ by it, tokens never do.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.eagle import Head, HeadConfig
+from jpaged.models.eagle import TARGET_HIDDEN, Head, HeadConfig, bind_head
 from jpaged.models.forward import Forward
-from jpaged.models.layers.linear import Serving
-from jpaged.runtime.kv_cache import HeadPool
+from jpaged.models.layers.linear import StepContext
+from jpaged.runtime.kv_cache import Pool, num_rows
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, slot_mapping, view_of
 from kernels_pallas.paged_attention.kv_write import write_kv
 
@@ -34,20 +35,21 @@ class HeadSteps:
     params: Any
     target: Forward
 
-    def head(self, num_rows: Array) -> Head:
-        """The head for a product of so many rows."""
-        model, how = self.setting.model, self.setting
+    @functools.cached_property
+    def head(self) -> Head:
+        """The head, bound to its weights."""
+        model = self.setting.model
         assert isinstance(model, HeadConfig)
-        sizes: Any = {"num_rows": num_rows, "max_len": how.config.max_model_len}
-        serving = Serving(**sizes, products=how.choices.products, in_fp8=how.choices.in_fp8)
-        return Head(model, self.params, self.target, serving)
+        return bind_head(model, self.params, self.target)
 
-    def follow(
-        self, packed: Packed, states: list[Array], pool: HeadPool, *, is_decode: bool
-    ) -> HeadPool:
+    def context(self, num_rows: Array) -> StepContext:
+        """What the head's layer is given for so many rows."""
+        return self.setting.context(num_rows)
+
+    def follow(self, packed: Packed, states: list[Array], pool: Pool, *, is_decode: bool) -> Pool:
         """The pool once a step has computed these tokens, whose hidden states are given."""
         with jax.named_scope("head"):
-            hidden_TE = self.head(packed.num_rows).joined(states)
+            hidden_TE = self.head.joined(states, self.context(packed.num_rows))
             if is_decode:
                 before = _shifted(packed)
                 pool = self._with_hidden(pool, packed, hidden_TE, is_decode=True)
@@ -65,7 +67,7 @@ class HeadSteps:
             )
             return self._entries(before, hidden_TE, pool, is_decode=False)[1]
 
-    def guess(self, packed: Packed, pool: HeadPool) -> tuple[Array, HeadPool]:
+    def guess(self, packed: Packed, pool: Pool) -> tuple[Array, Pool]:
         """What the layer gives of a token of each row, and the pool with it in the place of the
         hidden state of that token: a guess after it goes on from there.
         """
@@ -75,37 +77,42 @@ class HeadSteps:
         return x_SE, self._with_hidden(pool, packed, x_SE, is_decode=True)
 
     def _entries(
-        self, packed: Packed, hidden_TE: Array, pool: HeadPool, *, is_decode: bool
-    ) -> tuple[Array, HeadPool]:
+        self, packed: Packed, hidden_TE: Array, pool: Pool, *, is_decode: bool
+    ) -> tuple[Array, Pool]:
         """What the layer gives of entries, and the pool with their keys and values."""
         row_T, positions_T = _places(packed, is_decode=is_decode)
         at = (packed, row_T, positions_T)
-        view = view_of(self.setting.pools, (pool.kv,), *at, is_decode=is_decode)
+        view = view_of(self.setting.pools, (pool,), *at, is_decode=is_decode)
         (group,) = view.groups
         slots_T = _once(group.slot_mapping_T, packed.query_start_loc_S1)
         group = dataclasses.replace(group, slot_mapping_T=slots_T)
         view = dataclasses.replace(view, groups=(group,))
-        head, positions_T = self.head(packed.num_rows), jnp.maximum(positions_T, 0)
-        x_TE, written = head(packed.tokens_T, positions_T, hidden_TE, view)
+        x_TE, written = self.head(
+            packed.tokens_T,
+            jnp.maximum(positions_T, 0),
+            hidden_TE,
+            view,
+            self.context(packed.num_rows),
+        )
         assert isinstance(written, PagedKV)
-        return x_TE, dataclasses.replace(pool, kv=written.pools[0])
+        return x_TE, written.pools[0]
 
     def _with_hidden(
-        self, pool: HeadPool, packed: Packed, hidden_TE: Array, *, is_decode: bool
-    ) -> HeadPool:
+        self, pool: Pool, packed: Packed, hidden_TE: Array, *, is_decode: bool
+    ) -> Pool:
         """The pool with a hidden state for each token."""
         row_T, positions_T = _places(packed, is_decode=is_decode)
-        at = (packed.block_tables_GSM[-1], self.setting.config.block_size, pool.hidden)
+        at = (packed.block_tables_GSM[-1], self.setting.config.block_size, num_rows(pool))
         slots_T = slot_mapping(row_T, positions_T, *at)
-        hidden = write_kv(pool.hidden, 0, hidden_TE, slots_T)
-        return dataclasses.replace(pool, hidden=hidden)
+        return pool | {TARGET_HIDDEN: write_kv(pool[TARGET_HIDDEN], 0, hidden_TE, slots_T)}
 
-    def _hidden_at(self, pool: HeadPool, packed: Packed, position_S: Array) -> Array:
+    def _hidden_at(self, pool: Pool, packed: Packed, position_S: Array) -> Array:
         """The hidden state of one position of each row; anything where there is no such."""
         rows_S = jnp.arange(position_S.shape[0], dtype=jnp.int32)
-        at = (packed.block_tables_GSM[-1], self.setting.config.block_size, pool.hidden)
+        at = (packed.block_tables_GSM[-1], self.setting.config.block_size, num_rows(pool))
         slots_S = slot_mapping(rows_S, jnp.maximum(position_S, 0), *at)
-        flat = pool.hidden.reshape(-1, pool.hidden.shape[-1])
+        hidden = pool[TARGET_HIDDEN]
+        flat = hidden.reshape(-1, hidden.shape[-1])
         return jnp.take(flat, slots_S, axis=0, mode="clip")
 
 

@@ -1,15 +1,17 @@
 """The KV cache: a pool a group of layers, its shape and bytes, and moving blocks.
 
-    pool [Lg * N, P, rows, width]      row l * N + b is block b of the group's l-th layer,
-                                       each of its P slots the keys and values of one token
+A pool is a dict of arrays, one a field of PoolSpec.record:
 
-so one block table serves all layers of a group, and no slice of a pool is ever taken. Keys and
-values in 8 bits lie in a ScaledPool, whose scales have an array of their own beside: what moves
-blocks moves both.
+    pool[field.name] [Lg * N, *field.shape]    row l * N + b is block b of the group's l-th layer
+
+so one block table serves all layers of a group, and no slice of a pool is ever taken. What moves
+blocks is a tree map over the fields. Keys and values are one field, "kv": [P, rows, width], P slots
+of one token each, as the kernel lays them out; in 8 bits their "scales" are another.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,26 +23,13 @@ from jax.sharding import PartitionSpec, Sharding
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import KVGroup, kv_groups
+from jpaged.models.kv_groups import KVGroup, kv_groups
+from jpaged.models.record import Field, Record
 from jpaged.runtime.attention import Kernel
 from jpaged.runtime.mesh import Placement
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadPool:
-    """The pool of an EAGLE-3 head: keys and values of its entries, and in hidden [N, P, E] the
-    hidden state of the model at each position.
-    """
-
-    kv: Any
-    hidden: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the keys and values."""
-        return self.kv.shape
+type Pool = dict[str, Any]  # arrays (or what stands for them) by the names of fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +37,7 @@ class PoolSpec:
     """The pool of one group of layers, and the kernel that reads it.
 
     dtype: of queries, and of the pool unless kv_dtype names another, of 8 bits with scales. shards:
-    devices that the KV heads are split over. hidden_size: of what a HeadPool has beside, 0 for any
-    other.
+    devices that split fields are split over.
     """
 
     group: KVGroup
@@ -59,40 +47,76 @@ class PoolSpec:
     dtype: jnp.dtype
     kv_dtype: jnp.dtype | None = None
     shards: int = 1
-    hidden_size: int = 0
 
     @property
     def num_layers(self) -> int:
         return len(self.group.layers)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """K0, V0, K1, V1, ... on axis 2, as the kernel pads them."""
-        token = self.kernel.pool_layout
-        rows = self.num_layers * self.num_blocks
-        return (rows, self.block_size, self.shards * token.rows, token.width)
-
-    def of_rows(self, rows: int) -> Any:
-        """So many rows of the pool as ShapeDtypeStructs: one, or a ScaledPool or HeadPool of
-        several.
+    def record(self) -> Record:
+        """What a block of one layer is on all devices together: keys and values as the kernel lays
+        them out (K0, V0, K1, V1, ... on axis 1, padded), and other fields of the group's record as
+        the layer declares them.
         """
-        if self.hidden_size:
-            kv = dataclasses.replace(self, hidden_size=0).of_rows(rows)
-            hidden = (rows, self.block_size, self.hidden_size)
-            return HeadPool(kv=kv, hidden=jax.ShapeDtypeStruct(hidden, self.dtype))
-        shape = (rows, *self.shape[1:])
+        layout, P = self.kernel.pool_layout, self.block_size
+        kv = (P, self.shards * layout.rows, layout.width)
+        fields = [Field("kv", kv, split=1, dtype=self.kv_dtype or self.dtype)]
+        if self.kv_dtype is not None:
+            # A device's scales lie together, whatever their last axis is.
+            lines, columns = layout.scales(P)
+            shape = (lines, self.shards * columns)
+            fields.append(Field("scales", shape, split=1, dtype=jnp.dtype(jnp.float32)))
+        for field in self.group.record.fields:
+            if field.name not in ("keys", "values"):
+                split = None if field.split is None else 1 + field.split
+                dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
+                fields.append(Field(field.name, (P, *field.shape), split=split, dtype=dtype))
+        return Record(fields=tuple(fields), per="block")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the keys and values."""
+        return (self.num_layers * self.num_blocks, *self.record["kv"].shape)
+
+    def of_rows(self, rows: int) -> Pool:
+        """So many rows of the pool as ShapeDtypeStructs."""
+        return {
+            field.name: jax.ShapeDtypeStruct((rows, *field.shape), field.dtype)
+            for field in self.record.fields
+        }
+
+    def specs(self, where: Placement) -> Pool:
+        """How each field lies at a place; see `partition`."""
+        return {field.name: partition(field, where) for field in self.record.fields}
+
+    def shardings(self, where: Placement) -> Pool:
+        """The same as shardings."""
+        return {name: where.sharding(spec) for name, spec in self.specs(where).items()}
+
+    def operand(self, pool: Pool) -> Any:
+        """The keys and values of a pool as its kernel takes them."""
         if self.kv_dtype is None:
-            return jax.ShapeDtypeStruct(shape, self.dtype)
-        layout, values = self.kernel.pool_layout, jax.ShapeDtypeStruct(shape, self.kv_dtype)
-        lines, columns = layout.scales(self.block_size)
-        scales = jax.ShapeDtypeStruct((rows, lines, self.shards * columns), jnp.float32)
-        return ScaledPool(values, scales, layout.slots_last)
+            return pool["kv"]
+        return ScaledPool(pool["kv"], pool["scales"], self.kernel.pool_layout.slots_last)
+
+    def written(self, pool: Pool, operand: Any) -> Pool:
+        """The pool with these keys and values."""
+        if self.kv_dtype is None:
+            return pool | {"kv": operand}
+        return pool | {"kv": operand.values, "scales": operand.scales}
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers of the group, on all devices together."""
-        parts = jax.tree.leaves(self.of_rows(self.num_layers))
-        return sum(part.size * part.dtype.itemsize for part in parts)
+        return self.num_layers * sum(map(_bytes, self.record.fields))
+
+    @property
+    def device_block_bytes(self) -> int:
+        """Bytes of one block in all layers of the group, on each device."""
+        return self.num_layers * sum(
+            _bytes(field) // (1 if field.split is None else self.shards)
+            for field in self.record.fields
+        )
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +149,6 @@ def pool_specs(
             dtype=jnp.dtype(kernel.shapes.dtype),
             kv_dtype=kernel.shapes.kv_dtype,
             shards=where.axis_size,
-            hidden_size=model.hidden_size if model.is_head else 0,
         )
         for i, (group, kernel) in enumerate(zip(kv_groups(model), kernels, strict=True))
     )
@@ -164,28 +187,37 @@ def reach(group: KVGroup, config: EngineConfig) -> int:
     return config.max_model_len if window is None else min(window, config.max_model_len)
 
 
-def spec(where: Placement) -> PartitionSpec:
-    """KV heads over the tensor axis, a contiguous split of axis 2 keeps each head's K and V
-    together; and the pools of all replicas one after the other. So lie scales too, whatever their
-    axis 2 is: a device's lie together.
+def partition(field: Field, where: Placement) -> PartitionSpec:
+    """How an array of a field, [rows, *field.shape], lies at a place: replicas one after the other,
+    and the field's own split axis over the tensor axis.
     """
-    return PartitionSpec(where.data_axes or None, None, where.tensor_axis)
+    replicas = where.data_axes or None
+    if field.split is None:
+        return PartitionSpec(replicas)
+    return PartitionSpec(replicas, *[None] * field.split, where.tensor_axis)
 
 
-def sharding(where: Placement) -> Any:
-    """Of every pool at a place."""
-    return where.sharding(spec(where))
+def _bytes(field: Field) -> int:
+    return math.prod(field.shape) * field.dtype.itemsize
 
 
-def pinned(where: Placement) -> Any:
-    """Of blocks on the host, in memory that the device reaches by itself; None without such."""
+def num_rows(pool: Pool) -> int:
+    """Lg * N of a pool."""
+    return next(iter(pool.values())).shape[0]
+
+
+def pinned(pool: PoolSpec, where: Placement) -> Pool | None:
+    """How blocks lie in host memory that the device reaches by itself; None without such."""
     kinds = {memory.kind for memory in where.device.addressable_memories()}
-    return sharding(where).with_memory_kind("pinned_host") if "pinned_host" in kinds else None
+    if "pinned_host" not in kinds:
+        return None
+    shardings = pool.shardings(where)
+    return {name: sharding.with_memory_kind("pinned_host") for name, sharding in shardings.items()}
 
 
-def to_host(blocks: Any, where: Placement) -> Any:
+def to_host(blocks: Any, pool: PoolSpec, where: Placement) -> Any:
     """Blocks on the host, in pinned memory where there is any."""
-    memory = pinned(where)
+    memory = pinned(pool, where)
     return jax.device_get(blocks) if memory is None else jax.device_put(blocks, memory)
 
 
@@ -231,8 +263,8 @@ def _copied(pool: Array, copies_C2: Array, num_layers: int) -> Array:
 
 
 def _rows(block_ids_B: Array, num_layers: int, rows: int) -> Array:
-    """Rows of the pool, a block's layers together; past the end, each at its own place, for ids of
-    -1.
+    """Pool rows of each block, all its layers; an id of -1 maps to distinct rows past the end,
+    where reads clip and writes drop.
     """
     step = rows // num_layers
     row_BL = block_ids_B[:, None] + step * jnp.arange(num_layers, dtype=jnp.int32)[None, :]
@@ -240,15 +272,19 @@ def _rows(block_ids_B: Array, num_layers: int, rows: int) -> Array:
     return jnp.where(block_ids_B[:, None] < 0, past_BL, row_BL).reshape(-1)
 
 
+def _first(pool: Any) -> Any:
+    return jax.tree.leaves(pool)[0]
+
+
 def read_blocks(pool: Any, block_ids_B: Array, *, num_layers: int) -> Any:
-    """Blocks of the pool, [B*L, P, 2K, D]; whatever is in reach for ids of -1."""
-    rows = _rows(block_ids_B, num_layers, pool.shape[0])
+    """Blocks of the pool, [B*L, *field.shape]; whatever is in reach for ids of -1."""
+    rows = _rows(block_ids_B, num_layers, _first(pool).shape[0])
     return jax.tree.map(lambda part: jnp.take(part, rows, axis=0, mode="clip"), pool)
 
 
 def write_blocks(pool: Any, block_ids_B: Array, blocks: Any, *, num_layers: int) -> Any:
     """The pool with blocks from read_blocks in these places; none is written for ids of -1."""
-    rows = _rows(block_ids_B, num_layers, pool.shape[0])
+    rows = _rows(block_ids_B, num_layers, _first(pool).shape[0])
 
     def write(part: Array, new: Array) -> Array:
         return part.at[rows].set(new, mode="drop", unique_indices=True)

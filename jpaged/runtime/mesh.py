@@ -20,7 +20,7 @@ from jax.sharding import (
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
-from jpaged.models.params import MeshAxis
+from jpaged.models.param_spec import MeshAxis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

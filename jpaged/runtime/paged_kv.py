@@ -1,14 +1,15 @@
 """PagedKV: one step's view of the KV cache, which the layers write to and attend through."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads
-from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.kv_cache import Pool, PoolSpec, num_rows
 from kernels_pallas.paged_attention.interface import AttentionOptions
 
 
@@ -36,39 +37,40 @@ class PagedKV:
     where each row's tokens begin in the packed T. is_decode: one token a row.
     """
 
-    pools: tuple[Any, ...]
+    pools: tuple[Pool, ...]
     groups: tuple[GroupView, ...]
     context_lens_S: Array
     query_start_loc_S1: Array
     specs: tuple[PoolSpec, ...] = dataclasses.field(metadata={"static": True})
     is_decode: bool = dataclasses.field(metadata={"static": True})
 
-    def attend(
-        self,
-        group: int,
-        index: Any,
-        qkv: Array,
-        heads: Heads,
-        options: AttentionOptions,
-        sinks: Any = None,
-    ) -> tuple[Array, "PagedKV"]:
+    def write(self, place: Place, qkv: Array, heads: Heads) -> tuple[Array, Self]:
         """See models.kv_view.KVView."""
-        spec, view = self.specs[group], self.groups[group]
-        assert options.window == spec.group.window, "what was prepared is for the group's window"
-        slots_T, kernel = view.slot_mapping_T, spec.kernel
-        q, pool = kernel.write(
-            qkv, heads, self.pools[group], index, slots_T, num_layers=spec.num_layers
+        at, spec, view = place.group, self.specs[place.group], self.groups[place.group]
+        q, written = spec.kernel.write(
+            qkv,
+            heads,
+            spec.operand(self.pools[at]),
+            place.index,
+            view.slot_mapping_T,
+            num_layers=spec.num_layers,
         )
+        pool = spec.written(self.pools[at], written)
+        pools = (*self.pools[:at], pool, *self.pools[at + 1 :])
+        return q, dataclasses.replace(self, pools=pools)
+
+    def attend(self, place: Place, q: Array, options: AttentionOptions, sinks: Any = None) -> Array:
+        """See models.kv_view.KVView."""
+        spec, view = self.specs[place.group], self.groups[place.group]
+        assert options.window == spec.group.window, "what was prepared is for the group's window"
+        kernel, pool = spec.kernel, spec.operand(self.pools[place.group])
         rows = (view.block_table_SM, self.context_lens_S)
         call: Any = {"options": kernel.options(options, spec.num_layers), "sinks_H": sinks}
         with jax.named_scope("paged_attention"):
             if self.is_decode:
-                o = kernel.module.decode(q, pool, index, *rows, **call)
-            else:
-                rows = (*rows, self.query_start_loc_S1, view.prepared)
-                o = kernel.module.prefill(q, pool, index, *rows, **call)
-        pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
-        return o, dataclasses.replace(self, pools=pools)
+                return kernel.module.decode(q, pool, place.index, *rows, **call)
+            rows = (*rows, self.query_start_loc_S1, view.prepared)
+            return kernel.module.prefill(q, pool, place.index, *rows, **call)
 
 
 class Packed(NamedTuple):
@@ -85,7 +87,7 @@ class Packed(NamedTuple):
 
 def view_of(
     specs: tuple[PoolSpec, ...],
-    pools: tuple[Any, ...],
+    pools: tuple[Pool, ...],
     packed: Packed,
     row_T: Array,
     positions_T: Array,
@@ -104,7 +106,7 @@ def view_of(
                 shapes=spec.kernel.shapes,
                 window=spec.group.window,
             )
-        slots_T = slot_mapping(row_T, positions_T, table_SM, spec.block_size, pool)
+        slots_T = slot_mapping(row_T, positions_T, table_SM, spec.block_size, num_rows(pool))
         group = GroupView(block_table_SM=table_SM, slot_mapping_T=slots_T, prepared=prepared)
         groups.append(group)
     return PagedKV(
@@ -128,10 +130,12 @@ def locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple
 
 
 def slot_mapping(
-    row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, pool: Any
+    row_T: Array, positions_T: Array, block_table_SM: Array, block_size: int, rows: int
 ) -> Array:
-    """Where each token's KV goes, as block * P + slot; padding goes past the end of the pool."""
+    """Where each token's KV goes, as block * P + slot; padding goes past the end of the pool. rows:
+    of the pool.
+    """
     flat = row_T * block_table_SM.shape[1] + positions_T // block_size
     block_T = jnp.take(block_table_SM.reshape(-1), flat, mode="clip")
     slots_T = block_T * block_size + positions_T % block_size
-    return jnp.where(positions_T >= 0, slots_T, pool.shape[0] * block_size)
+    return jnp.where(positions_T >= 0, slots_T, rows * block_size)

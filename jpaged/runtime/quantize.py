@@ -13,16 +13,15 @@ from jax.sharding import PartitionSpec
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import ParamSpec
+from jpaged.models.param_spec import ParamSpec
 from jpaged.models.quantized import (
     Form,
     QuantizedWeight,
     is_quantized,
     partition,
     quantized,
-    served_form,
 )
-from jpaged.models.served import Change
+from jpaged.models.served import Change, served_form
 from jpaged.runtime.mesh import Placement
 
 

@@ -199,7 +199,9 @@ class Runner:
         count = padded_blocks(len(block_ids))
         move = self.steps.move("read_blocks", group, count)
         ids = self.transfers.put_for(replica, _padded(block_ids, count, -1), -1)
-        return self.transfers.get_blocks(move(self._state.kv[group], ids), replica)
+        return self.transfers.get_blocks(
+            move(self._state.kv[group], ids), replica, self.pools[group]
+        )
 
     def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
         """Put what read_blocks gave into these blocks, a transfer a group; -1 leaves one out."""
@@ -373,7 +375,7 @@ def dtype_of(params: Any) -> Any:
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:
     """Bytes of these pools on each device."""
-    return sum(pool.nbytes // pool.shards for pool in pools)
+    return sum(pool.num_blocks * pool.device_block_bytes for pool in pools)
 
 
 def _padded(values: list[int], size: int, fill: int) -> np.ndarray:

@@ -20,16 +20,15 @@ from jpaged.engine.buckets import Bucket, input_sections, output_sections
 from jpaged.engine.controls import CONTROLS
 from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import HeadConfig
+from jpaged.models.eagle import Head, HeadConfig
 from jpaged.models.forward import Forward, bind
-from jpaged.models.layers.linear import Serving
-from jpaged.models.layers.low_rank import AdapterRows
-from jpaged.models.params import MeshAxis
+from jpaged.models.layers.linear import StepContext
+from jpaged.models.param_spec import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.head_steps import HeadSteps
-from jpaged.runtime.kv_cache import PoolSpec
+from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, view_of
 from jpaged.runtime.sampler import (
     Controls,
@@ -59,6 +58,19 @@ class StepSetting:
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
     draft: "StepSetting | None" = None
+
+    def context(self, num_rows: Array | None, slot_T: Array | None = None) -> StepContext:
+        """What the layers of a step with these rows are given."""
+        return StepContext(
+            num_rows=num_rows,
+            slot_T=slot_T,
+            max_len=self.config.max_model_len,
+            products=self.choices.products,
+            experts=self.choices.experts,
+            tensor_axis=self.tensor_axis,
+            axis_size=self.axis_size,
+            in_fp8=self.choices.in_fp8,
+        )
 
     @property
     def own_pools(self) -> tuple[PoolSpec, ...]:
@@ -101,6 +113,14 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A model, or a head that guesses for one, bound to its weights for the rows of a step."""
+
+    model: Forward | Head
+    context: StepContext
+
+
+@dataclasses.dataclass(frozen=True)
 class _Step:
     """A bucket of a setting, and what its step does in any phase. is_draft: of a draft model."""
 
@@ -127,26 +147,15 @@ class _Step:
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> Forward:
+    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> "_Bound":
         """The model; num_rows: rows of its products that are real, None where all are. slot_T: the
         slot of each token's adapter, where the step has adapters.
         """
-        adapters = None
+        tables = None
         if self.bucket.loras:
-            params, tables = params
-            if slot_T is not None:
-                adapters = AdapterRows(tables=own_tables(tables), slot_T=slot_T)
-        serving = Serving(
-            num_rows=num_rows,
-            max_len=self.to.config.max_model_len,
-            products=self.to.choices.products,
-            experts=self.to.choices.experts,
-            tensor_axis=self.to.tensor_axis,
-            axis_size=self.to.axis_size,
-            adapters=adapters,
-            in_fp8=self.to.choices.in_fp8,
-        )
-        return bind(self.to.model, params, serving)
+            params, tables = params[0], own_tables(params[1])
+        context = self.to.context(num_rows, slot_T)
+        return _Bound(bind(self.to.model, params, tables), context)
 
     @property
     def own(self) -> slice:
@@ -160,31 +169,32 @@ class _Step:
 
     def advance(
         self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[Any, Array, tuple[Any, ...]]:
-        """What draws by the hidden states of these tokens, those, and all pools with their keys and
-        values. slot_T: as in bind.
+    ) -> tuple["_Bound", Array, tuple[Any, ...]]:
+        """Run the model on these tokens. Returns the bound model, the hidden states [T, E] and all
+        pools with the tokens' keys and values. slot_T: as in bind.
         """
         params, draft = self.pair(params)
         view, _, positions_T = self.view(kv, packed)
-        decoder = self.bind(params, packed.num_rows, slot_T)
+        bound = self.bind(params, packed.num_rows, slot_T)
         at = packed.tokens_T, jnp.maximum(positions_T, 0)
-        x_TE, written, states = decoder.tapped(*at, view, self.to.taps)
+        assert isinstance(bound.model, Forward)
+        x_TE, written, states = bound.model.tapped(*at, view, self.to.taps, bound.context)
         assert isinstance(written, PagedKV)
         pools = written.pools
         if self.to.taps:
-            head = HeadSteps(self.to.draft, draft, decoder)
+            head = HeadSteps(self.to.draft, draft, bound.model)
             pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
         elif self.to.draft is not None:  # computes the same tokens
             step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
             with jax.named_scope("draft"):
                 pools += step.advance(draft, kv, packed)[2]
-        return decoder, x_TE, pools
+        return bound, x_TE, pools
 
-    def logits(self, decoder: Forward, x: Array) -> Array:
-        """Of final hidden states: those that this device has of each row."""
-        return self.to.vocabulary.masked(decoder.logits(x))
+    def logits(self, bound: "_Bound", x: Array) -> Array:
+        """The logits of final hidden states: those that this device has of each row."""
+        return self.to.vocabulary.masked(bound.model.logits(x, bound.context))
 
-    def view(self, kv: tuple[Array, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
+    def view(self, kv: tuple[Pool, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
         """The step's view of the model's own pools, the first or (of a draft model) last of all,
         and the row and position (-1: padding) of each token.
         """
@@ -206,19 +216,20 @@ class _HeadStep(_Step):
 
     def advance(
         self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple[Any, Array, tuple[Any, ...]]:
+    ) -> tuple["_Bound", Array, tuple[Any, ...]]:
         assert self.target is not None and slot_T is None
         (params, head), (pool,) = params, kv
         target = _Step(self.bucket, self.target).bind(params, packed.num_rows)
-        steps = HeadSteps(self.to, head, target)
+        assert isinstance(target.model, Forward)
+        steps = HeadSteps(self.to, head, target.model)
         x_SE, pool = steps.guess(packed, pool)
-        return steps.head(packed.num_rows), x_SE, (pool,)
+        return _Bound(steps.head, steps.context(packed.num_rows)), x_SE, (pool,)
 
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
     def prefill(
         params: Any,
-        kv: tuple[Array, ...],
+        kv: tuple[Pool, ...],
         rows: RowState,
         packed: Array,
         mask_TW: Array | None = None,
@@ -256,8 +267,8 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     ):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
-        decoder = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
-        logits_SV = step.logits(decoder, hidden_RE[:num_rows])
+        bound = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
+        logits_SV = step.logits(bound, hidden_RE[:num_rows])
         open_after_S = fields["open_after"]
         drawn = _draw(step, logits_SV, fields, context_lens_S, rows, open_after_S, mask_SW)
         # A row that stopped meanwhile draws no more.
@@ -275,7 +286,7 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
     assert step.to.config.seq_buckets is not None
     padding = step.to.config.seq_buckets[-1] - rows_S
 
-    def decode(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+    def decode(params: Any, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         fields = step.unpack(packed)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
@@ -297,9 +308,9 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
             where = _one_each(fields, last_S, context_lens_S)
-            decoder, x_SE, kv = step.advance(params, state.kv, *where)
+            bound, x_SE, kv = step.advance(params, state.kv, *where)
             open_after_S = fields["open_after"] - i
-            logits_SV = step.logits(decoder, x_SE)
+            logits_SV = step.logits(bound, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
             kept_S = jnp.where(runs_S, at_S, _none(step))
             rows = _keep(step, state.rows, kept_S, drawn, context_lens_S)
@@ -327,7 +338,7 @@ def _make_draft(step: _Step) -> Callable[..., Any]:
     kind, count = _HeadStep if step.to.taps else _Step, len(step.to.own_pools)
     decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True, target=step.to))
 
-    def draft(params: Any, kv: tuple[Array, ...], rows: RowState, packed: Array):
+    def draft(params: Any, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         # What it keeps of its rows is nobody's.
         state, out = decode(params, DeviceState(kv=kv[count:], rows=rows), packed)
         return (*kv[:count], *state.kv), out

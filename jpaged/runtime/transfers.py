@@ -57,14 +57,14 @@ class Transfers:
         """Up, so many blocks of a replica's pool, from get_blocks; zeros in the others' parts."""
         self.ups += 1
         if self.where.replicas == 1:
-            return jax.device_put(blocks, kv_cache.sharding(self.where))
+            return jax.device_put(blocks, pool.shardings(self.where))
         return self._joined(blocks, pool, count)
 
-    def get_blocks(self, blocks: Any, replica: int) -> Any:
+    def get_blocks(self, blocks: Any, replica: int, pool: PoolSpec) -> Any:
         """Down, a replica's part: into pinned memory where that is whole and there is any."""
         self.downs += 1
         if self.where.replicas == 1:
-            return kv_cache.to_host(blocks, self.where)
+            return kv_cache.to_host(blocks, pool, self.where)
         return self._shards(blocks, replica)
 
     def _shards(self, blocks: Any, replica: int) -> Any:
@@ -73,8 +73,11 @@ class Transfers:
 
     def _joined(self, shards: Any, pool: PoolSpec, count: int) -> Any:
         whole = pool.of_rows(self.where.replicas * pool.num_layers * count)
-        where = kv_cache.sharding(self.where)
-        return jax.tree.map(lambda x, own: from_shards(own, x.shape, x.dtype, where), whole, shards)
+        shardings = pool.shardings(self.where)
+        return {
+            name: from_shards(shards[name], x.shape, x.dtype, shardings[name])
+            for name, x in whole.items()
+        }
 
 
 class SharedTransfers(Transfers):
@@ -93,6 +96,6 @@ class SharedTransfers(Transfers):
         self.ups += 1
         return self._joined(blocks, pool, count)
 
-    def get_blocks(self, blocks: Any, replica: int) -> Any:
+    def get_blocks(self, blocks: Any, replica: int, pool: PoolSpec) -> Any:
         self.downs += 1
         return self.peers.call(lambda: self._shards(blocks, replica), "reading blocks")

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.param_spec import MeshAxis
 from jpaged.models.params import (
     TENSOR_AXES,
-    MeshAxis,
     Params,
     check_leaf,
     nest,
@@ -27,8 +27,8 @@ from jpaged.models.params import (
     param_specs,
     param_table,
 )
-from jpaged.models.quantized import Form, QuantizedWeight, is_quantized, served_form
-from jpaged.models.served import Change, served_config
+from jpaged.models.quantized import Form, QuantizedWeight, is_quantized
+from jpaged.models.served import Change, served_config, served_form
 from jpaged.models.trees import is_module, to_tree
 from jpaged.runtime.mesh import Placement, serving_mesh
 from jpaged.runtime.quantize import Quantize, check_kept
@@ -235,13 +235,14 @@ class ServingWeights:
         model, devices = params.config, self.where.axis_size
         served = served_config(model, devices)
         specs = jax.tree.leaves(nest(param_table(model)))
+        served_specs = jax.tree.leaves(nest(param_table(served)))
         splits = jax.tree.leaves(param_specs(served, self.where.axis, devices))
         jobs: list[tuple[Any, Change, Any] | None] = []
         forms: list[Form | None] = []
-        for leaf, spec, split in zip(leaves, specs, splits, strict=True):
-            change = Change.of(spec, model, served, self.dtype or leaf.dtype)
+        for leaf, spec, ours, split in zip(leaves, specs, served_specs, splits, strict=True):
+            change = Change.of(spec, ours, self.dtype or leaf.dtype)
             job = (leaf, change, self.where.sharding(split))
-            form = served_form(spec, served, self.quantization, devices)
+            form = served_form(ours, served, self.quantization, devices)
             if is_quantized(leaf):
                 check_kept(spec, leaf, change, form if self.quantization else leaf.form)
                 form = None

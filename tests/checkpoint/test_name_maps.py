@@ -44,7 +44,7 @@ def expected(tensors: dict[str, np.ndarray], config: ModelConfig) -> Params:
             "q_norm": {"scale": tensors[f"{at}self_attn.q_norm.weight"]},
             "k_norm": {"scale": tensors[f"{at}self_attn.k_norm.weight"]},
         }
-        if config.qkv_bias:
+        if config.switches.qkv_bias:
             biases = [tensors[f"{at}self_attn.{x}_proj.bias"].reshape(k, -1, d) for x in "qkv"]
             attention["qkv_bias"] = np.concatenate(biases, 1)
         gate, up = (tensors[f"{at}mlp.{x}_proj.weight"] for x in ("gate", "up"))
@@ -120,7 +120,7 @@ def maxtext_tree(
             name: {"kernel": tensors[f"{at}self_attn.{x}_proj.weight"].T.reshape(shapes[name])}
             for name, x in names.items()
         }
-        if config.qkv_bias:
+        if config.switches.qkv_bias:
             for name in ("query", "key", "value"):
                 attention[name]["bias"] = tensors[f"{at}self_attn.{names[name]}_proj.bias"].reshape(
                     -1, d
@@ -173,7 +173,7 @@ def test_tunix(config: ModelConfig):
 def test_maxtext(config: ModelConfig, scanned: bool):
     tensors = hf_tensors(UNTIED if config is UNTIED else config)
     if (
-        config.qkv_bias
+        config.switches.qkv_bias
     ):  # Hugging Face's attention_bias has an output bias too, which MaxText's Qwen3 has not
         tensors = hf_tensors(tiny.config(qkv_bias=True, out_bias=True))
     tree = maxtext_tree(tensors, config, scanned=scanned, padding=5)

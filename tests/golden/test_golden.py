@@ -35,6 +35,12 @@ def test_reference_is_whole(name: str) -> None:
         assert np.abs(prompt.logits - prompt.logits_bf16).max() <= golden.bf16_max_diff
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_json_that_is_written_reads_back_equal(name: str) -> None:
+    config = ModelConfig.from_hf(CONFIGS[name])
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
 def test_configs_cover_the_families() -> None:
     configs = [ModelConfig.from_hf(raw) for raw in CONFIGS.values()]
     for family in ("qwen3", "qwen2", "llama", "mistral"):

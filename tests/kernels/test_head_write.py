@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.layers.heads import Heads
-from jpaged.models.layers.norm import RMSNorm
+from jpaged.models.layers.norm import NormConfig, RMSNorm
 from jpaged.models.layers.rope import Rotary
 from kernels_pallas.paged_attention import head_write
 from kernels_pallas.paged_attention.head_write import HeadNorm, write_heads
@@ -76,7 +76,10 @@ def build(case: Case, dtype: str) -> Inputs:
     if case.norm is not None:
         scales = [jnp.asarray(1 + 0.3 * rng.standard_normal(D), dtype) for _ in range(2)]
         q_norm, k_norm = (
-            RMSNorm(scale=scale, eps=EPS, has_offset=case.norm[0], in_f32=case.norm[1])
+            RMSNorm(
+                scale=scale,
+                config=NormConfig(eps=EPS, has_offset=case.norm[0], in_f32=case.norm[1]),
+            )
             for scale in scales
         )
         how |= {"norm": HeadNorm(EPS, *case.norm), "scales": tuple(scales)}

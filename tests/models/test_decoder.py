@@ -15,13 +15,14 @@ from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.decoder import Decoder
 from jpaged.models.forward import Forward, bind
 from jpaged.models.kv_view import DenseKV
-from jpaged.models.layers.linear import Linear, Serving
+from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.params import Params
 from jpaged.models.trees import to_tree
 from jpaged.runtime.choices import choose
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.paged_kv import Packed, PagedKV, view_of
+from tests.hlo import filled
 from tests.tiny import CONFIG, config, engine, make_params, make_prompts
 
 VARIANTS = {
@@ -73,7 +74,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
         dataclasses.replace(spec, num_blocks=12)
         for spec in pool_specs(model_config, settings, where, kernels, 12)
     )
-    pools = tuple(jnp.full(spec.shape, 7.0, jnp.float32) for spec in specs)
+    pools = tuple(filled(spec, 7.0) for spec in specs)
 
     def run(spans: list[tuple[int, int]], decode: bool) -> list[np.ndarray]:
         """Compute tokens [start, end) of each row, padded to 24 packed tokens; hidden states of
@@ -109,7 +110,7 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
             np.testing.assert_allclose(hidden, expected[row][start:end], atol=2e-5, rtol=2e-5)
     spare = np.setdiff1d(np.arange(12), blocks[:9])
     for spec, pool in zip(specs, pools, strict=True):
-        written = np.asarray(pool).reshape(spec.num_layers, 12, *spec.shape[1:])
+        written = np.asarray(pool["kv"]).reshape(spec.num_layers, 12, *spec.shape[1:])
         assert (written[:, spare] == 7.0).all(), "blocks of no row are untouched"
 
 
@@ -182,9 +183,10 @@ def test_head(tied: bool) -> None:
 def test_linear_accumulates_in_f32() -> None:
     """4096 products of 1: bfloat16 would stop counting at 256."""
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((3, 4096), jnp.bfloat16)
-    linear = Linear(weight=w, bias=None, serving=Serving(), num_outputs=1, sum_over=None)
-    assert linear(x).dtype == jnp.bfloat16 and linear(x, jnp.float32).dtype == jnp.float32
-    np.testing.assert_array_equal(linear(x, jnp.float32), 4096.0)
+    linear, step = Linear(weight=w), StepContext()
+    assert linear(x, step).dtype == jnp.bfloat16
+    assert linear(x, step, jnp.float32).dtype == jnp.float32
+    np.testing.assert_array_equal(linear(x, step, jnp.float32), 4096.0)
 
 
 def loss_of(model: Decoder | Forward, tokens: jax.Array) -> jax.Array:

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.models.forward import bind
-from jpaged.models.layers.linear import Linear, Serving
-from jpaged.models.layers.low_rank import LowRank
+from jpaged.models.layers.linear import Linear, StepContext
+from jpaged.models.layers.low_rank import AdapterTable, LowRank
 from jpaged.models.layers.mlp import MLP
 from jpaged.models.quantized import quantized
 from tests.tiny import config, make_params, make_prompts
@@ -19,6 +19,8 @@ from tests.tiny import config, make_params, make_prompts
 
 class Recorder:
     """Products that notes what it is asked, and leaves the rows that are padding at zero."""
+
+    activations = "plain"
 
     def __init__(self) -> None:
         self.counts: list[Any] = []
@@ -54,27 +56,28 @@ class Recorder:
         return y + jnp.where(slot_T[:, None] < a.shape[1], whole, 0.0)
 
 
-def make(
-    weight: jax.Array, bias: jax.Array | None = None, serving: Serving | None = None, **how: Any
-) -> Linear:
-    how = {"num_outputs": 1, "sum_over": None} | how
-    return Linear(weight=weight, bias=bias, serving=serving or Serving(), **how)
+TRAINING = StepContext()
+
+
+def make(weight: jax.Array, bias: jax.Array | None = None, **how: Any) -> Linear:
+    return Linear(weight=weight, bias=bias, **how)
 
 
 def test_rounds_once_after_the_bias() -> None:
     """257 is no bfloat16: rounded before the bias, 257 - 256 would be 0."""
     x, w = jnp.ones((1, 257), jnp.bfloat16), jnp.ones((1, 257), jnp.bfloat16)
-    y = make(w, jnp.asarray([-256], jnp.bfloat16))(x)
+    y = make(w, jnp.asarray([-256], jnp.bfloat16))(x, TRAINING)
     assert y.dtype == jnp.bfloat16 and float(y[0, 0]) == 1.0
-    assert float(make(w)(x)[0, 0]) == 256.0 and float(make(w)(x, jnp.float32)[0, 0]) == 257.0
+    assert float(make(w)(x, TRAINING)[0, 0]) == 256.0
+    assert float(make(w)(x, TRAINING, jnp.float32)[0, 0]) == 257.0
 
 
 def test_outputs_and_inputs_of_several_axes() -> None:
     rng = np.random.default_rng(0)
     x, w, b = (rng.standard_normal(s).astype(np.float32) for s in ((3, 5, 8), (2, 4, 8), (2, 4)))
-    y = make(jnp.asarray(w), jnp.asarray(b), num_outputs=2)(jnp.asarray(x))
+    y = make(jnp.asarray(w), jnp.asarray(b), num_outputs=2)(jnp.asarray(x), TRAINING)
     np.testing.assert_allclose(y, np.einsum("abe,kde->abkd", x, w) + b, rtol=1e-5, atol=1e-5)
-    flat = make(jnp.asarray(w.reshape(8, 2, 4)))(jnp.asarray(x))
+    flat = make(jnp.asarray(w.reshape(8, 2, 4)))(jnp.asarray(x), TRAINING)
     np.testing.assert_allclose(flat, x @ w.reshape(8, 8).T, rtol=1e-5, atol=1e-5)
 
 
@@ -84,10 +87,9 @@ def test_a_quantised_weight_goes_to_the_products_in_bf16_alone() -> None:
     for dtype, asked in ((jnp.bfloat16, 2), (jnp.float32, 0)):
         recorder = Recorder()
         x = jnp.asarray(rng.standard_normal((5, 32)), dtype)
-        serving = Serving(num_rows=jnp.int32(3), products=recorder)
-        own = Linear(weight=w, bias=None, serving=serving, num_outputs=1, sum_over=None)
-        alone = dataclasses.replace(own, serving=Serving())
-        np.testing.assert_allclose(own(x, jnp.float32)[:3], alone(x, jnp.float32)[:3], rtol=1e-2)
+        linear, step = Linear(weight=w), StepContext(num_rows=jnp.int32(3), products=recorder)
+        by_products, by_xla = (linear(x, each, jnp.float32) for each in (step, TRAINING))
+        np.testing.assert_allclose(by_products[:3], by_xla[:3], rtol=1e-2)
         assert len(recorder.counts) == asked
 
 
@@ -104,28 +106,30 @@ def test_adapters_by_products_that_take_each_rows_own(joined: int, slots: int) -
 
     parts, whole = (((5, 2), (1, 2)), (6, 2)) if joined == 0 else (((2, 3), (2, 1)), (2, 4))
     slot_T, recorder = jnp.asarray([2, 0, slots, slots - 1, 1], jnp.int32), Recorder()
-    own = LowRank(
+    adapters = AdapterTable(
         a=normal(2, slots, 4, 2, 16),
         b=(normal(slots, 4, *parts[0]), normal(slots, 4, *parts[1])),
-        slot_T=slot_T,
         joined=joined,
     )
-    alone = make(normal(*whole, 2, 16), num_outputs=2, adapters=own)
-    x = normal(5, 32)
-    given = dataclasses.replace(alone, serving=Serving(products=recorder))
-    np.testing.assert_allclose(given(x), alone(x), rtol=1e-4, atol=1e-4)
-    plain = dataclasses.replace(alone, adapters=None)(x)
-    is_equal = np.isclose(alone(x), plain, atol=1e-4).all(axis=(1, 2))
+    linear = make(normal(*whole, 2, 16), num_outputs=2, adapters=adapters)
+    x, step = normal(5, 32), StepContext(slot_T=slot_T)
+    wanted = linear(x, step)
+    found = linear(x, dataclasses.replace(step, products=recorder))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    plain = dataclasses.replace(linear, adapters=None)(x, step)
+    is_equal = np.isclose(wanted, plain, atol=1e-4).all(axis=(1, 2))
     assert is_equal.tolist() == [False, False, True, False, False]
+    np.testing.assert_array_equal(linear(x, TRAINING), plain, "no row has an adapter")
     assert recorder.counts == [5, 5], "the product and what is added to it"
-    many = dataclasses.replace(alone, adapters=tiled(own, slots))
-    np.testing.assert_allclose(many(jnp.tile(x, (slots, 1)))[-5:], alone(x), rtol=1e-4, atol=1e-4)
+    many = dataclasses.replace(step, slot_T=jnp.tile(slot_T, slots))
+    found = linear(jnp.tile(x, (slots, 1)), many)
+    np.testing.assert_allclose(found[-5:], wanted, rtol=1e-4, atol=1e-4)
 
     table, at_T = normal(7, 6), jnp.asarray([0, 6, 3, 3, -1])
     own = LowRank(a=normal(1, slots, 4, 7), b=(normal(slots, 4, 6),), slot_T=slot_T, joined=0)
     y = table[at_T]
     one_hot = jnp.asarray(np.arange(7) == np.asarray(at_T)[:, None], jnp.float32)
-    wanted = own.added(y, one_hot, Serving().product, None, 5)
+    wanted = own.added(y, one_hot, TRAINING.product, None, 5)
     for adder in (None, recorder):
         found = own.added_of_index(y, at_T, adder, 5)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
@@ -145,12 +149,12 @@ def tiled(own: LowRank, times: int) -> LowRank:
 def test_products_are_told_how_many_rows_are_real(num_rows: int | None) -> None:
     recorder = Recorder()
     rows = None if num_rows is None else jnp.int32(num_rows)
-    serving = Serving(num_rows=rows, products=recorder)
+    step = StepContext(num_rows=rows, products=recorder)
     x, w = jnp.ones((5, 8)), jnp.ones((4, 8))
-    y = make(w, serving=serving)(x)
+    y = make(w)(x, step)
     assert y[:, 0].tolist() == [8.0] * (num_rows or 5) + [0.0] * (5 - (num_rows or 5))
     assert [int(count) for count in recorder.counts] == [num_rows or 5]
-    make(w, serving=serving)(x[None])
+    make(w)(x[None], step)
     assert len(recorder.counts) == 1, "what it does not support is multiplied by XLA"
 
 
@@ -158,10 +162,10 @@ def test_shares_of_the_inputs_are_summed_before_the_bias_and_rounded_once() -> N
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     x = jnp.concatenate([jnp.ones((1, 257), jnp.bfloat16), -jnp.ones((1, 257), jnp.bfloat16)], 1)
     x, w = x.at[0, 257].set(0), jnp.ones((1, 514), jnp.bfloat16)
-    serving = Serving(tensor_axis="tp", axis_size=2)
+    step = StepContext(tensor_axis="tp", axis_size=2)
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return make(w, jnp.ones(1, jnp.bfloat16), serving, sum_over="tp")(x)
+        return make(w, jnp.ones(1, jnp.bfloat16), split=2)(x, step)
 
     split = PartitionSpec(None, "tp")
     run = jax.shard_map(
@@ -175,18 +179,18 @@ def test_shares_of_the_inputs_are_summed_before_the_bias_and_rounded_once() -> N
 )
 def test_what_is_summed_follows_from_the_table(width: int, summed: set[str]) -> None:
     c = config(intermediate_size=width)
-    serving = Serving(tensor_axis="tp", axis_size=2)
-    layer = bind(c, make_params(0, c), serving).weights().at("layers").at("0").layer(0)
-    assert isinstance(layer.mlp, MLP)
+    step = StepContext(tensor_axis="tp", axis_size=2)
+    layer = bind(c, make_params(0, c)).layers[0]
+    assert isinstance(layer.ffn, MLP) and layer.mixer is not None
     linears = {
-        "qkv": layer.attention.qkv,
-        "out": layer.attention.out,
-        "gate_up": layer.mlp.gate_up,
-        "down": layer.mlp.down,
+        "qkv": layer.mixer.qkv,
+        "out": layer.mixer.out,
+        "gate_up": layer.ffn.gate_up,
+        "down": layer.ffn.down,
     }
-    assert {name for name, linear in linears.items() if linear.sum_over == "tp"} == summed
-    alone = bind(c, make_params(0, c)).weights().at("layers").at("0").layer(0)
-    assert alone.attention.out.sum_over is None
+    over = {name: step.axis_over(linear.split) for name, linear in linears.items()}
+    assert over == {name: "tp" if name in summed else None for name in linears}
+    assert TRAINING.axis_over(layer.mixer.out.split) is None
 
 
 def test_every_product_of_a_step_goes_through_the_products_that_it_is_given() -> None:
@@ -195,8 +199,8 @@ def test_every_product_of_a_step_goes_through_the_products_that_it_is_given() ->
     params, (prompt,) = make_params(0, c), make_prompts(7)
 
     def step(params: Any, tokens: jax.Array, num_rows: jax.Array) -> jax.Array:
-        model = bind(c, params, Serving(num_rows=num_rows, products=recorder))
-        return model.logits(model(tokens)[0])
+        model, context = bind(c, params), StepContext(num_rows=num_rows, products=recorder)
+        return model.logits(model(tokens, step=context)[0], context)
 
     logits = jax.jit(step)(params, jnp.asarray(prompt), jnp.int32(7))
     assert len(recorder.counts) == 5 and all(count.shape == () for count in recorder.counts)

@@ -20,8 +20,8 @@ from jpaged.models.quantized import (
     fp8_product,
     partition,
     quantized,
-    served_form,
 )
+from jpaged.models.served import served_form
 from tests.tiny import CONFIG
 
 FORMS: tuple[Form, ...] = ("int8", "int4", "fp8")

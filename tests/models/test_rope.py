@@ -2,7 +2,6 @@
 at a time.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,15 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.config import RopeScaling
-from jpaged.models.layers.rope import inverse_frequencies, rotate, rotation
+from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.models.layers.rope import RopeConfig, inverse_frequencies, rotate, rotation
 from tests.tiny import CONFIG
 from tests.tiny import config as tiny_config
 
 
-def config(dim: int = 64, base: float = 10000.0, **scaling: Any) -> Any:
+def config(dim: int = 64, base: float = 10000.0, **scaling: Any) -> RopeConfig:
     rope = RopeScaling(**scaling) if scaling else None
-    return tiny_config(head_dim=dim, rope_theta=base, rope_scaling=rope)
+    return rope_of(tiny_config(head_dim=dim, rope_theta=base, rope_scaling=rope))
+
+
+def rope_of(model: ModelConfig, layer: int = 0) -> RopeConfig:
+    mixer = model.layers[layer].mixer
+    assert mixer is not None and mixer.rope is not None
+    return mixer.rope
 
 
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -111,15 +116,18 @@ def test_longrope_by_the_length() -> None:
 
 
 def test_local_layers_have_a_base_of_their_own() -> None:
-    c = dataclasses.replace(config(**LLAMA3, original_max_position=512), local_rope_theta=100.0)
+    scaling = RopeScaling(**LLAMA3, original_max_position=512)  # pyright: ignore[reportArgumentType]
+    sizes = {"head_dim": 64, "rope_scaling": scaling, "sliding_windows": (None, 8)}
+    model = tiny_config(**sizes, local_rope_theta=100.0)
     expected, _ = inverse_frequencies(config(base=100.0))
-    found, factor = inverse_frequencies(c, "local")
+    found, factor = inverse_frequencies(rope_of(model, layer=1))
     np.testing.assert_array_equal(found, expected)
     assert factor == 1.0
+    assert rope_of(model, layer=0) == config(**LLAMA3, original_max_position=512)
 
 
 def test_part_of_a_head_is_rotated() -> None:
-    part = dataclasses.replace(config(dim=16), partial_rotary_factor=0.5)
+    part = rope_of(tiny_config(head_dim=16, partial_rotary_factor=0.5))
     cos, sin = rotation(part, jnp.arange(3))
     np.testing.assert_array_equal(cos, rotation(config(dim=8), jnp.arange(3))[0])
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16)), jnp.float32)
@@ -147,7 +155,7 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 16)), jnp.float32) for _ in range(2))
 
     def score(m: int, n: int) -> float:
-        at_m, at_n = (rotation(CONFIG, jnp.asarray([p], jnp.int32)) for p in (m, n))
+        at_m, at_n = (rotation(rope_of(CONFIG), jnp.asarray([p], jnp.int32)) for p in (m, n))
         return float(jnp.sum(rotate(q, *at_m) * rotate(k, *at_n)))
 
     assert score(9, 4) == pytest.approx(score(35, 30), abs=1e-4)
@@ -160,7 +168,7 @@ def test_any_head_axes_and_batches() -> None:
     """
     rng = np.random.default_rng(2)
     positions = jnp.asarray(rng.integers(0, 60, (2, 5)), jnp.int32)
-    cos, sin = rotation(CONFIG, positions)
+    cos, sin = rotation(rope_of(CONFIG), positions)
     x = jnp.asarray(rng.standard_normal((2, 5, 3, 2, 16)), jnp.float32)
     whole = rotate(x, cos, sin)
     for b in range(2):
@@ -175,6 +183,6 @@ def test_any_head_axes_and_batches() -> None:
 def test_large_positions() -> None:
     """Angles are f32: at 100,000 tokens they are right to a few thousandths of a radian."""
     positions = np.array([100_000], np.int32)
-    cos, _ = jax.jit(lambda p: rotation(CONFIG, p))(positions)
-    inv, _ = inverse_frequencies(CONFIG)
+    cos, _ = jax.jit(lambda p: rotation(rope_of(CONFIG), p))(positions)
+    inv, _ = inverse_frequencies(rope_of(CONFIG))
     np.testing.assert_allclose(cos[0], np.cos(100_000 * inv.astype(np.float64)), atol=8e-3)

@@ -16,12 +16,12 @@ from jpaged.checkpoint import params_from
 from jpaged.checkpoint.hf import stored_names
 from jpaged.checkpoint.name_maps import TUNIX_QWEN3
 from jpaged.checkpoint.tensors import flat
-from jpaged.models import params as table
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.layers.attention import AttentionConfig
+from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.param_spec import ParamSpec, Part
 from jpaged.models.params import (
-    ParamSpec,
-    Part,
     choose_tensor_axis,
     param_shapes,
     param_specs,
@@ -93,11 +93,11 @@ def test_specs_have_the_trees_own_structure(config: ModelConfig, axis: str | Non
                 assert name == axis and size % 2 == 0
                 split.add(path[-1].key)  # pyright: ignore[reportAttributeAccessIssue]
     expected = {"qkv", "out", "gate_up", "down", "weight"}
-    expected |= {"qkv_bias"} if config.qkv_bias else set()
-    expected |= {"gate_up_bias"} if config.mlp_bias else set()
-    expected |= {"scale"} if config.qk_norm_whole else set()
-    expected |= {"sinks"} if config.attention_sinks else set()
-    expected |= {"gate_up_bias"} if config.expert_bias else set()
+    expected |= {"qkv_bias"} if config.switches.qkv_bias else set()
+    expected |= {"gate_up_bias"} if config.switches.mlp_bias else set()
+    expected |= {"scale"} if config.switches.qk_norm_whole else set()
+    expected |= {"sinks"} if config.switches.attention_sinks else set()
+    expected |= {"gate_up_bias"} if config.switches.expert_bias else set()
     assert split == (set() if axis is None else expected)
 
 
@@ -161,36 +161,41 @@ def test_random_params() -> None:
 
 def test_adding_a_parameter_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two more, one behind a switch, one stored in parts: every view has them."""
-    gain = ParamSpec(
-        "layers.{i}.gain", "K G D", "model.layers.{i}.gain", "ones", "qk_norm", "kv_heads"
-    )
-    parts = (Part("a", "F 1, E", "model.a"), Part("b", "F 1, E", "model.b"))
+    gain = ParamSpec("gain", "K G D", "gain", "ones", "K")
+    fused = ParamSpec("ab", "F 2, E", (Part("a", "F 1, E", "a"), Part("b", "F 1, E", "b")))
     before, settings = flat(param_shapes(CONFIG)), engine().resolve(CONFIG)
     needed = bound(CONFIG, settings, jnp.float16).total
     theirs = tunix_tree(hf_tensors(), CONFIG)
-    monkeypatch.setattr(table, "TABLE", (*table.TABLE, gain, ParamSpec("ab", "F 2, E", parts)))
+    of_attention, of_mlp = AttentionConfig.params, MLPConfig.params
+    monkeypatch.setattr(
+        AttentionConfig, "params", lambda c: (*of_attention(c), *[gain][: c.qk_norm is not None])
+    )
+    monkeypatch.setattr(MLPConfig, "params", lambda c: (*of_mlp(c), fused))
     shapes, specs = param_shapes(CONFIG), param_specs(CONFIG, "tp", 2)
-    assert flat(shapes) == before | {
-        "layers.0.gain": (2, 2, 16),
-        "layers.1.gain": (2, 2, 16),
-        "ab": (48, 2, 32),
-    }
-    assert specs["layers"]["1"]["gain"] == PartitionSpec("tp") and specs["ab"] == PartitionSpec()
+    more = {"gain": (2, 2, 16), "ab": (48, 2, 32)}
+    assert flat(shapes) == before | {f"layers.{i}.{n}": s for i in "01" for n, s in more.items()}
+    assert specs["layers"]["1"]["gain"] == PartitionSpec("tp")
+    assert specs["layers"]["1"]["ab"] == PartitionSpec()
     assert "gain" not in param_shapes(VARIANTS["mistral"])["layers"]["0"], "its switch is off"
-    stored = stored_names(CONFIG)
-    assert [part[:2] for part in stored["layers.1.gain"]] == [("model.layers.1.gain", (64,))]
-    assert [part[:2] for part in stored["ab"]] == [("model.a", (48, 32)), ("model.b", (48, 32))]
-    assert bound(CONFIG, settings, jnp.float16).total - needed == 4 * (2 * 64 + 48 * 2 * 32)
+    stored, layer = stored_names(CONFIG), "model.layers.1."
+    assert [part[:2] for part in stored["layers.1.gain"]] == [(f"{layer}gain", (64,))]
+    assert [part[:2] for part in stored["layers.1.ab"]] == [
+        (f"{layer}a", (48, 32)),
+        (f"{layer}b", (48, 32)),
+    ]
+    # float16 weights are also held in f32.
+    gained = bound(CONFIG, settings, jnp.float16).total - needed
+    assert gained == 4 * 2 * (64 + 48 * 2 * 32)
     params = random_params(CONFIG)
     assert (np.asarray(params["layers"]["0"]["gain"]) == 1).all()
-    assert 0.01 < np.asarray(params["ab"]).std() < 0.03
-    a, b = np.arange(48 * 32.0).reshape(48, 32), np.ones((32, 48))
+    assert 0.01 < np.asarray(params["layers"]["0"]["ab"]).std() < 0.03
+    a, b = np.arange(2 * 48 * 32.0).reshape(2, 48, 32), np.ones((2, 32, 48))
     theirs |= {"a": a, "b": b, "gain": np.arange(2 * 64.0).reshape(2, 64)}
     names = dict(TUNIX_QWEN3) | {
         "layers.{i}.gain": ("gain", "L (K G D)"),
-        "a": ("a", "F E"),
-        "b": ("b", "E F"),
+        "layers.{i}.a": ("a", "L F E"),
+        "layers.{i}.b": ("b", "L E F"),
     }
-    found = params_from(theirs, names, config=CONFIG)
-    np.testing.assert_array_equal(found["ab"], np.stack([a, b.T], 1))
-    np.testing.assert_array_equal(found["layers"]["1"]["gain"].ravel(), np.arange(64, 128))
+    found = params_from(theirs, names, config=CONFIG)["layers"]["1"]
+    np.testing.assert_array_equal(found["ab"], np.stack([a[1], b[1].T], 1))
+    np.testing.assert_array_equal(found["gain"].ravel(), np.arange(64, 128))

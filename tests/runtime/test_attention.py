@@ -14,7 +14,7 @@ import pytest
 
 from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
-from jpaged.models.kv_view import kv_groups
+from jpaged.models.kv_groups import kv_groups
 from jpaged.runtime.attention import Kernel, choose_kernel
 from kernels_cpu.library import unavailable
 from tests.tiny import config, make_params, make_prompts

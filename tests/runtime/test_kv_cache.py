@@ -16,7 +16,7 @@ from jpaged.engine.buckets import Bucket
 from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
-from tests.hlo import forbid_donation, in_place
+from tests.hlo import forbid_donation, in_place, pool_copies, whole
 from tests.tiny import CONFIG, config, engine, make_params
 
 LAYERS, BLOCKS, BLOCK = 3, 7, (4, 2, 8)
@@ -119,8 +119,8 @@ def test_through_the_runner(dtype: Any, windows: tuple[int | None, ...]) -> None
     runner.allocate()
     assert runner._state is not None
     pools = tuple(
-        jnp.arange(math.prod(p.shape), dtype=jnp.int32).astype(dtype).reshape(p.shape) + group
-        for group, p in enumerate(runner.pools)
+        {"kv": jnp.arange(math.prod(p.shape), dtype=jnp.int32).astype(dtype).reshape(p.shape) + at}
+        for at, p in enumerate(runner.pools)
     )
     runner._state = dataclasses.replace(runner._state, kv=pools)
     groups = range(len(runner.pools))
@@ -128,7 +128,7 @@ def test_through_the_runner(dtype: Any, windows: tuple[int | None, ...]) -> None
     def found() -> list[np.ndarray]:
         """[L, N, block] of each group."""
         assert runner._state is not None
-        values = [np.asarray(pool.astype(jnp.float32)) for pool in runner._state.kv]
+        values = [np.asarray(pool["kv"].astype(jnp.float32)) for pool in runner._state.kv]
         layers = [pool.num_layers for pool in runner.pools]
         return [x.reshape(n, BLOCKS, -1).copy() for x, n in zip(values, layers, strict=True)]
 
@@ -137,7 +137,9 @@ def test_through_the_runner(dtype: Any, windows: tuple[int | None, ...]) -> None
     targets = [[1, -1, 6], [0, 2, -1]][: len(groups)]
     before, expected = found(), found()
     kept = runner.read_blocks(sources)
-    assert [len(np.asarray(blocks)) for blocks in kept] == [4 * p.num_layers for p in runner.pools]
+    assert [len(np.asarray(blocks["kv"])) for blocks in kept] == [
+        4 * p.num_layers for p in runner.pools
+    ]
     up = runner.transfers.ups
     runner.write_blocks(kept, targets)
     assert runner.transfers.ups == up + 2 * len(groups), "the blocks and their places, a group"
@@ -160,11 +162,14 @@ def test_through_the_runner(dtype: Any, windows: tuple[int | None, ...]) -> None
 
 
 def make_runner(
-    num_blocks: int, dtype: Any = jnp.float32, windows: tuple[int | None, ...] = ()
+    num_blocks: int,
+    dtype: Any = jnp.float32,
+    windows: tuple[int | None, ...] = (),
+    **changes: Any,
 ) -> Runner:
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     model = config(sliding_windows=windows)
-    settings = engine(num_blocks=num_blocks).resolve(model)
+    settings = engine(num_blocks=num_blocks, **changes).resolve(model)
     return Runner(model, settings, where, dict(make_params(0, model, dtype)))
 
 
@@ -189,6 +194,28 @@ def test_blocks_are_copied_in_place_in_every_group() -> None:
     copies, is_small = in_place(copy, runner.pools)
     assert copies == [] and is_small and runner.steps.copy_blocks() is copy
     assert "copy_blocks" in runner.steps.seconds
+
+
+@pytest.mark.own_steps
+@pytest.mark.parametrize("donates", [True, False], ids=["donated", "the control"])
+@pytest.mark.parametrize("what", ["decode", "copy_blocks", "write_blocks"])
+def test_no_field_of_a_record_is_copied(
+    what: str, donates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values in 8 bits, and their scales: each in its place, or each copied."""
+    runner = make_runner(MANY, kv_cache_dtype="int8", attention="xla")
+    if not donates:
+        forbid_donation(monkeypatch)
+    assert [list(whole(pool)) for pool in runner.pools] == [["kv", "scales"]]
+    if what == "decode":
+        compiled = runner.steps.lower(DECODE).compile()
+    elif what == "copy_blocks":
+        compiled = runner.steps.copy_blocks()
+    else:
+        compiled = runner.steps.move("write_blocks", 0, 4)
+    for field in whole(runner.pools[0]).values():
+        copies = pool_copies(compiled.as_text(), math.prod(field.shape))
+        assert (copies == []) == donates, copies
 
 
 @pytest.mark.middle

@@ -168,7 +168,7 @@ def test_a_fresh_pool_is_zeros_where_it_belongs() -> None:
     assert not np.asarray(one).any()
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0])
-    shared = kv_cache.zeros(pool.shape, pool.dtype, kv_cache.sharding(where))
+    shared = kv_cache.zeros(pool.shape, pool.dtype, pool.shardings(where)["kv"])
     assert shared.sharding.spec == PartitionSpec(None, None, "tp")  # pyright: ignore[reportAttributeAccessIssue]
     assert {shard.data.shape for shard in shared.addressable_shards} == {(6, 4, 2, 16)}, (
         "K and V of one head"
@@ -233,7 +233,7 @@ def test_the_pools_are_as_planned(windows: tuple[int | None, ...]) -> None:
     runner = Runner(model, dataclasses.replace(settings, num_blocks=plan.num_blocks), where, params)
     runner.allocate(full=True)
     assert runner._state is not None
-    found = sum(pool.nbytes for pool in runner._state.kv)
+    found = sum(x.nbytes for x in jax.tree.leaves(runner._state.kv))
     assert found == plan.account["pool"] == runner.pool_bytes
     rows = sum(x.nbytes for x in jax.tree.leaves((runner._state.rows, runner._counts_RV)))
     assert rows == plan.needs.state

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.models.kv_view import kv_groups
+from jpaged.models.kv_groups import kv_groups
+from jpaged.models.kv_view import Place
 from jpaged.models.layers.heads import Heads
 from jpaged.runtime import attention
 from jpaged.runtime.attention import choose_kernel
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.paged_kv import GroupView, PagedKV
 from kernels_pallas.paged_attention.interface import AttentionOptions
+from tests.hlo import filled
 from tests.tiny import CONFIG, ENGINE
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +39,7 @@ def view(config: EngineConfig, *, is_decode: bool) -> PagedKV:
     spec = PoolSpec(group=group, kernel=kernel, **sizes)
     table, zeros = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
     return PagedKV(
-        pools=(jnp.zeros(spec.shape),),
+        pools=(filled(spec, 0.0),),
         groups=(GroupView(block_table_SM=table, slot_mapping_T=zeros + 10**6, prepared="ready"),),
         context_lens_S=zeros,
         query_start_loc_S1=jnp.zeros(3, jnp.int32),
@@ -65,7 +67,9 @@ def test_options_and_sinks_reach_the_kernel_unopened(
     options, sinks = MoreOptions(scale=0.5, sees_images=True), jnp.zeros(CONFIG.num_heads)
     K, G, D = CONFIG.num_kv_heads, CONFIG.group_size, CONFIG.head_dim
     heads = Heads(q_norm=None, k_norm=None, rotary=None)
-    kv.attend(0, 0, jnp.zeros((2, K, G + 2, D)), heads, options, sinks)
+    place = Place(0, 0)
+    q, kv = kv.write(place, jnp.zeros((2, K, G + 2, D)), heads)
+    kv.attend(place, q, options, sinks)
     assert given["options"].attention is options and given["sinks"] is sinks
     assert given["options"].num_layers == CONFIG.num_layers
     assert len(given["rows"]) == (2 if is_decode else 4)
@@ -81,4 +85,8 @@ def files_that_name(word: str) -> list[str]:
 
 def test_an_option_is_named_by_the_config_and_the_reference_alone() -> None:
     """The layer's config makes the value, the dense attention of training computes with it."""
-    assert files_that_name("soft_cap") == ["models/config.py", "models/kv_view.py"]
+    assert files_that_name("soft_cap") == [
+        "models/alike.py",
+        "models/kv_view.py",
+        "models/layers/attention.py",
+    ]

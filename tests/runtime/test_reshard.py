@@ -68,9 +68,10 @@ def test_no_leaf_passes_through_the_host(where: Placement) -> None:
         jax.block_until_ready(weights.tree(params))
     assert not any(keeps_a_host_copy(leaf) for leaf in jax.tree.leaves(params))
     assert weights.moved_bytes > 0 and weights.moved_seconds > 0
-    served, table = served_config(MODEL, where.axis_size), param_table(MODEL)
+    table = param_table(MODEL)
+    served = param_table(served_config(MODEL, where.axis_size))
     for name, x in flat_tree(weights.tree(params)).items():
-        change = Change.of(table[name], MODEL, served, x.dtype)
+        change = Change.of(table[name], served[name], x.dtype)
         np.testing.assert_array_equal(x, change(flat_tree(expected)[name]), err_msg=name)
         assert x.sharding.device_set == devices_of(where)
 
@@ -133,9 +134,9 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_numpy_leaf_is_changed_on_the_host() -> None:
-    table = param_table(MODEL)
-    spec, served = table["embed.weight"], served_config(MODEL, 4)
-    change = Change.of(spec, MODEL, served, jnp.bfloat16)
+    tables = param_table(MODEL), param_table(served_config(MODEL, 4))
+    spec, served = (table["embed.weight"] for table in tables)
+    change = Change.of(spec, served, jnp.bfloat16)
     x = np.ones((MODEL.vocab_size, MODEL.hidden_size), np.float32)
     target = NamedSharding(Mesh(DEVICES[:4], ("tp",)), PartitionSpec("tp"))
     out = Reshard()(x, change, target)

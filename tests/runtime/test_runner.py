@@ -155,12 +155,12 @@ def test_the_pool_keeps_its_place(llm: LLM) -> None:
     run(llm, PLAIN)
     state = runner_of(llm)._state
     assert state is not None
-    (old,) = state.kv
+    old = state.kv[0]["kv"]
     place = old.unsafe_buffer_pointer()
     run(llm, PLAIN)
     state = runner_of(llm)._state
     assert old.is_deleted() and state is not None
-    assert state.kv[0].unsafe_buffer_pointer() == place
+    assert state.kv[0]["kv"].unsafe_buffer_pointer() == place
 
 
 def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
@@ -182,7 +182,7 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
     assert run(llm, FULL) == expected
     state = runner._state
     assert state is not None
-    state.kv[0].delete()
+    state.kv[0]["kv"].delete()
     runner.recover()
     assert runner._state is None and run(llm, FULL) == expected
     runner.release()

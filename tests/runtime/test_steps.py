@@ -172,8 +172,7 @@ def test_locate_and_slots() -> None:
     row, position = paged_kv.locate(jnp.asarray(starts), jnp.asarray(contexts), 12)
     assert row.tolist() == [0] * 3 + [2] * 5 + [4] * 4
     assert position.tolist() == [4, 5, 6, 0, 1, 2, 3, 4] + [-1] * 4
-    pool = jnp.zeros((2 * 11, 4, 2, 8))
-    slots = paged_kv.slot_mapping(row, position, jnp.asarray(table), 4, pool).tolist()
+    slots = paged_kv.slot_mapping(row, position, jnp.asarray(table), 4, rows=2 * 11).tolist()
     assert slots[:8] == [4 * 4 + p % 4 for p in (4, 5, 6)] + [
         2 * 4,
         2 * 4 + 1,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import quality
 
-from jpaged.models.quantized import quantized_tree
+from jpaged.models.served import quantized_tree
 from tests.test_quantization import params_of
 
 

@@ -1,9 +1,10 @@
-"""The families of models, a table of switches each: a new one is a Family and its line here.
+"""The families of models: a new one is a Family and its line here.
 
-What a switch does is the decoder's matter (`models/layers`) and the table's (`models/params`).
+A family says how its config.json describes layers and what its files call their parameters; what a
+layer does and which parameters it has is said in `models/layers`.
 """
 
-from jpaged.models.families.family import ExpertKeys, Family
+from jpaged.models.families.family import Family
 from jpaged.models.families.gemma import GEMMA2, GEMMA3
 from jpaged.models.families.gpt_oss import GPT_OSS
 from jpaged.models.families.granite import GRANITE
@@ -18,4 +19,4 @@ _DENSE = (QWEN3, QWEN2, LLAMA, MISTRAL, GEMMA3, GEMMA2, PHI3, SMOLLM3, GRANITE, 
 _ALL = (*_DENSE, QWEN3_MOE, QWEN2_MOE, MIXTRAL, GPT_OSS)
 FAMILIES = {family.model_type: family for family in _ALL}
 
-__all__ = ["FAMILIES", "ExpertKeys", "Family"]
+__all__ = ["FAMILIES", "Family"]

@@ -1,57 +1,45 @@
-"""What tells one family of models from another: switches, and no code."""
+"""Family: what tells one family of models from another."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Protocol
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertKeys:
-    """What a config.json calls the sizes of a mixture of experts, by our names.
-
-    has_dense_layers: some layers may have an MLP instead (`mlp_only_layers`,
-    `decoder_sparse_step`). are_stacked: a file holds those of a layer in one tensor
-    (checkpoint/stacked.py).
+class Description(Protocol):
+    """How a family's config.json describes a model. `Switches` is that of layers that are alike; a
+    family of other layers has functions that give `layers`.
     """
 
-    sizes: Mapping[str, str]
-    has_dense_layers: bool = False
-    are_stacked: bool = False
+    def read(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of ModelConfig, beside those that hf_config reads of every family. hf: a
+        config.json with the family's defaults filled in. ConfigError for what is not supported.
+        """
+        ...
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """What `read` reads back. config: the ModelConfig; ConfigError where nothing says it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """The switches of one Hugging Face `model_type`, all of them in terms of ModelConfig's fields.
+    """A Hugging Face `model_type`.
 
-    always: fields that the family fixes, whatever its config.json says. keys: switches that it
-    reads from its config.json, each with the fields that it sets; numbers: what it reads under the
-    name that the field has here. A key that the family's own transformers code does not read is
-    ignored here too. windows: of its layers; "by layer" is `layer_types`, "every layer" one
-    `sliding_window`. rope_by_kind: layers with a window have rope parameters of their own.
-    partial_rotary: part of a head may be rotated. no_rope: the key that lists a 0 for each layer
-    without rope. activation: the key of the MLP's. experts: of a mixture.
     text_of: `model_type` and architecture of models of text and images whose text part, in their
     `text_config`, this is. names: where a Hugging Face file of this family holds a part, by our
-    name of it, where that is not what the table says; parts of one tensor under one name follow
-    each other in it.
+    name of it, where that is not what the layer says (ParamSpec.source); parts of one tensor under
+    one name follow each other in it. stacked_experts: a file holds the experts of a layer in one
+    tensor (checkpoint/stacked.py).
     """
 
     model_type: str
     architecture: str
-    always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    keys: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    numbers: tuple[str, ...] = ()
-    windows: Literal["none", "by layer", "every layer"] = "none"
-    rope_by_kind: bool = False
-    partial_rotary: bool = False
-    no_rope: str | None = None
-    activation: str = "hidden_act"
-    experts: ExpertKeys | None = None
+    description: Description
     text_of: tuple[str, str] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stacked_experts: bool = False
 
 
-BIASES = {"attention_bias": ("qkv_bias", "out_bias")}
 LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."
 
 

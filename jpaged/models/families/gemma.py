@@ -1,6 +1,7 @@
 """Gemma 2 and 3, the text models."""
 
-from jpaged.models.families.family import BIASES, Family, in_layers
+from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.switches import BIASES, Switches
 
 ALWAYS = {
     "post_norms": True,
@@ -14,22 +15,26 @@ NAMES = in_layers(post_norm__scale="pre_feedforward_layernorm.weight")
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    always=ALWAYS,
-    keys=BIASES,
-    numbers=NUMBERS,
-    windows="by layer",
-    activation="hidden_activation",
+    description=Switches(
+        always=ALWAYS,
+        keys=BIASES,
+        numbers=NUMBERS,
+        windows="by layer",
+        activation="hidden_activation",
+    ),
     names=NAMES,
 )
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    always=ALWAYS | {"qk_norm": True},
-    keys=BIASES,
-    numbers=("query_pre_attn_scalar", "final_logit_softcapping"),  # it caps no scores
-    windows="by layer",
-    rope_by_kind=True,
+    description=Switches(
+        always=ALWAYS | {"qk_norm": True},
+        keys=BIASES,
+        numbers=("query_pre_attn_scalar", "final_logit_softcapping"),  # it caps no scores
+        windows="by layer",
+        rope_by_kind=True,
+        activation="hidden_activation",
+    ),
     text_of=("gemma3", "Gemma3ForConditionalGeneration"),
-    activation="hidden_activation",
     names=NAMES,
 )

@@ -1,23 +1,26 @@
 """Mistral and Mixtral."""
 
-from jpaged.models.families.family import ExpertKeys, Family, in_layers
+from jpaged.models.families.family import Family, in_layers
+from jpaged.models.families.switches import ExpertKeys, Switches
 
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    windows="every layer",
+    description=Switches(windows="every layer"),
 )
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    always={"norm_topk_prob": True},
-    windows="every layer",
-    experts=ExpertKeys(
-        sizes={
-            "num_experts": "num_local_experts",
-            "experts_per_token": "num_experts_per_tok",
-            "expert_size": "intermediate_size",
-        }
+    description=Switches(
+        always={"norm_topk_prob": True},
+        windows="every layer",
+        experts=ExpertKeys(
+            sizes={
+                "num_experts": "num_local_experts",
+                "experts_per_token": "num_experts_per_tok",
+                "expert_size": "intermediate_size",
+            }
+        ),
     ),
     names=in_layers(
         mlp__router="block_sparse_moe.gate.weight",

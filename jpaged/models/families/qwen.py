@@ -1,19 +1,17 @@
 """Qwen 2 and 3, dense and mixtures of experts."""
 
-from jpaged.models.families.family import BIASES, ExpertKeys, Family
+from jpaged.models.families.family import Family
+from jpaged.models.families.switches import BIASES, ExpertKeys, Switches
 
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    always={"qkv_bias": True},
-    windows="by layer",
+    description=Switches(always={"qkv_bias": True}, windows="by layer"),
 )
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    always={"qk_norm": True},
-    keys=BIASES,
-    windows="by layer",
+    description=Switches(always={"qk_norm": True}, keys=BIASES, windows="by layer"),
 )
 
 SIZES = {
@@ -24,18 +22,22 @@ SIZES = {
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    keys={"qkv_bias": ("qkv_bias",), "norm_topk_prob": ("norm_topk_prob",)},
-    windows="by layer",
-    experts=ExpertKeys(
-        sizes=SIZES | {"shared_expert_size": "shared_expert_intermediate_size"},
-        has_dense_layers=True,
+    description=Switches(
+        keys={"qkv_bias": ("qkv_bias",), "norm_topk_prob": ("norm_topk_prob",)},
+        windows="by layer",
+        experts=ExpertKeys(
+            sizes=SIZES | {"shared_expert_size": "shared_expert_intermediate_size"},
+            has_dense_layers=True,
+        ),
     ),
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    always={"qk_norm": True},
-    keys=BIASES | {"norm_topk_prob": ("norm_topk_prob",)},
-    windows="every layer",
-    experts=ExpertKeys(sizes=SIZES, has_dense_layers=True),
+    description=Switches(
+        always={"qk_norm": True},
+        keys=BIASES | {"norm_topk_prob": ("norm_topk_prob",)},
+        windows="every layer",
+        experts=ExpertKeys(sizes=SIZES, has_dense_layers=True),
+    ),
 )

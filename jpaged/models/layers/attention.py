@@ -1,27 +1,167 @@
 """Grouped-query attention (arXiv:2305.13245)."""
 
 import dataclasses
-from typing import Any
+from typing import Literal, Self
 
 import jax
 from jax import Array
 
-from jpaged.models.kv_view import KVView
+from jpaged.checks import at_least, positive
+from jpaged.errors import ConfigError
+from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.heads import Heads
-from jpaged.models.layers.linear import Linear
-from jpaged.models.layers.norm import RMSNorm
-from jpaged.models.layers.rope import Rotary
+from jpaged.models.layers.linear import Linear, StepContext
+from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
+from jpaged.models.layers.rope import RopeConfig, Rotary
+from jpaged.models.layers.scratch import Scratch, StepSizes
+from jpaged.models.param_spec import Parameters, ParamSpec, Part
+from jpaged.models.record import Field, Record
 from kernels_pallas.paged_attention.interface import AttentionOptions
+
+QKV = (
+    Part("q", "K G D, E", "self_attn.q_proj.weight"),
+    Part("k", "K 1 D, E", "self_attn.k_proj.weight"),
+    Part("v", "K 1 D, E", "self_attn.v_proj.weight"),
+)
+QKV_BIAS = (
+    Part("q_bias", "K G D", "self_attn.q_proj.bias"),
+    Part("k_bias", "K 1 D", "self_attn.k_proj.bias"),
+    Part("v_bias", "K 1 D", "self_attn.v_proj.bias"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention of num_heads H queries over num_kv_heads K keys and values of head_dim D.
+
+    window: tokens that a query sees, itself included; None is all before it. rope: None rotates
+    nothing. Scores are multiplied by multiplier; where that is None, divided by the root of
+    query_pre_attn_scalar, by default D. soft_cap: c, a score s becomes c * tanh(s / c). sinks: each
+    head has one more score, a parameter, which takes its share of the softmax alone. qk_norm:
+    queries and keys are normed, each head by itself or all heads together.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    rope: RopeConfig | None = None
+    multiplier: float | None = None
+    query_pre_attn_scalar: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
+    norm: NormConfig = PLAIN_NORM
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "num_heads", "num_kv_heads")
+        at_least(2, self, "head_dim")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        positive(
+            attention_multiplier=self.multiplier,
+            query_pre_attn_scalar=self.query_pre_attn_scalar,
+            attn_logit_softcapping=self.soft_cap,
+        )
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """What the product of a query and a key is multiplied by."""
+        if self.multiplier is not None:
+            return self.multiplier
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    @property
+    def options(self) -> AttentionOptions:
+        """What the view of a step passes on to the kernel."""
+        return AttentionOptions(scale=self.scale, soft_cap=self.soft_cap, window=self.window)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of its axes by their letters."""
+        return {"K": self.num_kv_heads, "G": self.group_size, "D": self.head_dim}
+
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Its parameters, by names within a layer. Query, key and value of one KV head lie
+        together: a split over KV heads is contiguous, and the product yields the pool's pairs of K
+        and V.
+        """
+        q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+        specs = [ParamSpec("attention.qkv", "K G+2 D, E", QKV, "normal", "K")]
+        if self.qkv_bias:
+            specs.append(ParamSpec("attention.qkv_bias", "K G+2 D", QKV_BIAS, "zeros", "K"))
+        if self.qk_norm is not None:
+            axes, split = ("K ", "K") if self.qk_norm == "whole" else ("", None)
+            q_axes, init = axes and f"{axes}G ", self.norm.init
+            specs += [
+                ParamSpec("attention.q_norm.scale", f"{q_axes}D", q_norm, init, split),
+                ParamSpec("attention.k_norm.scale", f"{axes}D", k_norm, init, split),
+            ]
+        out = "self_attn.o_proj.weight"
+        specs.append(ParamSpec("attention.out", "E, K G D", out, "residual", "K"))
+        if self.sinks:
+            specs.append(ParamSpec("attention.sinks", "K G", "self_attn.sinks", "zeros", "K"))
+        if self.out_bias:
+            specs.append(ParamSpec("attention.out_bias", "E", "self_attn.o_proj.bias", "zeros"))
+        return tuple(specs)
+
+    def keeps(self) -> tuple[Record, ...]:
+        """What the cache holds of each token for it."""
+        shape = (self.num_kv_heads, self.head_dim)
+        return (Record(fields=(Field("keys", shape, split=0), Field("values", shape, split=0))),)
+
+    def scratch(self, step: StepSizes) -> Scratch:
+        """What a step allocates for it. XLA:CPU shares the results of no two layers' attention."""
+        heads, kv_heads = (n * self.head_dim for n in (self.num_heads, self.num_kv_heads))
+        kept = (2 * step.tokens + step.short) * heads * step.itemsize
+        return Scratch(shared=step.rows * 4 * (heads + 2 * kv_heads), kept=kept)
+
+    def served(self, devices: int) -> Self:
+        """An equal attention that so many devices can share: KV heads are repeated until they
+        divide. ConfigError where heads cannot divide.
+        """
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if kv_heads % devices == 0:
+            return self
+        if devices % kv_heads or heads % devices:
+            raise ConfigError(
+                f"num_heads={heads} and num_kv_heads={kv_heads} do not split over {devices} "
+                "devices: take a number that divides one and is divided by or divides the other"
+            )
+        return dataclasses.replace(self, num_kv_heads=devices)
+
+    def share(self, devices: int) -> Self:
+        """What each of so many devices has of a served one."""
+        heads, kv_heads = self.num_heads // devices, self.num_kv_heads // devices
+        return dataclasses.replace(self, num_heads=heads, num_kv_heads=kv_heads)
+
+    def build(self, weights: Parameters) -> "Attention":
+        """The module of these parameters."""
+        sinks = weights.get("attention.sinks")
+        return Attention(
+            qkv=Linear.of(weights["attention.qkv"], weights.get("attention.qkv_bias")),
+            q_norm=RMSNorm.of(self.norm, weights.get("attention.q_norm.scale")),
+            k_norm=RMSNorm.of(self.norm, weights.get("attention.k_norm.scale")),
+            out=Linear.of(weights["attention.out"], weights.get("attention.out_bias")),
+            sinks=None if sinks is None else sinks.value,
+            config=self,
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
     """qkv: the projections of each KV head and its G query heads, together: [..., K, G+2, D].
-
-    group: index into kv_groups, where this layer's keys and values are kept. options: scale, cap
-    and window of the scores. sinks [K, G]: one more score of each query head, which takes its share
-    of the softmax and adds nothing; None for a plain softmax.
+    sinks: [K, G] or None.
     """
 
     qkv: Linear
@@ -29,20 +169,24 @@ class Attention:
     k_norm: RMSNorm | None
     out: Linear
     sinks: Array | None
-    group: int = dataclasses.field(metadata={"static": True})
-    options: AttentionOptions = dataclasses.field(metadata={"static": True})
+    config: AttentionConfig = dataclasses.field(metadata={"static": True})
 
     def __call__(
-        self, x: Array, rotary: Rotary | None, kv: KVView, index: Any
+        self,
+        x: Array,
+        step: StepContext,
+        rotary: Rotary | None,
+        kv: KVView,
+        places: tuple[Place, ...],
     ) -> tuple[Array, KVView]:
-        """x [..., E]; rotary: None where positions are not rotated in. index: this layer's place
-        among those of its group.
-        """
+        """x [..., E]; rotary: of config.rope. places: where the cache holds what `keeps` says."""
+        (place,) = places
+        mean_over = None if self.q_norm is None else step.axis_over(self.q_norm.split)
+        heads = Heads(q_norm=self.q_norm, k_norm=self.k_norm, rotary=rotary, mean_over=mean_over)
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x)
-        heads = Heads(q_norm=self.q_norm, k_norm=self.k_norm, rotary=rotary)
+            qkv = self.qkv(x, step)
+        q, kv = kv.write(place, qkv, heads)  # q, k, v = heads(qkv), of which k and v are kept
         sinks = None if self.sinks is None else self.sinks.reshape(-1)
-        # q, k, v = heads(qkv), which the view does as it keeps the keys and values.
-        o, kv = kv.attend(self.group, index, qkv, heads, self.options, sinks)
+        o = kv.attend(place, q, self.config.options, sinks)
         with jax.named_scope("out"):
-            return self.out(o.reshape(*x.shape[:-1], -1)), kv
+            return self.out(o.reshape(*x.shape[:-1], -1), step), kv

@@ -1,39 +1,52 @@
 """The embedding of tokens."""
 
+import dataclasses
+from typing import Self
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.layers.linear import Serving
-from jpaged.models.layers.low_rank import LowRank
+from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.low_rank import AdapterTable
+from jpaged.models.param_spec import Parameter
 from jpaged.models.quantized import QuantizedWeight
 
 
-def embed(
-    weight_VE: Array | QuantizedWeight, tokens: Array, serving: Serving, adapters: LowRank | None
-) -> Array:
-    """[..., E] of int tokens [...]. serving: its mesh axis is that whose devices each hold an equal
-    share of the vocabulary. adapters: what tokens [T] add to their embeddings, or None.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """weight: [V, E]; over a mesh each device holds an equal share of the vocabulary. adapters:
+    what tokens add to their embeddings, or None.
     """
-    axis = serving.tensor_axis
-    if axis is None:
-        return _adapted(_rows(weight_VE, tokens), tokens, serving, adapters)
-    at = tokens - jax.lax.axis_index(axis) * weight_VE.shape[0]
-    is_here = (at >= 0) & (at < weight_VE.shape[0])
-    x = jnp.where(is_here[..., None], _rows(weight_VE, at), 0)
-    # Exact: all but one device add zeros.
-    return jax.lax.psum(_adapted(x, at, serving, adapters), axis)
 
+    weight: Array | QuantizedWeight
+    adapters: AdapterTable | None = None
 
-def _adapted(x: Array, at: Array, serving: Serving, adapters: LowRank | None) -> Array:
-    """Added in f32 and rounded once."""
-    if adapters is None:
-        return x
-    y = x.astype(jnp.float32)
-    return adapters.added_of_index(y, at, serving.products, serving.count(x)).astype(x.dtype)
+    @classmethod
+    def of(cls, weight: Parameter) -> Self:
+        """The embedding of a parameter."""
+        return cls(weight=weight.value, adapters=AdapterTable.of(weight))
 
+    def __call__(self, tokens: Array, step: StepContext) -> Array:
+        """[..., E] of int tokens [...]."""
+        axis = step.tensor_axis
+        if axis is None:
+            return self._adapted(self._rows(tokens), tokens, step)
+        at = tokens - jax.lax.axis_index(axis) * self.weight.shape[0]
+        is_here = (at >= 0) & (at < self.weight.shape[0])
+        x = jnp.where(is_here[..., None], self._rows(at), 0)
+        # Exact: all but one device add zeros.
+        return jax.lax.psum(self._adapted(x, at, step), axis)
 
-def _rows(weight_VE: Array | QuantizedWeight, at: Array) -> Array:
-    if isinstance(weight_VE, QuantizedWeight):
-        return weight_VE.take(at)
-    return jnp.take(weight_VE, at, axis=0, mode="clip")
+    def _adapted(self, x: Array, at: Array, step: StepContext) -> Array:
+        """x with its adapters, added in f32 and rounded once."""
+        if self.adapters is None or step.slot_T is None:
+            return x
+        rows, y = self.adapters.rows(step.slot_T), x.astype(jnp.float32)
+        return rows.added_of_index(y, at, step.products, step.count(x)).astype(x.dtype)
+
+    def _rows(self, at: Array) -> Array:
+        if isinstance(self.weight, QuantizedWeight):
+            return self.weight.take(at)
+        return jnp.take(self.weight, at, axis=0, mode="clip")

@@ -2,18 +2,131 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.layers.linear import Linear, Products
+from jpaged.checks import at_least
+from jpaged.errors import ConfigError
+from jpaged.models.layers.linear import Linear, Products, StepContext
+from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.layers.mlp import MLP, Activation, gated
-from jpaged.models.params import MeshAxis
+from jpaged.models.layers.scratch import Scratch, StepSizes
+from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
 from jpaged.models.quantized import QuantizedWeight, is_quantized
+from kernels_cpu.experts import MOST_PAIRS
 from kernels_pallas.experts import tiles
 from kernels_pallas.experts.interface import ExpertWeights, Glu
+
+GATE_UP = (
+    Part("gate", "X 1 I, E", "mlp.experts.{x}.gate_proj.weight"),
+    Part("up", "X 1 I, E", "mlp.experts.{x}.up_proj.weight"),
+)
+BIASES = (
+    Part("gate_bias", "X 1 I", "mlp.experts.gate_proj_bias"),
+    Part("up_bias", "X 1 I", "mlp.experts.up_proj_bias"),
+)
+SHARED = (
+    Part("gate", "1 R, E", "mlp.shared_expert.gate_proj.weight"),
+    Part("up", "1 R, E", "mlp.shared_expert.up_proj.weight"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of num_experts X experts of expert_size I, of which each token takes
+    experts_per_token, and of one of shared_expert_size R that every token takes (0: there is none).
+
+    bias: of the router and the experts. norm_topk_prob: the weights of a token's experts sum up to
+    1.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    shared_expert_size: int = 0
+    bias: bool = False
+    norm_topk_prob: bool = False
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "num_experts", "experts_per_token", "expert_size")
+        at_least(0, self, "shared_expert_size")
+        if self.experts_per_token > self.num_experts:
+            most = f"num_experts={self.num_experts}"
+            raise ConfigError(f"experts_per_token={self.experts_per_token} of {most}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of its axes by their letters."""
+        return {"X": self.num_experts, "I": self.expert_size, "R": self.shared_expert_size}
+
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Its parameters, by names within a layer."""
+        specs = [ParamSpec("mlp.router", "X, E", "mlp.gate.weight")]
+        if self.bias:
+            down_bias = "mlp.experts.down_proj_bias"
+            specs += [
+                ParamSpec("mlp.router_bias", "X", "mlp.router.bias", "zeros"),
+                ParamSpec("mlp.experts.gate_up_bias", "X 2 I", BIASES, "zeros", "I"),
+                ParamSpec("mlp.experts.down_bias", "X E", down_bias, "zeros"),
+            ]
+        down = "mlp.experts.{x}.down_proj.weight"
+        specs += [
+            ParamSpec("mlp.experts.gate_up", "X 2 I, E", GATE_UP, "normal", "I"),
+            ParamSpec("mlp.experts.down", "X E, I", down, "residual", "I"),
+        ]
+        if self.shared_expert_size:
+            down, gate = "mlp.shared_expert.down_proj.weight", "mlp.shared_expert_gate.weight"
+            specs += [
+                ParamSpec("mlp.shared.gate_up", "2 R, E", SHARED, "normal", "R"),
+                ParamSpec("mlp.shared.down", "E, R", down, "residual", "R"),
+                ParamSpec("mlp.shared_gate", "1, E", gate),
+            ]
+        return tuple(specs)
+
+    def scratch(self, step: StepSizes) -> Scratch:
+        """What a step allocates for it: an expert's weights, the pairs of token and choice in their
+        order, and a sum that each layer has for itself.
+        """
+        width, hidden = self.expert_size, step.hidden_size
+        pairs = step.tokens * self.experts_per_token
+        shared = 24 * hidden * width + 64 * pairs
+        shared += min(pairs, MOST_PAIRS) * (24 * width + 16 * hidden)
+        shared += step.rows * 12 * self.shared_expert_size
+        shared += 8 * step.expert_adapter_rank * (hidden + width)  # an expert's, out of the tables
+        return Scratch(shared=shared, kept=8 * step.tokens * hidden)
+
+    def share(self, devices: int) -> Self:
+        """What each of so many devices has of it."""
+        expert, shared = (share(n, devices) for n in (self.expert_size, self.shared_expert_size))
+        return dataclasses.replace(self, expert_size=expert, shared_expert_size=shared)
+
+    def build(self, weights: Parameters) -> "Experts":
+        """The module of these parameters."""
+        gate_up, down = weights["mlp.experts.gate_up"], weights["mlp.experts.down"]
+        values = {name: parameter.value for name, parameter in weights.items()}
+        shared = None
+        if self.shared_expert_size:
+            shared = MLP(
+                gate_up=Linear.of(weights["mlp.shared.gate_up"]),
+                down=Linear.of(weights["mlp.shared.down"]),
+                activation=self.activation,
+            )
+        return Experts(
+            router=Linear.of(weights["mlp.router"], weights.get("mlp.router_bias")),
+            gate_up=gate_up.value,
+            gate_up_bias=values.get("mlp.experts.gate_up_bias"),
+            gate_up_adapters=AdapterTable.of(gate_up),
+            down=down.value,
+            down_bias=values.get("mlp.experts.down_bias"),
+            down_adapters=AdapterTable.of(down),
+            shared=shared,
+            shared_gate=Linear.of(weights["mlp.shared_gate"]) if shared is not None else None,
+            config=self,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -22,63 +135,78 @@ class Experts:
     """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
     through one that is shared (arXiv:2401.06066), where there is one.
 
-    down_bias: [X, E] or None. shared, shared_gate: or None. per_token: experts of a token.
-    is_normed: their weights sum up to 1. sum_over: the mesh axis whose devices each hold a share of
-    every expert's width; None is one device. sums_shared: the shared one is split too, and summed
-    with the others.
+    gate_up: [X, 2, I, E], its bias [X, 2, I] or None. down: [X, E, I], its bias [X, E] or None. The
+    adapters of both, shared and shared_gate: or None. config: the width of an expert is that on all
+    devices together.
     """
 
     router: Linear
-    weights: ExpertWeights
+    gate_up: Array | QuantizedWeight
+    gate_up_bias: Array | None
+    gate_up_adapters: AdapterTable | None
+    down: Array | QuantizedWeight
     down_bias: Array | None
+    down_adapters: AdapterTable | None
     shared: MLP | None
     shared_gate: Linear | None
-    per_token: int = dataclasses.field(metadata={"static": True})
-    is_normed: bool = dataclasses.field(metadata={"static": True})
-    activation: Activation = dataclasses.field(metadata={"static": True})
-    sum_over: MeshAxis | None = dataclasses.field(metadata={"static": True})
-    sums_shared: bool = dataclasses.field(metadata={"static": True})
+    config: ExpertsConfig = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, step: StepContext) -> Array:
         """x [..., E]."""
-        serving, rows = self.router.serving, x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
         with jax.named_scope("router"):
-            chosen, weight = self._route(rows)
-        if serving.num_rows is not None:  # padding chooses none
-            is_real = jnp.arange(rows.shape[0]) < serving.num_rows
-            chosen = jnp.where(is_real[:, None], chosen, self.weights.gate_up.shape[0])
-        glu = functools.partial(gated, self.activation)
-        experts = every_expert if serving.experts is None else serving.experts.experts
-        if self.weights.adapters is not None:  # the others know of none
+            chosen, weight = self._route(rows, step)
+        if step.num_rows is not None:  # padding chooses none
+            is_real = jnp.arange(rows.shape[0]) < step.num_rows
+            chosen = jnp.where(is_real[:, None], chosen, self.gate_up.shape[0])
+        weights = self._weights(step)
+        glu = functools.partial(gated, self.config.activation)
+        experts = every_expert if step.experts is None else step.experts.experts
+        if weights.adapters is not None:  # the others know of none
             experts = tiles.experts
-        weights = self.weights
-        if serving.products is not None and x.dtype == jnp.bfloat16:
-            weights = _multiplied_by(serving.products, weights)
+        if step.products is not None and x.dtype == jnp.bfloat16:
+            weights = _multiplied_by(step.products, weights)
         with jax.named_scope("experts"):
             y = experts(rows, chosen, weight, weights, glu)
-        shared = self._shared(rows)
-        if self.sums_shared:
+        # Each device has a share of every expert's width; None: this one has it whole.
+        sum_over = step.axis_over(self.config.expert_size)
+        # Where the shared one is split too, both are summed over the devices at once.
+        sizes = (self.config.expert_size, self.config.shared_expert_size)
+        sums_shared = self.shared is not None and not any(n % step.axis_size for n in sizes)
+        shared = self._shared(rows, step, is_partial=sums_shared)
+        if sums_shared:
             y, shared = y + shared, 0.0
-        if self.sum_over is not None:
-            y = jax.lax.psum(y, self.sum_over)
+        if sum_over is not None:
+            y = jax.lax.psum(y, sum_over)
         if self.down_bias is not None:  # once, whoever holds which share
-            for choice in range(self.per_token):  # in one order, whatever the number of rows
+            for choice in range(self.config.experts_per_token):  # in one order, whatever the rows
                 bias = jnp.take(self.down_bias, chosen[:, choice], 0, mode="fill", fill_value=0)
                 y = y + weight[:, choice, None] * bias.astype(jnp.float32)
         return (y + shared).astype(x.dtype).reshape(x.shape)
 
-    def _shared(self, x: Array) -> Array | float:
+    def _weights(self, step: StepContext) -> ExpertWeights:
+        """The experts' weights, with the adapters of the step's rows."""
+        adapters, slot_T = (self.gate_up_adapters, self.down_adapters), step.slot_T
+        rows = None
+        if slot_T is not None and adapters != (None, None):
+            up, down = (None if table is None else table.expert_rows(slot_T) for table in adapters)
+            rows = (up, down)
+        return ExpertWeights(
+            gate_up=self.gate_up, gate_up_bias=self.gate_up_bias, down=self.down, adapters=rows
+        )
+
+    def _shared(self, x: Array, step: StepContext, *, is_partial: bool) -> Array | float:
         if self.shared is None or self.shared_gate is None:
             return 0.0
         with jax.named_scope("shared_expert"):
-            gate = jax.nn.sigmoid(self.shared_gate(x, jnp.float32))
-            return gate * self.shared(x, jnp.float32)
+            gate = jax.nn.sigmoid(self.shared_gate(x, step, jnp.float32))
+            return gate * self.shared(x, step, jnp.float32, is_partial=is_partial)
 
-    def _route(self, x: Array) -> tuple[Array, Array]:
-        """Of each row its experts and their weights, in f32."""
-        scores = jax.nn.softmax(self.router(x, jnp.float32), axis=-1)
-        weight, chosen = jax.lax.top_k(scores, self.per_token)
-        if self.is_normed:
+    def _route(self, x: Array, step: StepContext) -> tuple[Array, Array]:
+        """For each row its experts and their weights, in f32."""
+        scores = jax.nn.softmax(self.router(x, step, jnp.float32), axis=-1)
+        weight, chosen = jax.lax.top_k(scores, self.config.experts_per_token)
+        if self.config.norm_topk_prob:
             weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         return chosen, weight
 

@@ -7,25 +7,28 @@ from jax import Array
 
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
+from jpaged.models.param_spec import MeshAxis
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Queries and keys normed, then rotated by their positions; None where they are not.
+    """Queries and keys are normed, then rotated by their positions; None: they are not.
 
-    A view of a step may do so in one kernel with what it does next; this is what it is held to.
+    mean_over: the mesh axis over which norms of all heads together are split. A backend may fuse
+    all of this with the write to the cache; this is the reference.
     """
 
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     rotary: Rotary | None
+    mean_over: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __call__(self, qkv: Array) -> tuple[Array, Array, Array]:
         """q [..., H, D], k and v [..., K, D] of the product [..., K, G+2, D]."""
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]  # [K, G, D], [K, D], [K, D]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, self.mean_over), self.k_norm(k, self.mean_over)
         if self.rotary is not None:
             with jax.named_scope("rope"):
                 q, k = self.rotary(q, k)

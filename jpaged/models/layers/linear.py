@@ -1,16 +1,16 @@
-"""Linear: a product with a weight, whatever its form, who multiplies and how it is split."""
+"""Linear: a product with a weight, whatever its form; and StepContext, how a step multiplies."""
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.models.layers.low_rank import AdapterRows, Adder, LowRank
-from jpaged.models.params import MeshAxis
+from jpaged.models.layers.low_rank import AdapterTable, Adder
+from jpaged.models.param_spec import MeshAxis, Parameter
 from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
 
@@ -56,30 +56,35 @@ class ExpertProducts(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serving:
-    """What a step that serves says of its products; all at their defaults in training.
+class StepContext:
+    """What a step knows of its rows and how it multiplies; all at their defaults in training.
 
     num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
-    max_len: tokens that a sequence may have; None is as many as are at hand.
-    products: who multiplies where it can; None is XLA alone, and can be differentiated.
-    experts: who multiplies by the experts of a mixture; None computes all of them, and can be
-    differentiated. tensor_axis: the mesh axis (or axes) of axis_size devices that hold shares of
-    the weights, inside shard_map; None where each holds all. adapters: of the rows; None where no
-    row has any. in_fp8: XLA has tensor cores for products of fp8 by fp8.
+    slot_T: int32, the slot of each row's adapter, past the last slot where it has none; None where
+    no row has any. max_len: tokens that a sequence may have; None is as many as are at hand.
+    products: a module that multiplies where it supports the shapes; None is XLA alone, and can be
+    differentiated. experts: a module that multiplies by the experts of a mixture; None computes all
+    of them, and can be differentiated. tensor_axis: the mesh axis (or axes) of axis_size devices
+    that hold shares of the weights, inside shard_map; None where each holds all. in_fp8: XLA has
+    tensor cores for products of fp8 by fp8.
     """
 
     num_rows: Array | None = None
+    slot_T: Array | None = None
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
-    adapters: AdapterRows | None = None
     in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def count(self, x: Array) -> Any:
         """How many rows of x are real."""
         return x.shape[0] if self.num_rows is None else self.num_rows
+
+    def axis_over(self, size: int | None) -> MeshAxis | None:
+        """The mesh axis that splits an axis of this size; None where none does."""
+        return None if size is None or size % self.axis_size else self.tensor_axis
 
     def product(self, x: Array, weight_NE: Array, dtype: DTypeLike) -> Array:
         """x [..., E] times the weight transposed, accumulated in f32."""
@@ -95,42 +100,67 @@ class Serving:
 class Linear:
     """x [..., inputs] to [..., *outputs]: weight [*outputs, *inputs], bias [*outputs] or None.
 
-    sum_over: the mesh axis whose devices each hold a share of the inputs, so that their partial
-    results are summed; None where this device has all of them. adapters: what rows of x add to the
+    split: the size of the axis of the inputs that a mesh splits where it divides, so that the
+    devices' partial results are summed; None: no mesh does. adapters: what rows of x add to the
     product, or None.
     """
 
     weight: Array | QuantizedWeight
-    bias: Array | None
-    serving: Serving
-    adapters: LowRank | None = None
-    num_outputs: int = dataclasses.field(metadata={"static": True})
-    sum_over: MeshAxis | None = dataclasses.field(metadata={"static": True})
+    bias: Array | None = None
+    adapters: AdapterTable | None = None
+    num_outputs: int = dataclasses.field(default=1, metadata={"static": True})
+    split: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def __call__(self, x: Array, dtype: DTypeLike | None = None) -> Array:
-        """Accumulated in f32 and rounded once, at the end, to dtype (None is x's)."""
+    @classmethod
+    def of(cls, weight: Parameter, bias: Parameter | None = None) -> Self:
+        """The product with a weight."""
+        spec = weight.spec
+        outputs, inputs = spec.sides
+        return cls(
+            weight=weight.value,
+            bias=None if bias is None else bias.value,
+            adapters=AdapterTable.of(weight),
+            num_outputs=len(outputs),
+            split=spec.shape_of(spec.split)[0] if spec.split in inputs else None,
+        )
+
+    def __call__(
+        self,
+        x: Array,
+        step: StepContext,
+        dtype: DTypeLike | None = None,
+        *,
+        is_partial: bool = False,
+    ) -> Array:
+        """Accumulated in f32 and rounded once, at the end, to dtype (None is x's). is_partial: what
+        devices have is not summed here, but by the caller.
+        """
         dtype = x.dtype if dtype is None else dtype
         outputs = self.weight.shape[: self.num_outputs]
-        is_last = self.bias is None and self.sum_over is None and self.adapters is None
+        sum_over = None if is_partial else step.axis_over(self.split)
+        adapters = None
+        if self.adapters is not None and step.slot_T is not None:
+            adapters = self.adapters.rows(step.slot_T)
+        is_last = self.bias is None and sum_over is None and adapters is None
         wanted = dtype if is_last else jnp.float32
         if isinstance(self.weight, QuantizedWeight):
-            y = self._quantized(x, self.weight.matrix(), wanted)
+            y = self._quantized(x, self.weight.matrix(), wanted, step)
         else:
-            y = self.serving.product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
-        if self.adapters is not None:
-            how = (self.serving.product, self.serving.products, self.serving.count(x))
-            y = self.adapters.added(y, x, *how)
-        if self.sum_over is not None:
-            y = jax.lax.psum(y, self.sum_over)
+            y = step.product(x, self.weight.reshape(math.prod(outputs), -1), wanted)
+        if adapters is not None:
+            y = adapters.added(y, x, step.product, step.products, step.count(x))
+        if sum_over is not None:
+            y = jax.lax.psum(y, sum_over)
         y = y.reshape(*x.shape[:-1], *outputs)
         if self.bias is not None:
             y = y + self.bias.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + outputs)
         return y.astype(dtype)
 
-    def _quantized(self, x: Array, weight: QuantizedWeight, dtype: DTypeLike) -> Array:
-        products = self.serving.products
-        if products is None or x.dtype != jnp.bfloat16:
-            return weight.linear(x, in_fp8=self.serving.in_fp8).astype(dtype)
+    def _quantized(
+        self, x: Array, weight: QuantizedWeight, dtype: DTypeLike, step: StepContext
+    ) -> Array:
+        if step.products is None or x.dtype != jnp.bfloat16:
+            return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
         rows = x.reshape(-1, x.shape[-1])
         parts = (weight.values, weight.scales, weight.zeros, weight.form)
-        return products.quantized(rows, *parts, self.serving.count(rows)).astype(dtype)
+        return step.products.quantized(rows, *parts, step.count(rows)).astype(dtype)

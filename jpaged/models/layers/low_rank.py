@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.models.param_spec import Parameter
+
 Product = Callable[[Array, Array, Any], Array]  # x [T, E], weight [N, E], dtype -> [T, N]
 
 PASSES = 3  # over the pair of a row that is copied: read, written, read again
@@ -30,22 +32,41 @@ class Adder(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdapterRows:
-    """The adapters of a step. tables: a nested dict of the canonical tree's names, at each weight
-    that has adapters {"a": [parts, slots, rank, *inputs], "b": ([slots, rank, *outputs] of each
-    part, ...)}. slot_T: int32, the slot of each token's adapter, `slots` where it has none.
+class AdapterTable:
+    """The adapters of one weight, in slots.
+
+    a: [parts, slots, rank, *inputs]. b: of each part [slots, rank, *outputs]; of experts' weights
+    inputs and outputs begin with X. joined: the axis of the outputs along which parts are
+    concatenated.
     """
 
-    tables: Any
-    slot_T: Array
+    a: Array
+    b: tuple[Array, ...]
+    joined: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, weight: Parameter) -> "AdapterTable | None":
+        """The table of a weight; None where it has none."""
+        if weight.adapters is None:
+            return None
+        return cls(**weight.adapters, joined=weight.spec.joined)
+
+    def rows(self, slot_T: Array) -> "LowRank":
+        """What rows whose adapters are in these slots take."""
+        return LowRank(a=self.a, b=self.b, slot_T=slot_T, joined=self.joined)
+
+    def expert_rows(self, slot_T: Array) -> "ExpertLowRank":
+        """The same of the weights of experts."""
+        return ExpertLowRank(a=self.a, b=self.b, slot_T=slot_T, joined=self.joined)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """The adapters of one weight.
+    """The adapters of one weight for the rows of a step.
 
-    a, b, slot_T: of AdapterRows. joined: the axis of the outputs that parts follow each other on.
+    a, b, joined: of AdapterTable. slot_T: int32, the slot of each row's adapter, `slots` where it
+    has none.
     """
 
     a: Array
@@ -61,19 +82,21 @@ class LowRank:
         """
         a = self.a.reshape(*self.a.shape[:3], -1)
         if (own := self._by(adder, x_TE, a)) is not None:
-            return own.add_low_rank(y, x_TE, a, self._flat_b(), self.slot_T, n, self._leads)
+            return own.add_low_rank(
+                y, x_TE, a, self._flat_b(), self.slot_T, n, self._num_interleaved
+            )
         return y + self(x_TE, product).reshape(y.shape)
 
     def added_of_index(self, y_TE: Array, at_T: Array, adder: Adder | None, n: Any) -> Array:
-        """So of one input that is 1, the others 0: what the embedding of a token gains. Nothing
-        past either end, where another device has the input.
+        """y, f32, with the embedding's adapter: for each token, column `at` of A times B is added.
+        Nothing is added for ids outside this device's share.
         """
         slots, inputs = self.a.shape[1], self.a.shape[3]
         slot_T = jnp.where((at_T >= 0) & (at_T < inputs), self.slot_T, slots)
         h = self.a[:, jnp.minimum(slot_T, slots - 1), :, jnp.clip(at_T, 0, inputs - 1)]
         x, none = h.reshape(h.shape[0], -1), self.a[..., :0]  # h [T, parts, rank]
         if (own := self._by(adder, x, none)) is not None:
-            return own.add_low_rank(y_TE, x, none, self._flat_b(), slot_T, n, self._leads)
+            return own.add_low_rank(y_TE, x, none, self._flat_b(), slot_T, n, self._num_interleaved)
         return y_TE + self._outputs(h[:, :, None], slot_T).reshape(y_TE.shape)
 
     def __call__(self, x_TE: Array, product: Product) -> Array:
@@ -113,8 +136,8 @@ class LowRank:
         return adder if adder is not None and adder.adds(x, a) else None
 
     @property
-    def _leads(self) -> int:
-        """Pieces of a part's outputs that those of other parts lie between."""
+    def _num_interleaved(self) -> int:
+        """How many pieces a part's outputs are interleaved in (q, k, v of each KV head: K)."""
         return math.prod(self.b[0].shape[2 : 2 + self.joined])
 
     def _flat_b(self) -> tuple[Array, ...]:

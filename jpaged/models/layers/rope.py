@@ -2,32 +2,49 @@
 
 import dataclasses
 import math
-from typing import Literal, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jpaged.models.config import ModelConfig, RopeScaling
+from jpaged.checks import positive
+from jpaged.errors import ConfigError
+from jpaged.models.rope_scaling import RopeScaling
 
-Kind = Literal["global", "local"]
 
-
-def inverse_frequencies(
-    config: ModelConfig, kind: Kind = "global", length: int = 0
-) -> tuple[np.ndarray, float]:
-    """Angular frequency of each rotated pair (float32 [rotary_dim/2], radians a token), and the
-    factor on cos and sin.
-
-    kind: of ModelConfig.rope_kind. length: tokens that a sequence may have; longrope is one thing
-    up to the original length and another beyond it. Source: RoFormer (arXiv:2104.09864); the
-    scalings as RopeScaling says. Computed in float64 on the host.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """The rotation of a head's queries and keys. dim: how many of its dimensions are rotated, the
+    first ones. theta: the base of their frequencies.
     """
-    dim, base, s = config.rotary_dim, config.rope_theta, config.rope_scaling
-    if kind == "local":
-        assert config.local_rope_theta is not None
-        base, s = config.local_rope_theta, None
+
+    dim: int
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        positive(rope_theta=self.theta)
+        if self.dim % 2:
+            raise ConfigError(f"{self.dim} dimensions of a head are rotated: must be even")
+        if (s := self.scaling) and s.kind == "longrope":
+            for factors in (s.short_factor, s.long_factor):
+                if len(factors) != self.dim // 2:
+                    raise ConfigError(
+                        f"{len(factors)} longrope factors for {self.dim // 2} frequencies"
+                    )
+
+
+def inverse_frequencies(rope: RopeConfig, length: int = 0) -> tuple[np.ndarray, float]:
+    """The angular frequency of each rotated pair (float32 [dim/2], radians a token), and the factor
+    on cos and sin.
+
+    length: tokens that a sequence may have; longrope is one thing up to the original length and
+    another beyond it. Source: RoFormer (arXiv:2104.09864); the scalings as RopeScaling says.
+    Computed in float64 on the host.
+    """
+    dim, base, s = rope.dim, rope.theta, rope.scaling
     inv = 1.0 / base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     if s is None:
         return inv.astype(np.float32), 1.0
@@ -71,13 +88,11 @@ def _yarn(inv: np.ndarray, s: RopeScaling, dim: int, base: float) -> np.ndarray:
     return inv / s.factor * ramp + inv * (1 - ramp)
 
 
-def rotation(
-    config: ModelConfig, positions: Array, kind: Kind = "global", length: int = 0
-) -> tuple[Array, Array]:
-    """cos and sin, f32 [..., rotary_dim/2], of integer positions [...]; kind and length as
-    `inverse_frequencies` takes them.
+def rotation(rope: RopeConfig, positions: Array, length: int = 0) -> tuple[Array, Array]:
+    """cos and sin, f32 [..., dim/2], of integer positions [...]; length as `inverse_frequencies`
+    takes it.
     """
-    inv, factor = inverse_frequencies(config, kind, length)
+    inv, factor = inverse_frequencies(rope, length)
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv).reshape(
         (1,) * positions.ndim + (-1,)
     )
@@ -100,15 +115,15 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The rotation of a step's tokens by their positions, the same in every layer of a kind."""
+    """The rotation of a step's tokens by their positions: one for all layers of a RopeConfig."""
 
     cos: Array
     sin: Array
 
     @classmethod
-    def at(cls, config: ModelConfig, positions: Array, kind: Kind, length: int) -> Self:
-        """Of integer positions [...]; kind and length as `inverse_frequencies` takes them."""
-        cos, sin = rotation(config, positions, kind, length)
+    def at(cls, rope: RopeConfig, positions: Array, length: int) -> Self:
+        """The rotation of integer positions [...]; length as `inverse_frequencies` takes it."""
+        cos, sin = rotation(rope, positions, length)
         # Without the barrier each layer would work the angles out again.
         cos, sin = jax.lax.optimization_barrier((cos, sin))
         return cls(cos=cos, sin=sin)

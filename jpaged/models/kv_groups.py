@@ -1,0 +1,76 @@
+"""Groups of layers that share one block table and one pool."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.kv_view import DenseKV
+from jpaged.models.record import Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """Layers with equal record, window and query heads: one array and one block table hold them.
+
+    layers: their indices in the model, ascending. window: tokens that a query sees, itself
+    included; None is all of them. num_heads: of queries, which a kernel is made for.
+    """
+
+    layers: tuple[int, ...]
+    record: Record
+    window: int | None
+    num_heads: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.record["keys"].shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of a key."""
+        return self.record["keys"].shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value."""
+        return self.record["values"].shape[1]
+
+
+def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
+    """The groups of a model, in the order of their first layers."""
+    layers: dict[tuple[Record, int | None, int], list[int]] = {}
+    for i, (layer, records) in enumerate(zip(config.layers, config.keeps(), strict=True)):
+        if layer.mixer is not None:
+            for record in records:
+                key = (record, layer.mixer.window, layer.mixer.num_heads)
+                layers.setdefault(key, []).append(i)
+    return tuple(
+        KVGroup(layers=tuple(members), record=record, window=window, num_heads=heads)
+        for (record, window, heads), members in layers.items()
+    )
+
+
+def kv_places(config: ModelConfig) -> list[tuple[tuple[int, int], ...]]:
+    """For each layer the group of each of its records, and its index among the group's layers."""
+    places: list[tuple[tuple[int, int], ...]] = [() for _ in config.layers]
+    for group, members in enumerate(kv_groups(config)):
+        for index, layer in enumerate(members.layers):
+            places[layer] = (*places[layer], (group, index))
+    return places
+
+
+def dense_view(config: ModelConfig, x: Array) -> DenseKV:
+    """The view of a model in training, of tokens whose embeddings are x [..., T, E]."""
+    groups = kv_groups(config)
+
+    def zeros(group: KVGroup) -> tuple[Array, Array]:
+        widths = (group.head_dim, group.value_dim)
+        k, v = ((*x.shape[:-1], group.num_kv_heads, width) for width in widths)
+        return jnp.zeros(k, x.dtype), jnp.zeros(v, x.dtype)
+
+    # Not None: layers are traced once, whether one of their group has written before or not.
+    newest = tuple(map(zeros, groups))
+    return DenseKV(newest=newest)

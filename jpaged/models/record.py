@@ -1,0 +1,30 @@
+"""Records: what the cache holds for a layer, declared by the layer itself."""
+
+import dataclasses
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One array of a record.
+
+    shape: of one place. split: which of these axes a tensor-parallel mesh axis splits; None: the
+    field lies whole on every device. dtype: None is the model's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one place in the cache holds. per: a place is a token, or a whole block."""
+
+    fields: tuple[Field, ...]
+    per: Literal["token", "block"] = "token"
+
+    def __getitem__(self, name: str) -> Field:
+        """The field of a name."""
+        return next(field for field in self.fields if field.name == name)
