@@ -147,7 +147,7 @@ def test_everything_is_chosen_once_a_start(guesses: bool, monkeypatch: pytest.Mo
     counted("choose_kernel")
     counted("_experts")
     draft = make_params(1, config(num_layers=1))
-    sizes = vars(engine(num_blocks=None))
+    sizes: Any = vars(engine(num_blocks=None))
     sizes |= {"speculative": {"method": "draft", "model": draft} if guesses else None}
     llm = LLM(make_params(0, model), **sizes)
     llm.generate(make_prompts(5), SamplingParams(max_tokens=2), use_tqdm=False)
@@ -166,7 +166,8 @@ def test_what_is_chosen_by_the_params_fits_what_is_served(quantization: Any, dty
     mixture = {"num_experts": 4, "experts_per_token": 2, "expert_size": 32}
     model = config(hidden_size=64, head_dim=32, tie_word_embeddings=True, **mixture)
     speculative = {"method": "draft", "model": make_params(1, model)}
-    sizes = vars(engine(dtype=dtype, quantization=quantization)) | {"speculative": speculative}
+    sizes: Any = vars(engine(dtype=dtype, quantization=quantization))
+    sizes |= {"speculative": speculative}
     session = LLM(make_params(0, model), **sizes).session
     runner = session.runner
     draft = (model, runner.draft_params)
