@@ -14,7 +14,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Pairs, adapted_specs
@@ -56,21 +55,6 @@ def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype
 
     specs = adapted_specs(model, config.lora_extra)
     return nest({name: of_weight(name, spec) for name, spec in specs.items()})
-
-
-def with_tables(
-    form: Any,
-    specs: Any,
-    model: ModelConfig,
-    config: EngineConfig,
-    where: Placement,
-    bucket: Bucket,
-) -> tuple[Any, Any]:
-    """What a step takes as params in form and specs, of those of one without adapters."""
-    if not bucket.loras:
-        return form, specs
-    tables = table_form(model, config, where, form["embed"]["weight"].dtype)
-    return (form, tables), (specs, table_specs(model, config, where))
 
 
 def table_specs(model: ModelConfig, config: EngineConfig, where: Placement) -> Any:
@@ -151,16 +135,11 @@ class AdapterTables:
         self.arrays: Any = None
         self._compiled: Any = None
 
-    def ready(self, batch: Batch, params: Any) -> Any:
-        """What the batch's step takes as params, once its loads are written."""
+    def write_loads(self, batch: Batch) -> None:
+        """Write the adapters that a batch brings into their slots."""
         for replica, part in enumerate(batch.each):
             for slot, adapter in part.loads:
                 self.load(replica, slot, adapter.data)
-        return self.beside(batch.bucket, params)
-
-    def beside(self, bucket: Bucket, params: Any) -> Any:
-        """What a step takes as params."""
-        return (params, self.arrays) if bucket.loras else params
 
     def allocate(self) -> None:
         """Have them, of zeros at first, and what writes to them."""

@@ -89,9 +89,9 @@ class Kernel:
         head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
         norm, scales, rotation = None, None, None
         if heads.q_norm is not None and heads.k_norm is not None:
-            q_norm = heads.q_norm
-            norm = head_write.HeadNorm(q_norm.eps, q_norm.has_offset, q_norm.in_f32)
-            scales = q_norm.scale, heads.k_norm.scale
+            config = heads.q_norm.config
+            norm = head_write.HeadNorm(config.eps, config.has_offset, config.in_f32)
+            scales = heads.q_norm.scale, heads.k_norm.scale
         if heads.rotary is not None:
             rotation = heads.rotary.cos, heads.rotary.sin
         with jax.named_scope("write_heads"):

@@ -2,6 +2,7 @@
 are kept between processes.
 """
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -20,11 +21,12 @@ from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
-from jpaged.runtime.adapter_tables import with_tables
+from jpaged.runtime.adapter_tables import table_form, table_specs
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.steps import StepSetting, make_step
+from jpaged.runtime.step_params import StepParams
+from jpaged.runtime.steps import StepSetting, make_step, uses
 
 log = logging.getLogger("jpaged")
 
@@ -109,19 +111,27 @@ class CompiledSteps:
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
 
-    def _params(self, bucket: Bucket) -> tuple[Any, Any]:
-        """What a step takes as params, in form and specs."""
+    def _params(self, bucket: Bucket) -> tuple[StepParams, StepParams]:
+        """What a step takes as params: its shapes, and how they lie."""
         setting, where = self.setting, self.where
-        form, specs = self.form, param_specs(setting.model, where.axis, where.axis_size)
-        specs = specs_of(form, specs)
-        form, specs = with_tables(form, specs, setting.model, setting.config, where, bucket)
-        if setting.draft is None or bucket.phase == "sample":
-            return form, specs
-        drafts = param_specs(setting.draft.model, where.axis, where.axis_size)
-        drafts = specs_of(self.draft, drafts)
-        if bucket.phase == "draft" and not setting.taps:
-            return self.draft, drafts
-        return (form, self.draft), (specs, drafts)
+        needs = uses(bucket, setting)
+        shapes, specs = StepParams(), StepParams()
+        if needs.model:
+            split = specs_of(self.form, param_specs(setting.model, where.axis, where.axis_size))
+            shapes = dataclasses.replace(shapes, model=self.form)
+            specs = dataclasses.replace(specs, model=split)
+        if needs.adapters:
+            dtype = self.form["embed"]["weight"].dtype
+            tables = table_form(setting.model, setting.config, where, dtype)
+            split = table_specs(setting.model, setting.config, where)
+            shapes = dataclasses.replace(shapes, adapters=tables)
+            specs = dataclasses.replace(specs, adapters=split)
+        if needs.draft:
+            assert setting.draft is not None
+            split = param_specs(setting.draft.model, where.axis, where.axis_size)
+            shapes = dataclasses.replace(shapes, draft=self.draft)
+            specs = dataclasses.replace(specs, draft=specs_of(self.draft, split))
+        return shapes, specs
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """The function, run whole on each device's share: XLA cannot partition a Pallas call."""

@@ -27,8 +27,9 @@ from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
 from jpaged.runtime.stand_ins import StandIns
+from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.step_table import Usage
-from jpaged.runtime.steps import StepSetting
+from jpaged.runtime.steps import StepSetting, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
@@ -120,11 +121,11 @@ class Runner:
                 self._counts_RV = _with_counts(self, replica, row, token_ids, prompt_len)
         if batch.copies is not None:
             self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
-        packed, params = self.transfers.put(batch.packed), self.adapters.ready(batch, self.params)
+        packed = self.transfers.put(batch.packed)
+        self.adapters.write_loads(batch)
         if batch.bucket.phase == "draft":
             return _drafted(self, batch, packed)
-        if self.draft_model is not None:
-            params = (params, self.draft_params)
+        params = self._params(batch.bucket)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
             state, out = step(params, self._lent(batch.bucket), packed)
@@ -147,10 +148,19 @@ class Runner:
         assert batch.sample is not None and handle.undrawn is not None and state is not None
         hidden, packed = handle.undrawn
         step = self._ran(batch.sample, batch.num_rows, batch.sample.rows * len(batch.each))
-        params = self.adapters.beside(batch.sample, self.params)
+        params = self._params(batch.sample)
         rows, out = step(params, hidden, self._lent(batch.sample).rows, packed, *masks)
         self._take_back(DeviceState(kv=state.kv, rows=rows))
         return dataclasses.replace(handle, outs=(out, *handle.outs), undrawn=None)
+
+    def _params(self, bucket: Bucket) -> StepParams:
+        """The weights of a step."""
+        needs = uses(bucket, self.steps.setting)
+        return StepParams(
+            model=self.params if needs.model else None,
+            adapters=self.adapters.arrays if needs.adapters else None,
+            draft=self.draft_params if needs.draft else None,
+        )
 
     def _lent(self, bucket: Bucket) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
@@ -268,10 +278,7 @@ def _prepare(runner: Runner, buckets: list[Bucket], *, full: bool) -> None:
 def _drafted(runner: Runner, batch: Batch, packed: Sent) -> Handle:
     step = runner._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
     state = runner._lent(batch.bucket)
-    params = runner.draft_params
-    if runner.steps.setting.taps:  # a head has the model's own embeddings
-        params = (runner.params, params)
-    kv, out = step(params, state.kv, state.rows, packed)
+    kv, out = step(runner._params(batch.bucket), state.kv, state.rows, packed)
     runner._state = DeviceState(kv=kv, rows=state.rows)
     return Handle(batch=batch, outs=(out,), done=out)
 

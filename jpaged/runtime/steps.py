@@ -8,7 +8,7 @@ or with one of its own, several times over in a loop on the device.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from jpaged.runtime.sampler import (
     sample,
     token_logprobs,
 )
+from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 
@@ -89,6 +90,26 @@ class StepSetting:
         return -(-self.model.vocab_size // 32)
 
 
+class Uses(NamedTuple):
+    """Which fields of StepParams a step takes."""
+
+    model: bool
+    adapters: bool
+    draft: bool
+
+
+def uses(bucket: Bucket, setting: StepSetting) -> Uses:
+    """What the step of a bucket takes. A draft model guesses by itself, a head with the model's
+    embeddings; neither has a part in a draw.
+    """
+    is_draft = bucket.phase == "draft"
+    return Uses(
+        model=not is_draft or bool(setting.taps),
+        adapters=bool(bucket.loras) and not is_draft,
+        draft=setting.draft is not None and bucket.phase != "sample",
+    )
+
+
 def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     """The step of one bucket; packed and out are int32, laid out by engine/buckets.py.
 
@@ -97,14 +118,12 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
     decode that draws apart(params, kv, rows, packed) -> as of a prefill
-    draft(params of the draft model, kv, rows, packed) -> (kv, out); rows stay as they are. Of a
-        head: params as of the other steps
+    draft(params, kv, rows, packed) -> (kv, out); rows stay as they are
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
     rows without counts for plain buckets. What a step returns of them was donated to it. params:
-    with adapters, those of the model and the tables of adapters; with a draft model, in all steps
-    but "sample", a pair of these and its own. It computes all that the model computes, so that each
-    block of its pools is of the same tokens as the model's.
+    the StepParams that `uses` names. A draft model computes all that the model computes, so that
+    each block of its pools is of the same tokens as the model's.
     """
     decode = _make_forward if bucket.draws_apart(setting.config) else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
@@ -147,15 +166,15 @@ class _Step:
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def bind(self, params: Any, num_rows: Array | None, slot_T: Array | None = None) -> "_Bound":
+    def bind(
+        self, params: StepParams, num_rows: Array | None, slot_T: Array | None = None
+    ) -> "_Bound":
         """The model; num_rows: rows of its products that are real, None where all are. slot_T: the
         slot of each token's adapter, where the step has adapters.
         """
-        tables = None
-        if self.bucket.loras:
-            params, tables = params[0], own_tables(params[1])
+        tables = None if params.adapters is None else own_tables(params.adapters)
         context = self.to.context(num_rows, slot_T)
-        return _Bound(bind(self.to.model, params, tables), context)
+        return _Bound(bind(self.to.model, params.model, tables), context)
 
     @property
     def own(self) -> slice:
@@ -163,17 +182,12 @@ class _Step:
         count = len(self.to.own_pools)
         return slice(-count, None) if self.is_draft else slice(count)
 
-    def pair(self, params: Any) -> tuple[Any, Any]:
-        """The model's and the draft model's, of what a step takes."""
-        return (params, None) if self.to.draft is None else params
-
     def advance(
-        self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+        self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
     ) -> tuple["_Bound", Array, tuple[Any, ...]]:
         """Run the model on these tokens. Returns the bound model, the hidden states [T, E] and all
         pools with the tokens' keys and values. slot_T: as in bind.
         """
-        params, draft = self.pair(params)
         view, _, positions_T = self.view(kv, packed)
         bound = self.bind(params, packed.num_rows, slot_T)
         at = packed.tokens_T, jnp.maximum(positions_T, 0)
@@ -182,12 +196,12 @@ class _Step:
         assert isinstance(written, PagedKV)
         pools = written.pools
         if self.to.taps:
-            head = HeadSteps(self.to.draft, draft, bound.model)
+            head = HeadSteps(self.to.draft, params.draft, bound.model)
             pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
         elif self.to.draft is not None:  # computes the same tokens
             step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
             with jax.named_scope("draft"):
-                pools += step.advance(draft, kv, packed)[2]
+                pools += step.advance(StepParams(model=params.draft), kv, packed)[2]
         return bound, x_TE, pools
 
     def logits(self, bound: "_Bound", x: Array) -> Array:
@@ -215,20 +229,20 @@ class _HeadStep(_Step):
     """Of a head, which guesses beside the model that it takes embeddings from."""
 
     def advance(
-        self, params: Any, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
+        self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
     ) -> tuple["_Bound", Array, tuple[Any, ...]]:
         assert self.target is not None and slot_T is None
-        (params, head), (pool,) = params, kv
+        (pool,) = kv
         target = _Step(self.bucket, self.target).bind(params, packed.num_rows)
         assert isinstance(target.model, Forward)
-        steps = HeadSteps(self.to, head, target.model)
+        steps = HeadSteps(self.to, params.draft, target.model)
         x_SE, pool = steps.guess(packed, pool)
         return _Bound(steps.head, steps.context(packed.num_rows)), x_SE, (pool,)
 
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
     def prefill(
-        params: Any,
+        params: StepParams,
         kv: tuple[Pool, ...],
         rows: RowState,
         packed: Array,
@@ -251,8 +265,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
         if step.bucket.features == "prompt":
-            own, _ = step.pair(params)
-            out = step.pack(_score_prompt(step, own, x_TE, fields, row_T, slot_T, mask_TW))
+            out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
         return kv, hidden_RE, fields["sample"], out
 
@@ -263,7 +276,11 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     num_rows = step.bucket.rows
 
     def sample(
-        params: Any, hidden_RE: Array, rows: RowState, packed: Array, mask_SW: Array | None = None
+        params: StepParams,
+        hidden_RE: Array,
+        rows: RowState,
+        packed: Array,
+        mask_SW: Array | None = None,
     ):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
@@ -286,7 +303,7 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
     assert step.to.config.seq_buckets is not None
     padding = step.to.config.seq_buckets[-1] - rows_S
 
-    def decode(params: Any, kv: tuple[Pool, ...], rows: RowState, packed: Array):
+    def decode(params: StepParams, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         fields = step.unpack(packed)
         last_S, context_lens_S = _next_inputs(fields, rows)
         context_lens_S = jnp.where(last_S < 0, 0, context_lens_S)  # of a row that has stopped
@@ -298,7 +315,7 @@ def _make_forward(step: _Step) -> Callable[..., Any]:
 
 
 def _make_decode(step: _Step) -> Callable[..., Any]:
-    def decode(params: Any, state: DeviceState, packed: Array):
+    def decode(params: StepParams, state: DeviceState, packed: Array):
         fields = step.unpack(packed)
         at_S = fields["device_rows"]
 
@@ -335,12 +352,14 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
 
 def _make_draft(step: _Step) -> Callable[..., Any]:
     assert step.to.draft is not None
-    kind, count = _HeadStep if step.to.taps else _Step, len(step.to.own_pools)
+    is_head, count = bool(step.to.taps), len(step.to.own_pools)
+    kind = _HeadStep if is_head else _Step
     decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True, target=step.to))
 
-    def draft(params: Any, kv: tuple[Pool, ...], rows: RowState, packed: Array):
+    def draft(params: StepParams, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         # What it keeps of its rows is nobody's.
-        state, out = decode(params, DeviceState(kv=kv[count:], rows=rows), packed)
+        own = params if is_head else StepParams(model=params.draft)
+        state, out = decode(own, DeviceState(kv=kv[count:], rows=rows), packed)
         return (*kv[:count], *state.kv), out
 
     return draft
@@ -455,7 +474,7 @@ def _outputs(sampled: Sampled) -> dict[str, Array]:
 
 def _score_prompt(
     step: _Step,
-    params: Any,
+    params: StepParams,
     x_TE: Array,
     fields: dict[str, Array],
     row_T: Array,
