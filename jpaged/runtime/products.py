@@ -11,7 +11,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_view import kv_groups
-from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.layers.linear import ExpertProducts, Products
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import choose_kernel
@@ -60,7 +60,7 @@ def choose_products(
     return NativeProducts(most_rows=most_rows, activations=activations)
 
 
-def activations_of(products: NativeProducts | None, params: Any, *, in_fp8: bool) -> str | None:
+def activations_of(products: Products | None, params: Any, *, in_fp8: bool) -> str | None:
     """Return what x becomes in products with this model's weights of 8 and 4 bits: "plain", "int8"
     or "int16" (see models.quantized), or "fp8" where XLA rounds x beside weights of fp8; None where
     all weights are plain.

@@ -18,6 +18,11 @@ from kernels_pallas.experts.interface import ExpertWeights, Glu
 class Products(Adder, Protocol):
     """A module that multiplies by a weight as it lies, better than XLA for some shapes."""
 
+    @property
+    def activations(self) -> str:
+        """What x becomes beside weights of int8 and int4: see models.quantized."""
+        ...
+
     def supported(self, x: Array, weight: Array, /) -> bool:
         """Whether it is the better one for x [T, E] and weight [N, E]."""
         ...
