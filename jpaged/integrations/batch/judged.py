@@ -35,6 +35,7 @@ JUDGED_ENGINE = frozenset(
         "max_n",
         "max_stop_ids",
         "quantization",
+        "quantized_activations",
         "strict",
         "structured_output",
     }
