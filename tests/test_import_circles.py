@@ -7,16 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jpaged", "kernels_pallas", "kernels_cpu")
 # Sets of files that still have circles among them; they may only shrink.
-KNOWN = (
-    {f"jpaged.integrations.batch.{name}" for name in ("source", "tables")},
-    {
-        f"jpaged.engine.{name}"
-        for name in (
-            *("block_manager", "buckets", "drafting", "masks", "plan", "prefix_cache", "queues"),
-            *("sequence", "swapping"),
-        )
-    },
-)
+KNOWN = ({f"jpaged.integrations.batch.{name}" for name in ("source", "tables")},)
 
 
 def name_of(file: Path) -> str:

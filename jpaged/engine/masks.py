@@ -6,7 +6,6 @@ before it is committed, the draw under the masks that follow from it.
 
 import itertools
 from collections.abc import Sequence as List
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,29 +15,6 @@ from jpaged.engine.sequence import Sequence, Status
 from jpaged.errors import RequestError
 
 ALL = np.int32(-1)  # the bits of 32 tokens that may be drawn
-
-
-class Constraint(Protocol):
-    """Where a completion stands in its form: jpaged.structured.grammars.Matcher."""
-
-    grammars: Any
-
-    def push(self, token: int) -> None: ...
-
-    def rewind(self, token_ids: List[int]) -> None: ...
-
-    def copy(self) -> Any: ...
-
-    def forced(self) -> List[int]: ...
-
-    def advance(self, token_ids: List[int]) -> None: ...
-
-    def go_back(self, count: int) -> None: ...
-
-    def renew(self, token_ids: List[int]) -> bool: ...
-
-    @property
-    def error(self) -> str | None: ...
 
 
 def masks_of(work: List[tuple[Plan, Queues]], rows: int) -> np.ndarray:

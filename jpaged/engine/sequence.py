@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jpaged.engine.adapters import AdapterVersion
+from jpaged.engine.constraint import Constraint
 from jpaged.engine.origin import Origin
 from jpaged.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jpaged.engine.masks import Constraint
     from jpaged.request.detokenizer import TextStream
 
 
