@@ -38,10 +38,10 @@ from jpaged import SamplingParams
 from jpaged.checkpoint.tensors import flat
 from jpaged.errors import JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
+from jpaged.integrations.batch.formats import open_source
 from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest
 from jpaged.integrations.batch.run import OK, Job, run_batch
-from jpaged.integrations.batch.source import open_source
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_table, random_params
 from jpaged.models.quantized import is_quantized

@@ -27,6 +27,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, PeerError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch import adapters
+from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
 from jpaged.integrations.batch.lines import Settings
@@ -41,7 +42,7 @@ from jpaged.integrations.batch.run import (
     run_batch,
     sentence,
 )
-from jpaged.integrations.batch.source import BatchError, Source, guess_format, open_source
+from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.request.sampling_params import SamplingParams
 

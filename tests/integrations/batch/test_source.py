@@ -15,14 +15,13 @@ from typing import Any, cast
 import pytest
 import zstandard
 
+from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.intake import Line, ReadAhead
 from jpaged.integrations.batch.lines import BatchRequest
 from jpaged.integrations.batch.source import (
     BatchError,
     LineError,
     LineSource,
-    guess_format,
-    open_source,
 )
 from jpaged.integrations.batch.tables import as_line
 
