@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError, UnsupportedError
-from kernels_pallas.paged_attention import IMPLEMENTATIONS
+from kernels_pallas.paged_attention import IMPLEMENTATIONS, Name
 
 if TYPE_CHECKING:  # which stands on jax, as this module must not
     from jpaged.models.config import ModelConfig
@@ -139,7 +139,7 @@ class EngineConfig:
         "keys and values kept in 8 bits, with a scale a token and head: about twice the blocks; "
         "None keeps them in the model's dtype",
     )
-    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"] = _knob(
+    attention: Literal["auto", Name] = _knob(
         "auto", "the kernel: the fastest that can run here, or one by name, which then must"
     )
     token_buckets: tuple[int, ...] | None = _knob(

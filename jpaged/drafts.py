@@ -8,8 +8,10 @@ from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import HeadConfig, fitted
 from jpaged.models.params import Params
+from jpaged.models.quantized import experts_are_plain
+from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.runner import DraftOf
+from jpaged.runtime.runner import DraftOf, dtype_of
 from jpaged.runtime.weights import ServingWeights, as_params
 
 
@@ -36,6 +38,13 @@ class DraftModel:
             raise ConfigError(f"draft params of another architecture: {fresh.config} is not {own}")
         self.weights.check_dtypes(fresh)
         return fresh
+
+    def choices(self, config: EngineConfig, where: Placement) -> Choices:
+        """Return what computes its steps. config: resolved for the model that it guesses for."""
+        assert self.params is not None
+        dtype = self.weights.dtype or dtype_of(self.params)
+        is_plain = experts_are_plain(self.params) and not self.weights.quantization
+        return choose(self.model_config, config, where, dtype, is_plain)
 
     def tree(self) -> DraftOf:
         """The model and its serving tree."""

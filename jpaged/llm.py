@@ -218,7 +218,8 @@ class LLM:
 
     def buckets(self) -> list[BucketReport]:
         """Every shape of a step: how often it ran, its padding, and what it cost to compile."""
-        return bucket_reports(self.session.runner)
+        runner = self.session.runner
+        return bucket_reports(runner.steps, runner.usage)
 
     def warmup(self, *, use_tqdm: bool = True) -> float:
         """Compile every shape of `buckets` now, in parallel threads; returns seconds."""

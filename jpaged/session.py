@@ -19,11 +19,11 @@ from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import Adapted, match_adapters
+from jpaged.resolve import resolve
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
-from jpaged.runtime.products import resolve_for
 from jpaged.runtime.runner import Runner, report_of, seal
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
@@ -73,9 +73,14 @@ class Session:
         use_compilation_cache(config.compilation_cache_dir)
         self.placement = placement(params, config, mesh)
         dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
-        self.engine_config = resolve_for(params.config, config, self.placement, dtype, is_plain)
+        self.engine_config, self.choices = resolve(
+            params.config, config, self.placement, dtype, is_plain
+        )
         how = self.engine_config, self.placement, dtype
         self.draft = draft_model(draft, params.config, *how)
+        if self.draft is not None:
+            guesses = self.draft.choices(self.engine_config, self.placement)
+            self.choices = dataclasses.replace(self.choices, draft=guesses)
         self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
         self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
         self.adapters.grows = grows and not config.max_loras
@@ -257,7 +262,8 @@ def _runner(session: Session, config: EngineConfig) -> Runner:
     tree = session.weights.tree(session.params)
     kind = SharedRunner if are_many(session.placement.mesh) else Runner
     drafts = None if session.draft is None else session.draft.tree()
-    runner = kind(session.model_config, config, session.placement, tree, drafts)
+    how = session.placement, tree, drafts, session.choices
+    runner = kind(session.model_config, config, *how)
     if config.strict:
         warmup(runner.steps)
         seal(runner)
@@ -276,6 +282,7 @@ def _most_blocks(session: Session) -> int:
     drafts = None if session.draft is None else session.draft.tree()
     held = session.runner.pool_bytes if session.has_pool else 0
     how: dict[str, Any] = {"draft": drafts, "freed": held, "needs": session.needs}
+    how["choices"] = session.choices
     plan = plan_pool(session.model_config, config, where, tree, **how)
     session.needs = plan.needs if plan.needs.is_measured else None
     return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks

@@ -1,10 +1,10 @@
-"""What a draw needs of each tile of the vocabulary, in one reading of the logits: its maximum, and
-its sums of exponentials against that maximum. In Pallas' Triton backend, for CUDA cards.
+"""One reading of the logits that gives what a draw needs of each tile of the vocabulary: its
+maximum, and its sums of exponentials against that maximum. In Pallas' Triton backend, for CUDA.
 
 XLA reads the logits for the maxima, for the sums, and again for logprobs at another temperature.
-Sums against a tile's own maximum need none of the row's, and are scaled to it afterwards, when all
-that is left is a number a tile. A program takes TILES tiles of one row, so that a row's bits depend
-on that row alone.
+Sums against a tile's maximum do not need the row's; they are scaled to it afterwards, when one
+number a tile is left. A program takes TILES tiles of one row, so a row's bits depend on that row
+alone.
 
 Shapes: S rows, V tokens of the vocabulary (or of a device's share of it), N tiles of C tokens.
 """
@@ -21,7 +21,7 @@ TILES = 16  # of a program: 16 logits a thread, four of them at a time
 
 
 def unsupported(rows: int, vocab: int) -> str | None:
-    """Why so many logits cannot be read, or None: Triton's offsets have 32 bits."""
+    """Return why so many logits cannot be read, or None: Triton's offsets have 32 bits."""
     if rows * vocab >= 2**31:
         return f"{rows} rows x {vocab} logits, of which there may be {2**31 - 1}"
     return None
@@ -31,8 +31,10 @@ def unsupported(rows: int, vocab: int) -> str | None:
 def read_tiles(
     z_SV: Array, tau_S: Array, floor_S: Array, *, tile: int, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Of each tile, f32 [S, N]: the maximum m; the sum of exp((z - m) / tau) over z >= floor; the
-    sum of exp(z - m) over all. Both sums are 0 where m is -inf; NaN counts for nothing in them.
+    """Return three f32 [S, N], numbers of each tile: its maximum m; the sum of exp((z - m) / tau)
+    over z >= floor; the sum of exp(z - m) over all z.
+
+    Both sums are 0 if m is -inf, and leave NaN out.
 
     z_SV f32, -inf allowed. tau_S f32 > 0. tile: C, a power of 2.
     """
@@ -58,7 +60,7 @@ def _kernel(z_ref, tau_ref, floor_ref, max_ref, sum_ref, plain_ref, *, tile: int
     z_NC = plgpu.load(z_ref.at[row, at_NC], mask=real_NC, other=float("-inf"))
     tau, floor = tau_ref[row], floor_ref[row]
     max_N = jnp.max(z_NC, axis=1)
-    # Of -inf alone nothing is left: -inf less 0. Elsewhere it is the maximum that is taken off.
+    # A tile of -inf alone subtracts 0, since -inf - -inf is NaN.
     below_NC = z_NC - jnp.where(max_N == float("-inf"), jnp.float32(0), max_N)[:, None]
     sums_N = [
         jnp.sum(jnp.where(z_NC >= least, jnp.exp(x_NC), jnp.float32(0)), axis=1)

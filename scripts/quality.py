@@ -28,7 +28,7 @@ from jpaged.models.forward import bind
 from jpaged.models.layers.linear import StepContext
 from jpaged.models.params import Params
 from jpaged.models.served import quantized_tree
-from jpaged.runtime.products import choose_products
+from jpaged.runtime.choices import choose_products
 
 FORMS = ("int8", "fp8", "int4")
 

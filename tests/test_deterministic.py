@@ -16,7 +16,7 @@ from jpaged.config import PINNED
 from jpaged.demo import MODEL_PATH
 from jpaged.models.forward import bind
 from jpaged.models.layers.linear import StepContext
-from jpaged.runtime.products import FREE
+from jpaged.resolve import MOST_COST
 from kernels_cpu import library
 from kernels_cpu.rates import rates
 from tests.tiny import CONFIG, STEPS, compiles, make_params
@@ -198,7 +198,7 @@ def test_on_by_default_where_it_is_free(params: Params) -> None:
     pinned if asked for, elsewhere.
     """
     is_native = params["embed"]["weight"].dtype == "bfloat16" and not library.unavailable()
-    is_free = is_native and rates().worst <= FREE
+    is_free = is_native and rates().worst <= MOST_COST
     settings = {name: value for name, value in ORDINARY.items() if name != "deterministic"}
     for asked, expected in ((None, is_free), (True, True), (False, False)):
         llm = LLM(params, **settings, deterministic=asked, decode_steps=None)

@@ -4,6 +4,7 @@ at once.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -92,11 +93,11 @@ def test_over_four_devices(form: Any) -> None:
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_fp8_by_fp8(monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int) -> None:
     """As on a card that multiplies it: rounding x costs about as much as rounding weights."""
-    monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: None)
+    monkeypatch.setattr("jpaged.runtime.choices.choose_products", lambda *_, **__: None)
     params = params_of(dtype=jnp.bfloat16)
     how = {"quantization": "fp8", "tensor_parallel_size": tensor_parallel_size}
     plain, widened = served(params).score(PROMPTS), served(params, **how).score(PROMPTS)
-    monkeypatch.setattr("jpaged.runtime.runner.multiplies_fp8", lambda _: True)
+    monkeypatch.setattr("jpaged.runtime.choices.multiplies_fp8", lambda _: True)
     monkeypatch.setattr("jpaged.models.quantized.ROUNDED_FROM", 1)
     rounded = served(params, **how).score(PROMPTS)
 
@@ -136,7 +137,7 @@ def test_experts_in_bf16(form: Any, native: bool, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(quantized, "linear", watched)
     if not native:
-        monkeypatch.setattr("jpaged.runtime.runner.choose_products", lambda *_, **__: None)
+        monkeypatch.setattr("jpaged.runtime.choices.choose_products", lambda *_, **__: None)
     found = answers(served(params, quantization=form))
     inputs = model.hidden_size // (2 if form == "int4" else 1)
     is_asked = (2 * model.expert_size, inputs) in asked
@@ -156,7 +157,8 @@ def test_experts_by_triton(
     plain = answers(served(params, **how))
     module = mock.Mock(wraps=triton)
     module.experts = mock.Mock(wraps=functools.partial(triton.experts, interpret=True))
-    monkeypatch.setattr("jpaged.runtime.runner.choose_experts", lambda *_: module)
+    chosen = SimpleNamespace(module=lambda: module, is_batch_invariant=lambda: False)
+    monkeypatch.setattr("jpaged.runtime.choices._experts", lambda *_: chosen)
     found = answers(served(params, **how))
     apart = [np.abs(a[1] - b[1])[0] for a, b in zip(found, plain, strict=True)]
     assert max(apart) < 0.05, "of first tokens, drawn after the same text"

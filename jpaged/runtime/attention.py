@@ -29,10 +29,10 @@ log = logging.getLogger("jpaged")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """An implementation of paged attention for one device's shapes; `choose_kernel` finds it.
+    """An implementation of paged attention for one device's shapes; see `choose_kernel`.
 
-    name: in IMPLEMENTATIONS. interpret: it is a Pallas kernel, on a CPU. writes_heads: one kernel
-    norms and rotates queries and keys, and writes to the pool.
+    name: key of IMPLEMENTATIONS. interpret: it is a Pallas kernel that runs on a CPU. writes_heads:
+    one kernel norms and rotates queries and keys and writes keys and values to the pool.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Kernel:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a query's bits depend on nothing else in its batch, prefill and decode alike."""
+        """Whether a query's bits are the same in any batch, in prefill and in decode."""
         return IMPLEMENTATIONS[self.name].is_batch_invariant()
 
     @property
     def pool_layout(self) -> PoolLayout:
-        """How a token's keys and values lie in the pool of one device."""
+        """The layout of a token's keys and values in the pool of one device."""
         return self.module.pool_layout(self.shapes.num_kv_heads, self.shapes.head_dim)
 
     def write(
@@ -65,18 +65,47 @@ class Kernel:
         *,
         num_layers: int,
     ) -> tuple[Array, Any]:
-        """Queries [T, H, D] of a product, and the pool with its keys and values in their slots; see
-        `kernels_pallas.paged_attention.kv_write`.
+        """Return the queries [T, H, D], and the pool with keys and values in their slots.
+
+        q, k, v = heads(qkv). slot_mapping_T: see `kernels_pallas.paged_attention.kv_write`.
         """
-        places, at = (pool, layer, slot_mapping_T), {"num_layers": num_layers}
         if self.writes_heads:
-            with jax.named_scope("write_heads"):
-                return _write_heads(qkv_TKXD, heads, *places, interpret=self.interpret, **at)
+            return self._write_heads(qkv_TKXD, heads, pool, layer, slot_mapping_T, num_layers)
         q_THD, k_TKD, v_TKD = heads(qkv_TKXD)
         with jax.named_scope("write_kv"):
             kv_TK2D = jnp.stack([k_TKD, v_TKD], axis=2)
             kv = self.pool_layout.pack(kv_TK2D.reshape(k_TKD.shape[0], -1, k_TKD.shape[-1]))
-            return q_THD, write_kv(pool, layer, kv, slot_mapping_T, **at)
+            return q_THD, write_kv(pool, layer, kv, slot_mapping_T, num_layers=num_layers)
+
+    def _write_heads(
+        self,
+        qkv_TKXD: Array,
+        heads: Heads,
+        pool: Any,
+        layer: Array | int,
+        slot_mapping_T: Array,
+        num_layers: int,
+    ) -> tuple[Array, Any]:
+        head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
+        norm, scales, rotation = None, None, None
+        if heads.q_norm is not None and heads.k_norm is not None:
+            config = heads.q_norm.config
+            norm = head_write.HeadNorm(config.eps, config.has_offset, config.in_f32)
+            scales = heads.q_norm.scale, heads.k_norm.scale
+        if heads.rotary is not None:
+            rotation = heads.rotary.cos, heads.rotary.sin
+        with jax.named_scope("write_heads"):
+            return head_write.write_heads(
+                qkv_TKXD,
+                pool,
+                layer,
+                slot_mapping_T,
+                norm=norm,
+                scales=scales,
+                rotation=rotation,
+                num_layers=num_layers,
+                interpret=self.interpret,
+            )
 
     def options(self, attention: AttentionOptions, num_layers: int) -> Options:
         """Return what a call of `module` is compiled for, over a pool of so many layers."""
@@ -91,11 +120,11 @@ class Kernel:
 def choose_kernel(
     model: ModelConfig, group: KVGroup, config: EngineConfig, dtype: Any, device: Any, shards: int
 ) -> Kernel:
-    """The kernel that `attention` of a resolved config names, or the best that runs a group of
-    layers on a device.
+    """Return the kernel that config.attention names, or the fastest one that can run.
 
-    dtype: the model's. shards: devices that the heads are split over. UnsupportedError where the
-    one that is named cannot run. Asking may compile C++: it happens when an engine starts.
+    group: the layers that it serves. config: resolved. dtype: of the model. shards: devices that
+    the heads are split over. Raises UnsupportedError if the named one cannot run. It may compile
+    C++, so it is called when an engine starts (see choices.py).
     """
     kv = config.kv_cache_dtype
     shapes = Shapes(
@@ -133,8 +162,9 @@ def choose_kernel(
 
 
 def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) -> bool:
-    """Whether one kernel prepares attention: on CUDA, and where kernels for it are interpreted.
-    Elsewhere XLA's own have no launches to save, and their bits are kept.
+    """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
+
+    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept.
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
         return False
@@ -147,20 +177,8 @@ def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) ->
     return reason is None
 
 
-def _write_heads(qkv_TKXD: Array, heads: Heads, *places: Any, **how: Any) -> tuple[Array, Array]:
-    """Kernel.write in one kernel."""
-    head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
-    if heads.q_norm is not None and heads.k_norm is not None:
-        own = heads.q_norm.config
-        how["norm"] = head_write.HeadNorm(own.eps, own.has_offset, own.in_f32)
-        how["scales"] = heads.q_norm.scale, heads.k_norm.scale
-    if heads.rotary is not None:
-        how["rotation"] = heads.rotary.cos, heads.rotary.sin
-    return head_write.write_heads(qkv_TKXD, *places, **how)
-
-
 def _warn_of_xla(refused: list[str], device: Any) -> None:
-    """That a device which there are kernels for is served without: shown once, as warnings are."""
+    """Warn that a device which has kernels is served without one."""
     warnings.warn(
         f"attention='auto' takes 'xla' on {device.device_kind}, much slower than a kernel "
         f"({'; '.join(refused)}). What can change that: dtype, block_size, max_num_seqs, "
@@ -170,7 +188,7 @@ def _warn_of_xla(refused: list[str], device: Any) -> None:
 
 
 def _unsupported(name: str, shapes: Shapes, device: Any) -> str | None:
-    """Why an implementation cannot run on a device, compiled or, on a CPU, interpreted."""
+    """Return why an implementation cannot run on a device, compiled or interpreted, or None."""
     implementation = IMPLEMENTATIONS[name]
     is_compiled = implementation.is_compiled_for(device.platform)
     if not is_compiled and device.platform != "cpu":

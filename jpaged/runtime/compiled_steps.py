@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpaged.engine.buckets import Bucket, Buckets, input_sections
+from jpaged.engine.buckets import Bucket, input_sections
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
@@ -25,7 +25,6 @@ from jpaged.runtime.adapter_tables import table_form, table_specs
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState, set_counts
 from jpaged.runtime.kv_cache import Pool, PoolSpec
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.stand_ins import StandIns
 from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.steps import StepSetting, make_step, uses
 
@@ -55,8 +54,7 @@ class CompiledSteps:
         self._moves: dict[tuple[str, int, int], Any] = {}  # by group and number of blocks
         self._set_counts: Any = None
         self._copy_blocks: Any = None
-        self._is_sealed = False
-        self._stand_ins = StandIns(self)
+        self.is_sealed = False  # in strict mode: a shape that is not compiled is an error
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._steps
@@ -67,10 +65,6 @@ class CompiledSteps:
             started = time.perf_counter()
             self.compile(bucket, started, self.lower(bucket))
         return self._steps[bucket]
-
-    def fit(self, buckets: Buckets) -> Buckets:
-        """What to run for these: see StandIns."""
-        return buckets if self._is_sealed else self._stand_ins.fit(buckets)
 
     def larger(self, bucket: Bucket, most: int) -> list[Bucket]:
         """Those that are compiled, hold a bucket and have at most so many tokens."""
@@ -83,7 +77,7 @@ class CompiledSteps:
 
     def seal(self) -> None:
         """Let no shape in that is not compiled (strict mode)."""
-        self._is_sealed = True
+        self.is_sealed = True
 
     def compile(self, bucket: Bucket, started: float, lowered: Any) -> None:
         self._steps[bucket] = compile_step(lowered, self.where.device.platform)
@@ -92,7 +86,7 @@ class CompiledSteps:
 
     def lower(self, bucket: Bucket) -> Any:
         """The lowered (not yet compiled) step of a bucket; an error once the table is sealed."""
-        if self._is_sealed:
+        if self.is_sealed:
             raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
         config, model = self.setting.config, self.setting.model
         assert config.seq_buckets is not None

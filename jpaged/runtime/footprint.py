@@ -36,12 +36,13 @@ from jpaged.models.quantized import (
     specs_of,
 )
 from jpaged.models.served import served_config, served_form, share_of, stored_shapes
+from jpaged.resolve import resolve
 from jpaged.runtime.adapter_tables import table_bytes, table_rank
+from jpaged.runtime.choices import Choices
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
-from jpaged.runtime.products import resolve_for
-from jpaged.runtime.runner import DraftOf, Runner
+from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
 from jpaged.runtime.thresholds import SEARCH_ROWS
 
@@ -78,7 +79,7 @@ def plan_memory(
     model = ModelConfig.coerce(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
     where = _place(settings, devices, compiled)
-    settings = resolve_for(model, settings, where, dtype)
+    settings, choices = resolve(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
     params = form_of(served, where, dtype, settings.quantization, kind)
     drafts: DraftOf | None = None
@@ -89,6 +90,7 @@ def plan_memory(
             guesses, own, kept_in = fitted(guesses, model), dtype, None
         form = form_of(served_config(guesses, where.axis_size), where, own, kept_in)
         drafts = guesses, form
+        choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, where, form))
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
     pairs = zip(_leaves(form_of(model, where, dtype, kind=kind)), ours, strict=True)
@@ -105,7 +107,7 @@ def plan_memory(
         limits = limits_to_come(where.device, share, weights + kept, size)
     if kept and not limits.in_use:
         limits = dataclasses.replace(limits, in_use=weights + kept)
-    probe = probe_runner(model, settings, where, params, drafts)
+    probe = probe_runner(model, settings, where, params, drafts, choices)
     return plan_within(settings, limits, probe, compiled)
 
 
@@ -190,13 +192,14 @@ def plan_pool(
     draft: DraftOf | None = None,
     freed: int = 0,
     needs: Needs | None = None,
+    choices: Choices | None = None,
 ) -> MemoryPlan:
     """The plan of the machine at hand, for a resolved config and serving trees that lie on its
     devices.
 
     draft: of a draft model. freed: bytes on a device that the engine itself will free first (the
     pool that a larger one replaces). needs: what an earlier plan measured, so that nothing is
-    compiled.
+    compiled. choices: as of Runner.
     """
     limits = Limits.of(where.device, config.memory_utilization)
     weights = bytes_on_device((params, draft and draft[1]))
@@ -207,7 +210,7 @@ def plan_pool(
         limits = Limits(
             total=limits.total // devices + weights + freed, pool=limits.pool // devices
         )
-    probe = probe_runner(model, config, where, params, draft)
+    probe = probe_runner(model, config, where, params, draft, choices)
     return plan_within(config, limits, probe, needs=needs)
 
 
@@ -251,6 +254,7 @@ def probe_runner(
     where: Placement,
     params: Any,
     draft: DraftOf | None = None,
+    choices: Choices | None = None,
 ) -> Runner:
     """A runner to compile with and never to run: over the smallest pool whose block tables are as
     wide as can be.
@@ -258,7 +262,7 @@ def probe_runner(
     params: the serving tree, or ShapeDtypeStructs with shardings in its place.
     """
     config = dataclasses.replace(config, num_blocks=config.max_blocks_per_seq)
-    return Runner(model, config, where, params, draft)
+    return Runner(model, config, where, params, draft, choices)
 
 
 def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:

@@ -12,6 +12,7 @@ of one token each, as the kernel lays them out; in 8 bits their "scales" are ano
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jpaged.engine.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup, kv_groups
 from jpaged.models.record import Field, Record
-from jpaged.runtime.attention import KV_DTYPES, Kernel, choose_kernel
+from jpaged.runtime.attention import Kernel
 from jpaged.runtime.mesh import Placement
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
@@ -127,25 +128,29 @@ class PoolSpec:
 
 
 def pool_specs(
-    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, num_blocks: int
+    model: ModelConfig,
+    config: EngineConfig,
+    where: Placement,
+    kernels: Sequence[Kernel],
+    num_blocks: int,
 ) -> tuple[PoolSpec, ...]:
-    """The pools of a model for a resolved config, kernels chosen.
+    """Return the pools of a model for a resolved config.
 
-    num_blocks: of the group that reaches furthest back; others need no more than can be in use.
+    kernels: one for each of kv_groups(model). num_blocks: of the group that reaches furthest back;
+    others need no more than can be in use.
     """
     most, widest = most_blocks(model, config), widest_group(model, config)
-    kv_dtype = config.kv_cache_dtype and jnp.dtype(KV_DTYPES[config.kv_cache_dtype])
     return tuple(
         PoolSpec(
             group=group,
-            kernel=choose_kernel(model, group, config, dtype, where.device, where.axis_size),
-            num_blocks=num_blocks if at == widest else min(num_blocks, most[at]),
+            kernel=kernel,
+            num_blocks=num_blocks if i == widest else min(num_blocks, most[i]),
             block_size=config.block_size,
-            dtype=jnp.dtype(dtype),
-            kv_dtype=kv_dtype,
+            dtype=jnp.dtype(kernel.shapes.dtype),
+            kv_dtype=kernel.shapes.kv_dtype,
             shards=where.axis_size,
         )
-        for at, group in enumerate(kv_groups(model))
+        for i, (group, kernel) in enumerate(zip(kv_groups(model), kernels, strict=True))
     )
 
 

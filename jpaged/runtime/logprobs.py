@@ -1,10 +1,11 @@
-"""Log-probabilities of given tokens, and the reductions over the vocabulary that sampling shares.
+"""Log-probabilities of tokens, and the reductions over the vocabulary that sampling shares.
 
 A row's bits depend on that row alone: sums add in a written order, whatever the number of rows. N
 is the tiles of the vocabulary, C the tokens gathered from some of them, X any axis.
 """
 
 import dataclasses
+import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jpaged.models.served import VOCAB_TILE
-from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 RAW, TEMPERED, PROCESSED = 0, 1, 2  # logprobs_mode_S
@@ -23,10 +23,52 @@ TOP_TILE = 32  # tokens a tile of the top-k search
 NEG_INF = float("-inf")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnePass:
+    """Sums over a device's share of the vocabulary by one kernel, `read_tiles` of
+    kernels_pallas/vocab_tiles.py. interpret: run it on a CPU.
+    """
+
+    interpret: bool = False
+
+    def read(self, z_SV: Array, tau_S: Array, floor_S: Array) -> "TileSums":
+        """Return the maxima and sums of all tiles. z_SV: logits. tau_S: temperatures, f32 > 0.
+        floor_S: logits below it are left out of the sums at the temperature.
+        """
+        kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
+        max_SN, sum_SN, plain_SN = kernel.read_tiles(
+            z_SV, tau_S, floor_S, tile=VOCAB_TILE, interpret=self.interpret
+        )
+        return TileSums(max_SN, sum_SN, plain_SN, tau_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSums:
+    """Maxima of tiles, and sums of exponentials against them: sum_SN at the temperature, over what
+    is at least the floor; plain_SN at temperature 1, over all.
+    """
+
+    max_SN: Array
+    sum_SN: Array
+    plain_SN: Array
+    tau_S: Array
+
+    def against(self, max_S: Array) -> Array:
+        """Return the sums at the temperature, against each row's maximum."""
+        return self._scaled(self.sum_SN, max_S, self.tau_S)
+
+    def plain_against(self, max_S: Array) -> Array:
+        """Return the sums at temperature 1, against each row's maximum."""
+        return self._scaled(self.plain_SN, max_S, jnp.ones_like(max_S))
+
+    def _scaled(self, sum_SN: Array, max_S: Array, tau_S: Array) -> Array:
+        return sum_SN * jnp.exp((self.max_SN - max_S[:, None]) / tau_S[:, None])
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Logprobs of given tokens, as `token_logprobs` returns them."""
+    """Log-probabilities of tokens, as `token_logprobs` returns them."""
 
     logprob_T: Array  # f32
     rank_T: Array  # i32
@@ -47,8 +89,8 @@ def token_logprobs(
     vocabulary: Vocabulary = WHOLE,
     one_pass: OnePass | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of given tokens, the LM head run on `tile` tokens at a time: logits are
-    never whole.
+    """Return log-probabilities of tokens; the LM head runs on `tile` tokens at a time, so that the
+    logits of all are never in memory together.
 
     logits_fn: [tile, E] -> f32 [tile, V], or of more than that: a pytree of arrays that begin with
     T, as x_TE then is. mode_T RAW ignores the temperature, any other divides by

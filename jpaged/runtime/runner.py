@@ -19,15 +19,16 @@ from jpaged.models.quantized import experts_are_plain
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
+from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import COUNTS_CHUNK, DeviceState, RowState
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.one_pass import choose_one_pass
 from jpaged.runtime.processes import put
-from jpaged.runtime.products import choose_experts, choose_products, multiplies_fp8
+from jpaged.runtime.stand_ins import StandIns
 from jpaged.runtime.step_params import StepParams
+from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
@@ -48,24 +49,14 @@ class Handle:
     compared: Array | None = None  # over processes: whether all run this step
 
 
-@dataclasses.dataclass
-class Usage:
-    """How often a compiled step ran, and over how many tokens (of a draw: rows), with and without
-    padding.
-    """
-
-    hits: int = 0
-    tokens: int = 0
-    padded: int = 0
-
-
 class Runner:
     """Runs compiled steps over the donated state of one engine, or of the engines of Replicas.
 
     model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
     every step; its owner may replace it by another of the same form, or by None between calls. For
     a runner that is to compile and never to run, ShapeDtypeStructs with shardings do. draft: model
-    and serving tree of a draft model, which is to be replaced as `draft_params`.
+    and serving tree of a draft model, which is to be replaced as `draft_params`. choices: what was
+    chosen for the model and the draft when the engine started; None chooses here.
     """
 
     def __init__(
@@ -75,14 +66,20 @@ class Runner:
         placement: Placement,
         params: Any,
         draft: DraftOf | None = None,
+        choices: Choices | None = None,
     ):
         self.model, self.config, self.placement, self.params = model, config, placement, params
-        setting = _setting(model, config, placement, params)
         self.draft_model, self.draft_params = draft or (None, None)
-        if draft is not None:
-            setting = _with_draft(setting, _setting(draft[0], config, placement, draft[1]))
+        choices = choices or choose_for(model, config, placement, params, draft)
+        setting = _setting(model, config, placement, choices)
+        if self.draft_model is not None:
+            assert choices.draft is not None, "chosen with the draft"
+            of_draft = _setting(self.draft_model, config, placement, choices.draft)
+            pools = (*setting.pools, *of_draft.pools)
+            setting = dataclasses.replace(setting, pools=pools, draft=of_draft)
         self.pools = setting.pools
         self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
+        self.stand_ins = StandIns(self.steps)
         self.transfers = Transfers(placement)
         dtype = dtype_of(params)
         self.adapters = AdapterTables(setting.model, config, placement, dtype)
@@ -100,8 +97,8 @@ class Runner:
         return 0 if self._state is None else bytes_of(self.pools)
 
     def fit(self, buckets: Buckets) -> Buckets:
-        """What to run for these: see CompiledSteps.fit."""
-        return self.steps.fit(buckets)
+        """Return what to run for these buckets: see StandIns."""
+        return buckets if self.steps.is_sealed else self.stand_ins.fit(buckets)
 
     def dispatch(self, batch: Batch) -> Handle:
         """Start a step, all but a draw under masks; the state is rebound to its result before this
@@ -353,31 +350,33 @@ def _form(params: Any) -> Any:
     )
 
 
-def _with_draft(setting: StepSetting, draft: StepSetting) -> StepSetting:
-    return dataclasses.replace(setting, pools=(*setting.pools, *draft.pools), draft=draft)
+def choose_for(
+    model: ModelConfig,
+    config: EngineConfig,
+    placement: Placement,
+    params: Any,
+    draft: DraftOf | None = None,
+) -> Choices:
+    """Return the choices for serving trees, of a model and of a draft model if there is one."""
+    choices = choose(model, config, placement, dtype_of(params), experts_are_plain(params))
+    if draft is None:
+        return choices
+    return dataclasses.replace(choices, draft=choose_for(draft[0], config, placement, draft[1]))
 
 
 def _setting(
-    model: ModelConfig, config: EngineConfig, placement: Placement, params: Any
+    model: ModelConfig, config: EngineConfig, placement: Placement, choices: Choices
 ) -> StepSetting:
-    """Kernels, products and pools of a model at a place, chosen once."""
     assert config.num_blocks is not None
-    dtype, size = dtype_of(params), model.vocab_size
-    model = served_config(model, placement.axis_size)
-    axis = placement.tensor_axis
+    served, axis = served_config(model, placement.axis_size), placement.tensor_axis
     return StepSetting(
-        model=model,
+        model=served,
         config=config,
-        pools=pool_specs(model, config, placement, dtype, config.num_blocks),
-        products=choose_products(placement.device, dtype, deterministic=bool(config.deterministic)),
-        experts=choose_experts(
-            model, placement.device, dtype, placement.axis_size, experts_are_plain(params)
-        ),
-        in_fp8=multiplies_fp8(placement.device),
+        pools=pool_specs(served, config, placement, choices.attention, config.num_blocks),
+        choices=choices,
         tensor_axis=axis,
         axis_size=placement.axis_size,
-        vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=size),
-        one_pass=choose_one_pass(config, model.vocab_size // placement.axis_size, placement.device),
+        vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=model.vocab_size),
     )
 
 

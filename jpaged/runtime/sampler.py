@@ -21,6 +21,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     RAW,
     TEMPERED,
     SUM_TILE,
+    OnePass,
     finite_max,
     first_true,
     gather_tiles,
@@ -36,7 +37,6 @@ from jpaged.runtime.logprobs import (  # isort: skip
     total,
     weights,
 )
-from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.thresholds import thresholds
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 

@@ -10,6 +10,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.buckets import Buckets
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
+from jpaged.runtime.choices import Choices
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import Peers
 from jpaged.runtime.runner import DraftOf, Handle, Runner
@@ -28,8 +29,9 @@ class SharedRunner(Runner):
         placement: Placement,
         params: Any,
         draft: DraftOf | None = None,
+        choices: Choices | None = None,
     ):
-        super().__init__(model, config, placement, params, draft)
+        super().__init__(model, config, placement, params, draft, choices)
         assert isinstance(placement.mesh, Mesh)
         self.peers = Peers(placement.mesh, config.peer_timeout_s)
         self.transfers = SharedTransfers(placement, self.peers)

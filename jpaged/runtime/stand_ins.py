@@ -1,21 +1,15 @@
-"""StandIns: what an engine runs in the place of steps that are not compiled yet."""
-
-from __future__ import annotations
+"""StandIns: compiled steps that run in the place of steps that are not compiled yet."""
 
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from jpaged.engine.buckets import Bucket, Buckets, drawn_apart
+from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.processes import are_many
 
-if TYPE_CHECKING:
-    from jpaged.runtime.compiled_steps import CompiledSteps
-
-# A step stands in for another of at most so many times fewer tokens, and so many times before that
-# one is worth a compile: until then it saves no time. What two steps do at the price of a dispatch
-# is worth one that does both only later.
-MUCH_LARGER, OFTEN, OFTEN_IN_TWO = 4, 128, 512
+MUCH_LARGER = 4  # times the tokens of a step that another one may have to stand in for it
+OFTEN = 128  # substitutions after which the step itself is worth a compile
+OFTEN_IN_TWO = 512  # the same for a decode that runs as two steps, which costs but a dispatch
 
 
 class StandIns:
@@ -25,28 +19,27 @@ class StandIns:
         self._steps = steps
         self._missed: Counter[Bucket] = Counter()  # how often another stood in for one
         self._background: ThreadPoolExecutor | None = None
-        self.coming: dict[Bucket, Future[None]] = {}
+        self.compiling: dict[Bucket, Future[None]] = {}
 
     def fit(self, buckets: Buckets) -> Buckets:
-        """What to run for these, in the place of steps that are not compiled yet.
+        """Return the buckets to run in the place of these: themselves, if they are compiled.
 
-        A larger step stands in for a smaller. With separate_draw None a decode that draws itself
-        comes apart into two steps that compile sooner. Either has the same bits; once a step has
-        been asked for often, it compiles in the background.
+        A larger step can stand in for a smaller one. With separate_draw None, a decode that draws
+        itself becomes two steps that compile sooner. Both have the same bits; a step that was asked
+        for often compiles in the background.
         """
         bucket, sample = buckets
-        found = self._standing_in(bucket)
+        running = self._standing_in(bucket)
         in_two = self._steps.setting.config.separate_draw is None and bucket.phase == "decode"
-        if in_two and not bucket.masks and found not in self._steps:
+        if in_two and not bucket.masks and running not in self._steps:
             self._ask_for(bucket, OFTEN_IN_TWO)
             bucket, sample = drawn_apart(bucket, self._steps.setting.config)
-            found = self._standing_in(bucket)
-        return found, None if sample is None else self._standing_in(sample)
+            running = self._standing_in(bucket)
+        return running, None if sample is None else self._standing_in(sample)
 
     def _standing_in(self, bucket: Bucket) -> Bucket:
-        """The bucket itself where it is compiled, else the smallest compiled one that holds it and
-        is not much larger. Itself, too, where there is none, and where a row's bits could differ
-        between them.
+        """Return the bucket if it is compiled, else the smallest compiled one that holds it and is
+        not much larger. Without one, or if a row's bits could differ, return the bucket.
         """
         config = self._steps.setting.config
         rows_are_independent = config.deterministic and not config.pinned
@@ -59,19 +52,21 @@ class StandIns:
         return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
 
     def _ask_for(self, bucket: Bucket, often: int) -> None:
-        """Compile a step in the background once it has been asked for so often; over processes at
-        once, so that all have it from the same dispatch on.
+        """Count a request for a step, and compile it in the background after so many.
+
+        Several processes compile it in the foreground, so that all have it from the same dispatch
+        on.
         """
         self._missed[bucket] += 1
         if are_many(self._steps.where.mesh):
             if self._missed[bucket] == often:
                 self._compile(bucket)
-        elif bucket in self.coming:
-            if self.coming[bucket].done():
-                self.coming[bucket].result()  # what it raised, if it did
+        elif bucket in self.compiling:
+            if self.compiling[bucket].done():
+                self.compiling[bucket].result()  # raises what the compile raised
         elif self._missed[bucket] >= often:
             self._background = self._background or ThreadPoolExecutor(1, "compile")
-            self.coming[bucket] = self._background.submit(self._compile, bucket)
+            self.compiling[bucket] = self._background.submit(self._compile, bucket)
 
     def _compile(self, bucket: Bucket) -> None:
         _ = self._steps[bucket]

@@ -1,9 +1,10 @@
-"""The table of steps: every shape that a step of an engine can have, compiled ahead or not."""
+"""The table of steps: every shape that a step of an engine can have, compiled or not."""
 
 import dataclasses
 import functools
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
@@ -11,18 +12,15 @@ from tqdm import tqdm
 
 from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
 from jpaged.runtime.compiled_steps import CompiledSteps
-from jpaged.runtime.runner import Runner, Usage
 from jpaged.runtime.steps import StepSetting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketReport:
-    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and what it
-    costs.
+    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and its costs.
 
-    padding_waste: share of the tokens that it ran over (of a draw: rows) that were padding.
-    compile_seconds and bytes are None until it is compiled; temp_bytes: of temporaries while it
-    runs.
+    padding_waste: the share of its tokens (in a draw: rows) that was padding. compile_seconds and
+    the bytes are None until it is compiled. temp_bytes: temporaries while it runs.
     """
 
     phase: str
@@ -41,10 +39,21 @@ class BucketReport:
     temp_bytes: int | None
 
 
+@dataclasses.dataclass
+class Usage:
+    """How often a compiled step ran, and over how many tokens (a draw: rows), without padding and
+    with it.
+    """
+
+    hits: int = 0
+    tokens: int = 0
+    padded: int = 0
+
+
 def step_table(
     setting: StepSetting, *, tokens: int | None = None, rows: int | None = None
 ) -> list[Bucket]:
-    """Every shape of a setting, smallest first; see engine.buckets.bucket_table."""
+    """Return every shape of a setting, smallest first; see engine.buckets.bucket_table."""
     tables = len(setting.pools)
     return sorted(bucket_table(setting.config, tables=tables, tokens=tokens, rows=rows))
 
@@ -56,7 +65,7 @@ def warmup(
     rows: int | None = None,
     use_tqdm: bool = False,
 ) -> float:
-    """Compile whatever of the table is not compiled yet, several at once; seconds it took."""
+    """Compile the steps of the table that are not compiled yet, in parallel; return the seconds."""
     started, config = time.perf_counter(), steps.setting.config
     table = step_table(steps.setting, tokens=tokens, rows=rows)
     # The largest first: they take longest.
@@ -79,9 +88,12 @@ def warmup(
     return time.perf_counter() - started
 
 
-def bucket_reports(runner: Runner) -> list[BucketReport]:
-    """Every shape of the table, compiled or not, smallest first."""
-    reports, steps, usage = [], runner.steps, runner.usage
+def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[BucketReport]:
+    """Return a report on every shape of the table, compiled or not, smallest first.
+
+    usage: of those that ran.
+    """
+    reports: list[BucketReport] = []
     for bucket in step_table(steps.setting):
         used, memory = usage.get(bucket, Usage()), steps.memory(bucket)
         report = BucketReport(

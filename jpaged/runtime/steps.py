@@ -21,13 +21,13 @@ from jpaged.engine.packing import PAD_TOKEN
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, HeadConfig
 from jpaged.models.forward import Forward, bind
-from jpaged.models.layers.linear import ExpertProducts, Products, StepContext
+from jpaged.models.layers.linear import StepContext
 from jpaged.models.param_spec import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
+from jpaged.runtime.choices import Choices
 from jpaged.runtime.device_state import STOPPED, DeviceState, RowState
 from jpaged.runtime.head_steps import HeadSteps
 from jpaged.runtime.kv_cache import Pool, PoolSpec
-from jpaged.runtime.one_pass import OnePass
 from jpaged.runtime.paged_kv import Packed, PagedKV, locate, view_of
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample, token_logprobs
 from jpaged.runtime.step_params import StepParams
@@ -37,23 +37,19 @@ from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSetting:
     """What all steps of an engine are made for. model: as it is served (models/served.py).
-    products, experts: who multiplies beside XLA. in_fp8: as of StepContext. one_pass: who sums over
-    the vocabulary.
 
     tensor_axis: the mesh axis of axis_size devices that hold shares of heads and vocabulary, or
-    None. vocabulary: how that lies. draft: of a draft model, whose pools come last among `pools`.
+    None. vocabulary: how the vocabulary lies on them. draft: the setting of a draft model, whose
+    pools come last among `pools`.
     """
 
     model: ModelConfig
     config: EngineConfig
     pools: tuple[PoolSpec, ...]
-    products: Products | None = None
-    experts: ExpertProducts | None = None
-    in_fp8: bool = False
+    choices: Choices
     tensor_axis: MeshAxis | None = None
     axis_size: int = 1
     vocabulary: Vocabulary = WHOLE
-    one_pass: OnePass | None = None
     draft: "StepSetting | None" = None
 
     def context(self, num_rows: Array | None, slot_T: Array | None = None) -> StepContext:
@@ -62,11 +58,11 @@ class StepSetting:
             num_rows=num_rows,
             slot_T=slot_T,
             max_len=self.config.max_model_len,
-            products=self.products,
-            experts=self.experts,
+            products=self.choices.products,
+            experts=self.choices.experts,
             tensor_axis=self.tensor_axis,
             axis_size=self.axis_size,
-            in_fp8=self.in_fp8,
+            in_fp8=self.choices.in_fp8,
         )
 
     @property
@@ -417,7 +413,7 @@ def _draw(
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
         how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
-        how |= {"filters": step.bucket.features != "plain", "one_pass": step.to.one_pass}
+        how |= {"filters": step.bucket.features != "plain", "one_pass": step.to.choices.one_pass}
         sampled = sample(logits_SV, controls, full, mask_SW, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))
@@ -503,7 +499,7 @@ def _score_prompt(
         mask_TW,
         max_logprobs=step.to.config.max_logprobs,
         vocabulary=step.to.vocabulary,
-        one_pass=step.to.one_pass,
+        one_pass=step.to.choices.one_pass,
     )
     return {
         "prompt_logprobs": scored.logprob_T,

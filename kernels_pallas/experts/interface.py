@@ -1,4 +1,4 @@
-"""What every implementation of a mixture's experts is asked and told."""
+"""The arguments of every implementation of a mixture's experts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Glu = Callable[[Array, Array], Array]  # gate and up, f32 [..., I] each, to what goes down
+Glu = Callable[[Array, Array], Array]  # gate and up, f32 [..., I] each, to the input of down
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """As they lie in memory: gate_up [X, 2, I, E], its bias [X, 2, I] or None, down [X, E, I].
-    Weights are arrays, or of what stands for one: with a shape, an expert by its index, and of that
-    matrix().linear(x), its product in f32 with all its outputs as one axis.
+    """The weights of all experts: gate_up [X, 2, I, E], its bias [X, 2, I] or None, down [X, E, I].
 
-    adapters: None, or what tokens add to the products of gate_up and of down, None where nothing:
-    of_expert(expert, tokens)(x, product) is f32 of rows x, which are of these tokens. `tiles` alone
-    takes them.
+    A weight is an array, or an object in its place that has a `shape` and, as `weight[expert]`, one
+    expert's weight, whose `matrix().linear(x)` is the product with rows x in f32, [rows, outputs].
+
+    adapters: None, or two additions, to the products of gate_up and of down, either of which may be
+    None. `addition.of_expert(expert, tokens)(x, product)` is what rows x of these tokens add, f32.
+    Only `tiles` supports adapters.
     """
 
     gate_up: Any
@@ -31,7 +32,7 @@ class ExpertWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What one device multiplies, as far as it decides whether an implementation can run.
+    """The shapes on one device that decide whether an implementation can run.
 
     is_plain: weights are arrays.
     """
@@ -43,10 +44,10 @@ class Shapes:
 
 
 class Sorted(NamedTuple):
-    """The P pairs of token and choice in the order of their experts.
+    """The P pairs of token and choice, sorted by expert.
 
-    pair_P: which pair; token_P: its token. sizes_X: pairs of each expert; choices past the last
-    expert (padding) come last and are counted nowhere.
+    pair_P: index of the pair. token_P: its token. sizes_X: number of pairs of each expert. Choices
+    past the last expert are padding: they come last and are not counted.
     """
 
     pair_P: Array
@@ -55,7 +56,7 @@ class Sorted(NamedTuple):
 
 
 def sort(chosen_TA: Array, num_experts: int) -> Sorted:
-    """Pairs by expert; those of one expert in the order of their tokens."""
+    """Sort pairs by expert; the pairs of one expert stay in the order of their tokens."""
     flat_P = chosen_TA.reshape(-1)
     pair_P = jnp.argsort(flat_P, stable=True)
     sizes_X = jnp.zeros(num_experts, jnp.int32).at[flat_P].add(1, mode="drop")
@@ -70,11 +71,13 @@ def grouped_experts(
     weights: ExpertWeights,
     glu: Glu,
 ) -> Array:
-    """`experts` by a product of sorted rows [P, in] and weights [X, ..., in], with sizes [X] that
-    sum up to P: [P, out], all outputs as one axis.
+    """Compute `experts` by a grouped product.
+
+    product(rows [P, in], weights [X, ..., in], sizes [X]) -> [P, out]: rows are sorted by expert,
+    sizes sum up to P, and all outputs are one axis.
     """
     num_experts, _, width, embed = weights.gate_up.shape
-    # Every row needs an expert: padding goes to the last, and weighs nothing.
+    # Every row needs an expert: padding goes to the last one with a weight of 0.
     is_real_TA = chosen_TA < num_experts
     weight_TA = jnp.where(is_real_TA, weight_TA, 0.0)
     by_expert = sort(jnp.minimum(chosen_TA, num_experts - 1), num_experts)
@@ -87,7 +90,7 @@ def grouped_experts(
         h = h + bias[expert_P]
     h = glu(h[:, :width], h[:, width:]).astype(x_TE.dtype)
     y_PE = product(h, weights.down, by_expert.sizes_X).astype(jnp.float32)
-    # Back in the order of pairs, so that a token's choices are added up in one order.
+    # Back to the order of pairs, so that a token's choices are added up in a fixed order.
     y_PE = jnp.zeros_like(y_PE).at[by_expert.pair_P].set(y_PE)
     y_TAE = y_PE.reshape(*chosen_TA.shape, embed) * weight_TA[:, :, None]
     return jnp.sum(y_TAE, axis=1)

@@ -1,4 +1,4 @@
-"""Experts on TPUs: jax's own grouped product, which reads the weights as they lie."""
+"""Experts on TPUs: jax's grouped product, which reads the weights without a copy."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ ROWS, MOST_IN, MOST_OUT = 128, 2048, 512  # of a tile
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    """Return why these shapes cannot run on a device, or None. device None: any device."""
     if not shapes.is_plain:
         return "weights in 8 or 4 bits: only arrays"
     for name in ("hidden_size", "expert_size"):
@@ -35,7 +35,7 @@ def experts(
     *,
     interpret: bool = False,
 ) -> Array:
-    """See the package."""
+    """Compute the experts of each token; see kernels_pallas.experts."""
     product = functools.partial(_product, interpret=interpret)
     return grouped_experts(product, x_TE, chosen_TA, weight_TA, weights, glu)
 
@@ -49,5 +49,5 @@ def _product(x: Array, weights: Array, sizes: Array, *, interpret: bool) -> Arra
 
 
 def _tile(size: int, most: int) -> int:
-    """The largest tile of whole lanes that divides a size."""
+    """Return the largest tile of whole lanes that divides a size."""
     return LANES * math.gcd(size // LANES, most // LANES)

@@ -1,4 +1,4 @@
-"""Experts on Hopper: jax's own grouped product by warpgroup matrix instructions."""
+"""Experts on Hopper: jax's grouped product by warpgroup matrix instructions."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FEW, MANY = 64, 128  # its rows
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    """Return why these shapes cannot run on a device, or None. device None: any device."""
     if not shapes.is_plain:
         return "weights in 8 or 4 bits: only arrays"
     for name in ("hidden_size", "expert_size"):
@@ -29,7 +29,7 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
 def experts(
     x_TE: Array, chosen_TA: Array, weight_TA: Array, weights: ExpertWeights, glu: Glu
 ) -> Array:
-    """See the package; products are rounded to bf16."""
+    """Compute the experts of each token; see kernels_pallas.experts. Products round to bf16."""
     return grouped_experts(_product, x_TE, chosen_TA, weight_TA, weights, glu)
 
 

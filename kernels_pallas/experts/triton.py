@@ -1,9 +1,9 @@
 """Experts on CUDA cards by Pallas' Triton backend: a grouped product for weights in any form.
 
-Rows come sorted by their experts, and a program multiplies a tile of one expert's rows by a tile of
-its outputs. Weights in 8 and 4 bits become bf16 in registers: memory gives their bits as they lie,
-and nothing widened is ever written. Scales of outputs come after the product, in f32; those of
-groups before it, where they are rounded to bf16 with their weights.
+Rows are sorted by expert, and a program multiplies a tile of one expert's rows by a tile of its
+outputs. Weights in 8 and 4 bits are read as they are stored and become bf16 in registers; no
+widened weight is ever written. Scales of outputs multiply the product, in f32; scales of groups
+multiply the weights, which are then rounded to bf16.
 
 Shapes: P rows, X experts, O outputs; I tiles of R rows each; of a step, N outputs and C places of
 the last axis of values, which are inputs, or in 4 bits pairs of them.
@@ -30,7 +30,7 @@ IN_4_BITS = ("int4", "mxfp4")
 
 
 class Parts(NamedTuple):
-    """A weight of experts as [X, outputs, places]. form: None is plain."""
+    """A weight of experts as [X, outputs, places]. form: None for an array."""
 
     form: str | None
     values: Array
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why these shapes cannot run on a device; None: the shapes alone are asked."""
+    """Return why these shapes cannot run on a device, or None. device None: any device."""
     if shapes.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {shapes.dtype}: only bfloat16 and float16"
     capability = getattr(device, "compute_capability", None)
@@ -57,7 +57,7 @@ def experts(
     *,
     interpret: bool = False,
 ) -> Array:
-    """See the package."""
+    """Compute the experts of each token; see kernels_pallas.experts."""
     sizes = [part.size for part in jax.tree.leaves((weights.gate_up, weights.down))]
     if any(2**31 <= size <= 2**32 for size in sizes):  # Pallas counts them in signed 32 bits
         return tiles.experts(x_TE, chosen_TA, weight_TA, weights, glu)
@@ -66,20 +66,22 @@ def experts(
 
 
 def _product(x: Array, weights: Any, sizes_X: Array, *, interpret: bool) -> Array:
-    """f32 [P, outputs] of rows x [P, inputs], as many of each expert as sizes say."""
-    of = _parts(weights)
-    outputs, rows = of.values.shape[1], tile_rows(x.shape[0], len(sizes_X))
+    """Return f32 [P, outputs] of rows x [P, inputs]; sizes_X: number of rows of each expert."""
+    parts = _parts(weights)
+    outputs, rows = parts.values.shape[1], tile_rows(x.shape[0], len(sizes_X))
     table = tile_table(sizes_X, x.shape[0], rows)
-    xs = (x,) if of.form not in IN_4_BITS else _halves(x)
-    how = {"form": of.form, "rows": rows, "count": len(xs), "has_zeros": of.zeros is not None}
+    xs = (x,) if parts.form not in IN_4_BITS else _halves(x)
+    kernel = functools.partial(
+        _kernel, form=parts.form, rows=rows, count=len(xs), has_zeros=parts.zeros is not None
+    )
     return pl.pallas_call(
-        functools.partial(_kernel, **how),
+        kernel,
         grid=(table[0].size, pl.cdiv(outputs, OUT)),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(num_warps=4 if rows <= 64 else 8, num_stages=3),
         name="expert_product",
-    )(*table, *xs, *(part for part in of[1:] if part is not None))
+    )(*table, *xs, *(part for part in parts[1:] if part is not None))
 
 
 def _parts(weights: Any) -> Parts:
@@ -94,30 +96,30 @@ def _parts(weights: Any) -> Parts:
 
 
 def _halves(x: Array) -> tuple[Array, Array]:
-    """Of x [P, inputs] what is multiplied by the low halves of the bytes, and by the high ones."""
+    """Split x [P, inputs] into the inputs of the low halves of the bytes and of the high ones."""
     groups = x.reshape(len(x), -1, 2, GROUP // 2)
     return groups[:, :, 0].reshape(len(x), -1), groups[:, :, 1].reshape(len(x), -1)
 
 
 def tile_rows(num_rows: int, num_experts: int) -> int:
-    """About as many as an expert has on average, a power of two."""
+    """Return the rows of a tile: about as many as an expert has on average, a power of two."""
     average = max(num_rows // num_experts, 1)
     return min(max(pl.next_power_of_2(average), FEW), MANY)
 
 
 def tile_table(sizes_X: Array, num_rows: int, rows: int) -> tuple[Array, Array, Array]:
-    """int32 [I] each: the expert of a tile, past the last one for no tile; its first row, and where
-    that expert's end.
+    """Return int32 [I] each: a tile's expert, X for no tile; its first row; the last + 1 of the
+    expert's rows.
     """
     X = len(sizes_X)
     tiles_X = -(-sizes_X // rows)
     last_X, end_X = jnp.cumsum(tiles_X), jnp.cumsum(sizes_X)
-    at_I = jnp.arange(num_rows // rows + min(X, num_rows), dtype=jnp.int32)
-    expert_I = jnp.sum(last_X[None, :] <= at_I[:, None], axis=1, dtype=jnp.int32)
-    own_I = jnp.minimum(expert_I, X - 1)
-    before_I = at_I - last_X[own_I] + tiles_X[own_I]  # tiles of the same expert
-    first_I = end_X[own_I] - sizes_X[own_I] + before_I * rows
-    return expert_I, first_I.astype(jnp.int32), end_X[own_I].astype(jnp.int32)
+    tile_I = jnp.arange(num_rows // rows + min(X, num_rows), dtype=jnp.int32)
+    expert_I = jnp.sum(last_X[None, :] <= tile_I[:, None], axis=1, dtype=jnp.int32)
+    last_I = jnp.minimum(expert_I, X - 1)
+    before_I = tile_I - last_X[last_I] + tiles_X[last_I]  # tiles of the same expert
+    first_I = end_X[last_I] - sizes_X[last_I] + before_I * rows
+    return expert_I, first_I.astype(jnp.int32), end_X[last_I].astype(jnp.int32)
 
 
 def _kernel(
@@ -145,19 +147,19 @@ def _kernel(
         taken = IN if groups == 1 or IN % size == 0 else math.gcd(IN, size)
 
         def of_groups(ref, step):
-            each = max(taken // size, 1)
-            at_G = lax.div(step * taken, size) + jnp.arange(each)
-            at = ref.at[expert, out_N[:, None], at_G[None, :]]
-            found_NG = plgpu.load(at, mask=here_N & (at_G < groups)[None, :], other=0.0)
-            spread = jnp.broadcast_to(found_NG[:, :, None], (OUT, each, taken // each))
+            count = max(taken // size, 1)
+            group_G = lax.div(step * taken, size) + jnp.arange(count)
+            source = ref.at[expert, out_N[:, None], group_G[None, :]]
+            x_NG = plgpu.load(source, mask=here_N & (group_G < groups)[None, :], other=0.0)
+            spread = jnp.broadcast_to(x_NG[:, :, None], (OUT, count, taken // count))
             return spread.reshape(OUT, taken)
 
         def body(step, acc):
             at_C = step * taken + jnp.arange(taken)
             real_C = (at_C < width)[None, :]
-            at = values_ref.at[expert, out_N[:, None], at_C[None, :]]
+            source = values_ref.at[expert, out_N[:, None], at_C[None, :]]
             none = jnp.zeros((), values_ref.dtype)
-            numbers = _numbers(plgpu.load(at, mask=here_N & real_C, other=none), form)
+            numbers = _numbers(plgpu.load(source, mask=here_N & real_C, other=none), form)
             scales = of_groups(more[0], step) if groups > 1 else None
             zeros = of_groups(more[1], step) if has_zeros else None
             for x_ref, w_NC in zip(x_refs, numbers, strict=True):

@@ -18,10 +18,15 @@ also has `batch_invariant() -> bool`, which returns True.
 kernel as the norms and the rotation of queries and keys.
 """
 
+from typing import Literal
+
 from kernels_pallas.implementation import CUDA, Implementation
 
-# By name. On a device that several of them support, the first is the fastest.
-IMPLEMENTATIONS = {
+# The keys of IMPLEMENTATIONS, for type checkers.
+Name = Literal["mosaic_gpu", "triton", "tpu", "native", "xla"]
+
+# On a device that several of them support, the first is the fastest.
+IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": Implementation("kernels_pallas.paged_attention.mosaic_gpu", CUDA),
     "triton": Implementation("kernels_pallas.paged_attention.triton", CUDA),
     "tpu": Implementation("kernels_pallas.paged_attention.tpu", ("tpu",)),

@@ -1,4 +1,4 @@
-"""What the kernels share around their calls.
+"""Helpers that several kernels share around their calls.
 
 Shapes: S rows, A items of work, X splits of a context, K KV heads, G query heads of each, D head
 dim.
@@ -14,15 +14,16 @@ from jax import Array
 
 from kernels_pallas.paged_attention.interface import Options, Shapes
 
-# A masked score: finite, so that a tile without any visible key does no harm (a later maximum wipes
-# it out).
+# A masked score. It is finite so that a tile without any visible key does no harm: a later maximum
+# makes its weights zero.
 NEG = -1e30
 LOG2E = math.log2(math.e)
 
 
 def rows_of(items_S: Array, item_A: Array) -> tuple[Array, Array]:
-    """The row of each item and its place among the row's, of which row r has items_S[r]; past the
-    end, the last row.
+    """Return each item's row and its index among the row's items; row r has items_S[r] of them.
+
+    Items past the end get the last row.
     """
     end_S = jnp.cumsum(items_S, dtype=jnp.int32)
     row_A = jnp.sum(end_S[None, :] <= item_A[:, None], axis=1, dtype=jnp.int32)
@@ -31,8 +32,9 @@ def rows_of(items_S: Array, item_A: Array) -> tuple[Array, Array]:
 
 
 def combine(o_SXKGD: Array, lse_SXKG: Array, sinks_H: Array | None = None) -> Array:
-    """The attention of whole contexts from that of their splits and the base-2 logarithms of their
-    sums of weights, of which sinks are one more.
+    """Combine the attention of a context's splits into that of the whole context, [S, K, G, D].
+
+    lse_SXKG: base-2 logarithm of each split's sum of weights. sinks_H: one more score of each head.
     """
     most = jnp.max(lse_SXKG, axis=1, keepdims=True)
     if sinks_H is None:
@@ -48,11 +50,10 @@ def combine(o_SXKGD: Array, lse_SXKG: Array, sinks_H: Array | None = None) -> Ar
 def interpretation(
     name: str, unsupported: Callable[[Shapes, Any], str | None], shapes: Shapes, options: Options
 ) -> Any:
-    """How to interpret a call of a Pallas kernel, or False; NotImplementedError where it cannot
-    run.
+    """Return how to interpret a call of a Pallas kernel, False to compile it.
 
-    A device is asked where one is there: on a CPU, kernels are interpreted, or lowered for another
-    machine.
+    Raises NotImplementedError if it cannot run. On a CPU the device is not asked: kernels are
+    interpreted there, or lowered for another machine.
     """
     on_cpu = jax.default_backend() == "cpu"
     interpret = on_cpu if options.interpret is None else options.interpret

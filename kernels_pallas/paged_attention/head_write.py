@@ -1,12 +1,12 @@
-"""What lies between a layer's first product and its attention, in one kernel for CUDA cards:
-queries and keys are normed and rotated, keys and values go to their slots of the pool, in place.
+"""One kernel for CUDA cards between a layer's first product and its attention: it norms and
+rotates queries and keys, and writes keys and values to their slots of the pool, in place.
 
-XLA makes four kernels of it, each of which a decode step waits for. A program takes one KV head of
-B tokens. The pairs that a rotation turns lie half of the rotated dimensions apart, so a row comes
-in pieces: the first and the second of the pairs, and what is not rotated.
+XLA makes four kernels of the same work, and a decode step waits for each. A program takes one KV
+head of B tokens. A rotation turns pairs that are half of the rotated dimensions apart, so a row is
+loaded in pieces: the first halves of the pairs, the second halves, and the rest.
 
-It is for pools without padding whose values have the dtype of the product (`unsupported` says so of
-others), in Pallas' Triton backend.
+The kernel is made for pools without padding whose values have the dtype of the product, in Pallas'
+Triton backend; `unsupported` refuses others.
 
 Shapes: T packed tokens, L layers, N pool blocks, P block size, K KV heads, G query heads of each, X
 = G + 2, D head dim, R rotated dimensions; B tokens of a program.
@@ -25,13 +25,15 @@ from jax.experimental.pallas import triton as plgpu
 from kernels_pallas.paged_attention.interface import Shapes
 from kernels_pallas.paged_attention.pool_layout import PoolLayout, plain_pool_layout
 
-ELEMENTS = 1024  # of queries that a program takes, 8 a thread: B is what fits
+ELEMENTS = 1024  # numbers of queries in a program, 8 a thread; decides B
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadNorm:
-    """Root mean square norms over D, of queries and of keys. has_offset: x is multiplied by 1 +
-    scale. in_f32: it is so before it is rounded.
+    """The root mean square norms of queries and keys, over D.
+
+    has_offset: the factor is (1 + scale). in_f32: the scale is applied in f32, before x is rounded;
+    otherwise after.
     """
 
     eps: float
@@ -40,7 +42,7 @@ class HeadNorm:
 
 
 def unsupported(shapes: Shapes, pool_layout: Callable[[int, int], PoolLayout]) -> str | None:
-    """Why this cannot write what an attention kernel of this pool_layout reads, or None."""
+    """Return why this kernel cannot write a pool that a pool_layout describes, or None."""
     if shapes.scaled:
         return shapes.scaled
     if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -65,13 +67,13 @@ def write_heads(
     num_layers: int = 1,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """Queries [T, K * G, D], normed and rotated, and the pool with the keys, so too, and the values
-    in their slots of one layer.
+    """Return normed and rotated queries [T, K * G, D], and the pool with normed and rotated keys
+    and with values in their slots of one layer.
 
-    qkv_TKXD: of each KV head its G query heads, its key and its value. pool [L*N, P, 2K, D];
-    slot_mapping_T int32: block * P + slot, no slot twice; keys and values of tokens whose index is
+    qkv_TKXD: for each KV head its G query heads, its key and its value. pool [L*N, P, 2K, D].
+    slot_mapping_T int32: block * P + slot, no slot twice; keys and values of tokens with an index
     outside [0, N*P) are dropped. scales: of the norms of queries and of keys, [D] each. rotation:
-    cos and sin, f32 [T, R/2], of pairs (i, i + R/2) of the first R dimensions.
+    cos and sin, f32 [T, R/2], for pairs (i, i + R/2) of the first R dimensions.
     """
     (T, K, X, D), rows = qkv_TKXD.shape, pool.shape[0]
     P, G = pool.shape[1], X - 2
@@ -129,26 +131,26 @@ def _kernel(
     pieces = [piece for piece in pieces if piece[1] > 0]
 
     def lanes(start, size):
-        """A piece's dimensions, and which of them it has: sizes are powers of 2 here."""
-        at = jnp.arange(pl.next_power_of_2(size))
-        return start + at, at < size
+        """Return the dimensions of a piece, padded to a power of 2, and which are real."""
+        lane = jnp.arange(pl.next_power_of_2(size))
+        return start + lane, lane < size
 
     def place(ref, rows, piece, real_R):
-        """A piece of rows of an array, and which of it there is."""
-        at, real = lanes(*piece)
-        index = (*(i[:, None] if getattr(i, "ndim", 0) else i for i in rows), at[None, :])
+        """Return a reference to a piece of an array's rows, and the mask of what is real."""
+        dims, real = lanes(*piece)
+        index = (*(i[:, None] if getattr(i, "ndim", 0) else i for i in rows), dims[None, :])
         return ref.at[index], real_R[:, None] & real[None, :]
 
     def load(ref, rows, piece, real_R):
-        at, mask = place(ref, rows, piece, real_R)
-        return plgpu.load(at, mask=mask, other=0)
+        source, mask = place(ref, rows, piece, real_R)
+        return plgpu.load(source, mask=mask, other=0)
 
     def store(ref, rows, piece, real_R, x):
-        at, mask = place(ref, rows, piece, real_R)
-        plgpu.store(at, x, mask=mask)
+        target, mask = place(ref, rows, piece, real_R)
+        plgpu.store(target, x, mask=mask)
 
     def prepared(token_R, nth_R, real_R, scale_ref):
-        """Pieces of rows, normed and rotated."""
+        """Return the pieces of rows, normed and rotated."""
         rows = token_R, head, nth_R
         x = [load(qkv_ref, rows, piece, real_R) for piece in pieces]
         if norm is not None:
@@ -167,8 +169,8 @@ def _kernel(
 
     def scaled(part, piece, scale_ref, norm: HeadNorm):
         within = jnp.float32 if norm.in_f32 else dtype
-        at, real = lanes(*piece)
-        scale = plgpu.load(scale_ref.at[at], mask=real, other=0).astype(within)[None, :]
+        dims, real = lanes(*piece)
+        scale = plgpu.load(scale_ref.at[dims], mask=real, other=0).astype(within)[None, :]
         scale = 1 + scale if norm.has_offset else scale
         return (part.astype(within) * scale).astype(dtype)
 

@@ -15,31 +15,32 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool, scaled
 def write_kv(
     pool: Any, layer: Array | int, kv_T2KD: Array, slot_mapping_T: Array, *, num_layers: int = 1
 ) -> Any:
-    """The pool with each token's keys and values (K0, V0, K1, V1, ...) in its slot of one layer.
+    """Return the pool with each token's keys and values (K0, V0, K1, V1, ...) in its slot.
 
-    pool [L*N, P, 2K, D] or a ScaledPool, which takes them in 8 bits; slot_mapping_T int32: block *
-    P + slot, no slot twice. Padding tokens carry any index outside [0, N*P), by custom the whole
-    pool's L*N*P, and are dropped.
+    pool [L*N, P, 2K, D], or a ScaledPool, for which they are converted to 8 bits. slot_mapping_T
+    int32: block * P + slot of the layer, no slot twice. Tokens with an index outside [0, N*P) are
+    padding and are dropped; callers use L*N*P.
     """
     if slot_mapping_T.shape[0] == 1:
-        # A scatter of one index becomes a selection, which copies the pool: a second is dropped.
+        # XLA turns a scatter of one index into a selection, which copies the pool: add a second
+        # index, which is dropped.
         kv_T2KD = jnp.concatenate([kv_T2KD, kv_T2KD])
         slot_mapping_T = jnp.append(slot_mapping_T, jnp.asarray(-1, slot_mapping_T.dtype))
-    where = (layer, slot_mapping_T, num_layers)
+    slots = (layer, slot_mapping_T, num_layers)
     if not isinstance(pool, ScaledPool):
-        return _write(pool, kv_T2KD.astype(pool.dtype), *where)
+        return _write(pool, kv_T2KD.astype(pool.dtype), *slots)
     new = scaled(kv_T2KD, pool.dtype, pool.scales_of_a_row)
     if pool.slots_last:
-        scales = _write_columns(pool.scales, pool.shape[1], new.scales, *where)
+        scales = _write_columns(pool.scales, pool.shape[1], new.scales, *slots)
     else:
-        scales = _write(pool.scales, new.scales, *where)
-    return ScaledPool(_write(pool.values, new.values, *where), scales, pool.slots_last)
+        scales = _write(pool.scales, new.scales, *slots)
+    return ScaledPool(_write(pool.values, new.values, *slots), scales, pool.slots_last)
 
 
 def _write(
     pool: Array, new: Array, layer: Array | int, slot_mapping_T: Array, num_layers: int
 ) -> Array:
-    """One scatter over flat rows."""
+    """Write by one scatter over flat rows."""
     rows, P, *token = pool.shape
     row_T = _places(rows * P, layer, slot_mapping_T, num_layers)
     flat = pool.reshape(rows * P, *token).at[row_T].set(new, mode="drop", unique_indices=True)
@@ -54,15 +55,16 @@ def _write_columns(
     slot_mapping_T: Array,
     num_layers: int,
 ) -> Array:
-    """The scales [L*N, 2K, P or more lanes] with those of each token in a column."""
+    """Return scales [L*N, 2K, P or more lanes] with each token's scales in its column."""
     row_T = _places(scales.shape[0] * P, layer, slot_mapping_T, num_layers)
-    at = (row_T // P, slice(None), row_T % P)
-    return scales.at[at].set(new_T2K, mode="drop", unique_indices=True)
+    columns = (row_T // P, slice(None), row_T % P)
+    return scales.at[columns].set(new_T2K, mode="drop", unique_indices=True)
 
 
 def _places(total: int, layer: Array | int, slot_mapping_T: Array, num_layers: int) -> Array:
-    """Of each token, the slot among all of the pool's; of one that is dropped, its own past the
-    end, so that all are unique.
+    """Return each token's slot among all slots of the pool.
+
+    A dropped token gets a distinct slot past the end, so that all are unique.
     """
     slots = total // num_layers
     inside_T = (slot_mapping_T >= 0) & (slot_mapping_T < slots)

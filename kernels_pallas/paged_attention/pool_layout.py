@@ -1,4 +1,4 @@
-"""How a token's keys and values lie in the pool of one device.
+"""PoolLayout: how a token's keys and values are laid out in the pool of one device.
 
 Shapes: L layers, N pool blocks, P block size, K KV heads, D head dim.
 """
@@ -13,11 +13,11 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolLayout:
-    """How a token's keys and values lie in a pool [L*N, P, rows, width]: K0, V0, K1, V1, ..., each
-    padded to `head_width`, one beside the other in a row of the pool where they fit.
+    """The layout of a token in a pool [L*N, P, rows, width].
 
-    slots_last: of a pool in 8 bits, whether the scales of a block lie [scale of a token, slot] and
-    not the other way round; there, slots are padded to whole `lanes`.
+    K0, V0, K1, V1, ... are each padded to `head_width`; as many as fit stand side by side in a row.
+    slots_last: in a pool of 8 bits, a block's scales are [scale of a token, slot] instead of [slot,
+    scale of a token], with slots padded to whole `lanes`.
     """
 
     rows: int
@@ -27,22 +27,23 @@ class PoolLayout:
     lanes: int = 1
 
     def scales(self, block_size: int) -> tuple[int, int]:
-        """The shape of a block's scales: one of each key and each value of each slot."""
+        """Return the shape of a block's scales: one for each key and each value of each slot."""
         count = self.rows * (self.width // self.head_width)
         if not self.slots_last:
             return block_size, count
         return count, -(-block_size // self.lanes) * self.lanes
 
     def pack_scaled(self, pool: "ScaledPool") -> "ScaledPool":
-        """A pool in 8 bits of the plain layout in this one, padded with zeros."""
+        """Return a pool of 8 bits, given in the plain layout, in this one; padding is zero."""
         blocks, P, _ = pool.scales.shape
         scales = pool.scales.swapaxes(1, 2) if self.slots_last else pool.scales
         scales = pad(scales, (blocks, *self.scales(P)))
         return ScaledPool(self.pack(pool.values), scales, self.slots_last)
 
     def pack(self, kv_2KD: Array) -> Array:
-        """Keys and values [..., 2K, D] (K0, V0, K1, V1, ...) as [..., rows, width], padded with
-        zeros.
+        """Return keys and values [..., 2K, D] (K0, V0, K1, V1, ...) as [..., rows, width].
+
+        Padding is zero.
         """
         *lead, K2, _ = kv_2KD.shape
         kv = pad(kv_2KD, (*lead, K2, self.head_width)).reshape(*lead, -1, self.width)
@@ -50,18 +51,17 @@ class PoolLayout:
 
 
 def plain_pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
-    """A row a key and a row a value, without padding."""
+    """Return the layout without padding: one row for each key and each value."""
     return PoolLayout(rows=2 * num_kv_heads, width=head_dim, head_width=head_dim)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledPool:
-    """Keys and values in 8 bits, each the product of its D values and one scale.
+    """A pool of keys and values in 8 bits: each vector is its D values times one scale.
 
-    values [L*N, P, 2K, D], int8 or float8_e4m3fn; scales [L*N, P, 2K], or [L*N, 2K, P] where
-    slots_last, f32; `PoolLayout` says how either is padded. It stands where a pool of one array
-    can.
+    values [L*N, P, 2K, D], int8 or float8_e4m3fn. scales f32 [L*N, P, 2K], or [L*N, 2K, P] if
+    slots_last. `PoolLayout` pads both. Functions take it in the place of a pool of one array.
     """
 
     values: Any
@@ -70,27 +70,29 @@ class ScaledPool:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """The shape of the values."""
         return self.values.shape
 
     @property
     def dtype(self) -> Any:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def scales_of_a_row(self) -> int:
-        """Keys and values that lie beside each other in a row of the values."""
+        """The number of keys and values side by side in a row of the values."""
         return self.scales.shape[1 if self.slots_last else 2] // self.values.shape[2]
 
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # that a value may be, by its dtype
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # the largest value, by dtype
 
 
 def scaled(kv: Array, dtype: Any, parts: int = 1) -> ScaledPool:
-    """Keys and values [..., 2K, D] in 8 bits, to the nearest value: a scale takes the largest of D
-    to the largest value. Zeros have a scale of 1; what is not finite shows in its scale. parts: of
-    a row that has so many keys and values beside each other, with a scale each.
+    """Return keys and values [..., 2K, D] in 8 bits, rounded to the nearest value.
+
+    A scale maps the largest of D numbers to the largest value. Zeros have a scale of 1; numbers
+    that are not finite make a scale that is not. parts: keys and values side by side in a row, each
+    with its scale.
     """
     *lead, rows, width = kv.shape
     kv = kv.astype(jnp.float32).reshape(*lead, rows * parts, width // parts)
@@ -103,13 +105,13 @@ def scaled(kv: Array, dtype: Any, parts: int = 1) -> ScaledPool:
 
 
 def slots_last_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
-    """The plain one, in 8 bits with the scales of a key, or a value, of a block side by side."""
+    """Return the plain layout; in 8 bits, a block's scales of one key or value are contiguous."""
     plain = plain_pool_layout(num_kv_heads, head_dim)
     return dataclasses.replace(plain, slots_last=True)
 
 
 def pad(x: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros at the end of each axis that is shorter."""
+    """Return x with zeros at the end of each axis that is shorter than in `shape`."""
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape, strict=True)])

@@ -1,5 +1,6 @@
-"""The definition of paged attention in numpy, one row at a time: what every implementation is held
-to.
+"""The definition of paged attention in numpy, one row at a time.
+
+Every implementation is tested against it.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim; Q queries of a row, C tokens of context that any of them
@@ -12,7 +13,7 @@ from jax.typing import ArrayLike
 from kernels_pallas.paged_attention.interface import Options
 from kernels_pallas.paged_attention.pool_layout import ScaledPool
 
-QUERIES = 256  # that are computed at once, to bound what their scores take
+QUERIES = 256  # computed together; bounds the memory of their scores
 
 
 def prefill(
@@ -67,10 +68,10 @@ def prefill(
             if window is not None:
                 first_Q = np.maximum(0, position_Q - window + 1)
             seen_C = np.arange(first_Q[0], position_Q[-1] + 1)
-            at = (first_block + tables[row, seen_C // P], seen_C % P)
-            kv = kv_pool[at].astype(dtype)
+            slots = (first_block + tables[row, seen_C // P], seen_C % P)
+            kv = kv_pool[slots].astype(dtype)
             if scales is not None:
-                kv = kv * scales[at].astype(dtype)[..., None]
+                kv = kv * scales[slots].astype(dtype)[..., None]
             k_KCD, v_KCD = (kv[:, which::2].swapaxes(0, 1) for which in (0, 1))
             q_KND = q_QHD.reshape(-1, K, H // K, q.shape[2]).swapaxes(0, 1)
             q_KND = q_KND.reshape(K, -1, q.shape[2])
@@ -88,8 +89,8 @@ def prefill(
             total_KN = p_KNC.sum(axis=2) + np.exp(sinks_KN - most_KN)
             p_KNC /= total_KN[:, :, None]
             if not exact:
-                # With scales, products of probabilities and V's scales are what is rounded.
-                by_K1C = 1 if scales is None else scales[at][:, 1::2].T[:, None].astype(dtype)
+                # With scales, the products of probabilities and V's scales are rounded.
+                by_K1C = 1 if scales is None else scales[slots][:, 1::2].T[:, None].astype(dtype)
                 rounded = kv_pool.dtype if scales is None else q.dtype
                 p_KNC = (p_KNC * by_K1C).astype(rounded).astype(dtype) / by_K1C
             o_KQGD = (p_KNC @ v_KCD).reshape(K, len(q_QHD), H // K, -1)

@@ -27,17 +27,18 @@ from kernels_pallas.paged_attention.interface import Options, Shapes, shapes_of
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, slots_last_layout
 
 MIN_ROWS = 16  # of a Triton matmul
-# half of it, and of C, for heads over 128: Ada has 99 KiB of shared memory for queries and pipeline
+# Half of it, and half of C, for heads over 128: Ada has 99 KiB of shared memory for queries and
+# pipeline.
 PREFILL_ROWS = 128
 SLOTS = 64  # C
-PROGRAMS = 264  # that fill a card twice over: what decode splits its contexts for
+PROGRAMS = 264  # fill a card twice over; decode splits its contexts to have so many
 MAX_SPLITS = 16
 
 pool_layout = slots_last_layout
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why these shapes cannot run here, or None."""
+    """Return why these shapes cannot run on a device, or None."""
     dtype, head_dim = jnp.dtype(shapes.dtype), shapes.head_dim
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}: only bfloat16 and float16"
@@ -50,7 +51,7 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
 
 
 class Tiles(NamedTuple):
-    """Query tiles of a step, int32 [A] each: the row of a tile, -1 for no tile, and its first query
+    """The query tiles of a step, int32 [A] each: a tile's row, -1 for no tile, and its first query
     in the row.
     """
 
@@ -66,7 +67,7 @@ def prepare(
     shapes: Shapes,
     window: int | None,
 ) -> Tiles:
-    """The query tiles of a step, the same for all layers. num_tokens is T."""
+    """Return the query tiles of a step, the same for all layers. num_tokens is T."""
     del context_lens_S, window
     tokens = _tile_tokens(shapes)
     tiles_S = (query_start_loc_S1[1:] - query_start_loc_S1[:-1] + tokens - 1) // tokens
@@ -94,8 +95,13 @@ def prefill(
     T, shapes = q_THD.shape[0], shapes_of(q_THD, pool, block_table_SM, options)
     query_start_loc_S1 = jnp.asarray(query_start_loc_S1)
     if prepared is None:
-        how = {"shapes": shapes, "window": options.attention.window}
-        prepared = prepare(query_start_loc_S1, context_lens_S, num_tokens=T, **how)
+        prepared = prepare(
+            query_start_loc_S1,
+            context_lens_S,
+            num_tokens=T,
+            shapes=shapes,
+            window=options.attention.window,
+        )
     rows = (block_table_SM, context_lens_S, query_start_loc_S1)
     args = (q_THD, pool, layer, *rows, prepared, sinks_H)
     o_THD = _attend(*args, tokens=_tile_tokens(shapes), splits=1, options=options)
@@ -116,7 +122,7 @@ def decode(
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`.
 
-    splits: programs a context, None chooses. Raises NotImplementedError with the reason that
+    splits: programs for one context; None chooses. Raises NotImplementedError with the reason that
     `unsupported` gives.
     """
     (S, M), (_, P, K2, _) = block_table_SM.shape, pool.shape
@@ -130,7 +136,7 @@ def decode(
 
 
 def _tile_tokens(shapes: Shapes) -> int:
-    """B of prefill."""
+    """Return B of prefill."""
     rows = PREFILL_ROWS if shapes.head_dim <= 128 else PREFILL_ROWS // 2
     return max(1, rows // pl.next_power_of_2(shapes.num_heads // shapes.num_kv_heads))
 
@@ -150,14 +156,15 @@ def _attend(
     tokens: int,
     splits: int,
 ) -> Array:
-    """Results of every query of a tile of so many `tokens`; whatever was there before for all
-    others.
+    """Return the results of every query that is in a tile; other rows of the result are undefined.
+
+    tokens: of a tile.
     """
     (T, H, D), (blocks, P, K2, _) = q_THD.shape, pool.shape
     shapes = shapes_of(q_THD, pool, block_table_SM, options)
     interpret = interpretation("triton", unsupported, shapes, options)
     K, G = K2 // 2, 2 * H // K2
-    # All of a tile's rows, G of each token's heads real.
+    # Rows of a token in a tile, G of them real.
     heads = max(pl.next_power_of_2(G), MIN_ROWS // tokens)
     C, stages = (SLOTS, 3) if D <= 128 else (SLOTS // 2, 2)
     kernel = functools.partial(
@@ -276,13 +283,13 @@ def _kernel(
             slots = ((first_block_ref[0] + block_C) * P + of_block_C)[:, None]
 
             def part(nth):
-                """Keys (0) or values (1), and their scales."""
-                at = pool_ref.at[slots, 2 * head + nth, dim_D]
-                x = plgpu.load(at, mask=seen_C[:, None], other=jnp.zeros((), pool_ref.dtype))
+                """Return keys (0) or values (1), and their scales."""
+                source = pool_ref.at[slots, 2 * head + nth, dim_D]
+                x = plgpu.load(source, mask=seen_C[:, None], other=jnp.zeros((), pool_ref.dtype))
                 if not scaled:
                     return x, None
-                at = scales[0].at[first_block_ref[0] + block_C, 2 * head + nth, of_block_C]
-                return x.astype(q.dtype), plgpu.load(at, mask=seen_C, other=0.0)[None, :]
+                source = scales[0].at[first_block_ref[0] + block_C, 2 * head + nth, of_block_C]
+                return x.astype(q.dtype), plgpu.load(source, mask=seen_C, other=0.0)[None, :]
 
             k, of_keys = part(0)
             s = plgpu.dot(q, k.T) * scale
@@ -309,8 +316,8 @@ def _kernel(
             )
         state = (*softmax, jnp.zeros((rows, D), jnp.float32), blocks(step0))
         top, total, acc, _ = lax.fori_loop(step0, step1, body, state)
-        # A query that saw masked keys alone so far has weights of exp2(0): its maximum says that
-        # they are nothing.
+        # A query that has seen only masked keys has weights of exp2(0); its maximum shows that they
+        # are void.
         total = jnp.where(top > NEG, total, 0.0)
         out = acc / jnp.where(total > 0, total, 1.0)[:, None]
         real = jnp.broadcast_to(real_R[:, None], out.shape)

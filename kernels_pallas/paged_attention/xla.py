@@ -46,7 +46,7 @@ pool_layout = plain_pool_layout
 
 
 def unsupported(shapes: Shapes, device: Any) -> None:
-    """Nothing is: why these shapes cannot run."""
+    """Return why these shapes cannot run: None, all can."""
 
 
 class _Tiles(NamedTuple):
@@ -149,7 +149,7 @@ def decode(
 
 
 def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
-    """q (f32) . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
+    """Return q (f32) . k in f32, [W, C, H]: vectors of 16 partial sums, then a tree."""
     W, C, K, _, D = kv_WCK2D.shape
     H = q_WHD.shape[1]
     lanes = math.gcd(D, 16)
@@ -165,8 +165,8 @@ def _decode_scores(q_WHD: Array, kv_WCK2D: Array) -> Array:
 
 
 def _decode_values(p_WCH: Array, seen_WC: Array, kv_WCK2D: Array) -> Array:
-    """p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero whatever they
-    hold.
+    """Return p . v in f32, [W, H, D], a few slots a turn; unseen slots count as zero, whatever
+    they hold.
     """
     W, C, K, _, D = kv_WCK2D.shape
     G = p_WCH.shape[2] // K
@@ -197,8 +197,8 @@ class _QueryTiles(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """All query tiles of a step, and each packed token's place [T] among the tiles' tokens (A*B, a
-    row of zeros, for padding).
+    """The query tiles of a step. at_T: each packed token's index among the tiles' tokens; padding
+    has A*B, a row of zeros.
     """
 
     tiles: _QueryTiles
@@ -213,7 +213,7 @@ def prepare(
     shapes: Shapes,
     window: int | None,
 ) -> Prepared:
-    """The query tiles of a step: the same for all layers of a window. num_tokens is T."""
+    """Return the query tiles of a step, the same for all layers of a window. num_tokens is T."""
     S, T = context_lens_S.shape[0], num_tokens
     *_, C = _kv_tile(shapes.block_size)
     B, W = _query_tile_sizes(T, S, shapes.num_heads, C)
@@ -338,7 +338,7 @@ def prefill(
 
 
 def _start(sinks_H: Array | None, H: int) -> tuple[Array, Array]:
-    """The running maximum and sum of the softmax, before any score but the sinks."""
+    """Return the running maximum and sum of the softmax, before any score but the sinks."""
     if sinks_H is None:
         return jnp.full(H, NEG, jnp.float32), jnp.zeros(H, jnp.float32)
     return sinks_H.astype(jnp.float32), jnp.ones(H, jnp.float32)
@@ -361,7 +361,10 @@ def _tiles(pool: Any, layer: Array | int, num_layers: int) -> _Tiles:
 def _scales(
     tiles: _Tiles, ids: Array, shape_WCK: tuple[int, int, int], heads: int | None = None
 ) -> tuple[Array | None, Array | None]:
-    """Of keys and of values: [W, C, heads], those of query heads, or [W, K, 1, C]; None without."""
+    """Return the scales of keys and of values; (None, None) for a pool without scales.
+
+    [W, C, heads] each, repeated for query heads, or [W, K, 1, C] if heads is None.
+    """
     if tiles.scales is None:
         return None, None
     x = _barrier(_take(tiles.scales, ids)).reshape(*shape_WCK, 2)
@@ -370,26 +373,26 @@ def _scales(
 
 
 def _times(x: Array, by: Array | None, seen: Array | bool = True) -> Array:
-    """x times scales, if any; zero in slots that are not seen, whose scales may be NaN."""
+    """Return x times scales if there are any; zero in unseen slots, whose scales may be NaN."""
     return x if by is None else jnp.where(seen, x.astype(jnp.float32) * by, 0.0).astype(x.dtype)
 
 
 def _kv_tile(P: int) -> tuple[int, int, int]:
-    """U, the parts that a block is cut into, and C."""
+    """Return U, the number of parts that a block is cut into, and C."""
     parts = P // KV_TILE if P % KV_TILE == 0 else 1
     units = max(1, KV_TILE // P)
     return units, parts, units * P // parts
 
 
 def _query_tile_sizes(T: int, S: int, H: int, C: int) -> tuple[int, int]:
-    """B and W of prefill."""
+    """Return B and W of prefill."""
     B = _clamp_pow2(T // S, 8, QUERY_TILE)
     return B, _clamp_pow2(PREFILL_BYTES // (H * B * C * 4), 1, 16)
 
 
 def _pool_rows(tiles: _Tiles, block_table_SM: Array, row_W: Array, tile_W: Array) -> Array:
-    """[W*U] rows of the pool that hold KV tile `tile_W` of `row_W`; any valid row past the table's
-    end.
+    """Return the rows [W*U] of the pool that hold KV tile `tile_W` of `row_W`; past the table's
+    end, any valid row.
     """
     unit_WU = tile_W[:, None] * tiles.units + jnp.arange(tiles.units)[None, :]
     block_WU = jnp.minimum(unit_WU // tiles.parts, block_table_SM.shape[1] - 1)
@@ -406,5 +409,5 @@ def _capped(s: Array, soft_cap: float | None) -> Array:
 
 
 def _clamp_pow2(n: int, low: int, high: int) -> int:
-    """The largest power of two that is at most n, within [low, high] (both powers of two)."""
+    """Return the largest power of two up to n, within [low, high] (both powers of two)."""
     return min(max(1 << max(n, 1).bit_length() - 1, low), high)

@@ -168,7 +168,7 @@ MASKS = {
     "heads": ("(token_R < T) & (nth_R < G)", "(token_R < T)"),
     "slots": ("(slot_B >= 0) & (slot_B < slots)", "(slot_B >= 0)"),
     "tokens of slots": ("mask=token_B < T", "mask=token_B >= 0"),
-    "dimensions": ("start + at, at < size", "start + at, at >= 0"),
+    "dimensions": ("start + lane, lane < size", "start + lane, lane >= 0"),
 }
 
 

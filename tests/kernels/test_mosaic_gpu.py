@@ -431,8 +431,8 @@ SOURCES = {
         *(SMALL_DECODE, {"splits": 1, "thread_blocks": 1}),
     ),
     "another KV head of decode": (
-        *("decode_kernel", "where = (pool_ref, base, table, context, head)"),
-        *("where = (pool_ref, base, table, context, 0)", G3K2, {}),
+        *("decode_kernel", "source = (pool_ref, base, table, context, head)"),
+        *("source = (pool_ref, base, table, context, 0)", G3K2, {}),
     ),
     "results of another head": (
         *("decode_kernel", "pl.ds(head * G, G)", "pl.ds(head, G)", G3K2, {}),

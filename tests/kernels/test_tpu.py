@@ -216,7 +216,7 @@ MUTATIONS = {
     "keys and values swapped": [("(2 * h, 2 * h + 1)", "(2 * h + 1, 2 * h)")],
     "a wait missing": [('copy(item, j, slot, "wait")', "pass")],
     "unseen slots kept": [
-        ("jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))", "flat")
+        ("jnp.where((word >= begin * W) & (word < end * W), flat, jnp.zeros_like(flat))", "flat")
     ],
     "accumulator not rescaled": [("alpha[:, :1] * acc[h]", "acc[h]")],
     "another layer": [("base[0] + table", "table")],
@@ -226,7 +226,7 @@ MUTATIONS = {
     "8 bits: scales of another block": [("lane >= i * P", "lane > i * P")],
     "8 bits: scales of keys for values": [("by[2 * h + 1 : 2 * h + 2]", "by[2 * h : 2 * h + 1]")],
     "8 bits: unseen scales kept": [
-        ("jnp.where((at >= begin) & (at < end), x, jnp.zeros_like(x))", "x")
+        ("jnp.where((token >= begin) & (token < end), x, jnp.zeros_like(x))", "x")
     ],
     "8 bits: scales of another tile": [("scales_of(slot, j", "scales_of(1 - slot, j")],
     "8 bits: a block not widened": [("lax.fori_loop(0, U, block", "lax.fori_loop(1, U, block")],

@@ -18,6 +18,7 @@ from jpaged.models.kv_view import DenseKV
 from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.params import Params
 from jpaged.models.trees import to_tree
+from jpaged.runtime.choices import choose
 from jpaged.runtime.kv_cache import pool_specs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.paged_kv import Packed, PagedKV, view_of
@@ -68,9 +69,10 @@ def test_paged_equals_dense(model_config: ModelConfig) -> None:
     table = np.array([[*blocks[:5], 0], [*blocks[5:9], 0, 0]], np.int32)
     settings = engine(block_size=BLOCK, attention="xla").resolve(model_config)
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
+    kernels = choose(model_config, settings, where, jnp.float32).attention
     specs = tuple(
         dataclasses.replace(spec, num_blocks=12)
-        for spec in pool_specs(model_config, settings, where, jnp.float32, 12)
+        for spec in pool_specs(model_config, settings, where, kernels, 12)
     )
     pools = tuple(filled(spec, 7.0) for spec in specs)
 

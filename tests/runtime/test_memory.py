@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from jpaged import CapacityError, ConfigError, EngineConfig, ModelConfig
 from jpaged.runtime import footprint, kv_cache, memory
+from jpaged.runtime.choices import choose
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
@@ -141,7 +142,8 @@ def pools(model: ModelConfig, dtype: Any, num_blocks: int, **changes: Any) -> tu
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     changes = {"block_size": 4, "max_num_seqs": 4} | changes
     settings = EngineConfig(**changes).resolve(model)
-    return kv_cache.pool_specs(model, settings, where, jnp.dtype(dtype), num_blocks)
+    kernels = choose(model, settings, where, dtype).attention
+    return kv_cache.pool_specs(model, settings, where, kernels, num_blocks)
 
 
 def test_block_bytes() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, token_logprobs
-from jpaged.runtime.one_pass import OnePass, choose_one_pass
+from jpaged.runtime.choices import choose_one_pass
+from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, OnePass, token_logprobs
 from jpaged.runtime.sampler import Sampled, sample
 from kernels_pallas import vocab_tiles
 from tests.kernels import aot_cuda

@@ -192,7 +192,7 @@ def test_recover_makes_only_what_is_gone(llm: LLM) -> None:
 def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(llm)
     run(llm, PLAIN)
-    monkeypatch.setattr(runner.steps, "_is_sealed", True)
+    monkeypatch.setattr(runner.steps, "is_sealed", True)
     assert run(llm, PLAIN)
     with pytest.raises(
         ConfigError, match=r"strict=True: Bucket\(phase='decode', tokens=64.*not in the table"

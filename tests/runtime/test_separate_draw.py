@@ -119,7 +119,7 @@ def test_a_larger_step_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(stand_ins, "OFTEN", 3)
     run(llm)
-    while not all(future.done() for future in runner.steps._stand_ins.coming.values()):
+    while not all(future.done() for future in runner.stand_ins.compiling.values()):
         time.sleep(0.01)
     assert run(llm) == expected
     assert {b.rows for b in runner.usage if b.phase != "prefill"} == {8, 16}
@@ -137,12 +137,12 @@ def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for separate in (False, True, None):
         llm = LLM(params, **vars(engine(deterministic=True, separate_draw=separate, **sizes)))
-        steps = llm.session.runner.steps
+        runner = llm.session.runner
         for _ in range(3):
             found.append(answers(llm.generate(PROMPTS, ASKED, use_tqdm=False)))
-            while not all(future.done() for future in steps._stand_ins.coming.values()):
+            while not all(future.done() for future in runner.stand_ins.compiling.values()):
                 time.sleep(0.01)
-        usage = llm.session.runner.usage
+        usage = runner.usage
         decodes = {b.draws_apart(llm.engine_config) for b in usage if b.phase == "decode"}
         assert decodes == ({False, True} if separate is None else {separate})
         llm.close()
@@ -159,7 +159,7 @@ def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.M
     llm.generate(make_prompts(5), asked, use_tqdm=False)
     runner = llm.session.runner
     hits = {b.masks: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"}
-    assert hits == {True: 2, False: 3} and not runner.steps._stand_ins.coming
+    assert hits == {True: 2, False: 3} and not runner.stand_ins.compiling
     llm.close()
 
 

@@ -15,12 +15,12 @@ import pytest
 from jpaged.engine.buckets import Bucket, input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack_result
 from jpaged.models.config import ModelConfig
-from jpaged.runtime import paged_kv, products, steps
+from jpaged.runtime import choices, paged_kv, steps
+from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.device_state import RowState, set_counts
 from jpaged.runtime.kv_cache import PoolSpec, pool_specs
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import choose_products
 from jpaged.runtime.runner import Runner
 from kernels_cpu.library import unavailable
 from kernels_cpu.rates import Rates
@@ -55,13 +55,13 @@ def make_steps(
     """Steps over a pool of so many blocks for each group of the model's layers."""
     settings = engine(num_blocks=num_blocks[0], mixed=mixed).resolve(model)
     params = dict(make_params(0, model, dtype))
-    specs = pool_specs(model, settings, ONE_DEVICE, dtype, num_blocks[0])
+    choices = choose(model, settings, ONE_DEVICE, dtype)
+    specs = pool_specs(model, settings, ONE_DEVICE, choices.attention, num_blocks[0])
     pools = (
         dataclasses.replace(spec, num_blocks=number)
         for spec, number in zip(specs, num_blocks, strict=False)
     )
-    products = choose_products(ONE_DEVICE.device, dtype, deterministic=False)
-    setting = steps.StepSetting(model=model, config=settings, pools=tuple(pools), products=products)
+    setting = steps.StepSetting(model=model, config=settings, pools=tuple(pools), choices=choices)
     form = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ONE_DEVICE.replicated), params
     )
@@ -71,7 +71,9 @@ def make_steps(
 def step_of(bucket: Bucket, *, mixed: bool = False) -> Any:
     """A bucket of the tiny model, to call the parts of its step."""
     settings = engine(mixed=mixed).resolve(CONFIG)
-    return steps._Step(bucket, steps.StepSetting(model=CONFIG, config=settings, pools=()))
+    choices = Choices(attention=())
+    setting = steps.StepSetting(model=CONFIG, config=settings, pools=(), choices=choices)
+    return steps._Step(bucket, setting)
 
 
 @functools.cache
@@ -122,7 +124,7 @@ def test_those_of_a_draft_model_too(name: str) -> None:
 @pytest.mark.skipif(unavailable() is not None, reason=f"the CPU kernels: {unavailable()}")
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_so_it_is_under_the_cpu_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "rates", lambda: Rates(ratios={512: 0.5}))
+    monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={512: 0.5}))
     table = make_steps(MANY, config(head_dim=32), dtype=jnp.bfloat16)
     step = table.lower(BUCKETS[name]).compile()
     assert {"jpaged_linear", "jpaged_paged_attention"} <= set(

@@ -27,9 +27,9 @@ from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat
 from jpaged.request.processor import Processor
 from jpaged.request.sampling_params import SamplingParams
+from jpaged.resolve import resolve
 from jpaged.runtime.footprint import plan_memory, stored_dtype
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.products import resolve_for
 
 GIB = 1 << 30
 
@@ -75,7 +75,7 @@ class Checker:
         self.model = ModelConfig.coerce(folder)
         where = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
-        self.engine_config = resolve_for(self.model, config, where, dtype)
+        self.engine_config, _ = resolve(self.model, config, where, dtype)
         self._processor = Processor(self.model, self.engine_config, None, Path(folder))
         self.plan = plan_memory(folder, config)
 

@@ -55,13 +55,14 @@ from kernels_pallas.paged_attention.mosaic_gpu.pieces import (
 from kernels_pallas.paged_attention.pool_layout import ScaledPool, pad
 
 MAX_SPLITS = 128
-START = 3  # KV tiles that could be read while an item starts and ends
+START = 3  # the time in which an item starts and ends, in KV tiles that could be read
 
 
 def split_count(items: int, tiles: int, slots: int) -> int:
-    """X: parts of each of so many contexts of at most `tiles` KV tiles, for a card that holds
-    `slots` thread blocks at once: the number that takes least time, which is what leaves least of
-    the last wave idle without parts so short that they do nothing but start and end.
+    """Return X: into how many parts each of `items` contexts of at most `tiles` KV tiles is cut.
+
+    For a card that holds `slots` thread blocks at once, the number that takes the least time: more
+    parts leave less of the last wave idle, but very short parts do nothing but start and end.
     """
 
     def duration(splits: int) -> int:
@@ -71,16 +72,18 @@ def split_count(items: int, tiles: int, slots: int) -> int:
 
 
 def work_item(turn, block, blocks: int):
-    """The item of a thread block's turn. Every other turn goes through the blocks backwards: items
-    fall in length, and no block shall have the longest of each turn. Works on ints and tracers.
+    """Return the item of a thread block's turn; works on ints and tracers.
+
+    Every other turn goes through the blocks backwards: items are sorted by falling length, and no
+    block should have the longest item of every turn.
     """
     odd = turn % 2
     return turn * blocks + block + odd * (blocks - 1 - 2 * block)
 
 
 def resident(head_dim: int) -> int:
-    """Thread blocks that an SM holds: two where their registers fit, so that one computes while the
-    other waits.
+    """Return the number of thread blocks on an SM: two if their registers fit, so that one computes
+    while the other waits.
     """
     return 2 if head_dim == 64 else 1
 
@@ -101,9 +104,10 @@ def decode(
 ) -> Array:
     """Attention of one query a row, the last token of its context; see `reference.decode`.
 
-    splits: items that a KV head of a context is cut into, thread_blocks: that share the items; None
-    chooses. fastest: what neighbouring thread blocks have side by side. Raises NotImplementedError
-    with the reason that `unsupported` gives.
+    splits: number of items that one KV head of a context is cut into. thread_blocks: number of
+    thread blocks that share the items. None chooses either. fastest: the axis along which
+    neighbouring thread blocks differ. Raises NotImplementedError with the reason that `unsupported`
+    gives.
     """
     S, H, D = q_SHD.shape
     shapes, window = shapes_of(q_SHD, pool, block_table_SM, options), options.attention.window
@@ -145,8 +149,8 @@ def decode(
         my_turns = turns - (last >= items).astype(jnp.int32)
 
         def span_of(turn):
-            """Row, split and head of a turn, the slots that it sees, its first KV tile and how many
-            there are.
+            """Return a turn's row, split and head, the first and last + 1 of the slots that it
+            sees, its first KV tile and the number of its KV tiles.
             """
             item = work_item(turn, block, blocks)
             part, head = lax.div(item, jnp.int32(K)), lax.rem(item, jnp.int32(K))
@@ -164,7 +168,7 @@ def decode(
         @pl.when(warpgroup == 0)
         def _():
             def item(turn, done):
-                """`done`: KV tiles of the turns before."""
+                """Compute one item. done: KV tiles of the turns before."""
                 row, split, head, begin, context, first, count = span_of(turn)
                 place = lax.rem(turn, jnp.int32(places))
                 plgpu.barrier_wait(q_full.at[place])
@@ -205,8 +209,8 @@ def decode(
                     lse_sm[...] = m + jnp.log2(jnp.maximum(total, 1.0))
                 plgpu.commit_smem()
                 heads = pl.ds(head * G, G)
-                own = pl.ds(lax.rem(head, jnp.int32(shared)) * G, G)
-                plgpu.copy_smem_to_gmem(o_sm.at[own], out_refs[0].at[row, split, heads])
+                rows_of_head = pl.ds(lax.rem(head, jnp.int32(shared)) * G, G)
+                plgpu.copy_smem_to_gmem(o_sm.at[rows_of_head], out_refs[0].at[row, split, heads])
                 if are_parts:
                     lse_ref = out_refs[1].at[row, split, head]
                     plgpu.copy_smem_to_gmem(lse_sm.at[pl.ds(0, rows)], lse_ref)
@@ -225,9 +229,9 @@ def decode(
                 queries = q_ref.at[row, lax.div(head, jnp.int32(shared))]
                 plgpu.copy_gmem_to_smem(queries, q_sm.at[place, pl.ds(0, rows)], q_full.at[place])
                 base, table = layer_ref[0] * N, table_ref.at[row]
-                where = (pool_ref, base, table, context, head)
+                source = (pool_ref, base, table, context, head)
                 scales = (*scales_ref, *more_sm[:1])
-                stream_tiles(*where, first, count, done, kv_sm, full, empty, *scales)
+                stream_tiles(*source, first, count, done, kv_sm, full, empty, *scales)
                 return done + count
 
             done = lax.fori_loop(0, my_turns, item, jnp.int32(0))
@@ -273,7 +277,7 @@ def decode(
     )
     if not are_parts:
         return o[:, 0].astype(q_SHD.dtype)
-    own_KG = (np.arange(K)[:, None] % shared) * G + np.arange(G)[None, :]
-    lse_SXKG = jnp.take_along_axis(lse[0], jnp.asarray(own_KG)[None, None], axis=3)
+    row_KG = (np.arange(K)[:, None] % shared) * G + np.arange(G)[None, :]
+    lse_SXKG = jnp.take_along_axis(lse[0], jnp.asarray(row_KG)[None, None], axis=3)
     o = combine(o.reshape(S, X, K, G, D), lse_SXKG, sinks_H)
     return o.reshape(S, H, D).astype(q_SHD.dtype)

@@ -1,4 +1,4 @@
-"""What decode and prefill are made of: the ring of KV tiles, the products, the online softmax.
+"""Parts of decode and prefill: the ring of KV tiles, the products, the online softmax.
 
 Shapes: P block size, K KV heads, D head dim; C slots of a KV tile, Q rows of a product.
 """
@@ -22,13 +22,16 @@ from kernels_pallas.paged_attention.pool_layout import ScaledPool
 Q = 64  # rows of a wgmma
 DECODE_C = 64
 PREFILL_C = 128
-SMEM_BYTES = 227 << 10  # that a thread block may have
+SMEM_BYTES = 227 << 10  # limit of a thread block
 
 WGMMA = plgpu.Layout.WGMMA
 
 
 def multiprocessors() -> int:
-    """Of the card that a kernel is traced for; an H200's where there is none to ask."""
+    """Return the number of multiprocessors of the card that a kernel is traced for.
+
+    Without a card to ask, that of an H200.
+    """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.num_cores:
         return described.num_cores
@@ -36,7 +39,7 @@ def multiprocessors() -> int:
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why these kernels cannot run, or None."""
+    """Return why these shapes cannot run on a device, or None."""
     capability = None if device is None else str(getattr(device, "compute_capability", "unknown"))
     dtype, head_dim, block_size = jnp.dtype(shapes.dtype), shapes.head_dim, shapes.block_size
     num_heads, num_kv_heads = shapes.num_heads, shapes.num_kv_heads
@@ -70,9 +73,10 @@ def launch(
     warpgroups: int,
     **types: Any,
 ) -> Any:
-    """Runs a kernel over q, the pool as [L*N, P, K, 2D] (in 8 bits, with its scales [L*N, 2K, P]),
-    the table, what each row or tile has to do (an array or several), and the layer. The last axis
-    of the grid is the fastest.
+    """Run a kernel over q, the pool as [L*N, P, K, 2D], the block table, `work` and the layer.
+
+    A pool in 8 bits comes with its scales [L*N, 2K, P]. work: an array or several that describe the
+    work of each row or tile. The last axis of the grid is the fastest.
     """
     if interpret:
         types["interpret"] = plgpu.InterpretGPUParams() if interpret is True else interpret
@@ -93,16 +97,17 @@ def launch(
 
 
 def ring(stages: int, copies: int, readers: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
-    """Of each stage: that its copies (at least one) have all arrived, and that its readers are all
-    done with it.
+    """Return two barriers for each stage: its copies (at least one) have all arrived, and its
+    readers are all done.
     """
     full = plgpu.Barrier(num_arrivals=max(1, copies), num_barriers=stages)
     return full, plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
 
 
 def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> Any:
-    """Shared memory in the layout that wgmma reads and TMA writes without bank conflicts. width: of
-    the columns that are sliced off, whole tiles of which it is to be.
+    """Return shared memory in the layout that wgmma reads and TMA writes without bank conflicts.
+
+    width: of the columns that are sliced off later, which must be whole tiles.
     """
     itemsize = jnp.dtype(dtype).itemsize
     row = min(128, width * itemsize)  # bytes
@@ -114,12 +119,12 @@ def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int = 128) -> An
 def stream_tiles(
     pool_ref, base, table_ref, context, head, first, count, done, kv_sm, full, empty, *scales
 ) -> None:
-    """Copies KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon
-    as a stage is free.
+    """Copy KV tiles first, ..., first + count - 1 of a row's head through the ring, each as soon as
+    a stage is free.
 
-    base: of the layer's pool rows. done: tiles that went through the ring before. Past the
-    context's end comes its last block again: the table may end there. scales: of a pool in 8 bits
-    theirs, and the ring for them; there, a block is a tile or more.
+    base: first pool row of the layer. done: tiles that went through the ring before. Past the
+    context's end the last block is copied again, since the table may end there. scales: for a pool
+    in 8 bits its scales and their ring; a block is then a tile or more.
     """
     (stages, C, _), P = kv_sm.shape, pool_ref.shape[1]
     last = lax.div(context - 1, jnp.int32(P))
@@ -147,8 +152,9 @@ def stream_tiles(
 
 
 def drain(used, places: int, empty) -> None:
-    """Waits until the last of `used` turns at so many places are done with: the interpreter insists
-    that every arrival is seen.
+    """Wait until the readers of the last of `used` turns at so many places are done.
+
+    The interpreter insists that every arrival is waited for.
     """
 
     @pl.loop(jnp.maximum(used - places, 0), used)
@@ -157,8 +163,8 @@ def drain(used, places: int, empty) -> None:
 
 
 def softmax_start(D: int, sink: Array | None = None) -> tuple[Array, Array, Array]:
-    """Accumulator [Q, D], running maximum [Q] and sum [Q] of an online softmax, before any score
-    but the sink, where there is one.
+    """Return the accumulator [Q, D], running maximum [Q] and running sum [Q] of an online softmax
+    before its first score, which is the sink if there is one.
     """
     acc = plgpu.layout_cast(jnp.zeros((Q, D), jnp.float32), WGMMA)
     start = (NEG, 0.0) if sink is None else (sink * LOG2E, 1.0)
@@ -171,7 +177,7 @@ def iota(shape: tuple[int, int], axis: int) -> Array:
 
 
 def scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> Array:
-    """q . k, [Q, C] in f32; `meanwhile` runs while the product does."""
+    """Return q . k, [Q, C] in f32; `meanwhile` runs while the product does."""
 
     def product(acc_ref):
         plgpu.wgmma(acc_ref, q_sm, kv_sm.at[:, pl.ds(0, q_sm.shape[1])].transpose((1, 0)))
@@ -182,8 +188,9 @@ def scores(q_sm, kv_sm, meanwhile: Callable[[], None] = lambda: None) -> Array:
 
 
 def scaled(s: Array, options: AttentionOptions) -> Array:
-    """Scores in base 2, capped. The hardware's own tanh is good to 11 bits only, which a cap of 50
-    would show.
+    """Return scores in base 2, scaled and capped.
+
+    The hardware's tanh is good to 11 bits only, which a cap of 50 would show.
     """
     scale, soft_cap = options.scale, options.soft_cap
     if soft_cap is None:
@@ -193,8 +200,9 @@ def scaled(s: Array, options: AttentionOptions) -> Array:
 
 
 def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Array, Array, Array]:
-    """Weights of a tile's scores, times `scales` of the values where they have such, and the state
-    of the softmax brought to the new maximum.
+    """Return the weights of a tile's scores, and the softmax state at the new maximum.
+
+    scales: of the values in 8 bits; the weights are multiplied by them.
     """
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     alpha = jnp.exp2(m - m_new)
@@ -207,7 +215,7 @@ def fold(s, acc, m, total, dtype, scales=None) -> tuple[Array, Array, Array, Arr
 def add_values(
     acc, p, kv_sm, interpret: Any, meanwhile: Callable[[], None] = lambda: None
 ) -> Array:
-    """acc + p . v, [Q, D]; `meanwhile` runs while the product does."""
+    """Return acc + p . v, [Q, D]; `meanwhile` runs while the product does."""
     D = acc.shape[1]
     v_sm = kv_sm.at[:, pl.ds(D, D)]
     if interpret:  # the interpreter knows wgmma neither on registers nor into a given accumulator
@@ -224,18 +232,18 @@ def add_values(
 
 
 def normalized(acc, total) -> Array:
-    """What the softmax weighs to; zeros where nothing was seen."""
+    """Return acc divided by the sum of weights; zeros if nothing was seen."""
     return acc * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), acc.shape, [0])
 
 
 def along_slots(scales_sm) -> Array:
-    """A tile's scales [C], as a row of scores has them."""
+    """Return a tile's scales [C] broadcast to the shape of scores, [Q, C]."""
     of_slot = plgpu.load(scales_sm, layout=WGMMA.reduce(0))
     return lax.broadcast_in_dim(of_slot, (Q, *scales_sm.shape), [1])
 
 
 def widen(narrow_sm, kv_sm) -> None:
-    """A tile of 8 bits in the 16 that a product takes from shared memory."""
+    """Convert a tile of 8 bits to the 16 that a product can take from shared memory."""
     dtype, C, D = kv_sm.dtype, kv_sm.shape[0], kv_sm.shape[1] // 2
     at_once = (jnp.dtype(narrow_sm.dtype), jnp.dtype(dtype)) in (
         (jnp.dtype(jnp.int8), jnp.dtype(jnp.bfloat16)),
@@ -250,7 +258,7 @@ def widen(narrow_sm, kv_sm) -> None:
 
 
 def zero_unseen(kv_sm, low, high) -> None:
-    """Zeroes a tile's values outside of the slots low, ..., high - 1."""
+    """Set a tile's values to zero outside of the slots low, ..., high - 1."""
     C, D = kv_sm.shape[0], kv_sm.shape[1] // 2
     for c, d in itertools.product(
         range(0, C, 64), range(D, 2 * D, 64)
@@ -263,8 +271,9 @@ def zero_unseen(kv_sm, low, high) -> None:
 
 
 def store_flat(ref, x: Array) -> None:
-    """Stores to shared memory without tiles, of which TMA can copy any number of rows; bank
-    conflicts are accepted.
+    """Store to untiled shared memory, of which TMA can copy any number of rows.
+
+    Bank conflicts are accepted.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)

@@ -59,16 +59,17 @@ def prepare(
     shapes: Shapes,
     window: int | None,
 ) -> Any:
-    """The query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of the
-    first, context.
+    """Return the query tiles of a step, int32 [A, 5]: row, first packed token, queries, position of
+    the first, context.
 
-    The same for all layers. The most work comes first, so that the last tiles to start are short.
-    Padding tokens make tiles of context 0, which write zeros; A is static, and tiles of the surplus
-    have no queries. num_tokens is T. For a pool in 8 bits, what triton.py prepares.
+    The same for all layers. Tiles with the most work come first, so that the last ones to start are
+    short. Padding tokens make tiles of context 0, which write zeros. A is static: surplus tiles
+    have no queries. num_tokens is T. For a pool in 8 bits, the result of triton.prepare.
     """
     if shapes.scaled:
-        how = {"num_tokens": num_tokens, "shapes": shapes, "window": window}
-        return triton.prepare(query_start_loc_S1, context_lens_S, **how)
+        return triton.prepare(
+            query_start_loc_S1, context_lens_S, num_tokens=num_tokens, shapes=shapes, window=window
+        )
     del window
     S, B = context_lens_S.shape[0], 2 * Q // _tile_heads(shapes.num_heads, shapes.num_kv_heads)
     starts_R = query_start_loc_S1  # R = S + 1 rows: padding is the last
@@ -102,13 +103,12 @@ def prefill(
 ) -> Array:
     """Causal attention of packed queries, any number a row; see `reference.prefill`.
 
-    Over a pool in 8 bits it is that of triton.py. Raises NotImplementedError with the reason that
+    A pool in 8 bits is served by triton.prefill. Raises NotImplementedError with the reason that
     `unsupported` gives.
     """
     if isinstance(pool, ScaledPool):
         rows = (block_table_SM, context_lens_S, query_start_loc_S1)
-        how = {"options": options, "sinks_H": sinks_H}
-        return triton.prefill(q_THD, pool, layer, *rows, prepared, **how)
+        return triton.prefill(q_THD, pool, layer, *rows, prepared, options=options, sinks_H=sinks_H)
     T, H, D = q_THD.shape
     shapes, window = shapes_of(q_THD, pool, block_table_SM, options), options.attention.window
     interpret = interpretation("Mosaic GPU attention", unsupported, shapes, options)
@@ -118,8 +118,9 @@ def prefill(
     stages = (SMEM_BYTES - 2048 - 2 * Q * D * dtype.itemsize) // (C * 2 * D * dtype.itemsize)
     tiles = prepared
     if tiles is None:
-        how = {"num_tokens": T, "shapes": shapes, "window": window}
-        tiles = prepare(query_start_loc_S1, context_lens_S, **how)
+        tiles = prepare(
+            query_start_loc_S1, context_lens_S, num_tokens=T, shapes=shapes, window=window
+        )
 
     def kernel(q_ref, pool_ref, table_ref, work_refs, layer_ref, o_ref, buffers, barriers):
         tiles_ref, *sinks = work_refs
@@ -261,7 +262,7 @@ def prefill(
 
 
 def _tile_heads(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads of a prefill tile: its two warpgroups take one each or, of an odd group, the same
-    one.
+    """Return the number of query heads of a prefill tile: its two warpgroups take one each, or, if
+    the group is odd, share one.
     """
     return 1 if num_heads // num_kv_heads % 2 else 2

@@ -1,4 +1,4 @@
-"""What surrounds the kernel: the pool that it takes, its sizes, its items and its call.
+"""The call of the TPU kernel: the layout of its pool, its tile sizes, and its list of items.
 
 Shapes: T packed tokens, S rows, M blocks a row, L layers, N pool blocks, P block size, H query
 heads, K KV heads, G = H/K, D head dim; Y, X the last two dimensions of the pool; A items, B tokens
@@ -39,10 +39,11 @@ prepare = prepare_nothing
 
 
 def pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
-    """(Y, X), the last two dimensions of a pool that XLA updates in place on TPU.
+    """Return (Y, X), the last two dimensions of a pool that XLA updates in place on TPU.
 
-    Heads of up to 64 are packed: K in the first 64 lanes of a row, V in the others. Longer ones
-    have a row for each. In 8 bits, scales lie along lanes as scores do, which they multiply.
+    Heads of up to 64 are packed: K in the first 64 lanes of a row, V in the others. Longer heads
+    have a row for K and a row for V. In 8 bits, scales run along lanes, as the scores that they
+    multiply do.
     """
     if head_dim <= 64:
         rows, width, head_width = num_kv_heads, 128, 64
@@ -50,12 +51,11 @@ def pool_layout(num_kv_heads: int, head_dim: int) -> PoolLayout:
         rows, width = 2 * num_kv_heads, -(-head_dim // 128) * 128
         head_width = width
     rows = next((n for n in (2, 4) if rows <= n), -(-rows // 8) * 8)
-    how = {"slots_last": True, "lanes": LANES}
-    return PoolLayout(rows=rows, width=width, head_width=head_width, **how)
+    return PoolLayout(rows=rows, width=width, head_width=head_width, slots_last=True, lanes=LANES)
 
 
 def unsupported(shapes: Shapes, device: Any) -> str | None:
-    """Why the kernel cannot run with these, or None if it can."""
+    """Return why these shapes cannot run on a device, or None."""
     layout = pool_layout(shapes.num_kv_heads, shapes.head_dim)
     dtype, num_rows, blocks_per_row = (
         jnp.dtype(shapes.dtype),
@@ -92,15 +92,15 @@ def unsupported(shapes: Shapes, device: Any) -> str | None:
 
 
 def _of_lanes(block_size: int) -> int | None:
-    """Blocks that fill lanes together: 1 of whole lanes; None where none do."""
+    """Return the number of blocks that fill whole lanes together; None if no number does."""
     if block_size % LANES == 0:
         return 1
     return None if LANES % block_size else LANES // block_size
 
 
 def _query_bytes(H: int, X: int, itemsize: int) -> int:
-    """A token of a query tile in VMEM: two each of q and o, the accumulator; the maximum and the
-    sum in 128 lanes.
+    """Return the bytes in VMEM of one token of a query tile: two buffers each of q and o, the
+    accumulator, and the maximum and the sum in 128 lanes.
     """
     return H * (X * (4 * itemsize + 4) + 2 * 128 * 4)
 
@@ -221,15 +221,18 @@ def attend(
         start_KG = jnp.asarray(sinks_H, jnp.float32).reshape(K, G)
         sinks = [jnp.broadcast_to(jnp.tile(start_KG, (1, B))[:, :, None], (K, Q, 128))]
     whole = pl.BlockSpec((K, Q, 128), lambda *_: (0, 0, 0))
-    how = {
-        "scale": options.attention.scale,
-        "sliding_window": options.attention.window,
-        "soft_cap": options.attention.soft_cap,
-        "packed": D <= 64,
-        "kv_dtype": pool.dtype.name if scales else None,
-    }
+    attention = options.attention
     o = pl.pallas_call(
-        functools.partial(kernel, B=B, W=W, **how),
+        functools.partial(
+            kernel,
+            B=B,
+            W=W,
+            scale=attention.scale,
+            sliding_window=attention.window,
+            soft_cap=attention.soft_cap,
+            packed=D <= 64,
+            kv_dtype=pool.dtype.name if scales else None,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=item_A.shape,

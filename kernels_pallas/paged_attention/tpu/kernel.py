@@ -16,7 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.e4m3 import e4m3_to_f32
 from kernels_pallas.paged_attention.common import NEG
 
-SCORES = 1 << 17  # of the heads that are computed together: one's matmuls hide another's reductions
+# Scores of the heads that are computed together: the matmuls of one hide the reductions of another.
+SCORES = 1 << 17
 
 _i32 = jnp.int32
 
@@ -63,8 +64,8 @@ def kernel(
     item, items = pl.program_id(0), base[1]
 
     def span(item):
-        """The row; what to add to a packed token's index to get its position; positions seen:
-        first, last + 1.
+        """Return an item's row, the difference of a packed token's position and index, and the
+        first and last + 1 of the positions that it sees.
         """
         row, first = row_A[item], tile_A[item] * B
         shift, begin = context_S[row] - start_S1[row + 1], 0
@@ -73,20 +74,20 @@ def kernel(
         return row, shift, begin, jnp.minimum(first + B, start_S1[row + 1]) + shift
 
     def fetch(item, act: str) -> None:
-        """Start, or await, the block table of an item's row: those of all rows would not fit."""
-        at = lax.rem(item, 2)
+        """Start, or await, the copy of a row's block table: those of all rows would not fit."""
+        slot = lax.rem(item, 2)
         source = table.at[row_A[item]]
-        getattr(pltpu.make_async_copy(source, tables.at[at], fetched.at[at]), act)()
+        getattr(pltpu.make_async_copy(source, tables.at[slot], fetched.at[slot]), act)()
 
     def copy(item, j, slot, act: str) -> None:
-        """Start, or await, the blocks of KV tile j that an item sees."""
+        """Start, or await, the copies of the blocks of KV tile j that an item sees."""
         _, _, begin, end = span(item)
 
         def block(u, _):
-            at = base[0] + tables[lax.rem(item, 2), lax.div(u, 128), lax.rem(u, 128)]
+            block_id = base[0] + tables[lax.rem(item, 2), lax.div(u, 128), lax.rem(u, 128)]
             for source, buffer in copied:
                 part = buffer.at[slot, u - j * U]
-                getattr(pltpu.make_async_copy(source.at[at], part, arrived.at[slot]), act)()
+                getattr(pltpu.make_async_copy(source.at[block_id], part, arrived.at[slot]), act)()
 
         first, stop = (
             jnp.maximum(lax.div(begin, P), j * U),
@@ -95,8 +96,9 @@ def kernel(
         lax.fori_loop(first, stop, block, None)
 
     def pool_row(y: int) -> Array:
-        """Row y of each token, [C, X]. Two rows of bf16 share a word, and a bf16 is the upper half
-        of an f32.
+        """Return row y of each token, [C, X].
+
+        Two rows of bf16 share a word, and a bf16 is the upper half of an f32.
         """
         strided = pl.ds(y // 2 if narrow else y, C, stride=W)
         w = jnp.concatenate([words[i, strided, :] for i in range(X // 128)], axis=1)
@@ -104,7 +106,7 @@ def kernel(
         return pltpu.bitcast(w, jnp.float32).astype(q.dtype)
 
     def widen(slot) -> None:
-        """What a buffer's bits of 8 say, all of which are finite, as words."""
+        """Decode a buffer of 8-bit numbers into `words`; every result is finite."""
 
         def block(u, _):
             x = blocks[slot, u].reshape(-1, X)
@@ -112,14 +114,14 @@ def kernel(
                 x = x.astype(_i32).astype(jnp.float32)
             else:
                 x = e4m3_to_f32(pltpu.bitcast(x, jnp.int8).astype(_i32), pltpu.bitcast)
-            at = pl.ds(pl.multiple_of(u * (P * W), P * W), P * W)
+            rows = pl.ds(pl.multiple_of(u * (P * W), P * W), P * W)
             for i in range(X // 128):
-                words[i, at, :] = x[:, i * 128 : (i + 1) * 128]
+                words[i, rows, :] = x[:, i * 128 : (i + 1) * 128]
 
         lax.fori_loop(0, U, block, None)
 
     def scales_of(slot, first, begin, end) -> Array:
-        """The scales of a buffer's tokens, [Z, C], zero where unseen. first: token of the tile."""
+        """Return the scales of a buffer's tokens, [Z, C], zero if unseen. first: first token."""
         together, tiles = max(1, 128 // P), []
         for u in range(0, U, together):  # blocks that share lanes
             x = blocks_of_scales[slot, u]
@@ -130,8 +132,8 @@ def kernel(
             tiles.append(x)
         x = jnp.concatenate(tiles, axis=1)
         x = x if x.shape[1] == C else x[:, :C]
-        at = lax.broadcasted_iota(_i32, x.shape, 1) + first
-        return jnp.where((at >= begin) & (at < end), x, jnp.zeros_like(x))
+        token = lax.broadcasted_iota(_i32, x.shape, 1) + first
+        return jnp.where((token >= begin) & (token < end), x, jnp.zeros_like(x))
 
     def dot(x, y, axis_of_y: int) -> Array:
         precision = None if q.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
@@ -184,8 +186,8 @@ def kernel(
             if kv_dtype is None:
                 flat = blocks[slot].reshape(-1, X)
                 flat = pltpu.bitcast(flat, jnp.uint32) if narrow else flat
-                at = lax.broadcasted_iota(_i32, flat.shape, 0) + j * (C * W)
-                flat = jnp.where((at >= begin * W) & (at < end * W), flat, jnp.zeros_like(flat))
+                word = lax.broadcasted_iota(_i32, flat.shape, 0) + j * (C * W)
+                flat = jnp.where((word >= begin * W) & (word < end * W), flat, jnp.zeros_like(flat))
                 for i in range(X // 128):
                     words[i] = flat[:, i * 128 : (i + 1) * 128]
                 by = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.runtime.products import FREE
+from jpaged.resolve import MOST_COST
 from kernels_cpu.library import unavailable
 from kernels_cpu.rates import rates
 from tests.batch_engine import ROOT, load_script
@@ -142,7 +142,7 @@ def test_ten_kills(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(
-    unavailable() is not None or rates().worst > FREE,
+    unavailable() is not None or rates().worst > MOST_COST,
     reason="bits do not depend on the request alone here unless --deterministic",
 )
 def test_six_kills_of_the_embedded_model(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Choices: what computes an engine's steps at a place, chosen once when it starts.
+
+Asking may compile C++ and measure it, and says in the log what cannot run and why. So `choose` runs
+once for a model, and everything that needs a choice is handed the result; nothing chooses while a
+step is traced.
+"""
+
+import dataclasses
+import importlib
+import logging
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.linear import ExpertProducts
+from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.served import served_config, share_of
+from jpaged.runtime.attention import Kernel, choose_kernel
+from jpaged.runtime.logprobs import OnePass
+from jpaged.runtime.mesh import Placement
+from kernels_cpu import library
+from kernels_cpu.linear import NativeProducts, is_width_supported
+from kernels_cpu.rates import rates
+from kernels_pallas import experts, paged_attention
+from kernels_pallas.experts.interface import Shapes
+from kernels_pallas.implementation import CUDA, Implementation
+
+log = logging.getLogger("jpaged")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What computes the steps of one model at one place; `choose` makes it.
+
+    attention: the kernel of each of kv_groups(model). products: the module that multiplies by
+    weights; None is XLA. experts: the module that multiplies by a mixture's experts; None for a
+    model without. one_pass: the kernel that sums over the vocabulary; None is XLA. in_fp8: the
+    device has tensor cores for products of fp8 by fp8. is_batch_invariant: the bits of a row depend
+    on that row alone in every product and in attention, so that deterministic serving needs no
+    steps of one size. draft: the choices for the model that guesses ahead, if one does.
+    """
+
+    attention: tuple[Kernel, ...]
+    products: NativeProducts | None = None
+    experts: ExpertProducts | None = None
+    one_pass: OnePass | None = None
+    in_fp8: bool = False
+    is_batch_invariant: bool = False
+    draft: "Choices | None" = None
+
+    def for_config(self, config: EngineConfig) -> Self:
+        """Return the same choices for a resolved config with other rows and other determinism."""
+        rows = config.max_num_seqs
+        kernels = tuple(
+            dataclasses.replace(k, shapes=dataclasses.replace(k.shapes, num_rows=rows))
+            for k in self.attention
+        )
+        products = None if self.products is None else _products(bool(config.deterministic))
+        return dataclasses.replace(self, attention=kernels, products=products)
+
+
+def choose(
+    model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any, is_plain: bool = True
+) -> Choices:
+    """Choose for a model at a place; UnsupportedError where a kernel that is named cannot run.
+
+    config: resolved. dtype: of the weights. is_plain: experts are served as arrays, not in 8 or 4
+    bits.
+    """
+    device, shards, dtype = where.device, where.axis_size, jnp.dtype(dtype)
+    served = served_config(model, shards)
+    products = choose_products(device, dtype, deterministic=bool(config.deterministic))
+    mixture = _experts(served, device, dtype, shards, is_plain)
+    kernels = tuple(
+        choose_kernel(served, group, config, dtype, device, shards) for group in kv_groups(served)
+    )
+    return Choices(
+        attention=kernels,
+        products=products,
+        experts=None if mixture is None else mixture.module(),
+        one_pass=choose_one_pass(config, served.vocab_size // shards, device),
+        in_fp8=multiplies_fp8(device),
+        is_batch_invariant=(
+            products is not None
+            and (mixture is None or mixture.is_batch_invariant())
+            and not (config.max_loras and "experts" in config.lora_extra)
+            and all(map(is_width_supported, _widths(share_of(model, shards))))
+            and all(kernel.is_batch_invariant for kernel in kernels)
+        ),
+    )
+
+
+def _widths(model: ModelConfig) -> list[int]:
+    """Return the inputs of every kind of product in a device's share of a model."""
+    widths = [model.hidden_size]
+    for layer in model.layers:
+        if layer.mixer is not None:
+            widths.append(layer.mixer.num_heads * layer.mixer.head_dim)
+        if isinstance(layer.ffn, MLPConfig):
+            widths.append(layer.ffn.intermediate_size)
+        elif layer.ffn is not None:
+            widths.append(layer.ffn.shared_expert_size)
+    return widths
+
+
+def choose_products(device: Any, dtype: Any, *, deterministic: bool) -> NativeProducts | None:
+    """Return the C++ products if they can run, which compiles them; None is XLA's.
+
+    dtype: of the weights. deterministic: take them for any number of rows; otherwise only for the
+    numbers at which they were measured to be faster.
+    """
+    if device.platform != "cpu" or jnp.dtype(dtype) != jnp.bfloat16 or library.unavailable():
+        return None
+    return _products(deterministic)
+
+
+def _products(deterministic: bool) -> NativeProducts:
+    return NativeProducts(most_rows=None if deterministic else rates().most_rows)
+
+
+def multiplies_fp8(device: Any) -> bool:
+    """Return whether a device has tensor cores for fp8: NVIDIA's from compute capability 8.9 on."""
+    capability = getattr(device, "compute_capability", "")
+    return capability[:1].isdecimal() and float(capability) >= 8.9  # AMD's begin with "gfx"
+
+
+def _experts(
+    model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
+) -> Implementation | None:
+    """Return the implementation of a mixture's experts; None for a model without experts.
+
+    shards: devices that each expert is split over.
+    """
+    if not model.num_experts:
+        return None
+    width = model.expert_size // shards if model.expert_size % shards == 0 else model.expert_size
+    shapes = Shapes(
+        dtype=dtype, hidden_size=model.hidden_size, expert_size=width, is_plain=is_plain
+    )
+    for name, implementation in experts.IMPLEMENTATIONS.items():
+        if implementation.is_compiled_for(device.platform):
+            reason = implementation.module().unsupported(shapes, device)
+            if reason is None:
+                return implementation
+            log.info("experts: not %s (%s)", name, reason)
+    raise AssertionError("one of them runs everywhere")
+
+
+def choose_one_pass(config: EngineConfig, vocab: int, device: Any) -> OnePass | None:
+    """Return the kernel that sums over the vocabulary on CUDA, or interpreted if a CUDA kernel of
+    attention is; None is XLA, whose bits are kept elsewhere. vocab: of one device.
+    """
+    if device.platform not in CUDA:
+        named = paged_attention.IMPLEMENTATIONS.get(config.attention)
+        if named is None or named.platforms != CUDA or device.platform != "cpu":
+            return None
+    kernel: Any = importlib.import_module("kernels_pallas.vocab_tiles")
+    assert config.seq_buckets is not None
+    if kernel.unsupported(config.seq_buckets[-1], vocab) is not None:
+        return None
+    return OnePass(interpret=device.platform == "cpu")

@@ -1,0 +1,163 @@
+"""What computes the steps is chosen once when an engine starts, never while a step is traced."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged import LLM, SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.engine.buckets import bucket_table
+from jpaged.models.forward import bind
+from jpaged.resolve import MOST_COST, resolve
+from jpaged.runtime import choices
+from jpaged.runtime.choices import choose_products, multiplies_fp8
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.runner import Runner, choose_for
+from kernels_cpu import library, paged_attention
+from kernels_cpu.linear import NativeProducts
+from kernels_cpu.rates import Rates
+from tests.tiny import CONFIG, config, engine, make_params, make_prompts
+
+NATIVE = NativeProducts(most_rows=None)
+WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=96, head_dim=32)
+ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
+
+
+def asked() -> str | None:
+    raise AssertionError("the library of C++ kernels was asked for")
+
+
+def test_the_library_is_asked_for_bf16_on_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "unavailable", lambda: None)
+    monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={8: 0.5, 64: 0.9, 512: 1.1}))
+
+    def chosen(dtype: Any, deterministic: bool = False) -> Any:
+        return choose_products(ONE_DEVICE.device, dtype, deterministic=deterministic)
+
+    assert chosen(jnp.bfloat16) == NativeProducts(most_rows=64)
+    assert chosen(jnp.bfloat16, deterministic=True) == chosen("bfloat16", deterministic=True)
+    assert chosen("bfloat16", deterministic=True) == NATIVE
+    monkeypatch.setattr(library, "unavailable", lambda: "no compiler")
+    assert chosen(jnp.bfloat16) is None
+    monkeypatch.setattr(library, "unavailable", asked)
+    assert chosen(jnp.float32) is None
+
+
+def test_which_devices_multiply_fp8() -> None:
+    kinds = {"9.0": True, "8.9": True, "12.0": True, "8.0": False, "gfx942": False}
+    for capability, expected in kinds.items():
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        assert multiplies_fp8(device) is expected
+    assert not multiplies_fp8(ONE_DEVICE.device)
+
+
+def test_deterministic_by_default_where_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "unavailable", lambda: None)
+    monkeypatch.setattr(paged_attention, "unavailable", lambda: None)
+    for worst, asked_for, expected in (
+        (MOST_COST, None, True),
+        (MOST_COST + 0.01, None, False),
+        (MOST_COST + 0.01, True, True),
+        (0.5, False, False),
+    ):
+        for module in ("jpaged.resolve", "jpaged.runtime.choices"):
+            monkeypatch.setattr(f"{module}.rates", lambda worst=worst: Rates(ratios={512: worst}))
+        config = EngineConfig(deterministic=asked_for)
+        resolved, chosen = resolve(WIDE, config, ONE_DEVICE, jnp.bfloat16)
+        assert resolved.deterministic is expected and not resolved.pinned
+        assert chosen.is_batch_invariant and chosen.products is not None
+        assert (chosen.products.most_rows is None) == (expected or worst < 1)
+
+
+def test_a_pinned_config_has_choices_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """deterministic=True without kernels that compute a row alike in any batch."""
+    monkeypatch.setattr(library, "unavailable", lambda: "no compiler")
+    resolved, chosen = resolve(
+        WIDE, EngineConfig(deterministic=True), ONE_DEVICE, jnp.bfloat16, is_plain=True
+    )
+    assert resolved.pinned and resolved.max_num_seqs == 64
+    assert [kernel.shapes.num_rows for kernel in chosen.attention] == [64]
+    assert chosen.products is None and not chosen.is_batch_invariant
+
+
+@pytest.mark.parametrize("guesses", [False, True], ids=["alone", "with a draft model"])
+def test_everything_is_chosen_once_a_start(guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the config, the memory plan, and the engine that runs."""
+    model = config(sliding_windows=(None, 7))
+    asked = list[tuple[str, str]]()
+
+    def counted(name: str) -> None:
+        function = getattr(choices, name)
+
+        def watched(*args: Any, **how: Any) -> Any:
+            asked.append((name, "draft" if args[0].num_layers == 1 else "model"))
+            return function(*args, **how)
+
+        monkeypatch.setattr(choices, name, watched)
+
+    counted("choose_kernel")
+    counted("_experts")
+    draft = make_params(1, config(num_layers=1))
+    sizes = vars(engine(num_blocks=None))
+    sizes |= {"speculative": {"method": "draft", "model": draft} if guesses else None}
+    llm = LLM(make_params(0, model), **sizes)
+    llm.generate(make_prompts(5), SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.close()
+    groups = [("choose_kernel", "model")] * 2  # one for each window
+    expected = [("_experts", "model"), *groups]
+    if guesses:
+        expected += [("_experts", "draft"), ("choose_kernel", "draft")]
+    assert sorted(asked) == sorted(expected)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_chosen_by_the_params_fits_what_is_served(quantization: Any, dtype: str) -> None:
+    """The form of the weights is known before they are made: by the params and the config."""
+    mixture = {"num_experts": 4, "experts_per_token": 2, "expert_size": 32}
+    model = config(hidden_size=64, head_dim=32, tie_word_embeddings=True, **mixture)
+    speculative = {"method": "draft", "model": make_params(1, model)}
+    sizes: Any = vars(engine(dtype=dtype, quantization=quantization))
+    sizes = sizes | {"speculative": speculative}
+    session = LLM(make_params(0, model), **sizes).session
+    runner = session.runner
+    draft = (model, runner.draft_params)
+    served = choose_for(model, runner.config, session.placement, runner.params, draft)
+    assert session.choices == served == runner.steps.setting.choices
+    assert session.choices.experts is not None
+
+
+@pytest.mark.parametrize("chosen", ["chosen", "native"])
+def test_tracing_a_step_never_asks_for_the_library(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of every phase; with whatever this processor has, and as if it had the C++ one."""
+    monkeypatch.setattr(choices, "rates", lambda: Rates(ratios={512: 0.5}))
+    if chosen == "native":
+        monkeypatch.setattr(choices, "choose_products", lambda *_, **__: NATIVE)
+    settings = engine().resolve(CONFIG)
+    params = jax.device_put(dict(make_params(0, CONFIG, jnp.bfloat16)), ONE_DEVICE.replicated)
+    runner = Runner(CONFIG, settings, ONE_DEVICE, params)
+    for module in (library, paged_attention):
+        monkeypatch.setattr(module, "unavailable", asked)
+    table = {bucket.phase: bucket for bucket in sorted(bucket_table(settings))}
+    assert set(table) == {"prefill", "sample", "decode"}
+    for bucket in table.values():
+        lowered = runner.steps.lower(bucket).as_text()
+        assert ("jpaged_linear" in lowered) == (runner.steps.setting.choices.products is not None)
+
+
+@pytest.mark.train
+def test_training_never_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "unavailable", asked)
+    params = make_params(0, CONFIG, jnp.bfloat16)
+
+    def loss(params: Any) -> jax.Array:
+        model = bind(CONFIG, params)
+        return jnp.sum(model.logits(model(jnp.asarray(make_prompts(6)))[0]))
+
+    jax.jit(jax.grad(loss)).lower(params)
