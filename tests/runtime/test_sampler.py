@@ -685,6 +685,13 @@ def test_raw_logprobs_of_what_a_mask_allows(mode: int) -> None:
     assert allowed[np.arange(len(above)), tokens].all() and tokens[-1] == 7
     expected = exact[np.arange(len(above)), tokens]
     np.testing.assert_allclose(found.logprob_S, expected, rtol=2e-6, atol=2e-5)
+    mass = np.logaddexp.reduce(np.where(allowed[:, :vocab], exact, NEG_INF), axis=1)
+    mass = mass if mode == TEMPERED else np.zeros(len(above))
+    reached = mass > -80  # as far as float32's exponentials of these go
+    assert found.allowed_logprob_S is not None and reached.sum() >= 3
+    np.testing.assert_allclose(
+        np.asarray(found.allowed_logprob_S)[reached], mass[reached], rtol=2e-6, atol=2e-5
+    )
     for row in range(len(above)):
         alone = drawn(slice(row, row + 1))
         assert np.array_equal(alone.token_S, found.token_S[row : row + 1])
@@ -730,6 +737,7 @@ def test_every_control_of_the_table_reaches_the_draw() -> None:
     of_rows = {name.removesuffix("_S") for name in fields if name.endswith("_S")}
     assert columns == of_rows - {"position"}
     zero = {c.name: jnp.zeros(2, c.dtype) + i for i, c in enumerate(CONTROLS)}
-    made = sampler.named(Controls, zero, key_S2=jnp.zeros((2, 2)), position_S=jnp.zeros(2))
-    for name in ("temperature", "top_k", "logprobs_mode"):
-        assert getattr(made, f"{name}_S") is zero[name]
+    made = vars(sampler.named(Controls, zero, key_S2=jnp.zeros((2, 2)), position_S=jnp.zeros(2)))
+    lists = [name for name in fields if name.endswith(("_SB", "_SX", "_SV"))]
+    made |= vars(sampler.named(FullControls, zero, **{name: jnp.zeros(2) for name in lists}))
+    assert all(made[f"{name}_S"] is zero[name] for name in columns)
