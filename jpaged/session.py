@@ -258,8 +258,7 @@ def _runner(session: Session, config: EngineConfig) -> Runner:
     tree = session.weights.tree(session.params)
     kind = SharedRunner if are_many(session.placement.mesh) else Runner
     drafts = None if session.draft is None else session.draft.tree()
-    how = session.placement, tree, drafts, session.choices
-    runner = kind(session.model_config, config, *how)
+    runner = kind(session.model_config, config, session.placement, tree, drafts, session.choices)
     if config.strict:
         warmup(runner.steps)
         seal(runner)

@@ -79,7 +79,7 @@ class PoolSpec:
         return (self.num_layers * self.num_blocks, *self.record["kv"].shape)
 
     def of_rows(self, rows: int) -> Pool:
-        """So many rows of the pool as ShapeDtypeStructs."""
+        """Return the shapes of this many rows of the pool, as ShapeDtypeStructs."""
         return {
             field.name: jax.ShapeDtypeStruct((rows, *field.shape), field.dtype)
             for field in self.record.fields

@@ -317,8 +317,9 @@ def _masked_sums(
     processed_S: Array,
     vocabulary: Vocabulary,
 ) -> _Sums:
-    """Of rows without filters and penalties, nothing that the mask allows being stored. raw_S is
-    anything where `processed_S`.
+    """Sum rows without filters and penalties under their masks, without storing masked logits.
+
+    raw_S may be anything where `processed_S`.
     """
     tile_max_SN = masked_tile_max(logits_SV, mask_SW, vocabulary)
     max_S, none_S = finite_max(tile_max_SN), jnp.full_like(temp_S, NEG_INF)
@@ -350,8 +351,9 @@ def _masked_sums(
 def _sums_in_one_pass(
     z_SV: Array, temp_S: Array, is_raw_too: bool, vocabulary: Vocabulary, one_pass: OnePass
 ) -> _Sums:
-    """Of rows without filters, by a kernel that reads the logits once. is_raw_too: where they are
-    the model's, whose sum at temperature 1 it has as well.
+    """Sum rows without filters by a kernel that reads the logits once.
+
+    is_raw_too: the logits are the model's, so that the kernel also has their sum at temperature 1.
     """
     none_S = jnp.full_like(temp_S, NEG_INF)
     sums = one_pass.read(z_SV, temp_S, none_S)
@@ -417,8 +419,8 @@ def _argmax(x_SX: Array) -> Array:
 
 
 def _denominators(kept: Kept, total_S: Array) -> tuple[Array, Array]:
-    """Of each row's log-probabilities, in its mode, the maximum that logits are taken against and
-    the sum of exponentials.
+    """Return what each row's log-probabilities are taken against, in its mode: the maximum of the
+    logits, and the sum of their exponentials beside it.
     """
     logits_SV, mask_SW, vocabulary = kept.logits_SV, kept.mask_SW, kept.vocabulary
     processed_S = kept.mode_S == PROCESSED

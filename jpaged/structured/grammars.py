@@ -145,7 +145,7 @@ class Grammars:
             del self._kept[max(self._kept.values(), key=lambda form: form.num_bytes).key]
 
     def count(self, matchers: Sequence["Matcher"], masks: int) -> None:
-        """So many masks were made for each of these."""
+        """Count masks that were made for each of these matchers."""
         with self._lock:
             for matcher in matchers:
                 matcher.form.num_masks += masks
@@ -222,7 +222,7 @@ class Form:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory: measured as it was tried, and estimated for the masks since."""
+        """The bytes that it holds: measured in its trial, and estimated for the masks since."""
         return len(self.text) + self.tried_bytes + BYTES_A_MASK * self.num_masks
 
 

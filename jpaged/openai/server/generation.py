@@ -350,9 +350,16 @@ def _understood(
         prompts = [answered_by(adapter, prompt) for prompt in prompts]
     if salt is not None:
         prompts = [salted_by(salt, prompt) for prompt in prompts]
-    how = {"form": form, "model": model, "name": secrets.token_hex(12), "echo": echo}
     return Asked(
-        body=body, params=params, prompts=prompts, reader=reader, prompt_sizes=sizes, **how
+        body=body,
+        params=params,
+        prompts=prompts,
+        form=form,
+        model=model,
+        name=secrets.token_hex(12),
+        echo=echo,
+        reader=reader,
+        prompt_sizes=sizes,
     )
 
 
