@@ -59,10 +59,11 @@ def guesses_of(
     seen: list[tuple[list[int], list[int]]] = []
     take = ModelDrafter.take
 
-    def spy(drafter: ModelDrafter, plan: Any, result: Any) -> None:
-        rows = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
-        seen.extend((list(e.seq.token_ids), tokens[:n]) for e, n, tokens in rows)
-        take(drafter, plan, result)
+    def spy(drafter: ModelDrafter, plans: Any, results: Any) -> None:
+        for plan, result in zip(plans, results, strict=True):
+            rows = zip(plan.entries, result.num_drawn, result.tokens, strict=True)
+            seen.extend((list(e.seq.token_ids), tokens[:n]) for e, n, tokens in rows)
+        take(drafter, plans, results)
 
     monkeypatch.setattr(ModelDrafter, "take", spy)
     return seen

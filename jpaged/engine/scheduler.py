@@ -68,9 +68,10 @@ class Scheduler:
     def can_prefill(self) -> bool:
         """Whether there are prompts that a prefill may take up."""
         queues = self.queues
-        has_room = queues.free_rows or (self._is_stuck() and not self.can_decode)
-        if has_room and queues.waiting.next() is not None:
+        if queues.free_rows and queues.waiting.next() is not None:
             return True
+        if queues.waiting and self._is_stuck() and not self.can_decode:
+            return True  # a row that is preempted makes room, though nobody may run before
         return any(seq.is_prefilling for seq in queues.running)
 
     @property

@@ -165,3 +165,14 @@ def test_counts_that_leak_are_seen():
     policy.add(seq)
     with pytest.raises(AssertionError, match="waits and runs"):
         policy.check({seq: None})
+
+
+def test_beams_that_wait_for_each_other_make_room(depth: int) -> None:
+    """Two searches of one party hold all rows, and wait for beams that have none: a row gives way,
+    though no sequence that waits may run before it does.
+    """
+    host = Host(depth, max_num_seqs=2, max_num_batched_tokens=1, num_blocks=64)
+    for i, call in enumerate("xyz"):
+        origin = Origin(party="a", call=call, leaves_rows=True)
+        host.add_beams(range(1 + i, 8), 3, 5, origin=origin)
+    host.run()

@@ -294,7 +294,7 @@ def test_a_waiting_crowd_costs_nothing():
         plan = next_plan(s)
         assert plan is not None
         s.commit(plan, drawn(plan))
-        assert crowd.seen <= 3
+        assert crowd.seen <= 6, "a few questions, however many wait"
     assert len(s.queues.finished) > 42
 
 

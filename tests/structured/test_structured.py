@@ -456,7 +456,7 @@ def test_a_lexer_that_neighbours_fill(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     prompts = ["abaab"] * len(sampling)
     alone = [done.token_ids for done in run(llm, sampling, prompts)]
     monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 200)
-    monkeypatch.delitem(vars(llm.calls.processor), "grammars")
+    monkeypatch.setattr(llm.calls.processor, "_grammars", None)
     made: list[Any] = []
     renewed = grammars.Grammars.renewed
 

@@ -36,6 +36,7 @@ OTHER: dict[str, list[str]] = {
     "max_stop_ids": ["--max-stop-ids", "3"],
     "max_tokens": ["--max-tokens", "3"],
     "quantization": ["--quantization", "int8"],
+    "quantized_activations": ["--quantized-activations", "int16"],
     "seed": ["--seed", "3"],
     "strict": ["--strict"],
     "structured_output": ["--structured-output"],
