@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict
 
 from jpaged.config import Speculative
 from jpaged.errors import ConfigError
+from kernels_pallas.paged_attention import Name
 
 
 class EngineFields(TypedDict, total=False):
@@ -28,7 +29,7 @@ class EngineFields(TypedDict, total=False):
     max_lora_rank: int
     lora_extra: tuple[Literal["embedding", "head", "experts"], ...]
     kv_cache_dtype: Literal["int8", "fp8"] | None
-    attention: Literal["auto", "mosaic_gpu", "triton", "tpu", "native", "xla"]
+    attention: Literal["auto", Name]
     token_buckets: tuple[int, ...] | None
     seq_buckets: tuple[int, ...] | None
     decode_steps: int | None
