@@ -119,13 +119,13 @@ def test_a_chunk_attends_to_what_the_cache_holds() -> None:
     ways = [prefilled(prompts, kv_cache_dtype="int8", **cut) for cut in ({}, CUT)]
     exact = prefilled(prompts, kv_cache_dtype=None)
     for (one, logprobs), (other, found), (plain, _) in zip(*ways, exact, strict=True):
-        steps = np.abs(one.values.astype(int) - other.values)
-        assert steps.max() <= 1 and turned(one.values, other.values).max() < 2e-3
+        steps = np.abs(one["kv"].astype(int) - other["kv"])
+        assert steps.max() <= 1 and turned(one["kv"], other["kv"]).max() < 2e-3
         assert np.abs(logprobs - found).max() < 0.02
-        scales = np.abs(plain).max(axis=-1, keepdims=True) / 127
-        rounded = np.round(plain / np.where(scales == 0, 1, scales))
-        assert turned(one.values, rounded)[0] < 1e-4, "the first layer's keys come before any"
-        assert turned(one.values, rounded)[-1] > 0.02
+        scales = np.abs(plain["kv"]).max(axis=-1, keepdims=True) / 127
+        rounded = np.round(plain["kv"] / np.where(scales == 0, 1, scales))
+        assert turned(one["kv"], rounded)[0] < 1e-4, "the first layer's keys come before any"
+        assert turned(one["kv"], rounded)[-1] > 0.02
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -246,7 +246,7 @@ def test_a_swap_that_loses_scales_is_noticed(
 
     def values_alone(pool: Any, ids: Any, blocks: Any, *, num_layers: int) -> Any:
         written = write(pool, ids, blocks, num_layers=num_layers)
-        return dataclasses.replace(written, scales=pool.scales)
+        return written | {"scales": pool["scales"]}
 
     monkeypatch.setattr(kv_cache, "write_blocks", values_alone)
     llm = served(params, CROWDED, kv_cache_dtype="int8", swap_space_gib=0.01)
