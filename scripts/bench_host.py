@@ -25,7 +25,7 @@ from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.engine.turns import Turns
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 MODEL = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=4096)
 PROMPT = 120
