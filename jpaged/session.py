@@ -18,11 +18,11 @@ from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import Adapted, match_adapters
-from jpaged.resolve import resolve
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
+from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import Runner, report_of, seal
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup

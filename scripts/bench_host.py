@@ -24,7 +24,7 @@ from jpaged.engine.buckets import output_sections
 from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 MODEL = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=4096)
 PROMPT = 120

@@ -41,7 +41,7 @@ from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 # Each phase, the setting that pads its steps, and the one that no step of it exceeds.
 PHASES = {"prefill": "token_buckets", "decode": "seq_buckets"}

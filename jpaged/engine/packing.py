@@ -24,7 +24,7 @@ from jpaged.engine.controls import INT32_MAX, pack_controls
 from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import LOGPROBS_MODES
+from jpaged.sampling_params import LOGPROBS_MODES
 
 ON_DEVICE = -1  # among the tokens of a step: the last one that the device's row drew
 PAD_TOKEN = np.int32(INT32_MAX)  # in id lists: past any vocabulary, so a scatter drops it

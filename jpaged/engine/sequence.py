@@ -7,16 +7,13 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
-from jpaged.engine.constraint import Constraint
+from jpaged.engine.constraint import Constraint, Text
 from jpaged.engine.generated import Generated, Top
 from jpaged.engine.origin import Origin
-from jpaged.request.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from jpaged.request.detokenizer import TextStream
+from jpaged.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
@@ -97,8 +94,8 @@ class Sequence:
         salt: str | None = None,
         adapter: AdapterVersion | None = None,
         eos_ids: frozenset[int] = frozenset(),
-        text: "TextStream | None" = None,
-        structured: "Constraint | None" = None,
+        text: Text | None = None,
+        structured: Constraint | None = None,
         score_only: bool = False,
         origin: Origin | None = None,
     ):

@@ -17,7 +17,7 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from tests.engine.mock import (
     MODEL,

@@ -10,7 +10,7 @@ from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import ROOTS, expected, generated
 

@@ -11,7 +11,7 @@ from jpaged.engine.policy import MOST_IN_A_ROW, Policy
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.detokenizer import TextStream
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host, Letters
 from tests.engine.mock import expected, generated
 

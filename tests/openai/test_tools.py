@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jpaged import LLM
-from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.engine.generated import Generated
+from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.request.collect import completion
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from tests.text_model import make_tokenizer, write_folder
