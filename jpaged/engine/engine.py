@@ -17,7 +17,6 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.buckets import choose_buckets, common_buckets
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
 from jpaged.engine.in_flight import InFlight
@@ -27,6 +26,7 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.routing import Router
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Status
+from jpaged.engine.shapes import choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
 from jpaged.errors import RequestError
 
@@ -249,8 +249,8 @@ class Engine:
 
     def _pack(self, plans: list[Plan]) -> list[Batch]:
         """Move the blocks that these plans need, and lay each plan out for one common step."""
-        chosen = [choose_buckets(plan, self.config) for plan in plans if plan.entries]
-        buckets = self.runner.fit(common_buckets(chosen, self.config))
+        chosen = [choose_shapes(plan, self.config) for plan in plans if plan.entries]
+        buckets = self.runner.fit(common_shapes(chosen, self.config))
         for index, plan in enumerate(plans):
             self._move_out(index, plan.swap_outs)
             self._move_in(index, plan)

@@ -49,7 +49,7 @@ class InFlight:
 
     def start(self, runner: Device, plans: List[Plan], batch: Batch, started: float) -> None:
         """Dispatch a step, all but a draw under masks."""
-        rows = batch.sample.rows if batch.sample is not None and batch.sample.masks else None
+        rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
         self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows))
 
     @property

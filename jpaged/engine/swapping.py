@@ -1,10 +1,10 @@
 """Swapping: KV of preempted sequences that the host keeps, and the moves there and back."""
 
 from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.buckets import padded_blocks
 from jpaged.engine.plan import Moves
 from jpaged.engine.prefix_cache import Match
 from jpaged.engine.sequence import Sequence, Swapped
+from jpaged.engine.shapes import padded_blocks
 
 
 class Swapping:
