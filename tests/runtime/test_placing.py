@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 import jpaged
 from jpaged import Params
 from jpaged.models.params import param_specs, param_table
-from jpaged.models.served import Change, served_config
+from jpaged.models.served import served_config
+from jpaged.models.weight import Weight
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.reshard import Reshard
+from jpaged.runtime.placing import Placer
 from jpaged.runtime.weights import ServingWeights
 from tests.tiny import compiles, config, engine, make_params
 
@@ -71,7 +72,7 @@ def test_no_leaf_passes_through_the_host(where: Placement) -> None:
     table = param_table(MODEL)
     served = param_table(served_config(MODEL, where.axis_size))
     for name, x in flat_tree(weights.tree(params)).items():
-        change = Change.of(table[name], served[name], x.dtype)
+        change = Weight(spec=table[name], source=x, served=served[name]).change
         np.testing.assert_array_equal(x, change(flat_tree(expected)[name]), err_msg=name)
         assert x.sharding.device_set == devices_of(where)
 
@@ -136,10 +137,10 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
 def test_a_numpy_leaf_is_changed_on_the_host() -> None:
     tables = param_table(MODEL), param_table(served_config(MODEL, 4))
     spec, served = (table["embed.weight"] for table in tables)
-    change = Change.of(spec, served, jnp.bfloat16)
     x = np.ones((MODEL.vocab_size, MODEL.hidden_size), np.float32)
     target = NamedSharding(Mesh(DEVICES[:4], ("tp",)), PartitionSpec("tp"))
-    out = Reshard()(x, change, target)
+    weight = Weight(spec=spec, source=x, served=served, dtype=jnp.bfloat16)
+    out: Any = Placer(lambda _: target)(weight)
     assert out.shape == (512, 64) and out.dtype == jnp.bfloat16
     assert isinstance(out.sharding, Sharding) and out.sharding.is_equivalent_to(target, 2)
     assert float(out.astype(jnp.float32).sum()) == x.sum()
