@@ -1,5 +1,6 @@
 """From a trainer's shards to those that are served: on the devices, by functions compiled once."""
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -11,7 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 import jpaged
 from jpaged import Params
+from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import param_specs, param_table
+from jpaged.models.quantized import partition, quantized
 from jpaged.models.served import served_config
 from jpaged.models.weight import Weight
 from jpaged.runtime.mesh import Placement
@@ -75,6 +78,27 @@ def test_no_leaf_passes_through_the_host(where: Placement) -> None:
         change = Weight(spec=table[name], source=x, served=served[name]).change
         np.testing.assert_array_equal(x, change(flat_tree(expected)[name]), err_msg=name)
         assert x.sharding.device_set == devices_of(where)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
+def test_no_quantised_weight_passes_through_the_host(where: Placement, form: str) -> None:
+    """One that a trainer's mesh holds in 8 or 4 bits goes on in them, by collectives."""
+    spec = ParamSpec("mlp.down", "E, F", "down", split="F").placed({"E": 64, "F": 256}, 0)
+    plain = jax.random.normal(jax.random.key(0), spec.shape)
+    made = quantized(plain, form, 1)
+    specs = partition(made, PartitionSpec("fsdp", "tp"))
+    held = jax.device_put(made, jax.tree.map(lambda s: NamedSharding(TRAINER, s), specs))
+    assert held.scales.sharding.spec[0] == "fsdp", "so that it moves"
+    split = spec.partition(where.axis, where.axis_size)
+    placer, weight = Placer(where.sharding), Weight(spec=spec, source=held, split=split)
+    with jax.transfer_guard_device_to_host("disallow"):
+        placed = jax.block_until_ready(placer(weight))
+    assert not any(map(keeps_a_host_copy, jax.tree.leaves(held)))
+    assert placed.form == made.form and placed.sharding == where.sharding(split)
+    np.testing.assert_array_equal(placed.whole(), made.whole())
+    again = dataclasses.replace(weight, source=placed)
+    assert placer.is_placed(again) and placer(again) is placed
 
 
 def devices_of(where: Placement) -> set[Any]:
