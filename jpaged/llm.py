@@ -19,10 +19,10 @@ from jpaged.models.params import Params
 from jpaged.request.chat import Chat, as_chats
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import CallKeys, as_list
-from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
+from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import Session, Snapshot, accept_draft, add_adapter
 

@@ -25,7 +25,7 @@ from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.engine.turns import Turns
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 MODEL = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=4096)
 PROMPT = 120
@@ -61,7 +61,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         assert batch.drawing is not None
         out = np.full(output_sections(batch.drawing, config)[1], 7, np.int32)
         out[: batch.drawing.rows] = 1  # num_drawn
-        result = unpack(batch, config, [out])[0]
+        result = unpack(batch, config, [out], weight_version=1)[0]
         answered = time.perf_counter()
         scheduler.commit(plan, result)
         if plan.phase == "decode":

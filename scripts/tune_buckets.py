@@ -42,7 +42,7 @@ from jpaged.engine.sequence import Sequence as Row
 from jpaged.engine.turns import Turns
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 # Each phase, the setting that pads its steps, and the one that no step of it exceeds.
 PHASES = {"prefill": "token_buckets", "decode": "seq_buckets"}
@@ -188,7 +188,8 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
             sizes["prefill"][plan.num_tokens] += 1
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
-        scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
+        result = StepResult(weight_version=0, num_drawn=draws, tokens=tokens, logprobs=logprobs)
+        scheduler.commit(plan, result)
     if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}

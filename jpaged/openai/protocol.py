@@ -38,7 +38,7 @@ from jpaged.openai.fields import (
     short,
 )
 from jpaged.openai.forms import FormFields
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 HARMLESS = frozenset(
     {

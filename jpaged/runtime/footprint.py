@@ -31,12 +31,12 @@ from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import nest, param_shapes, param_specs, param_table
 from jpaged.models.quantized import is_quantized, quantized, specs_of
 from jpaged.models.served import served_config, served_form, share_of, stored_shapes
-from jpaged.resolve import resolve
 from jpaged.runtime.adapter_tables import table_bytes, table_rank
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
+from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
 from jpaged.runtime.thresholds import SEARCH_ROWS

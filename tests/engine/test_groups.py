@@ -11,7 +11,7 @@ from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.turns import Turns
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import ROOTS, expected, generated
 
@@ -195,7 +195,12 @@ def test_what_a_window_sees_goes_to_the_host(depth: int):
 
 def drawn(plan: Plan) -> StepResult:
     counts = [entry.draws for entry in plan.entries if entry.draws]
-    return StepResult(num_drawn=counts, tokens=[[7]] * len(counts), logprobs=[[0.0]] * len(counts))
+    return StepResult(
+        weight_version=1,
+        num_drawn=counts,
+        tokens=[[7]] * len(counts),
+        logprobs=[[0.0]] * len(counts),
+    )
 
 
 def decoding(

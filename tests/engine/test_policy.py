@@ -8,7 +8,7 @@ import pytest
 from jpaged.engine.origin import Origin
 from jpaged.engine.policy import Policy
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host, check_ended
 
 

@@ -16,7 +16,7 @@ from jpaged.openai.protocol import (
     refuse,
 )
 from jpaged.request.chat import Chat
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
