@@ -284,11 +284,17 @@ class Engine:
 
     def _commit_oldest(self, started: float) -> None:
         oldest = self.in_flight.take_oldest(self.runner, self._queues)
-        waiting = time.perf_counter()
-        results, fetched = self.runner.fetch(oldest.handle), time.perf_counter()
+        fetch_began_at = time.perf_counter()
+        results, fetch_ended_at = self.runner.fetch(oldest.handle), time.perf_counter()
         self.commit(oldest.plans, results)
         whole = joined(oldest.plans)
-        took = self.stats.time(whole, oldest.started, started, waiting, fetched)
+        took = self.stats.time(
+            whole,
+            dispatched_at=oldest.started,
+            step_began_at=started,
+            fetch_began_at=fetch_began_at,
+            fetch_ended_at=fetch_ended_at,
+        )
         if self.drafter is not None:
             self.drafter.observe(whole, *took)
 

@@ -113,17 +113,17 @@ def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) ->
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
             if length < entry.end:
                 rows_view["device_rows"][row] = config.max_num_seqs
-    admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
+    admitted = [e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties]
     return Batch(
         bucket=bucket,
         sample=sample,
         packed=packed,
         num_tokens=plan.num_tokens,
         num_rows=num_draws,
-        steps=max((e.draws for e in drawing), default=1) if bucket.phase != "prefill" else 1,
+        steps=max([e.draws for e in drawing], default=1) if bucket.phase != "prefill" else 1,
         copies=_pack_copies(plan, config),
         loads=plan.loads,
-        counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
+        counts=tuple([(seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted]),
         masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
     )
 
@@ -213,23 +213,20 @@ def unpack(
 def _unpack(
     batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray], weight_version: int
 ) -> StepResult:
-    buckets = dict.fromkeys(b for b in (batch.drawing, batch.bucket) if b is not None)
-    laid_out = [own for b in buckets if (own := output_sections(b, config))[1]]
+    shapes = dict.fromkeys([s for s in (batch.drawing, batch.bucket) if s is not None])
+    laid_out = [layout for s in shapes if (layout := output_sections(s, config))[1]]
     views: Views = {"num_drawn": np.zeros(0, np.int32)}
     views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
     for (sections, _), buffer in zip(laid_out, packed, strict=True):
         for name, (offset, shape) in sections.items():
             view = buffer[offset : offset + math.prod(shape)].reshape(shape)
             views[name] = view.view(np.float32) if name.endswith("logprobs") else view
-    tokens, logprobs = (
-        views.pop(name)[:, : batch.num_rows].T.tolist() for name in ("tokens", "logprobs")
-    )
-    num_drawn = views.pop("num_drawn")[: batch.num_rows].tolist()
+    rows = batch.num_rows
     return StepResult(
         weight_version=weight_version,
-        num_drawn=num_drawn,
-        tokens=tokens,
-        logprobs=logprobs,
+        num_drawn=views.pop("num_drawn")[:rows].tolist(),
+        tokens=views.pop("tokens")[:, :rows].T.tolist(),
+        logprobs=views.pop("logprobs")[:, :rows].T.tolist(),
         **views,
     )
 
