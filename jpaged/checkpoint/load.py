@@ -1,4 +1,4 @@
-"""load_params: a checkpoint folder to Params, one tensor at a time."""
+"""load_params reads a checkpoint folder into Params, one tensor at a time."""
 
 import math
 import os
@@ -24,7 +24,7 @@ from jpaged.models.served import served_form
 from jpaged.models.weight import Weight
 from jpaged.runtime.placing import Placer
 
-# Reading these runs code that they hold.
+# Files with these ends hold code that runs when they are read.
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
