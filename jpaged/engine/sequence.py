@@ -67,7 +67,7 @@ class Sequence:
     __slots__ = (
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
-        *("eos_ids", "stop_ids"),
+        *("priority", "eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
         # what came of it
@@ -106,6 +106,7 @@ class Sequence:
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
+        self.priority = int(sampling_params.priority)  # lower ones run sooner
         self.adapter = adapter
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()

@@ -10,7 +10,6 @@ from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.turns import Turns
 from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import ROOTS, expected, generated
@@ -211,9 +210,8 @@ def decoding(
     scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=2048)
     seq = sequence([i % 1000 for i in range(num_tokens - 1)])
     scheduler.queues.add(seq)
-    turns = Turns()
     while len(seq) < num_tokens + 2:
-        (plan,) = schedule([scheduler], turns)
+        (plan,) = schedule([scheduler])
         scheduler.commit(plan, drawn(plan))
     return scheduler, seq
 
