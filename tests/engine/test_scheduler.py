@@ -5,8 +5,8 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.policy import Policy
 from jpaged.engine.scheduler import Scheduler, schedule
