@@ -47,8 +47,8 @@ class Queues:
         """Run a waiting sequence on the blocks that the cache or the store has."""
         self._count_return(seq, "swapped" if match.num_loaded else "recomputed")
         self.blocks.admit(seq, match)
-        seq.num_dispatched = match.num_blocks * self.blocks.block_size
-        self._run(seq, fill=len(seq))
+        cached = match.num_blocks * self.blocks.block_size
+        self._run(seq, num_computed=cached, fill=len(seq))
 
     def join(self, seq: Sequence, leader: Sequence) -> None:
         """Run a waiting sequence as a fork of one that has the same tokens and has computed them
@@ -56,8 +56,7 @@ class Queues:
         """
         self._count_return(seq, "recomputed")
         self.blocks.fork(leader, seq)
-        seq.num_dispatched = len(seq)
-        self._run(seq, fill=len(seq))
+        self._run(seq, num_computed=len(seq), fill=len(seq))
 
     def fork(self, parent: Sequence) -> Sequence:
         """A second sequence of the same tokens: running on shared blocks where a row of the device
@@ -66,18 +65,14 @@ class Queues:
         child = parent.copy()
         if parent.status is Status.RUNNING and self.free_rows:
             self.blocks.fork(parent, child)
-            child.num_dispatched = parent.num_dispatched
-            self._run(child, fill=parent.fill)
+            self._run(child, num_computed=parent.num_dispatched, fill=parent.fill)
         return child
 
-    def _run(self, seq: Sequence, *, fill: int) -> None:
+    def _run(self, seq: Sequence, *, num_computed: int, fill: int) -> None:
         self.waiting.enter(seq)
-        if seq.epoch == 0:
-            seq.num_cached = min(seq.num_dispatched, seq.prompt_len)
-        seq.fill = fill
-        seq.device_row, seq.is_new = self.free_rows.pop(), True
-        seq.adapter_slot = self.adapters.take(seq.adapter)
-        seq.status = Status.RUNNING
+        slot = self.adapters.take(seq.adapter)
+        row = self.free_rows.pop()
+        seq.run(device_row=row, adapter_slot=slot, num_computed=num_computed, fill=fill)
         self.running[seq] = None
 
     # Out of it
@@ -88,9 +83,7 @@ class Queues:
         """
         self.preemptions["preempted"] += 1
         self._release(seq)
-        seq.status = Status.WAITING
-        seq.num_dispatched = seq.fill = seq.pending = 0
-        seq.epoch += 1
+        seq.preempt()
         if seq.candidates is None:  # a row that has them waits for its request, not for blocks
             self.waiting.add_first(seq)
 
@@ -110,7 +103,7 @@ class Queues:
 
     def resume(self, seq: Sequence) -> None:
         """Go on with a sequence whose candidates its request has taken up."""
-        seq.candidates = None
+        seq.resume()
         if seq.status is Status.WAITING:
             self.waiting.add(seq)
 
@@ -119,7 +112,7 @@ class Queues:
         self.waiting.remove(seq)
         if seq.status is Status.RUNNING:
             self._release(seq)
-        seq.status = Status.FINISHED
+        seq.retire()
 
     def finish(
         self,
@@ -130,8 +123,7 @@ class Queues:
         error: Exception | None = None,
     ) -> None:
         """End a sequence from any state; its blocks and row are free for the next dispatch."""
-        # An interrupt before the status changes undoes the end, one after it does not.
-        seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
+        seq.conclude(reason, stop, error)
         self.retire(seq)
         self.finished.append(seq)
 
@@ -161,4 +153,3 @@ class Queues:
         self.blocks.free(seq)
         self.free_rows.append(seq.device_row)
         self.adapters.leave(seq.adapter)
-        seq.device_row, seq.adapter_slot = -1, None

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jpaged.engine.generated import Generated
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
@@ -46,7 +47,7 @@ def failed(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=token_ids,
-        outputs=[completion(0, [], [], "error", text=None)],
+        outputs=[completion(0, Generated(), "error", text=None)],
         error=error,
     )
 
@@ -95,7 +96,7 @@ class LiveCompletions:
             if len(seq) > self._sent[seq] or seq.finish_reason is not None:
                 sent, tops = self._sent[seq], None
                 if seq.sampling_params.logprobs is not None:
-                    new = seq.top_logprobs[sent - seq.prompt_len :]
+                    new = seq.generated.top_logprobs[sent - seq.prompt_len :]
                     tops = NamedLogprobs(new, self._tokenizer, self._texts)
                 yield CompletionChunk(
                     request_index=i,
@@ -103,39 +104,38 @@ class LiveCompletions:
                     token_ids_delta=seq.token_ids[sent:],
                     text_delta=None if seq.text is None else seq.text.take_delta(),
                     finish_reason=seq.finish_reason,
-                    token_logprobs_delta=seq.logprobs[sent - seq.prompt_len :],
+                    token_logprobs_delta=seq.generated.logprobs[sent - seq.prompt_len :],
                     logprobs_delta=tops,
                     stop_reason=seq.stop_reason,
                 )
                 self._sent[seq] = len(seq)
 
 
-def completion(
-    index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any
-) -> CompletionOutput:
-    """A CompletionOutput; more: its other fields."""
-    found, total = np.array(logprobs, np.float32), float(np.sum(logprobs))
-    more |= {"token_logprobs": found, "cumulative_logprob": total, "finish_reason": reason}
-    return CompletionOutput(index=index, token_ids=tokens, **more)
+def completion(index: int, drawn: Generated, reason: Any, /, **more: Any) -> CompletionOutput:
+    """Return a CompletionOutput; more: its other fields."""
+    logprobs, total = np.array(drawn.logprobs, np.float32), float(np.sum(drawn.logprobs))
+    more |= {"token_logprobs": logprobs, "cumulative_logprob": total, "finish_reason": reason}
+    return CompletionOutput(index=index, token_ids=drawn.token_ids, **more)
 
 
 def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
-    tokens, asked = seq.token_ids[seq.prompt_len :], seq.sampling_params
+    # The caller's output is a value: it must not change where a snapshot goes back.
+    drawn, asked = seq.generated.copy(), seq.sampling_params
     if seq.text is not None:
         text = seq.text.finish()
     else:  # "stop" is by an id then: a stop string would have had a TextStream
-        text = _text(tokenizer, tokens, seq.finish_reason, asked.skip_special_tokens)
-    tops = None if asked.logprobs is None else NamedLogprobs(seq.top_logprobs, tokenizer)
+        text = _text(tokenizer, drawn.token_ids, seq.finish_reason, asked.skip_special_tokens)
+    tops = None if asked.logprobs is None else NamedLogprobs(drawn.top_logprobs, tokenizer)
     more = {"text": text, "stop_reason": seq.stop_reason, "logprobs": tops}
     if seq.structured is not None and asked.logprobs_mode == "tempered":
-        more["allowed_logprobs"] = np.array(seq.allowed_logprobs, np.float32)
-    return completion(seq.index, tokens, seq.logprobs, seq.finish_reason, **more)
+        more["allowed_logprobs"] = np.array(drawn.allowed_logprobs, np.float32)
+    return completion(seq.index, drawn, seq.finish_reason, **more)
 
 
 def _hypothesis(index: int, found: Hypothesis, tokenizer: Any) -> CompletionOutput:
-    text = _text(tokenizer, found.token_ids, found.finish_reason)
+    text = _text(tokenizer, found.generated.token_ids, found.finish_reason)
     more = {"text": text, "score": found.score}
-    return completion(index, found.token_ids, found.logprobs, found.finish_reason, **more)
+    return completion(index, found.generated, found.finish_reason, **more)
 
 
 def _text(

@@ -159,7 +159,7 @@ def hashed_too_early(patch: pytest.MonkeyPatch) -> None:
 def never_hashed(patch: pytest.MonkeyPatch) -> None:
     close = PrefixCache.close
     patch.setattr(
-        PrefixCache, "close", lambda self, seq, n: close(self, seq, min(n, seq.prompt_len))
+        PrefixCache, "close", lambda self, seq, n, _=None: close(self, seq, min(n, seq.prompt_len))
     )
 
 

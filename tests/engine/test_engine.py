@@ -142,7 +142,9 @@ def hashed_before_written(patch: pytest.MonkeyPatch) -> None:
     """A chunk hashes the whole prompt."""
     close = PrefixCache.close
     patch.setattr(
-        PrefixCache, "close", lambda self, seq, written: close(self, seq, max(written, seq.fill))
+        PrefixCache,
+        "close",
+        lambda self, seq, written, _=None: close(self, seq, max(written, seq.fill)),
     )
 
 

@@ -220,10 +220,15 @@ def extended_before_forking(patch: pytest.MonkeyPatch) -> None:
     """A beam that goes on in two ways gets its token first, and its fork has that one too."""
 
     def mutated(self: BeamSearch, queues: Queues) -> None:
-        first = {
-            beam: (token, logprob) for beam, token, logprob in reversed(self.choose().continued)
-        }
-        patch.setattr(Sequence, "copy", lambda self: copy(self).extend(*first[self]))
+        first = {option.beam: option for option in reversed(self.choose().continued)}
+
+        def extended(self: Sequence) -> Sequence:
+            twin, option = copy(self), first[self]
+            twin.append(option.token, option.logprob, option.weight_version)
+            twin.settle()
+            return twin
+
+        patch.setattr(Sequence, "copy", extended)
         steer(self, queues)
         patch.setattr(Sequence, "copy", copy)
 
@@ -289,7 +294,7 @@ def groups_workload(depth: int, seed: int) -> None:
     """The same with windows and with mixed steps."""
     kinds: list[tuple[Window, ...]] = [(None, 5), (None, "state"), (6,), ("state",), (3, None)]
     # Chunks that end within a block, for states.
-    budget = {"max_num_batched_tokens": 5} if "state" in kinds[seed % 5] else {}
+    budget: dict[str, Any] = {"max_num_batched_tokens": 5} if "state" in kinds[seed % 5] else {}
     sharing_workload(
         depth,
         seed,

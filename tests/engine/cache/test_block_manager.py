@@ -16,7 +16,7 @@ from jpaged.engine.cache.contents import Content
 from jpaged.engine.cache.prefix_cache import Match
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 
 def manager(num_blocks: int, block_size: int, **options: Any) -> BlockManager:
