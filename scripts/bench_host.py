@@ -18,8 +18,8 @@ import _common as common
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
 from jpaged.engine.plan import Plan
 
+MOST_MOVED = 64  # blocks of a move between pool and host: enough to fill a transfer
 TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
 
 # What a draw can do, each more than the one before: "filtered" has top_k, top_p and min_p, "full"
@@ -288,8 +289,15 @@ def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:
 
 
 def padded_blocks(count: int) -> int:
-    """Return how many blocks a move between pool and host is compiled for, and takes there."""
+    """Return how many blocks a move of this many between pool and host is compiled for."""
     return 1 << (count - 1).bit_length()
+
+
+def moved_blocks(config: EngineConfig) -> int:
+    """Return the most blocks of a group that one move takes; more are moved one part after the
+    other.
+    """
+    return min(padded_blocks(config.max_blocks_per_seq), MOST_MOVED)
 
 
 def _up_to(sizes: tuple[int, ...], value: int) -> tuple[int, ...]:
