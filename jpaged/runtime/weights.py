@@ -18,6 +18,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.param_spec import MeshAxis, ParamSpec
 from jpaged.models.params import (
+    DONATED,
     TENSOR_AXES,
     Params,
     check_leaf,
@@ -82,11 +83,11 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         asks_for_none = all(size is None for size in sizes)
         mesh = theirs if asks_for_none else serving_mesh(config, None, list(devices))
     if mesh is None or mesh.size == 1:
-        own = leaves[0].devices() if leaves else jax.devices()
-        device = next(iter(own if mesh is None else mesh.devices.flat))
-        where = Placement(mesh=None, axis=None, device=device)
-        _check_sizes(config, where)
-        return where
+        devices = leaves[0].devices() if leaves else jax.devices()
+        device = next(iter(devices if mesh is None else mesh.devices.flat))
+        place = Placement(mesh=None, axis=None, device=device)
+        _check_sizes(config, place)
+        return place
     axis = config.tensor_axis
     if axis == "auto":
         axis = _kv_axis(params, mesh) or next(
@@ -97,19 +98,19 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         raise ConfigError(
             f"tensor_axis={axis!r}: {unknown[0]!r} is not an axis of the mesh {mesh.axis_names}"
         )
-    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    if not own:
+    devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    if not devices:
         raise ConfigError(
             f"process {jax.process_index()} has no device on the mesh {mesh.axis_names}: every "
             "process that calls must share the model"
         )
-    where = Placement(mesh=mesh, axis=axis or None, device=own[0])
-    _check_sizes(config, where)
+    place = Placement(mesh=mesh, axis=axis or None, device=devices[0])
+    _check_sizes(config, place)
     try:
-        served_config(params.config, where.axis_size)
+        served_config(params.config, place.axis_size)
     except ConfigError as e:
         raise ConfigError(f"mesh axis {axis!r}: {e}") from e
-    return where
+    return place
 
 
 def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
@@ -119,16 +120,16 @@ def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _check_sizes(config: EngineConfig, where: Placement) -> None:
-    if (size := config.tensor_parallel_size) not in (None, where.axis_size):
+def _check_sizes(config: EngineConfig, place: Placement) -> None:
+    if (size := config.tensor_parallel_size) not in (None, place.axis_size):
         raise ConfigError(
-            f"tensor_parallel_size={size}: {where.axis_size} devices of the mesh share the model "
-            f"(axis {where.axis!r}); pass one of the two"
+            f"tensor_parallel_size={size}: {place.axis_size} devices of the mesh share the model "
+            f"(axis {place.axis!r}); pass one of the two"
         )
-    if (size := config.data_parallel_size) not in (None, where.replicas):
+    if (size := config.data_parallel_size) not in (None, place.replicas):
         raise ConfigError(
-            f"data_parallel_size={size}: the mesh has {where.replicas} replicas (axes "
-            f"{where.data_axes}); pass one of the two"
+            f"data_parallel_size={size}: the mesh has {place.replicas} replicas (axes "
+            f"{place.data_axes}); pass one of the two"
         )
 
 
@@ -165,10 +166,9 @@ class ServingWeights:
         """Take these params, whose serving tree `tree` then returns; return whether they are a new
         version.
         """
-        leaves = _leaves(params)
-        held = [x.values if is_quantized(x) else x for x in leaves]
-        same = len(held) == len(self._refs) and all(
-            r and r() is x for r, x in zip(self._refs, held, strict=True)
+        arrays = jax.tree.leaves(params)  # of a weight in 8 or 4 bits its scales too
+        same = len(arrays) == len(self._refs) and all(
+            r and r() is x for r, x in zip(self._refs, arrays, strict=True)
         )
         if same and self._derived:
             return False
@@ -178,7 +178,7 @@ class ServingWeights:
         if same:  # they had been released
             return False
         self.version += 1
-        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in held]
+        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in arrays]
         return True
 
     def tree(self, params: Params) -> Any:
@@ -315,10 +315,12 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
             f"params{path} hold {extra[0]!r}, which this config does not have; {FOREIGN}"
         )
     for name, shape in shapes.items():
-        leaf, where = tree[name], f"{path}[{name!r}]"
+        leaf, key = tree[name], f"{path}[{name!r}]"
         if isinstance(shape, dict):
-            _check(leaf, shape, where)
+            _check(leaf, shape, key)
             continue
-        check_leaf(f"params{where}", leaf.scales if is_quantized(leaf) else leaf, "generate")
+        check_leaf(f"params{key}", leaf.scales if is_quantized(leaf) else leaf, "generate")
+        if any(map(is_deleted, jax.tree.leaves(leaf))):  # values or zeros of a quantised weight
+            raise ConfigError(f"params{key} has a deleted array: {DONATED}")
         if leaf.shape != shape:
-            raise ConfigError(f"params{where} is of shape {leaf.shape}, the config says {shape}")
+            raise ConfigError(f"params{key} is of shape {leaf.shape}, the config says {shape}")
