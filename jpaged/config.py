@@ -121,9 +121,13 @@ class EngineConfig:
     enable_prefix_caching: bool = _knob(True, "compute equal beginnings of prompts once")
     max_n: int = _knob(256, "samples that one request may ask for")
     swap_space_gib: float = _knob(
-        0.0, "host memory for the KV of preempted sequences, GiB; 0 computes it again instead"
+        0.0,
+        "host memory for KV that the pool has given up, of evicted prefixes and preempted sequences, "
+        "GiB; 0 computes it again instead",
     )
-    swap_min_tokens: int = _knob(64, "sequences shorter than this are computed again anyway")
+    swap_min_tokens: int = _knob(
+        64, "fewer tokens than this are computed again rather than loaded from host memory"
+    )
     dtype: str | None = _knob(
         None, "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own"
     )

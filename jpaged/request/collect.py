@@ -1,11 +1,11 @@
 """What became of Requests, for their caller: outputs, the chunks of a stream, or scores."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from typing import Any
 
 import numpy as np
 
-from jpaged.engine.generated import Generated
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
@@ -47,7 +47,7 @@ def failed(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=token_ids,
-        outputs=[completion(0, Generated(), "error", text=None)],
+        outputs=[completion(0, [], [], "error", text=None)],
         error=error,
     )
 
@@ -111,11 +111,31 @@ class LiveCompletions:
                 self._sent[seq] = len(seq)
 
 
-def completion(index: int, drawn: Generated, reason: Any, /, **more: Any) -> CompletionOutput:
-    """Return a CompletionOutput; more: its other fields."""
-    logprobs, total = np.array(drawn.logprobs, np.float32), float(np.sum(drawn.logprobs))
-    more |= {"token_logprobs": logprobs, "cumulative_logprob": total, "finish_reason": reason}
-    return CompletionOutput(index=index, token_ids=drawn.token_ids, **more)
+def completion(
+    index: int,
+    token_ids: List[int],
+    logprobs: List[float],
+    finish_reason: Any,
+    *,
+    text: str | None,
+    stop_reason: int | str | None = None,
+    tops: Any = None,
+    allowed_logprobs: np.ndarray | None = None,
+    score: float | None = None,
+) -> CompletionOutput:
+    """Return a CompletionOutput of these tokens. tops: the alternatives to each."""
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=list(token_ids),
+        token_logprobs=np.array(logprobs, np.float32),
+        cumulative_logprob=float(np.sum(logprobs)),
+        logprobs=tops,
+        allowed_logprobs=allowed_logprobs,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        score=score,
+    )
 
 
 def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
@@ -126,16 +146,27 @@ def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
     else:  # "stop" is by an id then: a stop string would have had a TextStream
         text = _text(tokenizer, drawn.token_ids, seq.finish_reason, asked.skip_special_tokens)
     tops = None if asked.logprobs is None else NamedLogprobs(drawn.top_logprobs, tokenizer)
-    more = {"text": text, "stop_reason": seq.stop_reason, "logprobs": tops}
+    allowed = None
     if seq.structured is not None and asked.logprobs_mode == "tempered":
-        more["allowed_logprobs"] = np.array(drawn.allowed_logprobs, np.float32)
-    return completion(seq.index, drawn, seq.finish_reason, **more)
+        allowed = np.array(drawn.allowed_logprobs, np.float32)
+    return completion(
+        seq.index,
+        drawn.token_ids,
+        drawn.logprobs,
+        seq.finish_reason,
+        text=text,
+        stop_reason=seq.stop_reason,
+        tops=tops,
+        allowed_logprobs=allowed,
+    )
 
 
 def _hypothesis(index: int, found: Hypothesis, tokenizer: Any) -> CompletionOutput:
     text = _text(tokenizer, found.generated.token_ids, found.finish_reason)
-    more = {"text": text, "score": found.score}
-    return completion(index, found.generated, found.finish_reason, **more)
+    drawn = found.generated
+    return completion(
+        index, drawn.token_ids, drawn.logprobs, found.finish_reason, text=text, score=found.score
+    )
 
 
 def _text(

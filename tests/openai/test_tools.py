@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from jpaged import LLM
-from jpaged.engine.generated import Generated
 from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.request.collect import completion
 from jpaged.request.outputs import CompletionChunk, RequestOutput
@@ -70,7 +69,7 @@ def write(
                 request_index=0, index=0, text_delta=piece, token_ids_delta=[1], finish_reason=end
             )
             news.append((0, chunk))
-        done = completion(0, Generated([1, 2], [-1.0, -2.0]), reason, text=text)
+        done = completion(0, [1, 2], [-1.0, -2.0], reason, text=text)
         output = RequestOutput(request_id="1", prompt=None, prompt_token_ids=[1], outputs=[done])
         for one in (*news, (0, output)):
             asyncio.get_running_loop().call_soon(inbox.put, [one])
