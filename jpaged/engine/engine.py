@@ -299,7 +299,7 @@ class Engine:
     def _dispatch(self, plans: list[Plan], started: float) -> None:
         batch = join(self._pack(plans), self.config)
         whole = joined(plans)
-        self.stats.count(whole, batch, sum(r.blocks.num_used for r in self.replicas))
+        self.stats.count(whole, batch, sum([r.blocks.num_used for r in self.replicas]))
         reads = self._start_moves(plans)
         self.in_flight.start(self.runner, plans, batch, started, reads)
         if whole.verifies:
@@ -388,7 +388,7 @@ class Engine:
         """Return the requests that ended since the last call."""
         for replica in self.replicas:
             finished = replica.queues.take_finished()
-            for request in dict.fromkeys(s.request for s in finished if s.request.is_finished):
+            for request in dict.fromkeys([s.request for s in finished if s.request.is_finished]):
                 self._ended.append(request)
                 self._forget(request)
         ended, self._ended = self._ended, []
@@ -399,7 +399,7 @@ class Engine:
         self._router.leave(request)
         self.stats.prompt_tokens += request.sequences[0].prompt_len
         self.stats.cached_tokens += request.sequences[0].num_cached
-        self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
+        self.stats.generated_tokens += sum([seq.num_generated for seq in request.sequences])
 
     def _new_replicas(self, count: int) -> tuple[Scheduler, ...]:
         """Return schedulers with nothing in them, which know the same contents and share a store
@@ -488,7 +488,7 @@ class InFlight:
         """Whether the oldest is to be committed before the next is dispatched: a draw that waits
         for its masks does so for the one before it.
         """
-        waits = any(step.rows is not None for step in self._steps)
+        waits = bool([step for step in self._steps if step.rows is not None])
         return len(self._steps) >= (min(self.depth, 2) if waits else self.depth)
 
     def draw_oldest(self, runner: Device, queues: List[Queues]) -> None:

@@ -180,7 +180,7 @@ def schedule(replicas: List[Scheduler]) -> list[Plan]:
     first = policy.phase(
         sum([replica.wants_prefill for replica in replicas]),
         sum([replica.wants_decode for replica in replicas]),
-        joins=all(replica.can_join for replica in replicas),
+        joins=not [replica for replica in replicas if not replica.can_join],
     )
     for turn in (first, "decode" if first == "prefill" else "prefill"):
         phase, entries = _prefill(replicas) if turn == "prefill" else _decode(replicas)
@@ -261,7 +261,7 @@ class PrefillPlanner:
         self._last_chunks: dict[bytes, Chunk] = {}  # that end a prompt, by what the prompt holds
 
     def plan(self) -> list[PlanEntry]:
-        """Chunks of prompts that have begun, then of new admissions, as the policy has them."""
+        """Return chunks of prompts that have begun, then of those that the policy admits."""
         # At most one has begun, unless a budget cut two plans.
         for seq in self.queues.waiting.by_urgency(self.queues.running):
             if self.budget and seq.is_prefilling:
@@ -272,7 +272,7 @@ class PrefillPlanner:
         return [entry for chunk in self.chunks for entry in chunk]
 
     def _admit(self, seq: Sequence) -> bool:
-        """Admit a waiting sequence, or fail it if it never can be; False: it must wait."""
+        """Admit a waiting sequence, or fail it if it can never run. False: it must wait."""
         if seq.in_flight:  # preempted while a step holds it: its tokens are not all known yet
             return False
         if not self.blocks.fits(len(seq)):
@@ -308,8 +308,8 @@ class PrefillPlanner:
         return self.blocks.cache.match(seq, most=num_scored)
 
     def _leader(self, seq: Sequence, match: Match) -> Chunk | None:
-        """The chunk of this plan that ends the very same tokens, if a fork of its sequence is what
-        to run.
+        """Return the chunk of this plan that ends the very same tokens, if this sequence is to run
+        as a fork of that one.
 
         A fork computes nothing. It shares the open block too, which is copied when written: samples
         of one request are always forks; other requests are where the cached blocks leave more than
@@ -349,11 +349,11 @@ def _content(seq: Sequence) -> bytes:
 
 
 def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> list[PlanEntry]:
-    """As many tokens of each row as it has steps left, `most` of them; each has the block that the
-    first is written to.
+    """Return an entry for each row, of at most `most` tokens and no more than it has left. Each row
+    has the block that its first token is written to.
     """
     # A row that waits for the host, or for its mask, does so after every token.
-    if any(seq.waits_for_host or seq.structured is not None for seq in rows):
+    if most > 1 and any(seq.waits_for_host or seq.structured is not None for seq in rows):
         most = 1
     entries = []
     for seq in rows:
@@ -363,8 +363,8 @@ def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> lis
 
 
 def certain_runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
-    """The tokens of rows that go on by several which are certain, as far as there is room for them
-    beside one of each row; none where too few are.
+    """Return the certain tokens of rows that have several, as far as `room` holds those beyond one
+    a row; {} where they are too few to be worth the other kind of step.
     """
     runs, left = dict[Sequence, list[int]](), room
     for seq in rows:
@@ -381,8 +381,8 @@ def run_entries(
     *,
     guesses: bool,
 ) -> list[PlanEntry]:
-    """Each row's next token, or its run with a draw after each. guesses: all but the first token of
-    a run may be wrong.
+    """Return an entry for each row: its next token, or its run with a draw after each token of it.
+    guesses: all but the first token of a run may be wrong.
     """
     entries = []
     for seq in rows:
@@ -395,8 +395,8 @@ def run_entries(
 
 
 def draft_entries(blocks: BlockManager, counts: dict[Sequence, int]) -> list[PlanEntry]:
-    """What a draft model guesses after each row's last token, so many tokens; each has the blocks
-    that it writes on the way. The sequences do not count them.
+    """Return an entry for each row after whose last token a draft model guesses. counts: how many
+    tokens. Rows get the blocks that are written on the way; the sequences do not count the tokens.
     """
     entries = []
     for seq, most in counts.items():
