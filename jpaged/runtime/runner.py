@@ -15,7 +15,8 @@ from jpaged.engine.buckets import Bucket, Buckets, padded_blocks
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
-from jpaged.models.quantized import experts_are_plain
+from jpaged.models.eagle import Head
+from jpaged.models.forward import Forward
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
@@ -27,13 +28,12 @@ from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
 from jpaged.runtime.stand_ins import StandIns
-from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
-DraftOf = tuple[ModelConfig, Any]  # a draft model and its serving tree
+DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,12 @@ class Handle:
 class Runner:
     """Runs compiled steps over the donated state of one engine, for each of its replicas.
 
-    model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
-    every step; its owner may replace it by another of the same form, or by None between calls. For
-    a runner that is to compile and never to run, ShapeDtypeStructs with shardings do. draft: model
-    and serving tree of a draft model, which is to be replaced as `draft_params`. choices: what was
-    chosen for the model and the draft when the engine started; None chooses here.
+    model, config: resolved, with num_blocks. params: the model's modules, an ordinary argument of
+    every step; their owner may replace them by others of the same form, or by None between calls.
+    For a runner that is to compile and never to run, ShapeDtypeStructs with shardings may stand in
+    place of arrays. draft: model and modules of a draft model, which are to be replaced as
+    `draft_params`. choices: what was chosen for the model and the draft when the engine started;
+    None chooses here.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Runner:
         model: ModelConfig,
         config: EngineConfig,
         placement: Placement,
-        params: Any,
+        params: Forward,
         draft: DraftOf | None = None,
         choices: Choices | None = None,
     ):
-        self.model, self.config, self.placement, self.params = model, config, placement, params
+        self.model, self.config, self.placement = model, config, placement
+        self.params = params
         self.draft_model, self.draft_params = draft or (None, None)
         choices = choices or choose_for(model, config, placement, params, draft)
         setting = _setting(model, config, placement, choices)
@@ -81,11 +83,28 @@ class Runner:
         self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
         self.stand_ins = StandIns(self.steps)
         self.transfers = Transfers(placement)
-        dtype = dtype_of(params)
-        self.adapters = AdapterTables(setting.model, config, placement, dtype)
+        self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         self.usage: dict[Bucket, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
+
+    @property
+    def params(self) -> Forward | None:
+        """The model's modules."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Forward | None) -> None:
+        self._params, self._arrays = params, jax.tree.leaves(params)
+
+    @property
+    def draft_params(self) -> Forward | Head | None:
+        """The modules of a draft model or a head."""
+        return self._draft_params
+
+    @draft_params.setter
+    def draft_params(self, params: Forward | Head | None) -> None:
+        self._draft_params, self._draft_arrays = params, jax.tree.leaves(params)
 
     @property
     def kv_groups(self) -> tuple[GroupSize, ...]:
@@ -125,16 +144,16 @@ class Runner:
         self.adapters.write_loads(batch)
         if batch.bucket.phase == "draft":
             return _drafted(self, batch, packed)
-        params = self._params(batch.bucket)
+        arrays = self._arrays_of(batch.bucket)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-            state, out = step(params, self._lent(batch.bucket), packed)
+            state, out = step(arrays, self._lent(batch.bucket), packed)
             self._take_back(state)
             return Handle(batch=batch, outs=(out,), done=out)
         state = self._lent(batch.bucket)
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
         masks = _put_masks(self, batch.masks_TW)
-        kv, hidden, packed, scored = step(params, state.kv, state.rows, packed, *masks)
+        kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
         self._state = DeviceState(kv=kv, rows=state.rows)
         outs = () if scored is None else (scored,)
         handle = Handle(batch=batch, outs=outs, done=hidden)
@@ -148,19 +167,18 @@ class Runner:
         assert batch.sample is not None and handle.undrawn is not None and state is not None
         hidden, packed = handle.undrawn
         step = self._ran(batch.sample, batch.num_rows, batch.sample.rows * len(batch.each))
-        params = self._params(batch.sample)
-        rows, out = step(params, hidden, self._lent(batch.sample).rows, packed, *masks)
+        arrays = self._arrays_of(batch.sample)
+        rows, out = step(arrays, hidden, self._lent(batch.sample).rows, packed, *masks)
         self._take_back(DeviceState(kv=state.kv, rows=rows))
         return dataclasses.replace(handle, outs=(out, *handle.outs), undrawn=None)
 
-    def _params(self, bucket: Bucket) -> StepParams:
-        """The weights of a step."""
+    def _arrays_of(self, bucket: Bucket) -> list[Array]:
+        """Return the leaves of a step's StepParams."""
         needs = uses(bucket, self.steps.setting)
-        return StepParams(
-            model=self.params if needs.model else None,
-            adapters=self.adapters.arrays if needs.adapters else None,
-            draft=self.draft_params if needs.draft else None,
-        )
+        arrays = self._arrays if needs.model else []
+        if needs.adapters:
+            arrays = arrays + jax.tree.leaves(self.adapters.arrays)
+        return arrays + self._draft_arrays if needs.draft else arrays
 
     def _lent(self, bucket: Bucket) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
@@ -278,7 +296,7 @@ def _prepare(runner: Runner, buckets: list[Bucket], *, full: bool) -> None:
 def _drafted(runner: Runner, batch: Batch, packed: Sent) -> Handle:
     step = runner._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
     state = runner._lent(batch.bucket)
-    kv, out = step(runner._params(batch.bucket), state.kv, state.rows, packed)
+    kv, out = step(runner._arrays_of(batch.bucket), state.kv, state.rows, packed)
     runner._state = DeviceState(kv=kv, rows=state.rows)
     return Handle(batch=batch, outs=(out,), done=out)
 
@@ -339,7 +357,7 @@ def report_of(runner: Runner) -> dict[str, Any]:
 
 
 def _form(params: Any) -> Any:
-    """A serving tree as ShapeDtypeStructs with shardings."""
+    """Return modules with ShapeDtypeStructs that have shardings in place of arrays."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
@@ -349,11 +367,11 @@ def choose_for(
     model: ModelConfig,
     config: EngineConfig,
     placement: Placement,
-    params: Any,
+    params: Forward | Head,
     draft: DraftOf | None = None,
 ) -> Choices:
-    """Return the choices for serving trees, of a model and of a draft model if there is one."""
-    choices = choose(model, config, placement, dtype_of(params), experts_are_plain(params))
+    """Return the choices for the modules of a model, and of a draft model if there is one."""
+    choices = choose(model, config, placement, params.dtype, params.experts_are_plain)
     if draft is None:
         return choices
     return dataclasses.replace(choices, draft=choose_for(draft[0], config, placement, draft[1]))
@@ -373,11 +391,6 @@ def _setting(
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=model.vocab_size),
     )
-
-
-def dtype_of(params: Any) -> Any:
-    """Of the weights of a model, or of a head."""
-    return params["fc" if "fc" in params else "embed"]["weight"].dtype
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:

@@ -1,5 +1,5 @@
-"""The caller's params -> the serving tree: any pytree form in, cast and placed once a weight
-version.
+"""The caller's params -> the modules that steps take: any pytree form in, cast and placed once a
+weight version.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.eagle import bind_any
 from jpaged.models.param_spec import MeshAxis
 from jpaged.models.params import (
     TENSOR_AXES,
@@ -139,7 +140,7 @@ def is_deleted(leaf: Any) -> bool:
 
 
 class ServingWeights:
-    """The serving tree of one engine, remade when any leaf of the caller's params is another
+    """The weights that one engine serves, made anew when any leaf of the caller's params is another
     object.
 
     Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are
@@ -159,11 +160,12 @@ class ServingWeights:
         self._dtypes: list[Any] | None = None
         self._forms: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
+        self._layout: tuple[list[int], Any] | None = None  # see _bound
         # Leaves that are copies of ours; None where the caller's own serves.
         self._derived: list[jax.Array | QuantizedWeight | None] = []
 
     def update(self, params: Params) -> bool:
-        """Take these params; True when they are a new version. Read `tree` next."""
+        """Take these params; True when they are a new version. Call `modules` next."""
         leaves = _weights(params)
         held = [x.values if is_quantized(x) else x for x in leaves]
         same = len(held) == len(self._refs) and all(
@@ -180,17 +182,29 @@ class ServingWeights:
         self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in held]
         return True
 
-    def tree(self, params: Params) -> Any:
-        """The serving tree for params that were last passed to `update`: plain dicts of jax
-        arrays.
+    def modules(self, params: Params) -> Any:
+        """Return the modules (a Forward, or the Head of a draft) that serve the params last passed
+        to `update`.
         """
         leaves = _weights(params)
         served = [
             ours if ours is not None else theirs
             for ours, theirs in zip(self._derived, leaves, strict=True)
         ]
+        if self._layout is None:
+            self._layout = self._bound(params)
+        order, structure = self._layout
+        return jax.tree.unflatten(structure, [served[i] for i in order])
+
+    def _bound(self, params: Params) -> tuple[list[int], Any]:
+        """Bind the served model to the numbers of its leaves in Params; return the numbers in the
+        order of the modules, and the modules' structure. All versions share it, so that none binds
+        again and steps see the same static facts.
+        """
         structure = jax.tree.structure(params, is_leaf=is_quantized)
-        return dict(jax.tree.unflatten(structure, served))
+        numbers = jax.tree.unflatten(structure, range(structure.num_leaves))
+        served = served_config(params.config, self.where.axis_size)
+        return jax.tree.flatten(bind_any(served, numbers))
 
     def report(self) -> dict[str, Any]:
         """The version, and what its copies and those before it cost."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jpaged.engine.buckets import Bucket
+from jpaged.models.forward import bind
 from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
@@ -170,7 +171,7 @@ def make_runner(
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     model = config(sliding_windows=windows)
     settings = engine(num_blocks=num_blocks, **changes).resolve(model)
-    return Runner(model, settings, where, dict(make_params(0, model, dtype)))
+    return Runner(model, settings, where, bind(model, make_params(0, model, dtype)))
 
 
 @functools.cache

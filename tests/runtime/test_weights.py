@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams
 from jpaged.models.decoder import Decoder
+from jpaged.models.forward import bind
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
@@ -152,7 +153,9 @@ def test_same_objects_are_the_same_version() -> None:
         "the leaves count, not the tree around them"
     )
     assert weights.version == 1
-    assert same_objects(weights.tree(params), params), "what fits is served as it is"
+    assert same_objects(weights.modules(params), bind(params.config, params)), (
+        "what fits is served as it is"
+    )
     assert weights.update(jax.tree.map(jnp.copy, params)) and weights.version == 2
     assert weights.update(params), "and back: only the last version is known"
 
@@ -190,7 +193,7 @@ def test_numpy_is_always_new() -> None:
         assert weights.update(params) and weights.version == version
     params["norm"]["scale"][:] = 5.0  # arrays that change in place are why
     weights.update(params)
-    assert np.asarray(weights.tree(params)["norm"]["scale"]).max() == 5.0
+    assert np.asarray(weights.modules(params).norm.scale).max() == 5.0
 
 
 def test_dead_leaves_are_new() -> None:
@@ -223,13 +226,11 @@ def test_a_cast_happens_once_a_version() -> None:
     params = make_params()
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    served = weights.tree(params)
+    served = weights.modules(params)
     assert {str(leaf.dtype) for leaf in leaves(served)} == {"bfloat16"}
     weights.update(params)
-    assert same_objects(weights.tree(params), served)
-    np.testing.assert_array_equal(
-        served["norm"]["scale"], params["norm"]["scale"].astype(jnp.bfloat16)
-    )
+    assert same_objects(weights.modules(params), served)
+    np.testing.assert_array_equal(served.norm.scale, params["norm"]["scale"].astype(jnp.bfloat16))
 
 
 def test_a_cast_leaves_alone_what_has_the_dtype() -> None:
@@ -238,16 +239,16 @@ def test_a_cast_leaves_alone_what_has_the_dtype() -> None:
     params = Params(tree, CONFIG)
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    served = weights.tree(params)
-    assert served["embed"]["weight"] is params["embed"]["weight"]
-    assert served["norm"]["scale"].dtype == jnp.bfloat16
+    served = weights.modules(params)
+    assert served.embed.weight is params["embed"]["weight"]
+    assert served.norm.scale.dtype == jnp.bfloat16
 
 
 def test_numpy_is_cast_on_the_host() -> None:
     params = jax.device_get(make_params())
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    assert {str(leaf.dtype) for leaf in leaves(weights.tree(params))} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in leaves(weights.modules(params))} == {"bfloat16"}
 
 
 def cast_some(params: Params, pick: Any, dtype: Any) -> Params:
@@ -273,7 +274,7 @@ def test_dtypes_that_cannot_be_served() -> None:
     assert weights.version == 1 and not weights.update(mixed), "what was refused changed nothing"
     one = ServingWeights(ONE_DEVICE, "float16")
     one.update(mixed)
-    assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.tree(params))} == {
+    assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.modules(params))} == {
         "float16"
     }
 
@@ -283,7 +284,7 @@ def test_the_last_copies_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyP
     params, other = make_params(), make_params(1)
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    alive = [weakref.ref(leaf) for leaf in leaves(weights.tree(params))]
+    alive = [weakref.ref(leaf) for leaf in leaves(weights.modules(params))]
     prepare = ServingWeights._prepare
 
     def checked(self: ServingWeights, *args: Any) -> Any:
