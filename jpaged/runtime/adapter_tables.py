@@ -80,7 +80,7 @@ def _shapes(spec: ParamSpec, config: EngineConfig) -> AdapterTable:
     slots, rank = config.max_loras, table_rank(config)
     a: Any = (len(outputs), slots, rank, *inputs)
     b: Any = tuple((slots, rank, *shape) for shape in outputs)
-    return AdapterTable(a=a, b=b, joined=spec.joined)
+    return AdapterTable(a=a, b=b, joined=spec.concat_axis)
 
 
 def _is_shape(node: Any) -> bool:
@@ -99,7 +99,7 @@ def _specs(spec: ParamSpec, where: Placement) -> AdapterTable:
     outputs = [part.axes.partition(",")[0].split() for part in spec.parts]
     a: Any = split(3, spec.sides[1])
     b: Any = tuple(split(2, axes) for axes in outputs)
-    return AdapterTable(a=a, b=b, joined=spec.joined)
+    return AdapterTable(a=a, b=b, joined=spec.concat_axis)
 
 
 def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any) -> Tables:
@@ -115,7 +115,7 @@ def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any
             if (pair := pairs.get(spec.at(part.name))) is not None:
                 a[at, : pair.rank] = pair.a
                 b[at][: pair.rank] = np.moveaxis(pair.b, -1, 0)
-        data[name] = AdapterTable(a=a, b=b, joined=spec.joined)
+        data[name] = AdapterTable(a=a, b=b, joined=spec.concat_axis)
     return data
 
 
