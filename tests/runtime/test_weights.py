@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jpaged import ConfigError, Params, SamplingParams
 from jpaged.models.decoder import Decoder
 from jpaged.models.forward import bind
 from jpaged.models.quantized import quantized
+from jpaged.runtime import weights as runtime_weights
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
@@ -240,6 +242,44 @@ def test_a_quantised_weight_is_whole() -> None:
     mlp["down"].values.delete()
     with pytest.raises(ConfigError, match=r"\['down'\] has a deleted array: were the params don"):
         as_params(tree, CONFIG)
+
+
+# The check of a tree
+
+
+def test_a_tree_is_checked_once_for_leaves_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights are taken as they are, without another look at names and shapes; whatever
+    differs in form is looked at.
+    """
+    looks = []
+    check = runtime_weights._checked
+    monkeypatch.setattr(runtime_weights, "_FITTING", OrderedDict())
+    monkeypatch.setattr(runtime_weights, "_checked", lambda *args: looks.append(1) or check(*args))
+    first, second = make_params(0), make_params(1)
+    for params in (first, second, first):
+        own = as_params(params, CONFIG)
+        assert same_objects(own, params) and own is not params and own.source == params.source
+    assert len(looks) == 1
+    assert same_objects(as_params(jax.device_get(first)), as_params(jax.device_get(first))) is False
+    assert len(looks) == 2, "numpy arrays are another form"
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), first)
+    as_params(half), as_params(dict(first), CONFIG)
+    assert len(looks) == 4, "another dtype, and a tree that is no Params"
+
+    misshapen = as_params(first)
+    misshapen["norm"]["scale"] = jnp.zeros(3)
+    assert first["norm"]["scale"].shape != (3,), "the caller's dicts are not shared"
+    with pytest.raises(ConfigError, match=r"\['scale'\] is of shape \(3,\)"):
+        as_params(misshapen)
+    wrong = jax.tree.map(lambda x: x.astype(jnp.int32), first)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="floating point"):
+            as_params(wrong)
+    with pytest.raises(ConfigError, match="tracer"):
+        jax.jit(lambda params: as_params(params)["norm"]["scale"])(first)
+    second["norm"]["scale"].delete()
+    with pytest.raises(ConfigError, match=r"\['norm'\]\['scale'\].*deleted"):
+        as_params(second)
 
 
 # Casts
