@@ -23,7 +23,7 @@ from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.resolve import resolve
-from jpaged.runtime.runner import Runner, report_of, seal
+from jpaged.runtime.runner import Runner
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
@@ -233,7 +233,7 @@ class Session:
 
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
-        totals = self.engine.report() | report_of(self.runner)
+        totals = self.engine.report() | self.runner.report()
         return totals | self.weights.report() | self.adapters.report()
 
     def snapshot(self, **face: Any) -> Snapshot:
@@ -263,7 +263,7 @@ def _runner(session: Session, config: EngineConfig) -> Runner:
     runner.weight_version = session.weights.version
     if config.strict:
         warmup(runner.steps)
-        seal(runner)
+        runner.seal()
     return runner
 
 
