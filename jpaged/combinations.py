@@ -38,8 +38,9 @@ class Facts:
     cannot run, "" where they can. no_kernel: why the attention kernel that was named cannot run, ""
     where it can.
 
-    weight: the name of one parameter. inputs: how many inputs of it a device has. form: the form
-    (int8, int4, fp8) that it was loaded in. served_form: the form that it is to be served in.
+    weight: the name of one parameter. inputs: how many inputs of it a device has. group: how many
+    of them share a scale; 1 where that sets no limit. form: the form (int8, int4, fp8) that it was
+    loaded in. served_form: the form that it is to be served in.
     is_rearranged: so many devices need copies of its KV heads, or padding of its vocabulary.
 
     adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
@@ -63,6 +64,7 @@ class Facts:
     no_kernel: str | None = None
     weight: str | None = None
     inputs: int | None = None
+    group: int | None = None
     form: str | None = None
     served_form: str | None = None
     is_rearranged: bool | None = None
@@ -250,16 +252,15 @@ def integer_activations_need_cpu_products(activations: str, no_cpu_products: str
     return None
 
 
-INT4_GROUP = 32  # inputs that share a scale; models.quantized.GROUP, which a test holds equal
-
-
 @_rule("quantization", "tensor_parallel_size", "model")
-def int4_takes_whole_groups(served_form: str, weight: str, inputs: int) -> str | None:
+def weights_split_into_whole_groups(
+    served_form: str, weight: str, inputs: int, group: int
+) -> str | None:
     """With `quantization="int4"`, a device has whole groups of 32 inputs of each weight."""
-    if served_form == "int4" and inputs % INT4_GROUP:
+    if inputs % group:
         return (
             f"quantization={served_form!r}: {weight} has {inputs} inputs on a device in a row of "
-            f"its last axis, which are not whole groups of {INT4_GROUP}"
+            f"its last axis, which are not whole groups of {group}"
         )
     return None
 

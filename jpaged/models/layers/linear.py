@@ -35,6 +35,10 @@ class Products(Adder, Protocol):
         """
         ...
 
+    def multiplies(self, form: str, width: int, /) -> bool:
+        """Whether `quantized` takes weights in the form of this name, of `width` inputs."""
+        ...
+
     def quantized(
         self, x: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any, /
     ) -> Array:
@@ -159,8 +163,10 @@ class Linear:
     def _quantized(
         self, x: Array, weight: QuantizedWeight, dtype: DTypeLike, step: StepContext
     ) -> Array:
-        if step.products is None or x.dtype != jnp.bfloat16:
+        products, form = step.products, weight.form.name
+        width = x.shape[-1]
+        if products is None or x.dtype != jnp.bfloat16 or not products.multiplies(form, width):
             return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        parts = (weight.values, weight.scales, weight.zeros, weight.form)
-        return step.products.quantized(rows, *parts, step.count(rows)).astype(dtype)
+        rows = x.reshape(-1, width)
+        parts = (weight.values, weight.scales, weight.zeros, form)
+        return products.quantized(rows, *parts, step.count(rows)).astype(dtype)
