@@ -36,7 +36,7 @@ class Products(Adder, Protocol):
         ...
 
     def multiplies(self, form: str, width: int, /) -> bool:
-        """Whether `quantized` takes weights in the form of this name, of `width` inputs."""
+        """Return whether `quantized` takes weights in the form of this name, of `width` inputs."""
         ...
 
     def quantized(
