@@ -113,9 +113,12 @@ class HeadConfig(ModelConfig):
         return ((dataclasses.replace(record, fields=(*record.fields, hidden)),),)
 
     def scratch(self, step: StepSizes) -> Scratch:
-        """What a step allocates for it: the model's hidden states, joined ones, and pairs."""
+        """Return what a step allocates for it: the model's hidden states, joined ones, and pairs;
+        guesses over the whole vocabulary, and which entry is the first in a slot.
+        """
         widest = 2 * STATES * self.target_hidden_size + 8 * self.hidden_size
-        return super().scratch(step) + Scratch(shared=step.rows * 2 * widest)
+        guesses = 4 * step.sequences * (self.vocab_size + step.tokens)
+        return super().scratch(step) + Scratch(shared=step.rows * 2 * widest + guesses)
 
     def to_hf(self) -> dict[str, Any]:
         raise UnsupportedError("the config.json of an EAGLE-3 head is not written")

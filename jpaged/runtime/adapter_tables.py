@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, has_head_adapters
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers.low_rank import AdapterTable
@@ -44,6 +44,23 @@ def table_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
     shapes: list[Any] = [shape for table in tables for shape in (table.a, *table.b)]
     sizes = map(math.prod, shapes)
     return jnp.dtype(dtype).itemsize * sum(sizes)
+
+
+def adapted_ranks(config: EngineConfig) -> int:
+    """Return the ranks of all slots together, for a weight of up to three parts; 0 without
+    adapters.
+    """
+    return 3 * config.max_loras * table_rank(config) if config.max_loras else 0
+
+
+def adapter_scratch_bytes(config: EngineConfig, tokens: int, logits: int, vocab: int) -> int:
+    """Return the bytes that a step allocates for adapters at most: products of its tokens with
+    every A, and what adapters of the head add to rows of logits.
+
+    logits: rows of logits [V] that a step holds at once.
+    """
+    added = 4 * vocab * logits if has_head_adapters(config) else 0
+    return 16 * tokens * adapted_ranks(config) + added
 
 
 def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any) -> Tables:

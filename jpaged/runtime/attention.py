@@ -14,7 +14,6 @@ from jax import Array
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
-from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads
 from kernels_pallas.implementation import CUDA
@@ -118,13 +117,20 @@ class Kernel:
 
 
 def choose_kernel(
-    model: ModelConfig, group: KVGroup, config: EngineConfig, dtype: Any, device: Any, shards: int
+    group: KVGroup,
+    config: EngineConfig,
+    dtype: Any,
+    device: Any,
+    shards: int,
+    *,
+    norms_whole: bool = False,
 ) -> Kernel:
     """Return the kernel that config.attention names, or the fastest one that can run.
 
     group: the layers that it serves. config: resolved. dtype: of the model. shards: devices that
-    the heads are split over. Raises UnsupportedError if the named one cannot run. It may compile
-    C++, so it is called when an engine starts (see choices.py).
+    the heads are split over. norms_whole: a layer norms the queries, or keys, of all heads
+    together, which no kernel that prepares attention does. Raises UnsupportedError if the named
+    kernel cannot run. It may compile C++, so it is called when an engine starts (see choices.py).
     """
     kv = config.kv_cache_dtype
     shapes = Shapes(
@@ -141,7 +147,7 @@ def choose_kernel(
         reason = _unsupported(config.attention, shapes, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
-        writes = _writes_heads(config.attention, model, shapes, device)
+        writes = _writes_heads(config.attention, norms_whole, shapes, device)
         return Kernel(
             name=config.attention, shapes=shapes, interpret=not is_compiled, writes_heads=writes
         )
@@ -152,14 +158,14 @@ def choose_kernel(
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
-                writes = _writes_heads(name, model, shapes, device)
+                writes = _writes_heads(name, norms_whole, shapes, device)
                 return Kernel(name=name, shapes=shapes, writes_heads=writes)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
     raise AssertionError("one of them runs everywhere")
 
 
-def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) -> bool:
+def _writes_heads(name: str, norms_whole: bool, shapes: Shapes, device: Any) -> bool:
     """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
 
     Elsewhere there are no launches to save, and the bits of XLA's kernels are kept.
@@ -168,7 +174,7 @@ def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) ->
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
     reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
-    if any(layer.mixer is not None and layer.mixer.qk_norm == "whole" for layer in model.layers):
+    if norms_whole:
         reason = "norms over all heads together"
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)

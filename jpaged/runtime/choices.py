@@ -17,8 +17,10 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import ExpertProducts
 from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import Kernel, choose_kernel
@@ -88,7 +90,10 @@ def choose(
     )
     mixture = _experts(served, device, dtype, shards, is_plain)
     kernels = tuple(
-        choose_kernel(served, group, config, dtype, device, shards) for group in kv_groups(served)
+        choose_kernel(
+            group, config, dtype, device, shards, norms_whole=norms_whole(served, group.layers)
+        )
+        for group in kv_groups(served)
     )
     return Choices(
         attention=kernels,
@@ -104,6 +109,12 @@ def choose(
             and all(kernel.is_batch_invariant for kernel in kernels)
         ),
     )
+
+
+def norms_whole(model: ModelConfig, layers: tuple[int, ...]) -> bool:
+    """Return whether one of these layers norms the queries, or keys, of all heads together."""
+    mixers = [model.layers[i].mixer for i in layers]
+    return any(mixer is not None and mixer.qk_norm == "whole" for mixer in mixers)
 
 
 def _widths(model: ModelConfig) -> list[int]:
@@ -141,6 +152,7 @@ def choose_products(
     if activations == "auto":
         best = library.level()
         activations = "plain" if best is None else best.activations
+        log.info("quantized_activations='auto': %r on this processor", activations)
     return NativeProducts(most_rows=_most_rows(deterministic), activations=activations)
 
 
@@ -173,19 +185,29 @@ def multiplies_fp8(device: Any) -> bool:
 def _experts(
     model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
 ) -> Implementation | None:
-    """Return the implementation of a mixture's experts; None for a model without experts.
+    """Return the implementation that serves the experts of every layer; None for a model without
+    experts.
 
     shards: devices that each expert is split over.
     """
-    if not model.num_experts:
+    sizes = {
+        layer.ffn.expert_size for layer in model.layers if isinstance(layer.ffn, ExpertsConfig)
+    }
+    if not sizes:
         return None
-    width = model.expert_size // shards if model.expert_size % shards == 0 else model.expert_size
-    shapes = Shapes(
-        dtype=dtype, hidden_size=model.hidden_size, expert_size=width, is_plain=is_plain
-    )
+    shapes = [
+        Shapes(
+            dtype=dtype,
+            hidden_size=model.hidden_size,
+            expert_size=share(size, shards),
+            is_plain=is_plain,
+        )
+        for size in sorted(sizes)
+    ]
     for name, implementation in experts.IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
-            reason = implementation.module().unsupported(shapes, device)
+            reasons = (implementation.module().unsupported(shape, device) for shape in shapes)
+            reason = next((reason for reason in reasons if reason is not None), None)
             if reason is None:
                 return implementation
             log.info("experts: not %s (%s)", name, reason)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
-from jpaged.config import EngineConfig, has_head_adapters
+from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DRAWS, PrefillShape, Shape, moved_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, HeadConfig, bind_any, fitted
@@ -32,7 +32,8 @@ from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import nest, param_shapes, param_specs, param_table
 from jpaged.models.quantized import is_quantized, quantized, specs_of
 from jpaged.models.served import served_config, served_form, share_of, stored_shapes
-from jpaged.runtime.adapter_tables import table_bytes, table_rank
+from jpaged.runtime import logprobs, sampler
+from jpaged.runtime.adapter_tables import adapted_ranks, adapter_scratch_bytes, table_bytes
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
@@ -40,7 +41,6 @@ from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
-from jpaged.runtime.thresholds import SEARCH_ROWS
 
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
@@ -316,35 +316,31 @@ def bound(model: ModelConfig, config: EngineConfig, dtype: Any, block_bytes: int
     """Needs that no step on CPU exceeds, by either kernel; nothing is compiled. model: what a
     device has (see share_of).
 
-    What the layers say (models/layers/scratch.py), the logits as often as the full sampler holds
-    them, tiles of prompt scores, and float16 weights in f32 (bfloat16 ones are multiplied as they
-    are). Steps use up to two thirds of it.
+    It sums what the layers, the sampler, the scores of prompts and the adapters say that they
+    allocate, and float16 weights in f32 (bfloat16 ones are multiplied as they are). Steps use up to
+    two thirds of it.
     """
     assert config.token_buckets is not None and config.seq_buckets is not None
     rows, vocab = config.seq_buckets[-1], model.vocab_size
     tokens = max(config.token_buckets[-1], rows)
-    # What adapters make of the tokens, of up to three parts.
-    adapted = 3 * config.max_loras * table_rank(config) if config.max_loras else 0
+    adapted = adapted_ranks(config)
     sizes = StepSizes(
         tokens=tokens,
         short=8 * rows + 1024,
         itemsize=jnp.dtype(dtype).itemsize,
         hidden_size=model.hidden_size,
         expert_adapter_rank=adapted if "experts" in config.lora_extra else 0,
+        sequences=rows,
     )
     layers = model.scratch(sizes)
-    logits = 4 * vocab * (4 * rows + 4 * SEARCH_ROWS + 2 * SCORE_TILE)
-    if has_head_adapters(config):  # what they add is as large
-        logits += 4 * vocab * (rows + SCORE_TILE)
-    if isinstance(model, HeadConfig):  # guesses of the whole vocabulary, and who is first in a slot
-        logits += 4 * rows * (vocab + tokens)
+    logits = sampler.scratch_bytes(rows, vocab) + logprobs.scratch_bytes(SCORE_TILE, vocab)
+    adapters = adapter_scratch_bytes(config, tokens, rows + SCORE_TILE, vocab)
     shapes = jax.tree.leaves(param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
     weights = 4 * sum(map(math.prod, shapes)) if jnp.dtype(dtype) == jnp.float16 else 0
     ids = 2 * config.max_logprobs + config.max_logit_bias
     tables = len(kv_groups(model)) * config.max_blocks_per_seq
     indices = 4 * rows * (tokens + tables + ids) + sizes.rows * 8 * config.max_logprobs
-    temporaries = layers.shared + layers.kept + logits + weights + indices
-    temporaries += TILES + 16 * tokens * adapted
+    temporaries = layers.shared + layers.kept + logits + adapters + weights + indices + TILES
     return Needs(
         temporaries=temporaries,
         state=state_bytes(model, config, block_bytes) + table_bytes(model, config, dtype),

@@ -76,6 +76,11 @@ class TokenLogprobs:
     top_logprobs_TK: Array  # f32
 
 
+def scratch_bytes(tile: int, vocab: int) -> int:
+    """Return the bytes that `token_logprobs` allocates at most: f32 logits [tile, V], twice."""
+    return 8 * vocab * tile
+
+
 def token_logprobs(
     logits_fn: Callable[[Any], Array],
     x_TE: Any,

@@ -40,7 +40,7 @@ from jpaged.runtime.logprobs import (  # isort: skip
     total,
     weights,
 )
-from jpaged.runtime.thresholds import thresholds
+from jpaged.runtime.thresholds import SEARCH_ROWS, thresholds
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
 __all__ = ["Controls", "FullControls", "Sampled", "named", "sample", "token_logprobs"]
@@ -145,6 +145,14 @@ class _Sums(NamedTuple):
     floor_S: Array
     sums_SN: Array
     raw_S: Array | None = None
+
+
+def scratch_bytes(rows: int, vocab: int) -> int:
+    """Return the bytes that a draw of so many rows allocates at most: f32 logits [rows, V], as
+    often as a draw with every control holds them, and those of the rows whose thresholds are
+    searched.
+    """
+    return 4 * vocab * (4 * rows + 4 * SEARCH_ROWS)
 
 
 def sample(

@@ -16,6 +16,7 @@ from jpaged import LLM, EngineConfig, SamplingParams, UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
 from jpaged.runtime.attention import Kernel, choose_kernel
+from jpaged.runtime.choices import norms_whole
 from kernels_cpu.library import unavailable
 from tests.tiny import config, make_params, make_prompts
 
@@ -42,7 +43,14 @@ def choose(
 ) -> Kernel:
     engine = EngineConfig(**{**SETTINGS, **settings}).resolve(model)
     (group,) = kv_groups(model)
-    return choose_kernel(model, group, engine, jnp.dtype(dtype), device, shards)
+    return choose_kernel(
+        group,
+        engine,
+        jnp.dtype(dtype),
+        device,
+        shards,
+        norms_whole=norms_whole(model, group.layers),
+    )
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
@@ -86,6 +94,9 @@ def test_one_kernel_prepares_attention_on_cuda() -> None:
     assert not choose(HOPPER, kv_cache_dtype="int8").writes_heads
     whole = dataclasses.replace(MODEL, qk_norm=False, qk_norm_whole=True)
     assert not choose(HOPPER, model=whole).writes_heads
+    layers = (*MODEL.layers[:1], *whole.layers[1:])
+    mixed = dataclasses.replace(MODEL, layers=layers)
+    assert norms_whole(mixed, (1,)) and not norms_whole(mixed, (0,)), "by the layers of a group"
 
 
 def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

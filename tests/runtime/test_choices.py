@@ -92,6 +92,37 @@ def test_which_activations_served() -> None:
     )
 
 
+def test_experts_of_several_widths_share_an_implementation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that refuses the width of a single layer serves none."""
+    narrow = config(num_experts=4, experts_per_token=2, expert_size=32)
+    wide = config(num_experts=4, experts_per_token=2, expert_size=64)
+    model = dataclasses.replace(narrow, layers=(narrow.layers[0], wide.layers[1]))
+    where, settings = (
+        Placement(mesh=None, axis=None, device=jax.devices()[0]),
+        engine().resolve(model),
+    )
+    assert choices.choose(model, settings, where, jnp.float32).experts is not None
+    asked: list[int] = []
+
+    def unsupported(shapes: Any, device: Any) -> str | None:
+        asked.append(shapes.expert_size)
+        return None if shapes.expert_size == 32 else "too wide"
+
+    first = SimpleNamespace(
+        is_compiled_for=lambda platform: True,
+        module=lambda: SimpleNamespace(unsupported=unsupported),
+        is_batch_invariant=lambda: True,
+    )
+    implementations = {"narrow": first, **choices.experts.IMPLEMENTATIONS}
+    monkeypatch.setattr(choices.experts, "IMPLEMENTATIONS", implementations)
+    chosen = choices._experts(model, where.device, jnp.float32, 1, True)
+    assert chosen is not None and chosen is not first and asked == [32, 64]
+    only = choices._experts(narrow, where.device, jnp.float32, 1, True)
+    assert only is implementations["narrow"]
+
+
 def test_which_devices_multiply_fp8() -> None:
     kinds = {"9.0": True, "8.9": True, "12.0": True, "8.0": False, "gfx942": False}
     for capability, expected in kinds.items():
@@ -133,13 +164,14 @@ def test_a_pinned_config_has_choices_for_its_rows(monkeypatch: pytest.MonkeyPatc
 def test_everything_is_chosen_once_a_start(guesses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the config, the memory plan, and the engine that runs."""
     model = config(sliding_windows=(None, 7))
-    asked = list[tuple[str, str]]()
+    asked = list[tuple[str, int | None]]()
 
     def counted(name: str) -> None:
         function = getattr(choices, name)
 
         def watched(*args: Any, **how: Any) -> Any:
-            asked.append((name, "draft" if args[0].num_layers == 1 else "model"))
+            first = args[0]  # a model for its experts, a group for its kernel
+            asked.append((name, first.num_layers if name == "_experts" else first.window))
             return function(*args, **how)
 
         monkeypatch.setattr(choices, name, watched)
@@ -152,11 +184,10 @@ def test_everything_is_chosen_once_a_start(guesses: bool, monkeypatch: pytest.Mo
     llm = LLM(make_params(0, model), **sizes)
     llm.generate(make_prompts(5), SamplingParams(max_tokens=2), use_tqdm=False)
     llm.close()
-    groups = [("choose_kernel", "model")] * 2  # one for each window
-    expected = [("_experts", "model"), *groups]
+    expected = [("_experts", 2), ("choose_kernel", None), ("choose_kernel", 7)]
     if guesses:
-        expected += [("_experts", "draft"), ("choose_kernel", "draft")]
-    assert sorted(asked) == sorted(expected)
+        expected += [("_experts", 1), ("choose_kernel", None)]
+    assert sorted(asked, key=str) == sorted(expected, key=str)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -34,7 +34,7 @@ class MoreOptions(AttentionOptions):
 
 def view(config: EngineConfig, *, is_decode: bool) -> PagedKV:
     (group,) = kv_groups(CONFIG)
-    kernel = choose_kernel(CONFIG, group, config, jnp.float32, CPU, 1)
+    kernel = choose_kernel(group, config, jnp.float32, CPU, 1)
     sizes = {"num_blocks": 4, "block_size": config.block_size, "dtype": jnp.dtype("float32")}
     spec = PoolSpec(group=group, kernel=kernel, **sizes)
     table, zeros = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
