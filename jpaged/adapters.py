@@ -19,6 +19,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.lora import EXTRA, Adapter, Pair, Target, extra_of, pairs_of, targets
 from jpaged.models.served import Change, served_config
 from jpaged.models.trees import to_tree
+from jpaged.types import PyTree
 
 MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 Leaves = tuple[Any, list[weakref.ref[jax.Array] | None]]  # a tree's form, and its arrays
@@ -35,10 +36,18 @@ class Adapters:
     def __init__(self, model: ModelConfig, devices: int, dtype: Any):
         self.model, self.served = model, served_config(model, devices)
         self.dtype = jnp.dtype(dtype)
-        self.grows = False  # whether a call may ask for larger tables
         self.named: dict[str, AdapterVersion] = {}
         self._versions = itertools.count(1)
         self._known: list[tuple[Leaves, AdapterVersion]] = []
+
+    def add(self, name: Any, source: PyTree, config: EngineConfig) -> int:
+        """Take an adapter under a name, in place of the one that had it; return its version.
+        ConfigError where it cannot be served from the tables of this config.
+        """
+        made = self.made(source, check_name(name))
+        check_fits([made], config)
+        self.named[name] = made
+        return made.version
 
     def remove(self, name: Any) -> None:
         """Forget a name; RequestError where it is unknown."""

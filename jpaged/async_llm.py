@@ -5,21 +5,21 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self, Unpack
 
 import jax
 from jax.sharding import Mesh
 
-from jpaged.calls import SamplingParamsLike
 from jpaged.config import EngineConfig
+from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
-from jpaged.request.chat import Chat
-from jpaged.request.collect import LiveCompletions
-from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.inputs import Chat, SamplingParamsLike, match_sampling_params
+from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
 from jpaged.sampling_params import SamplingParams
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
@@ -62,7 +62,7 @@ class AsyncLLM:
             # Once before the threads: the first call may change settings of the tokenizer.
             llm.tokenizer.encode("a")
         self._prompts = ThreadPoolExecutor(PROMPT_THREADS, "jpaged-prompts")
-        self._thread = EngineThread(llm.calls)
+        self._thread = EngineThread(llm.session)
         self._thread.start()
 
     async def generate(
@@ -115,14 +115,15 @@ class AsyncLLM:
         take turns with others; None takes its turns with all who name none.
         """
         self._thread.check()
-        calls, loop = self._llm.calls, asyncio.get_running_loop()
-        key = self._llm.keys.next()
-        makes = calls.completions(prompts, sampling_params, key, streaming=streaming, origin=origin)
+        session, loop = self._llm.session, asyncio.get_running_loop()
+        key, asked = self._llm.keys.next(), match_sampling_params(sampling_params, len(prompts))
+        build = partial(session.request, streaming=streaming, origin=origin)
         jobs: list[Job] = []
         inbox = Inbox()
         with contextlib.closing(coming or self.expect()) as coming:
-            for index, make in enumerate(makes):
-                request = await loop.run_in_executor(self._prompts, make)
+            for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
+                drawn = fold_in(key, index)
+                request = await loop.run_in_executor(self._prompts, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
                 jobs.append(Job(request, inbox, index, live))
             self._thread.add(jobs)
@@ -162,7 +163,7 @@ class AsyncLLM:
     @property
     def adapters(self) -> frozenset[str]:
         """The adapters that prompts can name."""
-        return frozenset(self._llm.session.adapters.named)
+        return frozenset(self._llm.session.served.adapters.named)
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from jpaged.calls import Calls
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, PeerError
-from jpaged.request.collect import LiveCompletions
-from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput, collect
+from jpaged.session import Session
 
 log = logging.getLogger("jpaged")
 
@@ -89,16 +88,16 @@ class Coming:
 
 
 class EngineThread(threading.Thread):
-    """Steps the engine of `calls` from `start` to `close`; the Owner of what it runs. Others may
+    """Steps the engine of a session from `start` to `close`; the Owner of what it runs. Others may
     step too (a function that `call` runs, another thread): what their steps bring is delivered all
     the same. `_jobs` and `_news` are touched at rest only.
 
     error: what it died of, None while it lives. stats: the session's report, a moment old.
     """
 
-    def __init__(self, calls: Calls):
+    def __init__(self, session: Session):
         super().__init__(name="jpaged-engine", daemon=True)
-        self._calls = calls
+        self._session = session
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}  # those that have not ended
         self._lock = threading.Lock()  # of _ended and _coming
@@ -108,7 +107,7 @@ class EngineThread(threading.Thread):
         self._failures = 0  # steps in a row that raised
         self._news: dict[Inbox, list[News]] = {}  # since they were last delivered
         self.error: BaseException | None = None
-        self.stats = calls.session.report()
+        self.stats = session.report()
         self._stats_at = 0.0
 
     # Asked from other threads
@@ -180,24 +179,24 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         ending: BaseException = ConfigError("this AsyncLLM is closed")
-        self._calls.after_step = self._after_step
+        self._session.after_step = self._after_step
         try:
             while not self._is_closing:
                 self._obey()
                 if self._jobs:
                     self._step()
-                with self._calls.at_rest():
+                with self._session.at_rest():
                     self._deliver()
                     self._look(often=bool(self._jobs))
         except BaseException as e:
             log.exception("the engine's thread has died")
             self.error = ending = e
-        self._calls.after_step = None
+        self._session.after_step = None
         with self._lock:
             self._ended = ending
         while not self._commands.empty():
             self._commands.get()(ending)
-        with self._calls.at_rest():
+        with self._session.at_rest():
             if self.error is None:
                 self._fail(ending)
             for job in self._jobs.values():
@@ -207,9 +206,9 @@ class EngineThread(threading.Thread):
 
     def _obey(self) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
-        with self._calls.at_rest():
+        with self._session.at_rest():
             wait = not self._jobs
-            may_gather = wait or self._calls.session.engine.in_flight.has_prefill
+            may_gather = wait or self._session.is_at_prompts()
         while not self._is_closing and (wait or not self._commands.empty()):
             self._commands.get()(None)
             wait = False
@@ -225,26 +224,26 @@ class EngineThread(threading.Thread):
                 self._commands.get(timeout=LOOK_S)(None)
 
     def _add(self, job: Job, closed: BaseException | None) -> None:
-        with self._calls.at_rest():
+        with self._session.at_rest():
             try:
                 if closed is not None:
                     raise closed
                 self._jobs[job.request] = job
-                self._calls.add(job.request, self)
+                self._session.add(job.request, self)
             except Exception as e:  # that request's own
                 self._jobs.pop(job.request, None)
                 self._tell(job, [(job.index, e)])
 
     def _step(self) -> None:
         try:
-            self._calls.advance()
+            self._session.advance()
         except PeerError:
             raise  # no step after it can succeed
         except Exception as e:
             self._failures += 1
             log.exception("a step failed, %d in a row", self._failures)
             if self._failures > RETRIES:
-                with self._calls.at_rest():
+                with self._session.at_rest():
                     self._fail(e)
             return
         self._failures = 0
@@ -259,7 +258,10 @@ class EngineThread(threading.Thread):
     def ended(self, request: Request) -> None:
         """Pass on the last pieces of a request, and its output."""
         if (job := self._jobs.pop(request, None)) is not None:
-            self._tell(job, [*job.take(), (job.index, self._calls.output(request))])
+            news = job.take()
+            output = collect(request, self._session.inputs.tokenizer)
+            self._tell(job, [*news, (job.index, output)])
+            request.sequences = []  # each knows its request: without the cycle they are freed now
 
     def lost(self, request: Request, error: Exception) -> None:
         """End a request that has left the engine with an error."""
@@ -269,15 +271,15 @@ class EngineThread(threading.Thread):
     def _fail(self, error: BaseException) -> None:
         """End all that runs with an error."""
         jobs, self._jobs = self._jobs, {}
-        self._calls.discard(jobs)
+        self._session.discard(jobs)
         for job in jobs.values():
             self._tell(job, [(job.index, error)])
 
     def _drop(self, requests: list[Request]) -> None:
         """End those of them that still run, for nobody."""
-        with self._calls.at_rest():
+        with self._session.at_rest():
             running = [request for request in requests if request in self._jobs]
-            self._calls.discard(running)
+            self._session.discard(running)
             for request in running:
                 del self._jobs[request]
 
@@ -304,7 +306,7 @@ class EngineThread(threading.Thread):
         now = time.monotonic()
         if not often or now - self._stats_at >= STATS_S:
             self._stats_at = now
-            self.stats = self._calls.session.report()
+            self.stats = self._session.report()
 
 
 def _put(mail: list[tuple[Inbox, list[News]]]) -> None:

@@ -493,7 +493,7 @@ def test_score(llm: LLM) -> None:
     lists = make_prompts(9, 30)
     found = llm.score(lists, temperature=0.5, return_greedy=True)
     expected = jpaged.score(
-        llm.session.params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
+        llm.session.served.params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
     )
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -512,7 +512,7 @@ def test_seeds_mean_the_same_to_generate_and_to_an_llm(llm: LLM) -> None:
 
     def of_function(seed: Any) -> list[list[int]]:
         outputs = jpaged.generate(
-            llm.session.params, prompts, asked, seed=seed, engine_config=ENGINE
+            llm.session.served.params, prompts, asked, seed=seed, engine_config=ENGINE
         )
         return [output.outputs[0].token_ids for output in outputs]
 

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from typing import Any
 
 from jpaged.engine.adapters import AdapterVersion
@@ -74,7 +75,7 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        token_ids: list[int],
+        token_ids: List[int],
         sampling_params: SamplingParams,
         *,
         max_model_len: int,

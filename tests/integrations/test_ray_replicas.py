@@ -15,8 +15,7 @@ import pytest
 
 import jpaged.integrations
 from jpaged import ConfigError, PeerError, SamplingParams
-from jpaged.request.collect import completion
-from jpaged.request.outputs import RequestOutput
+from jpaged.request.outputs import RequestOutput, completion
 
 MODULES = ("jpaged.integrations.ray_replica", "jpaged.integrations.ray_llm")
 

@@ -113,7 +113,7 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
     first, second = trained(0), trained(1)
     llm = jpaged.LLM(first, **vars(engine(num_blocks=16)))
     assert llm.stats()["weight_bytes_moved"] > 0 and llm.stats()["weight_move_s"] > 0
-    made = [weakref.ref(x) for x in llm.session.weights._derived if x is not None]
+    made = [weakref.ref(x) for x in llm.session.served.weights._derived if x is not None]
     prepare, seen = ServingWeights._prepare, []
 
     def fail(self: ServingWeights, *args: Any) -> Any:

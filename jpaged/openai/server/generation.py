@@ -42,8 +42,8 @@ from jpaged.openai.server.wire import (
     overloaded,
 )
 from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
+from jpaged.request.inputs import with_adapter, with_salt
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.prompts import answered_by, salted_by
 from jpaged.sampling_params import SamplingParams
 
 log = logging.getLogger("jpaged")
@@ -342,14 +342,14 @@ def _understood(
         refused = "an answer of a given form: this server has no jpaged[structured]"
         raise BodyError(refused, code="unsupported_field")
     if params.structured is not None:
-        llm.calls.processor.matcher(params.structured)  # the request will find it compiled
+        llm.session.builder.matcher(params.structured)  # the request will find it compiled
     sizes = None
     if body.wants_continuous_usage:
-        sizes = [len(llm.calls.processor.tokens(prompt)[1]) for prompt in prompts]
+        sizes = [len(llm.session.inputs.prompt(prompt).ids) for prompt in prompts]
     if adapter is not None:
-        prompts = [answered_by(adapter, prompt) for prompt in prompts]
+        prompts = [with_adapter(adapter, prompt) for prompt in prompts]
     if salt is not None:
-        prompts = [salted_by(salt, prompt) for prompt in prompts]
+        prompts = [with_salt(salt, prompt) for prompt in prompts]
     return Asked(
         body=body,
         params=params,
@@ -389,7 +389,7 @@ def _held_to_calls(
         return params
     held = dataclasses.replace(params, structured={"grammar": grammar})
     try:
-        llm.calls.processor.matcher(held.structured)
+        llm.session.builder.matcher(held.structured)
     except ConfigError:  # llguidance is missing
         return held if demanded else params
     except RequestError as e:
