@@ -87,6 +87,8 @@ class Pool:
         runner = self.runner
         runner.params = None if served is None else served.params
         runner.draft_params = None if served is None or served.draft is None else served.draft[1]
+        if served is not None:
+            runner.weight_version = served.version
         if served is not None and self._cached_version != served.version:
             self._engine.reset_prefix_cache()
             self._cached_version = served.version
@@ -101,6 +103,7 @@ class Pool:
         kind = SharedRunner if are_many(self._where.mesh) else Runner
         served = self._served
         runner = kind(self._model, config, self._where, served.params, served.draft, self._choices)
+        runner.weight_version = served.version
         if config.strict:
             warmup(runner.steps)
             seal(runner)

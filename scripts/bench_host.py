@@ -61,7 +61,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         assert batch.drawing is not None
         out = np.full(output_sections(batch.drawing, config)[1], 7, np.int32)
         out[: batch.drawing.rows] = 1  # num_drawn
-        result = unpack(batch, config, [out])[0]
+        result = unpack(batch, config, [out], weight_version=1)[0]
         answered = time.perf_counter()
         scheduler.commit(plan, result)
         if plan.phase == "decode":

@@ -188,7 +188,8 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
             sizes["prefill"][plan.num_tokens] += 1
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
-        scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
+        result = StepResult(weight_version=0, num_drawn=draws, tokens=tokens, logprobs=logprobs)
+        scheduler.commit(plan, result)
     if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}

@@ -203,7 +203,7 @@ class Engine:
             for index, replica in enumerate(self.replicas):
                 replica.queues.preemptions = self.stats.preemptions
                 for seq in replica.queues.running:
-                    seq.is_new = True
+                    seq.lose_row_state()
                 replica.queues.adapters.load_again()
                 self.runner.write_blocks(state.blocks[index], state.block_ids[index], index)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jpaged.engine.generated import Top
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
@@ -14,7 +15,6 @@ from jpaged.search.beam import BeamSearch
 from jpaged.types import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Tops = List[tuple[int, float, int]]  # (token, logprob, rank) of alternatives
 
 
 class Logprob(NamedTuple):
@@ -37,7 +37,7 @@ class NamedLogprobs(List[dict[int, Logprob] | None]):
 
     def __init__(
         self,
-        rows: List[Tops | None],
+        rows: List[Top | None],
         tokenizer: Tokenizer | None,
         texts: dict[int, str] | None = None,
     ):
@@ -150,10 +150,10 @@ def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
         completions = [
             completion(
                 index,
-                hypothesis.token_ids,
-                hypothesis.logprobs,
+                hypothesis.generated.token_ids,
+                hypothesis.generated.logprobs,
                 hypothesis.finish_reason,
-                text=_text(tokenizer, hypothesis.token_ids, hypothesis.finish_reason),
+                text=_text(tokenizer, hypothesis.generated.token_ids, hypothesis.finish_reason),
                 score=hypothesis.score,
             )
             for index, hypothesis in enumerate(request.results())
@@ -235,7 +235,7 @@ class LiveCompletions:
             if len(seq) > self._sent[seq] or seq.finish_reason is not None:
                 sent, tops = self._sent[seq], None
                 if seq.sampling_params.logprobs is not None:
-                    new = seq.top_logprobs[sent - seq.prompt_len :]
+                    new = seq.generated.top_logprobs[sent - seq.prompt_len :]
                     tops = NamedLogprobs(new, self._tokenizer, self._texts)
                 yield CompletionChunk(
                     request_index=i,
@@ -243,7 +243,7 @@ class LiveCompletions:
                     token_ids_delta=seq.token_ids[sent:],
                     text_delta=None if seq.text is None else seq.text.take_delta(),
                     finish_reason=seq.finish_reason,
-                    token_logprobs_delta=seq.logprobs[sent - seq.prompt_len :],
+                    token_logprobs_delta=seq.generated.logprobs[sent - seq.prompt_len :],
                     logprobs_delta=tops,
                     stop_reason=seq.stop_reason,
                 )
@@ -280,21 +280,22 @@ def completion(
 
 
 def _sample(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
-    token_ids, asked = seq.token_ids[seq.prompt_len :], seq.sampling_params
+    # The caller's output is a value: it must not change where a snapshot goes back.
+    drawn, asked = seq.generated.copy(), seq.sampling_params
     if seq.text is not None:
         text = seq.text.finish()
     else:  # "stop" is by an id then: a stop string would have had a TextStream
-        text = _text(tokenizer, token_ids, seq.finish_reason, asked.skip_special_tokens)
+        text = _text(tokenizer, drawn.token_ids, seq.finish_reason, asked.skip_special_tokens)
     allowed = None
     if seq.structured is not None and asked.logprobs_mode == "tempered":
-        allowed = np.array(seq.allowed_logprobs, np.float32)
+        allowed = np.array(drawn.allowed_logprobs, np.float32)
     return completion(
         seq.index,
-        token_ids,
-        seq.logprobs,
+        drawn.token_ids,
+        drawn.logprobs,
         seq.finish_reason,
         text=text,
-        tops=None if asked.logprobs is None else NamedLogprobs(seq.top_logprobs, tokenizer),
+        tops=None if asked.logprobs is None else NamedLogprobs(drawn.top_logprobs, tokenizer),
         stop_reason=seq.stop_reason,
         allowed_logprobs=allowed,
     )

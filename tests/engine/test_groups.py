@@ -195,7 +195,12 @@ def test_what_a_window_sees_goes_to_the_host(depth: int):
 
 def drawn(plan: Plan) -> StepResult:
     counts = [entry.draws for entry in plan.entries if entry.draws]
-    return StepResult(num_drawn=counts, tokens=[[7]] * len(counts), logprobs=[[0.0]] * len(counts))
+    return StepResult(
+        weight_version=1,
+        num_drawn=counts,
+        tokens=[[7]] * len(counts),
+        logprobs=[[0.0]] * len(counts),
+    )
 
 
 def decoding(

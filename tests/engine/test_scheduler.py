@@ -52,6 +52,7 @@ def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
     """Every row that draws draws this token."""
     counts = [entry.draws for entry in plan.entries if entry.draws]
     return StepResult(
+        weight_version=1,
         num_drawn=counts,
         tokens=[[token] * n for n in counts],
         logprobs=[[logprob] * n for n in counts],
@@ -316,7 +317,8 @@ def test_stops(depth: int):
         host.run()
         assert (seq.finish_reason, seq.stop_reason, seq.num_generated) == want
         assert (
-            generated(seq) == free[: seq.num_generated] and len(seq.logprobs) == seq.num_generated
+            generated(seq) == free[: seq.num_generated]
+            and len(seq.generated.logprobs) == seq.num_generated
         )
 
 
