@@ -3,9 +3,7 @@
 Any thread may call; the calls of a process take turns, first come first served.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,26 +12,27 @@ from jax.sharding import Mesh
 from jpaged import kept
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
-from jpaged.request.inputs import CallKeys, SamplingParamsLike
+from jpaged.request.inputs import CallKeys, PromptsLike, SamplingParamsLike
 from jpaged.request.outputs import RequestOutput
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError
+from jpaged.types import ModelLike, PyTree, Structured, Tokenizer
 
 _keys = CallKeys(0)  # A new process draws the same: its first call without a seed has key 1.
 
 
 def generate(
-    params: Any,
-    prompts: Any,
+    params: PyTree,
+    prompts: PromptsLike,
     sampling_params: SamplingParamsLike = None,
     *,
-    config: Any = None,
-    tokenizer: Any = None,
+    config: ModelLike | None = None,
+    tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     seed: int | jax.Array | None = None,
     engine_config: EngineConfig | None = None,
-    lora: Any = None,
-    draft: Any = None,
+    lora: PyTree = None,
+    draft: PyTree = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -61,20 +60,20 @@ def generate(
 
 
 def beam_search(
-    params: Any,
-    prompts: Any,
+    params: PyTree,
+    prompts: PromptsLike,
     beam_width: int = 4,
     max_tokens: int | None = 16,
     length_penalty: float = 1.0,
     early_stopping: EarlyStopping = False,
     *,
-    config: Any = None,
-    tokenizer: Any = None,
+    config: ModelLike | None = None,
+    tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
-    lora: Any = None,
-    draft: Any = None,
-    structured: Mapping[str, Any] | None = None,
+    lora: PyTree = None,
+    draft: PyTree = None,
+    structured: Structured | None = None,
     on_error: OnError = "raise",
     use_tqdm: bool = False,
 ) -> list[RequestOutput]:
@@ -103,19 +102,19 @@ def beam_search(
 
 
 def score(
-    params: Any,
-    token_lists: Any,
+    params: PyTree,
+    token_lists: PromptsLike,
     *,
     temperature: float = 1.0,
-    config: Any = None,
+    config: ModelLike | None = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
     return_greedy: bool = False,
-    structured: Mapping[str, Any] | None = None,
+    structured: Structured | None = None,
     prompt_lens: List[int] | None = None,
-    tokenizer: Any = None,
-    lora: Any = None,
-    draft: Any = None,
+    tokenizer: Tokenizer | None = None,
+    lora: PyTree = None,
+    draft: PyTree = None,
 ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
     """log p(token t+1 | tokens <= t) under log_softmax(logits / temperature): one float32 [T-1] a
     sequence.
@@ -140,16 +139,16 @@ def score(
 
 
 def warmup(
-    params: Any,
+    params: PyTree,
     max_prompt_len: int,
     max_tokens: int,
     batch: int,
     *,
-    config: Any = None,
-    tokenizer: Any = None,
+    config: ModelLike | None = None,
+    tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     engine_config: EngineConfig | None = None,
-    draft: Any = None,
+    draft: PyTree = None,
     use_tqdm: bool = False,
 ) -> float:
     """Compile ahead all that generate and score will need, and size the pool; returns the seconds

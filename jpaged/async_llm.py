@@ -18,9 +18,10 @@ from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
-from jpaged.request.inputs import Chat, SamplingParamsLike, match_sampling_params
+from jpaged.request.inputs import Chat, PromptLike, SamplingParamsLike, match_sampling_params
 from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
 from jpaged.sampling_params import SamplingParams
+from jpaged.types import Messages, ModelLike, PyTree, Report, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
 
@@ -36,10 +37,10 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: Any,
+        model: ModelLike | PyTree | LLM,
         *,
-        params: Any = None,
-        tokenizer: Any = None,
+        params: PyTree = None,
+        tokenizer: Tokenizer | None = None,
         mesh: Mesh | None = None,
         seed: int | jax.Array | None = None,
         **engine_config: Unpack[EngineFields],
@@ -66,7 +67,7 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[CompletionChunk]:
         """The completions of one prompt in pieces, in any form that LLM.generate takes. They add up
         to generate's with the same seed. Raises the request's error.
@@ -80,7 +81,7 @@ class AsyncLLM:
                     yield item
 
     async def complete(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
         """The completions of one prompt once they have ended. Raises the request's error."""
         async with self.run([prompt], sampling_params) as inbox:
@@ -88,10 +89,10 @@ class AsyncLLM:
 
     def chat(
         self,
-        messages: List[Any],
+        messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncIterator[CompletionChunk]:
         """Answer one conversation, a list of {"role", "content"}, in pieces. sampling_params None
         generates up to the end of the context.
@@ -102,7 +103,7 @@ class AsyncLLM:
     @contextlib.asynccontextmanager
     async def run(
         self,
-        prompts: list[Any],
+        prompts: List[PromptLike],
         sampling_params: SamplingParamsLike,
         *,
         streaming: bool = False,
@@ -138,20 +139,20 @@ class AsyncLLM:
         """
         return Coming(self._thread)
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
         """function(LLM, *args) between two steps, while nothing else touches it: to update_params,
         sleep or reset the prefix cache. What it returns or raises.
         """
         return await asyncio.wrap_future(self._thread.call(function, self._llm, *args))
 
-    async def prepare(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def prepare[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
         """function(LLM, *args) in a thread of those that render and tokenize, while the engine
         steps: for what reads tokenizer and settings alone.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._prompts, function, self._llm, *args)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Report:
         """LLM.stats as it was a moment ago."""
         return self._thread.stats
 
@@ -191,10 +192,11 @@ class AsyncLLM:
         await self.close()
 
 
-def _checked(item: Any) -> RequestOutput:
-    """An output, whose error is raised."""
+def _checked(item: object) -> RequestOutput:
+    """Return an output without an error; raise that of any other, or the exception that came."""
     if isinstance(item, BaseException):
         raise item
+    assert isinstance(item, RequestOutput)
     if item.error is not None:
         raise item.error
     return item

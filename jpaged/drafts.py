@@ -13,6 +13,7 @@ from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import DraftOf, dtype_of
 from jpaged.runtime.weights import ServingWeights, as_params
+from jpaged.types import PyTree
 
 
 class DraftModel:
@@ -29,7 +30,7 @@ class DraftModel:
         self.model_config = self.params.config
         self.weights = weights
 
-    def accept(self, params: Any) -> Params:
+    def accept(self, params: PyTree) -> Params:
         """Weights of any form as Params that can be bound; ConfigError where they cannot be."""
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         fresh = _fitted(fresh, self.target)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, PeerError
@@ -142,9 +141,9 @@ class EngineThread(threading.Thread):
         except (ConfigError, PeerError):
             return  # it has ended, and they with it
 
-    def call(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Call a function between two steps; what it returns or raises."""
-        future: Future[Any] = Future()
+    def call[T, *Args](self, function: Callable[[*Args], T], *args: *Args) -> Future[T]:
+        """Call a function between two steps; return what it will return or raise."""
+        future = Future[T]()
 
         def run(closed: BaseException | None) -> None:
             if not future.set_running_or_notify_cancel():

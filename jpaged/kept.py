@@ -15,7 +15,7 @@ from jpaged.fair_lock import FairLock
 from jpaged.runtime.mesh import serving_mesh
 from jpaged.runtime.weights import as_params
 from jpaged.session import Session
-from jpaged.types import PyTree, Tokenizer
+from jpaged.types import ModelLike, PyTree, Tokenizer
 
 MAX_SESSIONS = 2
 _kept: OrderedDict[Any, Session] = OrderedDict()  # least recently used first; none that is in use
@@ -25,7 +25,7 @@ _turns = FairLock()  # of a whole call: its weights are bound, and only one call
 @contextlib.contextmanager
 def session(
     params: PyTree,
-    config: Any,
+    config: ModelLike | None,
     mesh: Mesh | None,
     engine_config: EngineConfig | None,
     tokenizer: Tokenizer | None = None,
@@ -71,7 +71,7 @@ def session(
             found.served.unbind()
             # An interrupt of the call's own clearing up may have left requests: the next call's
             # session must have none.
-            if not (found.pool.has_engine and found.engine.has_unfinished()):
+            if not (found.pool.has_engine and found.pool.engine.has_unfinished()):
                 _kept[key] = found
                 _kept.move_to_end(key)
                 _trim(MAX_SESSIONS)

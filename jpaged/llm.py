@@ -18,6 +18,8 @@ from jpaged.models.params import Params
 from jpaged.request.inputs import (
     CallKeys,
     Chat,
+    PromptLike,
+    PromptsLike,
     SamplingParamsLike,
     as_chats,
 )
@@ -29,6 +31,7 @@ from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import OnError, OnUnfinished, Session, Snapshot
+from jpaged.types import Messages, ModelLike, PyTree, Report, Structured, Tokenizer
 
 
 class LLM:
@@ -50,10 +53,10 @@ class LLM:
 
     def __init__(
         self,
-        model: Any,
+        model: ModelLike | PyTree,
         *,
-        params: Any = None,
-        tokenizer: Any = None,
+        params: PyTree = None,
+        tokenizer: Tokenizer | None = None,
         mesh: Mesh | None = None,
         seed: int | jax.Array = 0,
         **engine_config: Unpack[EngineFields],
@@ -68,7 +71,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: PromptsLike,
         sampling_params: SamplingParamsLike = None,
         *,
         seed: int | jax.Array | None = None,
@@ -87,13 +90,13 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Any,
+        prompts: PromptsLike,
         beam_width: int = 4,
         max_tokens: int | None = 16,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
         *,
-        structured: Mapping[str, Any] | None = None,
+        structured: Structured | None = None,
         on_error: OnError = "raise",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -111,10 +114,10 @@ class LLM:
 
     def chat(
         self,
-        messages: List[Any],
+        messages: Messages | List[Messages],
         sampling_params: SamplingParamsLike = None,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         adapter: str | None = None,
@@ -140,7 +143,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: Any,
+        prompts: PromptsLike,
         sampling_params: SamplingParamsLike = None,
         *,
         seed: int | jax.Array | None = None,
@@ -152,11 +155,11 @@ class LLM:
 
     def score(
         self,
-        token_lists: Any,
+        token_lists: PromptsLike,
         *,
         temperature: float = 1.0,
         return_greedy: bool = False,
-        structured: Mapping[str, Any] | None = None,
+        structured: Structured | None = None,
         prompt_lens: List[int] | None = None,
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
         """log p(token t+1 | tokens <= t) of sequences: see jpaged.score."""
@@ -164,7 +167,7 @@ class LLM:
 
     def add_request(
         self,
-        prompt: Any,
+        prompt: PromptLike,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -192,9 +195,9 @@ class LLM:
 
     def render_chat(
         self,
-        messages: Any,
+        messages: Messages,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
@@ -208,7 +211,12 @@ class LLM:
         return self.session.inputs.render(chat)
 
     def update_params(
-        self, params: Any, *, mode: OnUnfinished = "refuse", donate: bool = False, draft: Any = None
+        self,
+        params: PyTree,
+        *,
+        mode: OnUnfinished = "refuse",
+        donate: bool = False,
+        draft: PyTree = None,
     ) -> None:
         """Serve these weights from now on; other objects than before drop the prefix cache. Refused
         with RequestError while requests are unfinished, unless mode="abort" ends them. donate: the
@@ -216,7 +224,7 @@ class LLM:
         """
         self.session.update_params(params, mode=mode, donate=donate, draft=draft)
 
-    def add_adapter(self, name: str, source: Any) -> int:
+    def add_adapter(self, name: str, source: PyTree) -> int:
         """Serve an adapter (see docs/lora.md) to prompts that name it; its version."""
         return self.session.served.add_adapter(name, source)
 
@@ -268,7 +276,7 @@ class LLM:
         """How many distinct params this LLM has served."""
         return self.session.served.weights.version
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Report:
         """Totals since the start: tokens, steps, seconds, compiles, transfers, blocks."""
         return self.session.report()
 
@@ -286,7 +294,7 @@ class LLM:
 
 
 def _weights(
-    model: Any, params: Any, config: EngineConfig, mesh: Mesh | None
+    model: ModelLike | PyTree, params: PyTree, config: EngineConfig, mesh: Mesh | None
 ) -> tuple[Params, Mesh | None]:
     """The params, and where to serve them, as far as that is known before they are."""
     if params is not None:

@@ -3,10 +3,10 @@
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.sequence import Request
 from jpaged.errors import CapacityError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.choices import Choices
@@ -17,7 +17,7 @@ from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.runner import DraftOf, Runner, report_of, seal
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
-from jpaged.types import PyTree
+from jpaged.types import PyTree, Report
 
 log = logging.getLogger("jpaged")
 
@@ -141,11 +141,9 @@ class Pool:
         if self._engine is not None:
             self.start(self._engine.config.num_blocks)
 
-    def misfit(self, num_tokens: int) -> CapacityError | None:
-        """Return the error of a prompt of so many tokens that the whole pool cannot hold, or
-        None.
-        """
-        engine = self.engine
+    def misfit(self, request: Request) -> CapacityError | None:
+        """Return the error of a request whose prompt the whole pool cannot hold, or None."""
+        engine, num_tokens = self.engine, request.sequences[0].prompt_len
         if engine.fits(num_tokens):
             return None
         pool = f"the KV pool of {engine.config.num_blocks} blocks of {engine.config.block_size}"
@@ -166,7 +164,7 @@ class Pool:
         """Let go of engine, pool and weights; of no use afterwards."""
         self._engine = self._served = None
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the totals of engine and device since the start."""
         return self.engine.report() | report_of(self.runner)
 

@@ -3,7 +3,6 @@ adapters.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -20,7 +19,7 @@ from jpaged.request.inputs import match_adapters
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.resolve import resolve
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
-from jpaged.types import PyTree
+from jpaged.types import PyTree, Report
 
 
 class ServedModel:
@@ -160,13 +159,13 @@ class ServedModel:
                 f"params hold a deleted array: {DONATED} Pass new ones to update_params"
             ) from cause
 
-    def add_adapter(self, name: Any, source: PyTree) -> int:
+    def add_adapter(self, name: object, source: PyTree) -> int:
         """Take an adapter under a name, in place of the one that had it; return its version.
         ConfigError where it cannot be served.
         """
         return self.adapters.add(name, source, self.pool.config)
 
-    def adapters_of(self, lora: Any, count: int) -> list[AdapterVersion | None]:
+    def adapters_of(self, lora: PyTree, count: int) -> list[AdapterVersion | None]:
         """Return the adapter of each of so many prompts, from one for all or a list. The pool has
         tables that hold them afterwards: larger ones if they grow, else ConfigError.
         """
@@ -182,7 +181,7 @@ class ServedModel:
         check_fits(asked, config)
         return adapters
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the version of the weights, what it cost to make, and the adapters' versions."""
         return self.weights.report() | self.adapters.report()
 

@@ -9,9 +9,9 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
@@ -49,7 +49,7 @@ from jpaged.runtime.step_table import warmup as compile_steps
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.served_model import ServedModel
-from jpaged.types import PyTree, Tokenizer
+from jpaged.types import PyTree, Report, Structured, Tokenizer
 
 OnError = Literal["raise", "return"]
 OnUnfinished = Literal["refuse", "abort"]
@@ -200,7 +200,7 @@ class Session:
         sampling_params: SamplingParamsLike,
         key: Key,
         *,
-        lora: Any = None,
+        lora: PyTree = None,
         on_error: OnError = "raise",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -220,9 +220,9 @@ class Session:
         max_tokens: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
-        structured: Mapping[str, Any] | None = None,
+        structured: Structured | None = None,
         *,
-        lora: Any = None,
+        lora: PyTree = None,
         on_error: OnError = "raise",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -253,10 +253,10 @@ class Session:
         token_lists: PromptsLike,
         temperature: float,
         return_greedy: bool,
-        structured: Mapping[str, Any] | None,
+        structured: Structured | None,
         prompt_lens: List[int] | None,
         *,
-        lora: Any = None,
+        lora: PyTree = None,
     ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the logprobs of sequences: see jpaged.score."""
         with self.whole_call():
@@ -307,7 +307,7 @@ class Session:
         sampling_params: SamplingParamsLike,
         key: Key,
         *,
-        lora: Any = None,
+        lora: PyTree = None,
         on_error: OnError = "raise",
         streaming: bool = False,
     ) -> list[Job]:
@@ -332,17 +332,14 @@ class Session:
         if on_error not in ("raise", "return"):
             raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
         requests = [job for job in jobs if isinstance(job, Request)]
-        size = self.engine_config.block_size
+        size = self.pool.config.block_size
         self.pool.reserve([n for request in requests for n in request.blocks_needed(size)])
         fitting: list[Job] = []
         for i, job in enumerate(jobs):
-            if isinstance(job, Request) and (error := self._misfit(job)):
+            if isinstance(job, Request) and (error := self.pool.misfit(job)):
                 job = self._refused(i, job.prompt, error, on_error, job.sequences[0].token_ids)
             fitting.append(job)
         return fitting
-
-    def _misfit(self, request: Request) -> CapacityError | None:
-        return self.pool.misfit(request.sequences[0].prompt_len)
 
     def _refused(
         self,
@@ -377,14 +374,17 @@ class Session:
         return outputs
 
     def run(self, jobs: List[Job], *, use_tqdm: bool = False) -> None:
-        """Step until these requests have ended; on any exception none of them is left behind. Jobs
-        that are outputs have ended before.
+        """Step until these requests, whose prompts fit the pool, have ended; on any exception none
+        of them is left behind. Jobs that are outputs have ended before.
         """
         requests = [job for job in jobs if isinstance(job, Request)]
         pending = Pending(requests)
         with tqdm(total=len(requests), unit="req", disable=not use_tqdm) as progress:
             try:
-                self._add_all(requests, pending)
+                with self.at_rest():
+                    self.served.check_awake()
+                    for request in requests:
+                        self._queue(request, pending)
                 while left := len(pending.requests):
                     with self.at_rest():
                         if pending.requests:  # else another thread's step was the last one
@@ -402,9 +402,7 @@ class Session:
         try:
             with self.at_rest():
                 for request in requests:
-                    if error := self._misfit(request):
-                        raise error
-            self._add_all(requests, pending)
+                    self.add(request, pending)
             while live:
                 with self.at_rest():  # and not while the consumer has a piece
                     if pending.error is not None:
@@ -420,13 +418,6 @@ class Session:
             # To wait for a lock here could be for ever: the collector of garbage, too, closes
             # streams, in any thread and on any line. The next that takes the engine ends them.
             self._abandoned.extend(pending.requests)
-
-    def _add_all(self, requests: list[Request], owner: Owner) -> None:
-        """Queue requests of a call, whose prompts fit the pool."""
-        with self.at_rest():
-            self.served.check_awake()
-            for request in requests:
-                self._queue(request, owner)
 
     # One request at a time
 
@@ -444,7 +435,7 @@ class Session:
                 raise RequestError(f"request_id={request_id!r}: must be a str that is not empty")
             request.rename(request_id)
         with self.at_rest():
-            if error := self._misfit(request):
+            if error := self.pool.misfit(request):
                 raise error
             self.served.check_awake()
             self._queue(request, self if owner is None else owner, rename=request_id is None)
@@ -567,7 +558,7 @@ class Session:
             self.served.close()
             self._settle()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """Return the totals of engine and device since the start, and the version of weights."""
         with self.at_rest():
             return self.pool.report() | self.served.report()

@@ -1,15 +1,36 @@
-"""Names for the types that callers pass in several forms."""
+"""Names for the types of what callers pass and get in several forms."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-# A jax pytree: nested dicts, an nnx Module or State, whatever jax.tree flattens.
+if TYPE_CHECKING:
+    from jpaged.models.config import ModelConfig
+
+# A jax pytree of arrays: Params, nested dicts, an nnx Module or State, whatever jax.tree flattens.
+# A checkpoint folder or an Adapter may stand for one where the function says so.
 type PyTree = Any
-# JSON as Python reads it: a Hugging Face config, a schema, a grammar's description.
-type Json = Any
+
+# A model's description: a ModelConfig, a Hugging Face config or the folder of one.
+type ModelLike = ModelConfig | Mapping[str, Any] | str | os.PathLike[str]
+
+# The form of an answer, as SamplingParams.structured has it.
+type Structured = Mapping[str, Any]
+
+# The messages of one conversation, each {"role", "content"} and what a chat template knows.
+type Messages = Sequence[Mapping[str, Any]]
+
+# Totals by name, as stats() returns them: numbers, names and lists of these.
+type Report = dict[str, Any]
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """What makes text of token ids: a tokenizer, or the fast one beneath it."""
+
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> Any: ...
+
+
+class Tokenizer(Decoder, Protocol):
     """A tokenizer of transformers, or another object with these two methods.
 
     Asked for where they are there: `eos_token_id`, `chat_template` and `apply_chat_template`,
@@ -17,5 +38,3 @@ class Tokenizer(Protocol):
     """
 
     def encode(self, text: str, /) -> Sequence[int]: ...
-
-    def decode(self, token_ids: Any, /, *, skip_special_tokens: bool = ...) -> str: ...

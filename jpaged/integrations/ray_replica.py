@@ -83,7 +83,7 @@ class Replica:
             self._llm.abort(request_id)
         for request_id, prompt, params in requests:
             try:
-                made = prompt(self._llm) if callable(prompt) else prompt
+                made: Any = prompt(self._llm) if callable(prompt) else prompt
                 self._llm.add_request(made, params, request_id=request_id)
             except Exception as e:  # whatever one request provokes is that request's error
                 ended.append(failed(request_id, e, prompt))

@@ -5,9 +5,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import Any
 
 from jpaged.checkpoint.kept_tokenizer import whole
 from jpaged.checks import check_real, check_whole
@@ -21,6 +19,7 @@ from jpaged.request.inputs import Inputs, Prompt
 from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
+from jpaged.types import Structured
 
 HERE = os.path.dirname(os.path.dirname(__file__))
 
@@ -101,7 +100,7 @@ class Builder:
         max_tokens: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
-        structured: Mapping[str, Any] | None = None,
+        structured: Structured | None = None,
     ) -> BeamSearch:
         """Return the request of a beam search: see jpaged.beam_search. Raises RequestError."""
         wanted = _num_candidates(beam_width, len(self.inputs.eos_ids), self.config)
@@ -139,7 +138,7 @@ class Builder:
         self,
         prompts: List[Prompt],
         temperature: float,
-        structured: Mapping[str, Any] | None = None,
+        structured: Structured | None = None,
         prompt_lens: List[int] | None = None,
     ) -> list[Request]:
         """Return a request for each sequence whose tokens' logprobs are wanted. See jpaged.score.
@@ -175,7 +174,7 @@ class Builder:
             requests.append(Request([sequence]))
         return requests
 
-    def matcher(self, structured: Mapping[str, Any]) -> Matcher:
+    def matcher(self, structured: Structured) -> Matcher:
         """Return a Matcher at the beginning of a form; RequestError where it cannot be served."""
         check_served(self.config)
         if self._grammars is None:

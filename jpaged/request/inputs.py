@@ -22,7 +22,7 @@ from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import CapacityError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.sampling_params import SamplingParams
-from jpaged.types import Tokenizer
+from jpaged.types import Messages, PyTree, Tokenizer
 
 # Held where Inputs uses its tokenizer for the first time: the first call of a tokenizer of
 # transformers may change its settings, which must not happen while another thread encodes. One for
@@ -224,8 +224,8 @@ def as_list(prompts: PromptsLike) -> list[Any]:
 
 
 def as_chats(
-    messages: Sequence[Any],
-    template_kwargs: Mapping[str, Any] | None = None,
+    messages: Messages | Sequence[Messages],
+    template_kwargs: Mapping[str, object] | None = None,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -245,7 +245,7 @@ def as_chats(
     ]
 
 
-def with_salt(salt: str, prompt: PromptLike) -> dict[str, Any]:
+def with_salt(salt: str, prompt: PromptLike) -> dict[str, object]:
     """Return a prompt (text, ids, or a dict of either) whose cached prefix is shared under `salt`
     alone; a salt that it has counts beside it. All salts passed here must be of one length, so that
     no salt of a prompt stands for another.
@@ -255,12 +255,12 @@ def with_salt(salt: str, prompt: PromptLike) -> dict[str, Any]:
     return {**prompt, "cache_salt": salt if inner is None else f"{salt}:{inner}"}
 
 
-def with_adapter(adapter: str, prompt: PromptLike) -> dict[str, Any]:
+def with_adapter(adapter: str, prompt: PromptLike) -> dict[str, object]:
     """Return a prompt (text, ids, or a dict of either) that names its adapter."""
     return {**_as_dict(prompt), "adapter": adapter}
 
 
-def salt_of(prompt: Mapping[str, Any]) -> str | None:
+def salt_of(prompt: Mapping[str, object]) -> str | None:
     """Return the salt that a prompt names; RequestError where it cannot be one."""
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt or not salt.isprintable()):
@@ -268,7 +268,7 @@ def salt_of(prompt: Mapping[str, Any]) -> str | None:
     return salt
 
 
-def match_adapters(lora: Any, count: int) -> list[Any]:
+def match_adapters(lora: PyTree, count: int) -> list[PyTree]:
     """Return one adapter for each prompt, from one for all or a list (with None for the model
     itself) as long as the prompts.
     """
@@ -360,7 +360,7 @@ def _too_long(count: int, most: int) -> CapacityError:
     )
 
 
-def _content(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
+def _content(prompt: Mapping[str, object]) -> tuple[str | None, Any]:
     """Return the text of a prompt that is a dict, and what is to be tokenized: text or ids."""
     keys = set(prompt) - {"cache_salt", "adapter"}
     text = prompt.get("prompt")
@@ -376,7 +376,7 @@ def _content(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
     )
 
 
-def _token_ids(prompt: Any, most: int | None) -> list[int]:
+def _token_ids(prompt: object, most: int | None) -> list[int]:
     """Return the ids of a prompt that is a sequence or an array of them. most: CapacityError for
     as many, before they are looked at; None: any number.
     """
@@ -400,7 +400,7 @@ def _token_ids(prompt: Any, most: int | None) -> list[int]:
     return ids
 
 
-def _as_dict(prompt: Any) -> Mapping[str, Any]:
+def _as_dict(prompt: PromptLike) -> Mapping[str, object]:
     if isinstance(prompt, Mapping):
         return prompt
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -427,7 +427,7 @@ def _rendered(chat: Chat, tokenizer: Any, *, tokenize: bool) -> Any:
         raise RequestError(f"chat: the template refused the messages: {e}") from e
 
 
-def _num_characters(messages: Any) -> int:
+def _num_characters(messages: Messages) -> int:
     """Return about how long a conversation is."""
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
     return sum(len(content) for content in contents if isinstance(content, str))

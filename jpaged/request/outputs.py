@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -254,10 +254,10 @@ def completion(
     index: int,
     token_ids: list[int],
     logprobs: List[float],
-    finish_reason: Any,
+    finish_reason: str | None,
     *,
     text: str | None = None,
-    tops: List[Any] | None = None,
+    tops: List[dict[int, Logprob] | None] | None = None,
     stop_reason: int | str | None = None,
     allowed_logprobs: np.ndarray | None = None,
     score: float | None = None,
@@ -272,7 +272,7 @@ def completion(
         token_logprobs=np.array(logprobs, np.float32),
         cumulative_logprob=float(np.sum(logprobs)),
         logprobs=tops,
-        finish_reason=finish_reason,
+        finish_reason=cast("FinishReason | None", finish_reason),
         stop_reason=stop_reason,
         allowed_logprobs=allowed_logprobs,
         score=score,

@@ -16,6 +16,7 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.engine.origin import Origin
 from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
+from jpaged.llm import LLM
 from jpaged.openai.json_text import json_object
 from jpaged.openai.parts import Format, Plain, Reader
 from jpaged.openai.protocol import BodyError
@@ -116,9 +117,11 @@ class Generation:
                     else:
                         await self._answer(exchange, asked, inbox, news, watch)
 
-    async def prepare[T](self, length: int, function: Callable[..., T], *args: Any) -> T:
-        """function(LLM, *args) in a thread. length: of the body that it is about: of long ones few
-        are read at once, so that threads are left for others.
+    async def prepare[T, *Args](
+        self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
+    ) -> T:
+        """Return function(LLM, *args), called in a thread. length: of the body that it is about: of
+        long ones few are read at once, so that threads are left for others.
         """
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
