@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.checkpoint.kept_tokenizer import whole
-from jpaged.checkpoint.load import load_params
+from jpaged.checkpoint.load import read_params
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
 from jpaged.engine_fields import EngineFields, check_fields
@@ -25,7 +25,6 @@ from jpaged.request.inputs import (
 )
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.runtime.mesh import serving_mesh
-from jpaged.runtime.quantize import one_by_one
 from jpaged.runtime.step_table import BucketReport
 from jpaged.runtime.weights import as_params
 from jpaged.sampling_params import SamplingParams
@@ -302,8 +301,9 @@ def _weights(
     if not isinstance(model, str | Path):
         return as_params(model), mesh
     mesh = serving_mesh(config, mesh)
-    each = None if mesh or not config.quantization else one_by_one(config.quantization)
-    return load_params(model, dtype=config.dtype, mesh=mesh, each=each), mesh
+    quantization = None if mesh else config.quantization
+    params = read_params(model, dtype=config.dtype, mesh=mesh, quantization=quantization)
+    return params, mesh
 
 
 def _engine_config(fields: EngineFields) -> tuple[EngineConfig, Params | None]:

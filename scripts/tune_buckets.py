@@ -33,13 +33,12 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
-from jpaged.engine.turns import Turns
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.sampling_params import SamplingParams
@@ -178,8 +177,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
         scheduler.queues.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
-    turns = Turns()
-    while plans := schedule([scheduler], turns):
+    while plans := schedule([scheduler]):
         plan = plans[0]
         draws = [entry.draws for entry in plan.entries if entry.draws]
         if plan.phase == "decode":

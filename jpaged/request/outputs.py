@@ -252,7 +252,7 @@ class LiveCompletions:
 
 def completion(
     index: int,
-    token_ids: list[int],
+    token_ids: List[int],
     logprobs: List[float],
     finish_reason: str | None,
     *,
@@ -268,7 +268,7 @@ def completion(
     return CompletionOutput(
         index=index,
         text=text,
-        token_ids=token_ids,
+        token_ids=list(token_ids),
         token_logprobs=np.array(logprobs, np.float32),
         cumulative_logprob=float(np.sum(logprobs)),
         logprobs=tops,

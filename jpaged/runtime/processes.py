@@ -27,6 +27,11 @@ def are_many(mesh: Any) -> bool:
     return isinstance(mesh, Mesh) and len({d.process_index for d in mesh.devices.flat}) > 1
 
 
+def is_local(device: Any) -> bool:
+    """Whether a device is this process's."""
+    return device.process_index == jax.process_index()
+
+
 def put(array: np.ndarray, where: Sharding) -> Array:
     """A host array on the devices; over processes each gives its own shares of an equal array.
 

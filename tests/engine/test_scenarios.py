@@ -7,9 +7,9 @@ import random
 import pytest
 
 from jpaged.engine.plan import Phase, Plan, PlanEntry
+from jpaged.engine.policy import MOST_IN_A_ROW
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Sequence, Status
-from jpaged.engine.turns import MOST_IN_A_ROW
 from jpaged.errors import CapacityError, RequestError
 from tests.engine.host import Host, cases
 from tests.engine.mock import expected, generated

@@ -1,17 +1,15 @@
 """Scheduler: what is in a plan, who is admitted, who is preempted, and that nobody starves."""
 
 import random
-from weakref import WeakKeyDictionary
 
 import pytest
 
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
-from jpaged.engine.policy import Policy
+from jpaged.engine.policy import MOST_IN_A_ROW, Policy
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.turns import MOST_IN_A_ROW, Turns
 from jpaged.request.detokenizer import TextStream
 from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host, Letters
@@ -39,12 +37,9 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
     return seq
 
 
-TURNS: WeakKeyDictionary[Scheduler, Turns] = WeakKeyDictionary()
-
-
 def next_plan(s: Scheduler) -> Plan | None:
     """The next plan of a scheduler alone."""
-    plans = schedule([s], TURNS.setdefault(s, Turns()))
+    plans = schedule([s])
     return plans[0] if plans else None
 
 
