@@ -122,7 +122,7 @@ class EngineConfig:
     max_n: int = _knob(256, "samples that one request may ask for")
     swap_space_gib: float = _knob(
         0.0,
-        "host memory for KV that the pool has given up, of evicted prefixes and preempted sequences, "
+        "host memory for KV that the pool gives up, of evicted prefixes and preempted sequences, "
         "GiB; 0 computes it again instead",
     )
     swap_min_tokens: int = _knob(
