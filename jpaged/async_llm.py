@@ -112,7 +112,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Inbox]:
         """Run a request of each prompt inside the block, as one call of LLM.generate; yields what
         they answer to. Each comes to its output, or to an error; streaming: its pieces come first.
-        coming: what `expect` gave when they were first heard of. origin: who asks, by which they
+        coming: what `expect` returned before they were made. origin: who asks, by which they
         take turns with others; None takes its turns with all who name none.
         """
         self._thread.check()

@@ -17,8 +17,8 @@ from jpaged.types import PyTree
 
 
 class DraftModel:
-    """Of one session: a smaller model, or a head of the model. params: those bound now. weights: as
-    they are served. is_own: read from a folder, and so kept between calls.
+    """A smaller model, or a head of the model, that guesses for it. params: those bound now.
+    weights: as they are served. is_own: read from a folder, and so kept between calls.
 
     It decides no token, so new weights of it leave every prefix in the cache; until what they
     compute has taken the place of what the old ones did, fewer guesses come true.

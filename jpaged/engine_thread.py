@@ -1,4 +1,4 @@
-"""EngineThread: steps an engine for tasks of event loops, and tells them what came of it."""
+"""EngineThread: steps an engine for tasks of event loops, and hands each task its results."""
 
 import asyncio
 import contextlib
@@ -25,9 +25,10 @@ STATS_S = 0.25  # how old the stats may be while it steps
 GATHER_S = 0.02
 LOOK_S = 0.002  # how often it looks whether any still are
 
-# Of which request, and a piece of it, its output when it has ended, or why there is none.
+# A result: the index of the request, and a piece of it, its output when it has ended, or the error
+# for which there is none.
 News = tuple[int, CompletionChunk | RequestOutput | BaseException]
-# Runs in the thread. Told why it cannot any more, else None.
+# Runs in the thread. Its argument is the error of a thread that has ended, else None.
 Command = Callable[[BaseException | None], None]
 
 
@@ -36,33 +37,33 @@ class Inbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._news: list[News] = []
+        self._results: list[News] = []
         self._arrival: asyncio.Future[None] | None = None
 
     async def take(self) -> list[News]:
-        """All that has come since the last time, at least one."""
-        if not self._news:
+        """Wait for a result, and return all that there are since the last time."""
+        if not self._results:
             self._arrival = self.loop.create_future()
             await self._arrival
-        news, self._news = self._news, []
+        news, self._results = self._results, []
         return news
 
     def put(self, news: list[News]) -> None:
-        self._news += news
+        self._results += news
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
 
 class Job:
-    """A request that runs for somebody. index: of those that share its inbox. live: where its
-    pieces are wanted.
+    """A request that runs for a task. index: its place among those that share the inbox. live:
+    makes its pieces, where those are wanted.
     """
 
     def __init__(self, request: Request, inbox: Inbox, index: int, live: LiveCompletions | None):
         self.request, self.inbox, self.index, self.live = request, inbox, index, live
 
     def take(self) -> list[News]:
-        """The pieces that are new. An error is left to the output."""
+        """Return the pieces that are new. An error is left to the output."""
         if self.live is None:
             return []
         chunks, error = self.live.take_all()
@@ -80,7 +81,7 @@ class Coming:
         thread.count_coming(1)
 
     def close(self) -> None:
-        """It is there, or will not come."""
+        """Stop waiting for it: the request was added, or was cancelled."""
         if self._is_counted:
             self._is_counted = False
             self._thread.count_coming(-1)
@@ -89,7 +90,7 @@ class Coming:
 class EngineThread(threading.Thread):
     """Steps the engine of a session from `start` to `close`; the Owner of what it runs. Others may
     step too (a function that `call` runs, another thread): what their steps bring is delivered all
-    the same. `_jobs` and `_news` are touched at rest only.
+    the same. `_jobs` and `_results` are touched at rest only.
 
     error: what it died of, None while it lives. stats: the session's report, a moment old.
     """
@@ -104,7 +105,7 @@ class EngineThread(threading.Thread):
         self._coming = 0
         self._is_closing = False
         self._failures = 0  # steps in a row that raised
-        self._news: dict[Inbox, list[News]] = {}  # since they were last delivered
+        self._results: dict[Inbox, list[News]] = {}  # since they were last delivered
         self.error: BaseException | None = None
         self.stats = session.report()
         self._stats_at = 0.0
@@ -117,7 +118,7 @@ class EngineThread(threading.Thread):
             raise self._ended
 
     def add(self, jobs: list[Job]) -> None:
-        """Run these; whatever becomes of them is in their inboxes."""
+        """Run these; their results go to their inboxes."""
 
         def run(closed: BaseException | None) -> None:
             for job in jobs:
@@ -126,12 +127,12 @@ class EngineThread(threading.Thread):
         self._post(run)
 
     def count_coming(self, change: int) -> None:
-        """So many requests more are on their way."""
+        """Count so many more requests that are on their way."""
         with self._lock:
             self._coming += change
 
     def abort(self, jobs: list[Job]) -> None:
-        """End those of them that still run. Nobody is told."""
+        """End those of them that still run, without a result."""
 
         def run(closed: BaseException | None) -> None:
             self._drop([job.request for job in jobs])
@@ -152,7 +153,7 @@ class EngineThread(threading.Thread):
                 if closed is not None:
                     raise closed
                 future.set_result(function(*args))
-            except BaseException as e:  # whoever called is told
+            except BaseException as e:  # raised where the result is asked for
                 future.set_exception(e)
 
         self._post(run)
@@ -199,7 +200,7 @@ class EngineThread(threading.Thread):
             if self.error is None:
                 self._fail(ending)
             for job in self._jobs.values():
-                self._tell(job, [(job.index, ending)])
+                self._keep(job, [(job.index, ending)])
             self._jobs.clear()
             self._deliver()
 
@@ -218,7 +219,7 @@ class EngineThread(threading.Thread):
         """Take in what is on its way, for a moment."""
         until = time.monotonic() + GATHER_S
         while (self._coming or not self._commands.empty()) and time.monotonic() < until:
-            # One that is given up sends no word of it.
+            # A cancelled request sends no command, so look again soon.
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=LOOK_S)(None)
 
@@ -231,7 +232,7 @@ class EngineThread(threading.Thread):
                 self._session.add(job.request, self)
             except Exception as e:  # that request's own
                 self._jobs.pop(job.request, None)
-                self._tell(job, [(job.index, e)])
+                self._keep(job, [(job.index, e)])
 
     def _step(self) -> None:
         try:
@@ -251,7 +252,7 @@ class EngineThread(threading.Thread):
         """Pass on the new pieces, whoever took the step."""
         for job in self._jobs.values():
             if news := job.take():
-                self._tell(job, news)
+                self._keep(job, news)
         self._deliver()
 
     def ended(self, request: Request) -> None:
@@ -259,20 +260,20 @@ class EngineThread(threading.Thread):
         if (job := self._jobs.pop(request, None)) is not None:
             news = job.take()
             output = collect(request, self._session.inputs.tokenizer)
-            self._tell(job, [*news, (job.index, output)])
+            self._keep(job, [*news, (job.index, output)])
             request.sequences = []  # each knows its request: without the cycle they are freed now
 
     def lost(self, request: Request, error: Exception) -> None:
         """End a request that has left the engine with an error."""
         if (job := self._jobs.pop(request, None)) is not None:
-            self._tell(job, [(job.index, error)])
+            self._keep(job, [(job.index, error)])
 
     def _fail(self, error: BaseException) -> None:
         """End all that runs with an error."""
         jobs, self._jobs = self._jobs, {}
         self._session.discard(jobs)
         for job in jobs.values():
-            self._tell(job, [(job.index, error)])
+            self._keep(job, [(job.index, error)])
 
     def _drop(self, requests: list[Request]) -> None:
         """End those of them that still run, for nobody."""
@@ -282,22 +283,23 @@ class EngineThread(threading.Thread):
             for request in running:
                 del self._jobs[request]
 
-    def _tell(self, job: Job, news: list[News]) -> None:
-        self._news.setdefault(job.inbox, []).extend(news)
+    def _keep(self, job: Job, news: list[News]) -> None:
+        """Keep results for `_deliver`."""
+        self._results.setdefault(job.inbox, []).extend(news)
         if threading.current_thread() is not self:  # which may wait for a command
             self._commands.put(lambda closed: None)
 
     def _deliver(self) -> None:
-        """Hand over the news of a step, each event loop's in one go."""
+        """Hand over the results of a step, those of each event loop in one call."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, list[News]]]] = {}
-        for inbox, news in self._news.items():
+        for inbox, news in self._results.items():
             loops.setdefault(inbox.loop, []).append((inbox, news))
-        self._news = {}
-        for loop, mail in loops.items():
+        self._results = {}
+        for loop, results in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, mail)
+                loop.call_soon_threadsafe(_put, results)
             except RuntimeError:  # closed: nobody waits there any more
-                lost = {inbox for inbox, _ in mail}
+                lost = {inbox for inbox, _ in results}
                 self._drop([request for request, job in self._jobs.items() if job.inbox in lost])
 
     def _look(self, *, often: bool) -> None:
@@ -308,6 +310,6 @@ class EngineThread(threading.Thread):
             self.stats = self._session.report()
 
 
-def _put(mail: list[tuple[Inbox, list[News]]]) -> None:
-    for inbox, news in mail:
+def _put(results: list[tuple[Inbox, list[News]]]) -> None:
+    for inbox, news in results:
         inbox.put(news)
