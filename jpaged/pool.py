@@ -14,7 +14,7 @@ from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import are_many, least
-from jpaged.runtime.runner import DraftOf, Runner, report_of, seal
+from jpaged.runtime.runner import DraftOf, Runner
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
 from jpaged.types import PyTree, Report
@@ -106,7 +106,7 @@ class Pool:
         runner.weight_version = served.version
         if config.strict:
             warmup(runner.steps)
-            seal(runner)
+            runner.seal()
         self._engine = Engine(
             config, runner, num_replicas=self._where.replicas, depth=DISPATCHES_IN_FLIGHT
         )
@@ -166,7 +166,7 @@ class Pool:
 
     def report(self) -> Report:
         """Return the totals of engine and device since the start."""
-        return self.engine.report() | report_of(self.runner)
+        return self.engine.report() | self.runner.report()
 
     def _most_blocks(self, served: Served) -> int:
         """Return the blocks of the default pool, which is also as far as a pool grows. What

@@ -193,8 +193,8 @@ class ServedModel:
             if self.draft.params is None:
                 raise ConfigError("this model was given a draft model before: pass draft= again")
             self.draft.weights.update(self.draft.params)
-            draft = self.draft.tree()
-        return Served(self.weights.tree(params), draft, self.weights.version)
+            draft = self.draft.modules()
+        return Served(self.weights.modules(params), draft, self.weights.version)
 
 
 def _delete(params: Params | None, *, kept: Params) -> None:
