@@ -220,7 +220,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_bytes(llm: Any, config: ModelConfig) -> int:
-    """Of the weights that a decode step of one row reads, in the form that they are served in."""
+    """Return the bytes of weights that a decode step of one row reads, as they are served."""
     plain = param_table(config)
     leaves = flat(llm.session.runner.params, is_quantized).items()
     total = sum(leaf.nbytes for name, leaf in leaves if plain[name].sides[1])
