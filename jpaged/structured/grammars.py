@@ -288,8 +288,8 @@ class Matcher:
             self.state.rollback(count)
 
     def scoring(self, index: int, token_ids: Sequence[int], begins: int) -> Self:
-        """Of a text whose form begins at a position; RequestError where it is not of that form.
-        index: of the text, for the message.
+        """Return what masks a text that is scored, whose form begins at a position; RequestError
+        where it is not of that form. index: the text's place, for the message.
         """
         answer = list(token_ids[begins:])
         valid = begins + self.state.validate_tokens(answer)
