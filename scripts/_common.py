@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh
 import jpaged
 from jpaged.checks import read_json
 from jpaged.errors import ConfigError
+from jpaged.flags import Parser
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import param_shapes, param_table, random_params
 
@@ -31,10 +32,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that mod
 # ---- flags ----
 
 
-def make_parser(name: str, doc: str | None, **how: Any) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring as it is written."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=formatter, **how)
+def make_parser(name: str, doc: str | None, **settings: Any) -> Parser:
+    """Return a parser that shows a module's docstring as it is written."""
+    return Parser(prog=name, description=doc, **settings)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

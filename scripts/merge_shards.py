@@ -8,18 +8,16 @@ there is), and an output that exists (--overwrite). The merged file has the mani
 run: serve_batch.py goes on with it. Exit status 0: merged; 2: some lines are errors; 1: not merged.
 """
 
-import argparse
 import os
 import sys
 
+from jpaged.flags import Parser
 from jpaged.integrations.batch.merge import find_shards, merge
 from jpaged.integrations.batch.source import BatchError
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("output", help="the merged file")
     parser.add_argument(
         "shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)"

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from jpaged import adapter_flag
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, ConfigError, PeerError
-from jpaged.flags import add_engine_flags, engine_settings
+from jpaged.flags import Parser, add_engine_groups, engine_settings
 from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
@@ -51,30 +51,29 @@ LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_
 LEASTS |= {"replica_retries": 0}
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse exits 2, which here means that some lines failed."""
+class BatchParser(Parser):
+    """A parser that exits with FATAL: argparse's 2 means here that some lines failed."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(FATAL, f"serve_batch: {message} (--help lists the flags)\n")
+    def __init__(self, **settings: Any):
+        super().__init__(prog="serve_batch", error_status=FATAL, **settings)
 
     def group(self, title: str) -> Any:
         """A function that adds a flag to a new group; its help tells its default."""
         group = self.add_argument_group(title)
 
         def add(flag: str, help: str, *, default: Any = None, **how: Any) -> None:
-            told = f"{default:g}" if isinstance(default, float) else default
-            text = help if "(default: " in help else f"{help} (default: {told})"
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text = help if "(default: " in help else f"{help} (default: {shown})"
             group.add_argument(flag, help=text, default=default, **how)
 
         return add
 
 
-def make_parser() -> Parser:
+def make_parser() -> BatchParser:
     """Every flag, in groups; those of sampling and of the engine that were not given leave the
     model's and EngineConfig's defaults as they are.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="serve_batch", description=__doc__, formatter_class=raw)
+    parser = BatchParser(description=__doc__)
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.group("input")
@@ -164,13 +163,13 @@ def make_parser() -> Parser:
     add("--num-processes", "of them all (default: what the cluster says)", type=int)
     add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
 
-    group = parser.add_argument_group("engine")
+    group = parser.add_argument_group("model")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
     group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapter_flag.FLAG)
     window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"
     group.add_argument("--window", help=window, type=int)
-    add_engine_flags(group)
+    add_engine_groups(parser)
     return parser
 
 
@@ -217,7 +216,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def config_args(parser: Parser, path: str) -> argparse.Namespace:
+def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
     """What the flags of a YAML or JSON file come to: a mapping of names, with - or _, to values."""
 
     def refuse(message: object) -> NoReturn:
@@ -248,7 +247,7 @@ def config_args(parser: Parser, path: str) -> argparse.Namespace:
             flags += [f"--{name}"] if value else [f"--no-{name}"] * is_switch
         elif value is not None:
             flags += [f"--{name}", *values]
-    own = Parser(prog="serve_batch", parents=[parser], add_help=False, conflict_handler="resolve")
+    own = BatchParser(parents=[parser], add_help=False, conflict_handler="resolve")
     own.error = refuse
     return own.parse_args(flags)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.errors import ConfigError
+from jpaged.combinations import Facts, check_combination
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_quantization import Format
 from jpaged.models.param_spec import ParamSpec
@@ -63,11 +63,10 @@ def served_form(
     share = spec.shape_of(inputs[-1])[0]
     if spec.split_letter(devices) == inputs[-1]:
         share //= devices
-    if form.group is not None and share % form.group:
-        raise ConfigError(
-            f"quantization={quantization!r}: {spec.name} has {share} inputs on a device in a row "
-            f"of its last axis, which are not whole groups of {form.group}"
-        )
+    inputs_of_a_scale = form.group or 1
+    check_combination(
+        Facts(served_form=quantization, weight=spec.name, inputs=share, group=inputs_of_a_scale)
+    )
     return form
 
 

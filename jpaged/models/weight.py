@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jpaged.errors import CheckpointError, ConfigError
+from jpaged.combinations import Facts, check_combination
+from jpaged.errors import CheckpointError
 from jpaged.models.param_spec import ParamSpec, tokens_of
 from jpaged.models.quantized import FORMS, QuantizedWeight, WeightForm, is_quantized
 
@@ -161,18 +162,15 @@ class Weight:
         """ConfigError if its values are in 8 or 4 bits and cannot be served as they are."""
         if not is_quantized(self.source):
             return
-        stored, advice = self.source.form, "or load_params(..., dequantize=True)"
-        if self.form is not None and self.form != stored:
-            raise ConfigError(
-                f"{self.name} is in {stored.name} already, quantization= asks for "
-                f"{self.form.name}: leave it out, {advice}"
+        stored, change = self.source.form.name, self.change
+        check_combination(
+            Facts(
+                weight=self.name,
+                form=stored,
+                served_form=stored if self.form is None else self.form.name,
+                is_rearranged=change.repeats > 1 or bool(change.rows),
             )
-        if self.change.repeats > 1 or self.change.rows:
-            raise ConfigError(
-                f"{self.name} in {stored.name}: on so many devices KV heads would be repeated or "
-                "the vocabulary padded, which weights that are not plain cannot be; take fewer, "
-                f"{advice}"
-            )
+        )
 
     # What pieces of files hold
 

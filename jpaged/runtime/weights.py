@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
@@ -117,14 +118,10 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         _check_sizes(config, place)
         return place
     axis = config.tensor_axis
+    check_combination(Facts(config=config, mesh_axes=mesh.axis_names))
     if axis == "auto":
         axis = _kv_axis(params, mesh) or next(
             (name for name in TENSOR_AXES if name in mesh.axis_names), None
-        )
-    named = (axis,) if isinstance(axis, str) else axis or ()
-    if unknown := [name for name in named if name not in mesh.axis_names]:
-        raise ConfigError(
-            f"tensor_axis={axis!r}: {unknown[0]!r} is not an axis of the mesh {mesh.axis_names}"
         )
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if not devices:
@@ -137,7 +134,9 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
     try:
         served_config(params.config, place.axis_size)
     except ConfigError as e:
-        raise ConfigError(f"mesh axis {axis!r}: {e}") from e
+        error = ConfigError(f"mesh axis {axis!r}: {e}")
+        error.rule = e.rule
+        raise error from e
     return place
 
 
@@ -149,16 +148,7 @@ def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
 
 
 def _check_sizes(config: EngineConfig, place: Placement) -> None:
-    if (size := config.tensor_parallel_size) not in (None, place.axis_size):
-        raise ConfigError(
-            f"tensor_parallel_size={size}: {place.axis_size} devices of the mesh share the model "
-            f"(axis {place.axis!r}); pass one of the two"
-        )
-    if (size := config.data_parallel_size) not in (None, place.replicas):
-        raise ConfigError(
-            f"data_parallel_size={size}: the mesh has {place.replicas} replicas (axes "
-            f"{place.data_axes}); pass one of the two"
-        )
+    check_combination(Facts(config=config, devices=place.axis_size, replicas=place.replicas))
 
 
 def is_deleted(leaf: Any) -> bool:

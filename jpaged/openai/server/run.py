@@ -22,7 +22,7 @@ import uvicorn
 from jpaged.adapter_flag import loaded
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import CheckpointError, ConfigError
-from jpaged.flags import add_engine_flags, add_flags, engine_settings, given_settings
+from jpaged.flags import Parser, add_engine_groups, add_flags, engine_settings, given_settings
 from jpaged.llm import LLM
 from jpaged.openai.server.app import Server
 from jpaged.openai.server.settings import ServerSettings
@@ -78,11 +78,9 @@ class Listener(uvicorn.Server):
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="jpaged serve", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+def make_parser() -> Parser:
+    """Return the parser of `jpaged serve`."""
+    parser = Parser(prog="jpaged serve", description=__doc__)
     what = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     parser.add_argument("model", help=what, nargs="?")
     group = parser.add_argument_group("server")
@@ -102,8 +100,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", help=seed, type=int, default=0)
     early = "compile every shape of a step before it listens (default: off)"
     add("--warmup", help=early, action=argparse.BooleanOptionalAction, default=False)
-    add_flags(group, ServerSettings)
-    add_engine_flags(parser.add_argument_group("engine"))
+    add_flags(parser.add_argument_group("limits and behaviour"), ServerSettings)
+    add_engine_groups(parser)
     return parser
 
 
