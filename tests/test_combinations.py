@@ -139,7 +139,7 @@ def bind_weights(options: tuple[Option, ...]) -> None:
     config = EngineConfig(**PLAIN, **{k: v for k, v in case.items() if k not in BESIDE})
     session = Session(weights, config, None, grows=False)
     session.bind(weights)
-    session.weights.tree(weights)
+    session.weights.modules(weights)
 
 
 @functools.cache
