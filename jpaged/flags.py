@@ -86,10 +86,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse all arguments; exit where one is unknown, with the flag that was meant."""
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown))
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Exit with one sentence."""
@@ -111,12 +111,14 @@ def add_engine_groups(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         add_flags(group, EngineConfig, *names, **chosen)
 
 
-def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
+def add_engine_flags(parser: argparse._ActionsContainer, *names: str, **defaults: object) -> None:
     """A flag for each field, or for those of the names, to a parser or a group of one."""
     add_flags(parser, EngineConfig, *names, **defaults)
 
 
-def add_flags(parser: Any, settings: type, *names: str, **defaults: Any) -> None:
+def add_flags(
+    parser: argparse._ActionsContainer, settings: type, *names: str, **defaults: object
+) -> None:
     """A flag for each field of a dataclass of settings that has a help, or for those of the names.
     A field whose flag is left out is no attribute of the result.
 
@@ -171,7 +173,7 @@ def _values_of(hint: Any) -> dict[str, Any]:
     words = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
     plain = str if words else kind
 
-    def value(text: str) -> Any:
+    def value(text: str) -> object:
         return None if text == "none" else plain(text)
 
     value.__name__ = plain.__name__  # argparse names it where a value is none

@@ -221,7 +221,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_bytes(llm: Any, config: ModelConfig) -> int:
-    """Of the weights that a decode step of one row reads, in the form that they are served in."""
+    """Return the bytes of weights that a decode step of one row reads, as they are served."""
     plain = param_table(config)
     names = jax.tree.leaves(bind(config, nest({name: name for name in plain})))
     weights = jax.tree.leaves(llm.session.runner.params, is_leaf=is_quantized)

@@ -168,8 +168,8 @@ def prompts_of(args: argparse.Namespace, name: str) -> list[list[int]]:
 
 
 def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float, dict[str, Any]]]:
-    """Of each round generate's tokens a second, and what the streams saw. The first warms up, and
-    one in which a step was compiled does not count.
+    """Return for each round generate's tokens a second, and what the streams saw. The first warms
+    up, and one in which a step was compiled does not count.
     """
     found, compiles = [], -1
     for number in range(2 * args.rounds + 6):

@@ -286,8 +286,8 @@ def _scored(
 def _sampling_params(
     default: SamplingParams, how: dict[str, Any], until: list[str], count: int
 ) -> SamplingParams:
-    """Of normalized generation_kwargs; what they leave open is the default's, generation_config's
-    as in hf.
+    """SamplingParams of normalized generation_kwargs; what they leave open is the default's,
+    generation_config's as in hf.
     """
     sample = how.pop("do_sample")
     if unknown := sorted(set(how) - set(CONTROLS)):

@@ -148,10 +148,10 @@ class Alike:
             raise ConfigError("layers of several kinds: read config.layers")
         plain, mixer = layers[0], mixers[0]
         ffn = next(iter(mlps.values()), None)
-        found: dict[str, Any] = _rope(mixers)
+        others: dict[str, Any] = _rope(mixers)
         if experts:
             first = experts[0]
-            found |= {
+            others |= {
                 "num_experts": first.num_experts,
                 "experts_per_token": first.experts_per_token,
                 "expert_size": first.expert_size,
@@ -184,7 +184,7 @@ class Alike:
             query_pre_attn_scalar=mixer.query_pre_attn_scalar,
             attn_logit_softcapping=mixer.soft_cap,
             sliding_windows=windows if any(windows) else (),
-            **found,
+            **others,
         )
         for i, (layer, again) in enumerate(zip(layers, switches.layers(), strict=True)):
             if layer != again:

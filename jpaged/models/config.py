@@ -230,13 +230,13 @@ class ModelConfig:
     def _same(self, kind: type, name: str, default: int | None = None) -> Any:
         """What all parts of a kind have; AttributeError where they differ."""
         parts = (part for layer in self.layers for part in (layer.mixer, layer.ffn))
-        found = {getattr(part, name) for part in parts if isinstance(part, kind)}
-        if not found and default is not None:
+        values = {getattr(part, name) for part in parts if isinstance(part, kind)}
+        if not values and default is not None:
             return default
-        if len(found) != 1:
-            values = f"is one of {sorted(found)} by layer" if found else "is in no layer"
-            raise AttributeError(f"{name} {values}: read config.layers")
-        return found.pop()
+        if len(values) != 1:
+            problem = f"is one of {sorted(values)} by layer" if values else "is in no layer"
+            raise AttributeError(f"{name} {problem}: read config.layers")
+        return values.pop()
 
     @property
     def score_scale(self) -> float:

@@ -70,7 +70,7 @@ class HeadConfig(ModelConfig):
     ):
         """model: what ModelConfig takes, of one layer."""
         super().__init__(**model)
-        own = {
+        values = {
             "target_hidden_size": target_hidden_size,
             "draft_vocab_size": draft_vocab_size,
             "aux_layers": aux_layers,
@@ -79,13 +79,13 @@ class HeadConfig(ModelConfig):
             "own_lm_head": own_lm_head,
             "norm_before_residual": norm_before_residual,
         }
-        for name, value in own.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @property
     def sizes(self) -> dict[str, int]:
-        own = {"A": STATES * self.target_hidden_size, "W": self.draft_vocab_size}
-        return super().sizes | own
+        sizes = {"A": STATES * self.target_hidden_size, "W": self.draft_vocab_size}
+        return super().sizes | sizes
 
     def params(self) -> Iterator[ParamSpec]:
         yield ParamSpec("fc.weight", "E, A", "fc.weight").placed(self.sizes)

@@ -73,8 +73,8 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(text, Mapping) or named[0] not in (None, family.text_of[1]):
             continue
         shared = ("eos_token_id", "tie_word_embeddings", "quantization_config")
-        own = {"model_type": family.model_type, "architectures": [family.architecture]}
-        return {**text, **{key: raw[key] for key in shared if key in raw}, **own}
+        names = {"model_type": family.model_type, "architectures": [family.architecture]}
+        return {**text, **{key: raw[key] for key in shared if key in raw}, **names}
     return raw
 
 

@@ -54,7 +54,7 @@ class Adapter:
 
 
 class Pair(NamedTuple):
-    """Of one part of a weight: a [rank, *inputs] and b [*outputs, rank], b scaled already."""
+    """The adapter of one part of a weight: a [rank, *inputs], and b [*outputs, rank] scaled."""
 
     a: Any
     b: Any
@@ -85,11 +85,11 @@ class Target(NamedTuple):
 
 def targets(config: ModelConfig, extra: Collection[str] = ()) -> dict[str, Target]:
     """What can have adapters in a model, by the names of the parts; extra: kinds of EXTRA too."""
-    found = {}
+    by_part = {}
     for spec in adapted_specs(config, extra).values():
         for part, index in spec.places:
-            found[spec.at(part.name)] = Target(spec, part, index)
-    return found
+            by_part[spec.at(part.name)] = Target(spec, part, index)
+    return by_part
 
 
 def adapted_specs(config: ModelConfig, extra: Collection[str] = ()) -> dict[str, ParamSpec]:
@@ -136,17 +136,17 @@ def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> 
     if not sides:
         raise ConfigError("lora has no weights")
     fused, parts = adapted_specs(config, EXTRA), targets(config, EXTRA)
-    found: Pairs = {}
+    pairs: Pairs = {}
     for name, pair in sides.items():
         if missing := {"a", "b"} - pair.keys():
             raise ConfigError(f"lora[{name!r}] lacks its {missing.pop().upper()}")
         if name in parts:
-            found[name] = shaped_pair(name, pair["a"], pair["b"], parts[name])
+            pairs[name] = shaped_pair(name, pair["a"], pair["b"], parts[name])
         elif name in fused:
-            found |= _of_fused(name, pair["a"], pair["b"], fused[name])
+            pairs |= _of_fused(name, pair["a"], pair["b"], fused[name])
         else:
             raise ConfigError(_unknown(name, config))
-    return scale_pairs(found, adapter.scale)
+    return scale_pairs(pairs, adapter.scale)
 
 
 def shaped_pair(name: str, a: Any, b: Any, target: Target) -> Pair:
@@ -208,7 +208,7 @@ def initial_lora(
     """A tree of pairs to train from: A normal of deviation 1 / sqrt(inputs), B zeros, so that the
     model begins as it is. parts: names within a layer, "embed.weight" or "lm_head.weight".
     """
-    parts, found = tuple(parts), {}
+    parts, arrays = tuple(parts), {}
     every = targets(config, EXTRA)
     chosen = {n: t for n, t in every.items() if _short(t.part.name) in parts}
     if unknown := set(parts) - {_short(target.part.name) for target in chosen.values()}:
@@ -222,9 +222,9 @@ def initial_lora(
             count = 1
         elif ".experts." in name:
             count = inputs[-1]
-        found[f"{name}.a"] = a * jnp.asarray(count**-0.5, dtype)
-        found[f"{name}.b"] = jnp.zeros((*outputs, rank), dtype)
-    return nest(found)
+        arrays[f"{name}.a"] = a * jnp.asarray(count**-0.5, dtype)
+        arrays[f"{name}.b"] = jnp.zeros((*outputs, rank), dtype)
+    return nest(arrays)
 
 
 def _of_fused(name: str, a: Any, b: Any, spec: ParamSpec) -> Pairs:

@@ -78,13 +78,13 @@ def all_parts() -> dict[str, Part]:
 
 def parameters(config: ModelConfig, tree: Mapping[str, Any]) -> dict[str, Parameter]:
     """Return the parameters of a canonical tree by name."""
-    found: dict[str, Parameter] = {}
+    by_name: dict[str, Parameter] = {}
     for name, spec in param_table(config).items():
         node: Any = tree
         for key in name.split("."):
             node = node[key]
-        found[name] = Parameter(spec, node)
-    return found
+        by_name[name] = Parameter(spec, node)
+    return by_name
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

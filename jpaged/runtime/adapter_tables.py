@@ -31,12 +31,12 @@ WHOLE_RANK = 8  # ranks are whole ones of these: of all slots together, what til
 
 
 def table_rank(config: EngineConfig) -> int:
-    """The rank that every adapter is padded to."""
+    """Return the rank that every adapter is padded to."""
     return -(-config.max_lora_rank // WHOLE_RANK) * WHOLE_RANK
 
 
 def table_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
-    """Of the tables of a model as a device has it."""
+    """Return the bytes of the tables of a model. model: a device's share."""
     if not config.max_loras:
         return 0
     specs = adapted_specs(model, config.lora_extra)

@@ -168,7 +168,8 @@ def choose_kernel(
 def _writes_heads(name: str, norms_whole: bool, shapes: Shapes, device: Any) -> bool:
     """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
 
-    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept.
+    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. norms_whole:
+    a layer norms all its heads together.
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
         return False

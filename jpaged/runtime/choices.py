@@ -185,8 +185,8 @@ def multiplies_fp8(device: Any) -> bool:
 def _experts(
     model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
 ) -> Implementation | None:
-    """Return the implementation that serves the experts of every layer; None for a model without
-    experts.
+    """Return the implementation of experts, which supports those of every layer; None for a model
+    without experts.
 
     shards: devices that each expert is split over.
     """
@@ -206,11 +206,12 @@ def _experts(
     ]
     for name, implementation in experts.IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
-            reasons = (implementation.module().unsupported(shape, device) for shape in shapes)
-            reason = next((reason for reason in reasons if reason is not None), None)
-            if reason is None:
+            module = implementation.module()
+            refused = [module.unsupported(shape, device) for shape in shapes]
+            reasons = [reason for reason in refused if reason is not None]
+            if not reasons:
                 return implementation
-            log.info("experts: not %s (%s)", name, reason)
+            log.info("experts: not %s (%s)", name, reasons[0])
     raise AssertionError("one of them runs everywhere")
 
 

@@ -71,7 +71,7 @@ class CompiledSteps:
         return bucket in self._steps
 
     def __getitem__(self, bucket: Shape) -> Any:
-        """The executable of a bucket; its params are the leaves of StepParams, in a list."""
+        """Return the executable of a bucket; its params are the leaves of StepParams, in a list."""
         if bucket not in self._steps:
             started = time.perf_counter()
             self.compile(bucket, started, self.lower(bucket))
@@ -80,16 +80,16 @@ class CompiledSteps:
     def larger[S: Shape](self, bucket: S, most: int) -> list[S]:
         """Return the shapes that are compiled, hold this one and have at most so many tokens."""
         kind = type(bucket)
-        found = [b for b in list(self._steps) if isinstance(b, kind) and b.holds(bucket)]
-        return [b for b in found if b.tokens <= most]
+        holding = [b for b in list(self._steps) if isinstance(b, kind) and b.holds(bucket)]
+        return [b for b in holding if b.tokens <= most]
 
     def memory(self, bucket: Shape) -> Any:
-        """XLA's account of a bucket's memory; None where it is not compiled."""
+        """Return XLA's account of a bucket's memory; None where it is not compiled."""
         step = self._steps.get(bucket)
         return None if step is None else step.memory_analysis()
 
     def seal(self) -> None:
-        """Let no shape in that is not compiled (strict mode)."""
+        """Refuse every shape that is not compiled by now (strict mode)."""
         self.is_sealed = True
 
     def compile(self, bucket: Shape, started: float, lowered: Any) -> None:
@@ -98,7 +98,7 @@ class CompiledSteps:
         log.info("compiled %s in %.1f s", bucket, self.seconds[bucket])
 
     def lower(self, bucket: Shape) -> Any:
-        """The lowered (not yet compiled) step of a bucket; an error once the table is sealed."""
+        """Return the lowered, not yet compiled step of a bucket; ConfigError after `seal`."""
         if self.is_sealed:
             raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
         config, model = self.setting.config, self.setting.model
@@ -126,7 +126,7 @@ class CompiledSteps:
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(arrays, *args)
 
     def _params(self, bucket: Shape) -> tuple[StepParams, StepParams]:
-        """What a step takes as params: its shapes, and how they lie."""
+        """Return the parameters of a step as shapes, and as PartitionSpecs."""
         setting, where = self.setting, self.where
         needs = uses(bucket, setting)
         shapes, specs = StepParams(), StepParams()
@@ -147,12 +147,14 @@ class CompiledSteps:
         return shapes, specs
 
     def _split(self, model: ModelConfig, form: Any) -> Any:
-        """Return how the modules of a served model lie."""
+        """Return the PartitionSpecs of the modules of a served model."""
         specs = param_specs(model, self.where.axis, self.where.axis_size)
         return specs_of(form, bind_any(model, specs))
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        """The function, run whole on each device's share: XLA cannot partition a Pallas call."""
+        """Return a function that runs whole on each device's share: XLA cannot partition Pallas
+        calls.
+        """
         if self.where.tensor_axis is None and self.where.replicas == 1:
             return function
         specs = {"in_specs": in_specs, "out_specs": out_specs}
@@ -160,12 +162,12 @@ class CompiledSteps:
 
     @property
     def kv(self) -> tuple[Any, ...]:
-        """DeviceState.kv of all replicas, as ShapeDtypeStructs."""
+        """The pools of all replicas, as ShapeDtypeStructs."""
         return tuple(self._rows(pool, pool.shape[0]) for pool in self.setting.pools)
 
     @property
     def _kv_specs(self) -> tuple[Pool, ...]:
-        """How it lies."""
+        """The PartitionSpecs of the pools."""
         return tuple(pool.specs(self.where) for pool in self.setting.pools)
 
     def _rows(self, pool: PoolSpec, rows: int) -> Any:
@@ -177,7 +179,7 @@ class CompiledSteps:
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """RowState.counts_RV of all replicas, of the vocabulary with its padding."""
+        """RowState.counts_RV of all replicas; its vocabulary includes the padding."""
         shape = (self.setting.config.max_num_seqs, self.setting.model.vocab_size)
         return self._struct(shape, jnp.int32, self._counts_spec)
 
@@ -186,7 +188,7 @@ class CompiledSteps:
         return PartitionSpec(self.where.data_axes or None, self.where.tensor_axis)
 
     def _state(self, *, full: bool) -> tuple[DeviceState, DeviceState]:
-        """The device's state as ShapeDtypeStructs, and how it is split."""
+        """Return the device's state as ShapeDtypeStructs, and as PartitionSpecs."""
         slots = self.setting.config.max_num_seqs
         each = self.where.each
         row = self._struct((slots,), jnp.int32)
@@ -202,14 +204,14 @@ class CompiledSteps:
     def _struct(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None
     ) -> jax.ShapeDtypeStruct:
-        """An array of these shapes a replica, one after the other along the first axis."""
+        """Return an array of this shape for each replica, concatenated along the first axis."""
         where = self.where.sharding(self.where.each if spec is None else spec)
         if self.where.replicas > 1:
             shape = (self.where.replicas * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def move(self, name: Literal["read_blocks", "write_blocks"], group: int, count: int) -> Any:
-        """A function of kv_cache for so many blocks of a group's pool."""
+        """Return a function of kv_cache, compiled for this many blocks of a group's pool."""
         if (name, group, count) not in self._moves:
             started, pool = time.perf_counter(), self.setting.pools[group]
             spec, each = pool.specs(self.where), self.where.each
@@ -227,7 +229,7 @@ class CompiledSteps:
         return self._moves[name, group, count]
 
     def set_counts(self) -> Any:
-        """device_state.set_counts."""
+        """Return device_state.set_counts, compiled."""
         if self._set_counts is None:
             started, spec = time.perf_counter(), self._counts_spec
             step = functools.partial(set_counts, vocabulary=self.setting.vocabulary)
@@ -242,8 +244,8 @@ class CompiledSteps:
         return self._set_counts
 
     def copy_blocks(self) -> Any:
-        """kv_cache.copy_blocks in all pools: apart from the steps, which mostly have none to copy
-        and would ask how many on the device.
+        """Return kv_cache.copy_blocks over all pools, compiled. It is no part of the steps, since
+        most of them have no block to copy and would have to count on the device.
         """
         if self._copy_blocks is None:
             started, pools = time.perf_counter(), self.setting.pools
@@ -279,7 +281,7 @@ def _of_arrays(step: Callable[..., Any], structure: Any) -> Callable[..., Any]:
 
 
 def _of_one(function: Any) -> Any:
-    """A function whose scalars, all but the first and the third argument, are arrays of one."""
+    """Return a function that takes arrays of one element in place of its scalars."""
 
     def of_one(counts: Any, row: Any, tokens: Any, *scalars: Any) -> Any:
         return function(counts, row[0], tokens, *(scalar[0] for scalar in scalars))

@@ -286,13 +286,14 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
     lowered = [probe.steps.lower(bucket) for bucket in largest_buckets(table)]
     with ThreadPoolExecutor() as threads:  # side by side: each takes a minute on a GPU
         compiled = threads.map(lambda step: step.compile(), lowered)
-        found = [step.memory_analysis() for step in compiled]
+        analyses = [step.memory_analysis() for step in compiled]
     # With results of their own: those that do not take an argument's place.
     temporaries = max(
-        m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0) for m in found
+        m.temp_size_in_bytes + max(m.output_size_in_bytes - m.alias_size_in_bytes, 0)
+        for m in analyses
     )
     # None on CPU and CUDA, megabytes a step on TPUs.
-    code = max(m.generated_code_size_in_bytes for m in found)
+    code = max(m.generated_code_size_in_bytes for m in analyses)
     return Needs(
         temporaries=temporaries,
         code=code * (len(table) if probe.config.strict else min(len(table), RESIDENT_STEPS)),

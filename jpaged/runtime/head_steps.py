@@ -1,12 +1,14 @@
-"""What the steps of an engine do of an EAGLE-3 head (models/eagle.py) and its pool.
+"""HeadSteps: how the steps of an engine run an EAGLE-3 head (models/eagle.py) over its pool.
 
-Entry p of a row takes the hidden state of position p and the token after it. So a step that
-computes tokens [a, b) keeps the hidden states of [a, b), each in the slot of its position, and
-writes entries [a - 1, b - 1), for the first of which the pool has the hidden state: of an earlier
-step, or of whoever wrote a block that was hit. What a prompt's last position, a hit, a fork, a
-preemption or a refused guess leaves out or stale is thus what the next step of the row writes. Two
-rows that part at the very end of a block that they share keep that one entry by turns: guesses may
-differ by it, tokens never do.
+Entry p of a row needs the hidden state of position p and the token after it. A step that computes
+tokens [a, b) therefore stores the hidden states of positions [a, b) in the pool, and writes entries
+[a - 1, b - 1). The hidden state of position a - 1 is in the pool already: an earlier step stored
+it, or the row that wrote the block of a prefix hit.
+
+Entries that are missing or stale (after a prompt's last token, a prefix hit, a fork, a preemption
+or a refused guess) are written by the row's next step. Two rows whose contexts part at the very end
+of a block that they share overwrite that one entry in turn; guesses may change by it, tokens never
+do.
 """
 
 import dataclasses
@@ -26,18 +28,25 @@ from kernels_pallas.paged_attention.kv_write import write_kv
 
 @dataclasses.dataclass(frozen=True)
 class HeadSteps:
-    """setting: the head's own StepSetting. target: the model that the head guesses for."""
+    """A head in the steps of one engine.
+
+    setting: the StepSetting of the head. target: the model that the head guesses for.
+    """
 
     setting: Any
     head: Head
     target: Forward
 
     def context(self, num_rows: Array) -> StepContext:
-        """What the head's layer is given for so many rows."""
+        """Return the context of the head's layer in a step with this many real rows."""
         return self.setting.context(num_rows)
 
     def follow(self, packed: Packed, states: list[Array], pool: Pool, *, is_decode: bool) -> Pool:
-        """The pool once a step has computed these tokens, whose hidden states are given."""
+        """Return the pool after a step of the model has computed these tokens.
+
+        states: the model's hidden states [T, E] of the tokens, from each of the layers that the
+        head reads.
+        """
         with jax.named_scope("head"):
             hidden_TE = self.head.joined(states, self.context(packed.num_rows))
             if is_decode:
@@ -58,8 +67,8 @@ class HeadSteps:
             return self._entries(before, hidden_TE, pool, is_decode=False)[1]
 
     def guess(self, packed: Packed, pool: Pool) -> tuple[Array, Pool]:
-        """What the layer gives of a token of each row, and the pool with it in the place of the
-        hidden state of that token: a guess after it goes on from there.
+        """Guess once for each row: return the outputs of the head's layer [S, E], and the pool in
+        which they stand for the hidden states of these tokens, for the next guess to go on from.
         """
         before = _shifted(packed)
         hidden_SE = self._hidden_at(pool, packed, before.context_lens_S - 1)
@@ -69,7 +78,9 @@ class HeadSteps:
     def _entries(
         self, packed: Packed, hidden_TE: Array, pool: Pool, *, is_decode: bool
     ) -> tuple[Array, Pool]:
-        """What the layer gives of entries, and the pool with their keys and values."""
+        """Return the outputs of the head's layer for entries, and the pool with their keys and
+        values.
+        """
         row_T, positions_T = _places(packed, is_decode=is_decode)
         at = (packed, row_T, positions_T)
         view = view_of(self.setting.pools, (pool,), *at, is_decode=is_decode)
@@ -91,14 +102,14 @@ class HeadSteps:
     def _with_hidden(
         self, pool: Pool, packed: Packed, hidden_TE: Array, *, is_decode: bool
     ) -> Pool:
-        """The pool with a hidden state for each token."""
+        """Return the pool with a hidden state stored for each token."""
         row_T, positions_T = _places(packed, is_decode=is_decode)
         at = (packed.block_tables_GSM[-1], self.setting.config.block_size, num_rows(pool))
         slots_T = slot_mapping(row_T, positions_T, *at)
         return pool | {TARGET_HIDDEN: write_kv(pool[TARGET_HIDDEN], 0, hidden_TE, slots_T)}
 
     def _hidden_at(self, pool: Pool, packed: Packed, position_S: Array) -> Array:
-        """The hidden state of one position of each row; anything where there is no such."""
+        """Return the hidden state of one position of each row; arbitrary where a row has none."""
         rows_S = jnp.arange(position_S.shape[0], dtype=jnp.int32)
         at = (packed.block_tables_GSM[-1], self.setting.config.block_size, num_rows(pool))
         slots_S = slot_mapping(rows_S, jnp.maximum(position_S, 0), *at)
@@ -108,7 +119,7 @@ class HeadSteps:
 
 
 def _places(packed: Packed, *, is_decode: bool) -> tuple[Array, Array]:
-    """Row and position of each token."""
+    """Return the row and the position of each token."""
     if is_decode:
         return jnp.arange(packed.tokens_T.shape[0], dtype=jnp.int32), packed.context_lens_S - 1
     where = (packed.query_start_loc_S1, packed.context_lens_S)
@@ -116,15 +127,15 @@ def _places(packed: Packed, *, is_decode: bool) -> tuple[Array, Array]:
 
 
 def _shifted(packed: Packed) -> Packed:
-    """The head's tables, and contexts that end before the row's last token."""
+    """Return the step with the head's block tables, and contexts without the row's last token."""
     own = packed.block_tables_GSM[-1:]
     lens_S = jnp.maximum(packed.context_lens_S - 1, 0)
     return packed._replace(block_tables_GSM=own, context_lens_S=lens_S)
 
 
 def _without_firsts(packed: Packed, lens_S: Array) -> tuple[Packed, Array, Array]:
-    """The tokens that have one before them, of as many as there are in the rows, packed anew; the
-    place of each among all, and its row.
+    """Pack anew the tokens that have another before them in their row. Return them, the place of
+    each among all tokens of the step, and its row.
     """
     num_tokens = packed.tokens_T.shape[0]
     begins_S = (lens_S > 0) & (packed.context_lens_S == lens_S)
@@ -139,8 +150,8 @@ def _without_firsts(packed: Packed, lens_S: Array) -> tuple[Packed, Array, Array
 
 
 def _once(slots_T: Array, start_loc_S1: Array) -> Array:
-    """Slots of which none comes twice: the first entry of a row may lie in a block that it shares
-    with another of the step. It is dropped then.
+    """Return the slots without repetition. The first entry of a row may lie in a block that it
+    shares with another row of the step; it is dropped then.
     """
     starts_S, ends_S = start_loc_S1[:-1], start_loc_S1[1:]
     token_T, none = jnp.arange(slots_T.shape[0], dtype=jnp.int32), slots_T.shape[0]

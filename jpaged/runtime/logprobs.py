@@ -157,7 +157,7 @@ def _tile(reduce: Callable[[Array], Array], a_SV: Array, tile: int, fill: float)
 
 
 def tile_max(z_SV: Array, tile: int, vocabulary: Vocabulary = WHOLE) -> Array:
-    """The maximum of each tile, of the whole vocabulary."""
+    """Return the maximum of each tile of the whole vocabulary."""
     return vocabulary.gather(_tile(lambda z: jnp.max(z, axis=2), z_SV, tile, NEG_INF))
 
 
@@ -180,7 +180,7 @@ def tile_sums(a_SV: Array, vocabulary: Vocabulary = WHOLE) -> Array:
 
 
 def _halved(join: Callable[[Array, Array], Array], a_SNC: Array) -> Array:
-    """Each tile joined to one, half with half, [S, N]."""
+    """Reduce each tile to one entry by joining its halves again and again; [S, N]."""
     a = a_SNC.reshape(*a_SNC.shape[:2], SUM_TILE // 16, 16)
     for axis in (2, 3):
         while a.shape[axis] > 1:
@@ -214,12 +214,12 @@ def kept_sums(
 
 
 def total(sums_SN: Array) -> Array:
-    """The sum of all tiles, added as the draw adds them; not by jnp.sum, see `tile_sums`."""
+    """Return the sum of all tiles, in the order of the draw; jnp.sum has another (`tile_sums`)."""
     return jnp.cumsum(sums_SN, axis=1)[:, -1]
 
 
 def finite_max(tile_max_SN: Array) -> Array:
-    """The row's maximum, 0 where it is no number to subtract."""
+    """Return each row's maximum; 0 where it is not finite, so that it can be subtracted."""
     # Else XLA:CPU takes it from the logits again.
     max_S = jnp.max(lax.optimization_barrier(tile_max_SN), axis=1)
     return jnp.where(jnp.isfinite(max_S), max_S, jnp.float32(0))
@@ -230,7 +230,7 @@ def logprob(value: Array, max_: Array, tau: Array, total: Array) -> Array:
 
 
 def rank(z_SV: Array, value_S: Array, token_S: Array, vocabulary: Vocabulary = WHOLE) -> Array:
-    """1 + how many tokens come before this one: larger ones, and equal ones of a lower id."""
+    """Return 1 + the number of tokens before this one: larger ones, equal ones of a lower id."""
     ids_V = vocabulary.ids(z_SV)
     before_SV = (z_SV > value_S[:, None]) | (
         (z_SV == value_S[:, None]) & (ids_V < token_S[:, None])
@@ -240,7 +240,7 @@ def rank(z_SV: Array, value_S: Array, token_S: Array, vocabulary: Vocabulary = W
 
 
 def top_values(z_SV: Array, k: int, vocabulary: Vocabulary = WHOLE) -> tuple[Array, Array]:
-    """The k largest of each row and their ids, equal values in order of id.
+    """Return the k largest values of each row and their ids, equal values in order of id.
 
     A token outside the k tiles that hold the largest maxima (of equal ones, the first) comes after
     k others, so only those tiles are looked at: a quarter of the time of `lax.top_k` over 152k
@@ -279,7 +279,7 @@ def pick(a_SX: Array, at_S: Array) -> Array:
 
 
 def first_true(true_SX: Array) -> Array:
-    """Index of the first true of each row, X where there is none.
+    """Return the index of the first true entry of each row, X where there is none.
 
     In f32, which counts exactly to 2**24, because XLA:CPU reduces floats fast, and argmax and
     integers slowly.

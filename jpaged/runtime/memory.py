@@ -61,8 +61,8 @@ class Limits:
 
     @classmethod
     def of(cls, device: Any, utilization: float) -> "Limits":
-        """Of a device that is here: its share `utilization`; on CPU what is free, half of it (or 4
-        GiB) for a pool.
+        """Return the limits of a device that is here: the share `utilization` of its memory; on a
+        CPU the memory that is free, of which a pool may take half, and 4 GiB at most.
         """
         stats = device.memory_stats() if device.platform != "cpu" else None
         if stats is None:
@@ -83,18 +83,18 @@ class PoolCost:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in every group."""
+        """Bytes of one block in every group."""
         return sum(size for size, _ in self.groups)
 
     def of(self, num_blocks: int) -> int:
-        """Bytes of so many blocks."""
+        """Return the bytes of this many blocks."""
         return sum(
             size * (num_blocks if most is None else min(num_blocks, most))
             for size, most in self.groups
         )
 
     def within(self, nbytes: int) -> int:
-        """The most blocks that fit so many bytes."""
+        """Return how many blocks fit into this many bytes."""
         unbounded = sum(size for size, most in self.groups if most is None)
         return bisect.bisect_right(range(nbytes // unbounded + 1), nbytes, key=self.of) - 1
 
@@ -116,7 +116,7 @@ class MemoryPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in every group of layers."""
+        """Bytes of one block in every group of layers."""
         return self.pool.block_bytes
 
     @property

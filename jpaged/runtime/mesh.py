@@ -64,11 +64,11 @@ class Placement:
 
     @property
     def each(self) -> PartitionSpec:
-        """Of an array with a part of its first axis for each replica."""
+        """How an array lies whose first axis has a part for each replica."""
         return PartitionSpec(self.data_axes) if self.data_axes else PartitionSpec()
 
     def devices_of(self, replica: int) -> list[Any]:
-        """Of a mesh, the devices that hold a replica."""
+        """Return the devices that hold a replica; there must be a mesh."""
         assert isinstance(self.mesh, Mesh)
         names = self.mesh.axis_names
         data = [names.index(name) for name in self.data_axes]
@@ -96,10 +96,10 @@ def serving_mesh(
     if mesh is not None or not shape:
         return mesh
     size = math.prod(shape.values())
-    found = list(devices) if len(devices) >= size else jax.devices()
-    check_combination(Facts(config=config, available=len(found)))
+    available = list(devices) if len(devices) >= size else jax.devices()
+    check_combination(Facts(config=config, available=len(available)))
     kinds = (AxisType.Auto,) * len(shape)
-    return Mesh(np.array(found[:size]).reshape(*shape.values()), tuple(shape), axis_types=kinds)
+    return Mesh(np.array(available[:size]).reshape(*shape.values()), tuple(shape), axis_types=kinds)
 
 
 def asked_shape(config: EngineConfig) -> dict[str, int]:

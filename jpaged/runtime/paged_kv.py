@@ -94,7 +94,7 @@ def view_of(
     *,
     is_decode: bool,
 ) -> PagedKV:
-    """The view of a step over packed tokens at these rows and positions (-1: padding)."""
+    """Return the view of a step over packed tokens at these rows and positions (-1: padding)."""
     groups = []
     rows = (packed.query_start_loc_S1, packed.context_lens_S)
     for spec, pool, table_SM in zip(specs, pools, packed.block_tables_GSM, strict=True):
@@ -120,7 +120,7 @@ def view_of(
 
 
 def locate(start_loc_S1: Array, context_lens_S: Array, num_tokens: int) -> tuple[Array, Array]:
-    """Row and position of each packed token; row S and position -1 for padding."""
+    """Return the row and position of each packed token; row S and position -1 for padding."""
     ends_S = start_loc_S1[1:]
     tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)
     row_T = jnp.sum(ends_S[None, :] <= tokens_T[:, None], axis=1, dtype=jnp.int32)

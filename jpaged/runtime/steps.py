@@ -82,7 +82,7 @@ class StepSetting:
 
     @property
     def own_pools(self) -> tuple[PoolSpec, ...]:
-        """Of the model itself."""
+        """The pools of the model itself, without those of the draft."""
         return self.pools if self.draft is None else self.pools[: -len(self.draft.pools)]
 
     @property
@@ -93,7 +93,7 @@ class StepSetting:
 
     @property
     def mask_words(self) -> int:
-        """int32 of a row's mask: a bit a token, padding of the vocabulary included."""
+        """int32 words of a row's mask, which has a bit for each token and for padding."""
         return -(-self.model.vocab_size // 32)
 
 
@@ -106,8 +106,8 @@ class Uses(NamedTuple):
 
 
 def uses(bucket: Shape, setting: StepSetting) -> Uses:
-    """What the step of a bucket takes. A draft model guesses by itself, a head with the model's
-    embeddings; neither has a part in a draw.
+    """Return which parameters the step of a bucket takes. A draft model guesses by itself; a head
+    also needs the model's embeddings. Neither takes part in a draw.
     """
     is_draft = bucket.phase == "draft"
     return Uses(
@@ -118,7 +118,7 @@ def uses(bucket: Shape, setting: StepSetting) -> Uses:
 
 
 def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
-    """The step of one bucket; packed and out are int32, laid out by engine/layout.py.
+    """Return the step of one bucket; packed and out are int32, laid out by engine/layout.py.
 
     prefill(params, kv, rows, packed, mask_TW of prompts scored under masks)
         -> (kv, hidden_RE, packed of the sample step, out or None)
@@ -147,7 +147,7 @@ class _Step:
     is_draft: bool = False
 
     def unpack(self, packed: Array) -> dict[str, Array]:
-        """The inputs by name, sliced as packing.pack laid them out."""
+        """Return the inputs by name, sliced as packing.pack laid them out."""
         sections, _ = input_sections(self.bucket, self.to.config)
         return {
             name: packed[s.offset : s.offset + int(np.prod(s.shape))].reshape(s.shape)
@@ -159,7 +159,7 @@ class _Step:
         return jnp.concatenate([_cast(outputs[name], np.int32).reshape(-1) for name in sections])
 
     def drawn(self) -> dict[str, Array]:
-        """Zeros in the place of what every step draws."""
+        """Return zeros in place of the fields that every step draws."""
         sections, _ = output_sections(self.bucket, self.to.config)
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
@@ -175,7 +175,7 @@ class _Step:
 
     @property
     def own(self) -> slice:
-        """The places of the model's own pools among all, and of their tables."""
+        """The slice of all pools, and of all block tables, that belongs to this model."""
         count = len(self.to.own_pools)
         return slice(-count, None) if self.is_draft else slice(count)
 
@@ -422,7 +422,7 @@ def _draw(
 def _keep(
     step: _Step, rows: RowState, at_S: Array, drawn: _Drawn, context_lens_S: Array
 ) -> RowState:
-    """The rows after their draws; at_S past the end: nothing changes."""
+    """Return the rows after their draws; where at_S is past the end, nothing changes."""
     counts_RV = rows.counts_RV
     if counts_RV is not None:
         column_S = step.to.vocabulary.columns(drawn.token_S, counts_RV)
@@ -435,8 +435,8 @@ def _keep(
 
 
 def _next_inputs(fields: dict[str, Array], rows: RowState) -> tuple[Array, Array]:
-    """Of each row the token that it goes on from, STOPPED where it has ended, and its context's
-    length with it: of a token in flight the device alone knows what it is and where.
+    """Return for each row the token that it goes on from (STOPPED where the row has ended), and the
+    length of its context with that token. Only the device knows a token that is still in flight.
     """
     is_here_S = fields["tokens"] < 0
     take = functools.partial(jnp.take, indices=fields["device_rows"], mode="clip")
@@ -447,19 +447,19 @@ def _next_inputs(fields: dict[str, Array], rows: RowState) -> tuple[Array, Array
 def _one_each(
     fields: dict[str, Array], last_S: Array, context_lens_S: Array
 ) -> tuple[Packed, Array | None]:
-    """A token of each row, and the slots of their adapters."""
+    """Return the step's inputs with one token a row, and the slots of their adapters."""
     starts_S1 = jnp.arange(last_S.shape[0] + 1, dtype=jnp.int32)
     where = (fields["block_tables"], context_lens_S, starts_S1, _last_row(context_lens_S))
     return Packed(jnp.maximum(last_S, 0), *where), fields.get("adapters")
 
 
 def _none(step: _Step) -> int:
-    """A row of the device that there is not: what is written there is dropped."""
+    """Return the number past the last device row; writes there are dropped."""
     return step.to.config.max_num_seqs
 
 
 def _last_row(context_lens_S: Array) -> Array:
-    """How many rows there are up to the last that is not padding."""
+    """Return the number of rows up to the last that is not padding."""
     rows_S = jnp.arange(1, 1 + context_lens_S.shape[0])
     return jnp.max(jnp.where(context_lens_S > 0, rows_S, 0)).astype(jnp.int32)
 
@@ -510,5 +510,5 @@ def _score_prompt(
 
 
 def _cast(x: Array, dtype: Any) -> Array:
-    """The same 32 bits under another type."""
+    """Return the same 32 bits under another type."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
+from jpaged.types import Structured
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPACT = "disable_any_whitespace"
@@ -16,12 +17,12 @@ WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 MOST_CHARACTERS = 250_000
 
 
-def check(structured: Any) -> None:
+def check(structured: object) -> None:
     """Raise RequestError for what names no form, or has a value that its kind never has."""
     _kind(structured)
 
 
-def grammar_of(structured: Mapping[str, Any]) -> str:
+def grammar_of(structured: Structured) -> str:
     """The form as llguidance's own notation, not yet compiled. RequestError where it is none."""
     import llguidance  # pyright: ignore[reportMissingImports]
 
@@ -52,18 +53,18 @@ def _check_size(kind: str, text: str) -> None:
         raise error(kind, f"{len(text)} characters are above {MOST_CHARACTERS}")
 
 
-def error(kind: str, what: Any) -> RequestError:
+def error(kind: str, what: object) -> RequestError:
     """What is wrong with a form, in the words of who found it."""
     lines = str(what).strip().splitlines() or ["no reason given"]
     return RequestError(f"structured: {kind}: {' '.join(line.strip() for line in lines)[:500]}")
 
 
-def kind_of(structured: Mapping[str, Any]) -> str:
+def kind_of(structured: Structured) -> str:
     """Which of KINDS it is."""
     return next(kind for kind in KINDS if kind in structured)
 
 
-def _kind(structured: Any) -> str:
+def _kind(structured: object) -> str:
     if not isinstance(structured, Mapping):
         raise RequestError(f"structured={structured!r}: must be a dict with one of {_named()}")
     kinds = [key for key in structured if key != COMPACT]
@@ -94,20 +95,20 @@ def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
 
     Raises ValueError where the schema's own are no options.
     """
-    own = own_guidance(schema)
+    guidance = own_guidance(schema)
     if compact:  # a pattern would win over whitespace_flexible
-        return {**own, "whitespace_flexible": False, "whitespace_pattern": None}
-    if "whitespace_pattern" in own or "whitespace_flexible" in own:
-        return own
-    return {**own, "whitespace_pattern": WHITE_SPACE}
+        return {**guidance, "whitespace_flexible": False, "whitespace_pattern": None}
+    if "whitespace_pattern" in guidance or "whitespace_flexible" in guidance:
+        return guidance
+    return {**guidance, "whitespace_pattern": WHITE_SPACE}
 
 
 def own_guidance(schema: Any) -> dict[str, Any]:
     """The options that a schema has; ValueError where they are none."""
-    own = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
-    if not isinstance(own, Mapping):
-        raise ValueError(f"{GUIDANCE}={own!r}: must be an object of llguidance's options")
-    return dict(own)
+    guidance = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
+    if not isinstance(guidance, Mapping):
+        raise ValueError(f"{GUIDANCE}={guidance!r}: must be an object of llguidance's options")
+    return dict(guidance)
 
 
 def _named() -> str:

@@ -94,9 +94,6 @@ def test_one_kernel_prepares_attention_on_cuda() -> None:
     assert not choose(HOPPER, kv_cache_dtype="int8").writes_heads
     whole = dataclasses.replace(MODEL, qk_norm=False, qk_norm_whole=True)
     assert not choose(HOPPER, model=whole).writes_heads
-    layers = (*MODEL.layers[:1], *whole.layers[1:])
-    mixed = dataclasses.replace(MODEL, layers=layers)
-    assert norms_whole(mixed, (1,)) and not norms_whole(mixed, (0,)), "by the layers of a group"
 
 
 def test_auto_falls_to_the_next_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -279,3 +276,24 @@ def test_f32_on_the_tpu_kernel() -> None:
         for a in ("xla", "tpu")
     ]
     assert tokens[0] == tokens[1]
+
+
+def test_a_group_is_asked_about_the_norms_of_its_layers_alone() -> None:
+    """A layer that norms all its heads together keeps no other group from the fused write."""
+    first, second = dataclasses.replace(MODEL, num_layers=2).layers
+    assert second.mixer is not None
+    whole = dataclasses.replace(second.mixer, window=8, qk_norm="whole")
+    model = dataclasses.replace(MODEL, layers=(first, dataclasses.replace(second, mixer=whole)))
+    engine = EngineConfig(**SETTINGS).resolve(model)
+    kernels = [
+        choose_kernel(
+            group,
+            engine,
+            jnp.dtype(jnp.bfloat16),
+            HOPPER,
+            1,
+            norms_whole=norms_whole(model, group.layers),
+        )
+        for group in kv_groups(model)
+    ]
+    assert [kernel.writes_heads for kernel in kernels] == [True, False]

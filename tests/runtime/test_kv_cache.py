@@ -296,6 +296,7 @@ def test_no_pool_of_any_record_is_copied(record: Record, what: str) -> None:
         args[1:] = [jax.ShapeDtypeStruct((4,), jnp.int32), spec.of_rows(4 * LAYERS)]
     for donated in ((), (0,)):
         text = jax.jit(function, donate_argnums=donated).lower(*args).compile().as_text()
+        assert text is not None
         for name, field in whole(spec).items():
             copies = pool_copies(text, math.prod(field.shape))
             assert (copies == []) == bool(donated), (name, copies)

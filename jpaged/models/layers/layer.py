@@ -103,8 +103,8 @@ class LayerConfig:
 
     def scratch(self, step: StepSizes) -> Scratch:
         """What a step allocates for it."""
-        own = Scratch(shared=step.rows * 4 * step.hidden_size)
-        return sum((part.scratch(step) for part in self._parts), own)
+        norms = Scratch(shared=step.rows * 4 * step.hidden_size)
+        return sum((part.scratch(step) for part in self._parts), norms)
 
     def served(self, devices: int) -> Self:
         """An equal layer that so many devices can share; ConfigError where there is none."""

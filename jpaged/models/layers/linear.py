@@ -55,7 +55,7 @@ class ExpertProducts(Protocol):
     def experts(
         self, x: Array, chosen: Array, weight: Array, weights: ExpertWeights, glu: Glu, /
     ) -> Array:
-        """Of each row the weighted sum of what its experts give, f32."""
+        """Return for each row the weighted sum of its experts' outputs, f32."""
         ...
 
 
