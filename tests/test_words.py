@@ -16,10 +16,10 @@ BOUNDS: dict[str, int] = {
     "jpaged/checkpoint": 2,
     "jpaged/engine": 21,
     "jpaged/integrations": 45,
-    "jpaged/models": 24,
+    "jpaged/models": 10,
     "jpaged/openai": 66,
     "jpaged/request": 10,
-    "jpaged/runtime": 60,
+    "jpaged/runtime": 49,
     "scripts": 96,
 }
 
