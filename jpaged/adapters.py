@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.checkpoint.peft import load_adapter
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import AdapterVersion
 from jpaged.errors import ConfigError, RequestError
@@ -102,16 +103,8 @@ def grown(config: EngineConfig, adapters: list[AdapterVersion]) -> EngineConfig:
 def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None:
     """ConfigError where an adapter has no room in the tables."""
     for adapter in adapters:
-        if not config.max_loras:
-            raise ConfigError("max_loras=0: pass max_loras=, the adapters of a step at most")
-        if adapter.rank > (most := config.max_lora_rank):
-            raise ConfigError(f"an adapter of rank {adapter.rank} is above max_lora_rank={most}")
-        if missing := extra_of(adapter.data) - set(config.lora_extra):
-            wanted = tuple(sorted({*config.lora_extra, *missing}))
-            raise ConfigError(
-                f"lora_extra={config.lora_extra}: the adapter changes the {min(missing)}; pass "
-                f"lora_extra={wanted} to have tables for it"
-            )
+        changes = extra_of(adapter.data)
+        check_combination(Facts(config=config, adapter_rank=adapter.rank, adapter_changes=changes))
 
 
 def _leaves(source: Any) -> Leaves:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jpaged.checks import at_least
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
 from kernels_pallas.paged_attention import IMPLEMENTATIONS, Name
 
@@ -67,12 +68,9 @@ class Speculative:
                 f"speculative: model of type {type(self.model).__name__}: a config takes a folder; "
                 "pass weights to LLM(speculative=...) or generate(draft=...)"
             )
-        if self.model is not None and not self.has_model:
-            raise ConfigError(
-                f"speculative: model={self.model!r}: only with method='draft' or 'eagle'"
-            )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive={self.adaptive!r}: must be True or False")
+        check_combination(Facts(speculative=self))
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -253,29 +251,17 @@ class EngineConfig:
         batch_invariant: what multiplies and attends computes a row alike in any batch. on_cpu:
         where steps run.
         """
+        check_combination(Facts(config=self, model=model, is_batch_invariant=batch_invariant))
         longest = model.max_position_embeddings
         max_model_len = longest if self.max_model_len is None else self.max_model_len
-        if max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len={max_model_len}: the model has max_position_embeddings={longest}"
-            )
         batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if on_cpu and batched == BATCHED and self.token_buckets is None:
             batched = CPU_BATCHED
         tokens = self.token_buckets or _up_to(batched, TOKEN_BUCKETS)
         is_single = seqs == 1 and not self.speculative  # a row that guesses draws several times
         rows = self.seq_buckets or ((1,) if is_single else _up_to(seqs, SEQ_BUCKETS))
-        if tokens[-1] < batched:
-            raise ConfigError(f"token_buckets={tokens} end below max_num_batched_tokens={batched}")
-        if rows[-1] < seqs:
-            raise ConfigError(f"seq_buckets={rows} end below max_num_seqs={seqs}")
         deterministic = batch_invariant if self.deterministic is None else self.deterministic
         if deterministic and not batch_invariant:
-            if self.decode_steps not in (None, 1):
-                raise ConfigError(
-                    f"decode_steps={self.decode_steps}: deterministic=True draws one token a "
-                    "dispatch here"
-                )
             tokens = rows = (PINNED,)
             batched, seqs = min(batched, PINNED), min(seqs, PINNED)
         steps = self.decode_steps or 1
@@ -347,8 +333,6 @@ SEQ_BUCKETS = (8, *_powers(16, 4096))
 def _separate_draw(config: EngineConfig, steps: int, *, on_cpu: bool, alike: bool) -> bool | None:
     """alike: whether a draw of its own gives the same bits. None: until a step of both is there."""
     if steps > 1:
-        if config.separate_draw:
-            raise ConfigError(f"separate_draw=True: a dispatch of decode_steps={steps} draws too")
         return False
     if config.separate_draw is not None or (on_cpu and alike and not config.strict):
         return config.separate_draw

@@ -3,8 +3,9 @@
 from typing import Any
 
 from jpaged.checkpoint.load import load_params
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig, has_draft_model
-from jpaged.errors import ConfigError, UnsupportedError
+from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import HeadConfig, fitted
 from jpaged.models.params import Params
@@ -54,11 +55,7 @@ class DraftModel:
 
 def no_head(config: ModelConfig) -> ModelConfig:
     """The architecture of a model; ConfigError for that of a head."""
-    if config.is_head:
-        raise ConfigError(
-            "an EAGLE-3 head is no model: pass it as speculative={'method': 'eagle', 'model': ...} "
-            "of the model that it guesses for"
-        )
+    check_combination(Facts(model=config))
     return config
 
 
@@ -77,45 +74,20 @@ def draft_model(
     reads those of the config's folder. dtype: of the model. ConfigError where it cannot guess for
     this model.
     """
+    devices, is_passed = where.axis_size, draft is not None
+    check_combination(Facts(config=config, devices=devices, has_draft_weights=is_passed))
     if not has_draft_model(config):
-        if draft is not None:
-            raise ConfigError("draft weights need speculative={'method': 'draft' or 'eagle'}")
         return None
-    assert config.speculative is not None and config.max_model_len is not None
-    asked, is_own = config.speculative, draft is None
-    if asked.method == "eagle" and where.axis_size > 1:
-        raise UnsupportedError(
-            f"speculative: method='eagle' on {where.axis_size} devices that share the model: only "
-            "on one; method='draft' or 'ngram' runs there"
-        )
+    assert config.speculative is not None
+    asked = config.speculative
     if draft is None:
-        if asked.model is None:
-            raise ConfigError(
-                f"speculative: method={asked.method!r} needs a model: a folder, or weights as "
-                "LLM(speculative={'model': ...}) or generate(draft=...)"
-            )
+        assert asked.model is not None
         mesh: Any = where.mesh
         draft = load_params(asked.model, dtype=config.dtype, mesh=mesh)
-    own, named = draft.config, asked.model or "weights"
+    check_combination(Facts(config=config, model=target, draft=draft.config))
     if asked.method == "eagle":
-        if not own.is_head:
-            raise UnsupportedError(
-                f"speculative: method='eagle': {named} of {own.family} is no EAGLE-3 head; a model "
-                "guesses with method='draft'"
-            )
         # A head joins its hidden states with the model's: it is served in their dtype, and plain.
-        return DraftModel(draft, ServingWeights(where, str(dtype)), target=target, own=is_own)
-    if own.is_head:
-        raise ConfigError(f"speculative: method='draft': {named} is an EAGLE-3 head: use 'eagle'")
-    if own.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"draft model: vocab_size={own.vocab_size}, the model has {target.vocab_size}: a draft "
-            "needs the very same vocabulary"
-        )
-    if own.max_position_embeddings < config.max_model_len:
-        raise ConfigError(
-            f"draft model: max_position_embeddings={own.max_position_embeddings} is below "
-            f"max_model_len={config.max_model_len}: lower max_model_len"
-        )
-    weights = ServingWeights(where, config.dtype, config.quantization)
-    return DraftModel(draft, weights, target=target, own=is_own)
+        weights = ServingWeights(where, str(dtype))
+    else:
+        weights = ServingWeights(where, config.dtype, config.quantization)
+    return DraftModel(draft, weights, target=target, own=not is_passed)

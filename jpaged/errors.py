@@ -2,7 +2,12 @@
 
 
 class JpagedError(Exception):
-    """Base of every error that jpaged raises on purpose."""
+    """Base of every error that jpaged raises on purpose.
+
+    rule: the rule of docs/combinations.md that was broken; None for every other error.
+    """
+
+    rule: str | None = None
 
 
 class ConfigError(JpagedError, ValueError):
@@ -10,7 +15,7 @@ class ConfigError(JpagedError, ValueError):
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """A kernel that was asked for by name and cannot run here."""
+    """Something that was asked for by name and is not built, or cannot run here."""
 
 
 class CheckpointError(JpagedError):

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import are_many
+from jpaged.runtime.processes import count_of
 from kernels_cpu.rates import rates
 
 # Deterministic products are the default while they take at most so much of the time of XLA's. Their
@@ -25,7 +25,8 @@ def resolve(
     default. dtype: of the weights. is_plain: the params' experts are arrays, not in 8 or 4 bits.
     Raises ConfigError and UnsupportedError.
     """
-    _check_speculative(config, where)
+    processes = count_of(where.mesh)
+    check_combination(Facts(config=config, devices=where.axis_size, processes=processes))
     on_cpu = where.device.platform == "cpu"
     resolved = config.resolve(model, batch_invariant=True, on_cpu=on_cpu)
     choices = choose(model, resolved, where, dtype, is_plain and not config.quantization)
@@ -36,13 +37,3 @@ def resolve(
     elif config.deterministic is None and rates().worst > MOST_COST:
         resolved = dataclasses.replace(resolved, deterministic=False)
     return resolved, choices.for_config(resolved)
-
-
-def _check_speculative(config: EngineConfig, where: Placement) -> None:
-    """Raise ConfigError for a way to guess ahead that this place cannot have."""
-    if (speculative := config.speculative) is None:
-        return
-    if speculative.has_model and are_many(where.mesh):
-        raise ConfigError("speculative: a draft model only in one process")
-    if speculative.adaptive and are_many(where.mesh):  # they go by their clocks, which differ
-        raise ConfigError("speculative over several processes: pass 'adaptive': False")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import EMBED, ModelConfig
 from jpaged.models.forward import Forward, bind_layers
@@ -121,24 +122,7 @@ class HeadConfig(ModelConfig):
 
 def fitted(head: HeadConfig, target: ModelConfig) -> HeadConfig:
     """The head with the layers that it takes of a model; ConfigError where it is not for that."""
-    if head.target_hidden_size != target.hidden_size:
-        raise ConfigError(
-            f"EAGLE-3 head for target_hidden_size={head.target_hidden_size}: the model has "
-            f"hidden_size={target.hidden_size}"
-        )
-    if head.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"EAGLE-3 head for vocab_size={head.vocab_size}: the model has {target.vocab_size}"
-        )
-    if not (head.own_embed and head.own_lm_head) and head.hidden_size != target.hidden_size:
-        raise ConfigError(
-            f"EAGLE-3 head of hidden_size={head.hidden_size} without an embedding or a head of its "
-            f"own: those of the model are of hidden_size={target.hidden_size}"
-        )
-    if target.embedding_scale != 1.0:
-        raise UnsupportedError(
-            f"an EAGLE-3 head for {target.family}, which scales its embeddings: use 'draft'"
-        )
+    check_combination(Facts(model=target, draft=head))
     layers = head.aux_layers or (2, target.num_layers // 2, target.num_layers - 3)
     if len(layers) != STATES or not all(0 <= i <= target.num_layers for i in layers):
         raise ConfigError(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.errors import ConfigError
+from jpaged.combinations import Facts, check_combination
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_quantization import Format
 from jpaged.models.param_spec import ParamSpec
@@ -121,7 +121,6 @@ def served_form(
     inputs = spec.sides[1]
     if quantization is None or not inputs or spec.split is None:
         return None
-    asked = f"quantization={quantization!r}"
     if spec.split == "V":
         if spec.name == "embed.weight" and not model.tie_word_embeddings:
             return None
@@ -129,11 +128,7 @@ def served_form(
     share = spec.shape_of(inputs[-1])[0]
     if spec.split_letter(devices) == inputs[-1]:
         share //= devices
-    if quantization == "int4" and share % GROUP:
-        raise ConfigError(
-            f"{asked}: {spec.name} has {share} inputs on a device in a row of its last axis, which "
-            f"are not whole groups of {GROUP}"
-        )
+    check_combination(Facts(served_form=quantization, weight=spec.name, inputs=share))
     return quantization
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
-from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup
 from jpaged.models.layers.heads import Heads
@@ -138,10 +138,8 @@ def choose_kernel(
         blocks_per_row=config.max_blocks_per_seq,
     )
     if config.attention != "auto":
-        if reason := _unsupported(config.attention, shapes, device):
-            raise UnsupportedError(
-                f"attention={config.attention!r} cannot run: {reason}; 'auto' takes what can"
-            )
+        reason = _unsupported(config.attention, shapes, device)
+        check_combination(Facts(config=config, no_kernel=reason or ""))
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
         writes = _writes_heads(config.attention, model, shapes, device)
         return Kernel(

@@ -13,8 +13,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
-from jpaged.errors import UnsupportedError
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.linear import ExpertProducts
@@ -135,12 +135,8 @@ def choose_products(
         reason = f"the dtype is {jnp.dtype(dtype).name}, not bfloat16"
     else:
         reason = library.unavailable()
+    check_combination(Facts(activations=activations, no_cpu_products=reason or ""))
     if reason is not None:
-        if activations not in ("auto", "plain"):
-            raise UnsupportedError(
-                f"quantized_activations={activations!r}: only the C++ products of CPUs have it, "
-                f"which cannot run here ({reason}); 'plain' runs everywhere"
-            )
         return None
     if activations == "auto":
         best = library.level()

@@ -18,8 +18,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
-from jpaged.errors import ConfigError
 from jpaged.models.param_spec import MeshAxis
 
 
@@ -97,10 +97,7 @@ def serving_mesh(
         return mesh
     size = math.prod(shape.values())
     found = list(devices) if len(devices) >= size else jax.devices()
-    if len(found) < size:
-        names = {"data": "data_parallel_size", "tp": "tensor_parallel_size"}
-        asked = ", ".join(f"{names[axis]}={count}" for axis, count in shape.items())
-        raise ConfigError(f"{asked}: there are {len(found)} devices")
+    check_combination(Facts(config=config, available=len(found)))
     kinds = (AxisType.Auto,) * len(shape)
     return Mesh(np.array(found[:size]).reshape(*shape.values()), tuple(shape), axis_types=kinds)
 

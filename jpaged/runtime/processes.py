@@ -24,7 +24,12 @@ from jpaged.errors import PeerError
 
 def are_many(mesh: Any) -> bool:
     """Whether a mesh has devices of several processes."""
-    return isinstance(mesh, Mesh) and len({d.process_index for d in mesh.devices.flat}) > 1
+    return count_of(mesh) > 1
+
+
+def count_of(mesh: Any) -> int:
+    """Return how many processes hold the devices of a mesh; 1 for anything that is no mesh."""
+    return len({d.process_index for d in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
 
 
 def put(array: np.ndarray, where: Sharding) -> Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.param_spec import ParamSpec
@@ -87,17 +88,15 @@ class Quantize:
 
 def check_kept(spec: ParamSpec, weight: QuantizedWeight, change: Change, form: Any) -> None:
     """ConfigError unless a weight that comes in its form can be served in it, which is `form`."""
-    if weight.form != form:
-        raise ConfigError(
-            f"{spec.at(spec.name)} is in {weight.form} already, quantization= asks for {form}: "
-            "leave it out, or load_params(..., dequantize=True)"
+    is_rearranged = change.repeats > 1 or bool(change.rows)
+    check_combination(
+        Facts(
+            weight=spec.at(spec.name),
+            form=weight.form,
+            served_form=str(form),
+            is_rearranged=is_rearranged,
         )
-    if change.repeats > 1 or change.rows:
-        raise ConfigError(
-            f"{spec.at(spec.name)} in {form}: on so many devices KV heads would be repeated or the "
-            "vocabulary padded, which weights that are not plain cannot be; take fewer, or "
-            "load_params(..., dequantize=True)"
-        )
+    )
 
 
 @jax.jit

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
@@ -90,14 +91,10 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         _check_sizes(config, where)
         return where
     axis = config.tensor_axis
+    check_combination(Facts(config=config, mesh_axes=mesh.axis_names))
     if axis == "auto":
         axis = _kv_axis(params, mesh) or next(
             (name for name in TENSOR_AXES if name in mesh.axis_names), None
-        )
-    named = (axis,) if isinstance(axis, str) else axis or ()
-    if unknown := [name for name in named if name not in mesh.axis_names]:
-        raise ConfigError(
-            f"tensor_axis={axis!r}: {unknown[0]!r} is not an axis of the mesh {mesh.axis_names}"
         )
     own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if not own:
@@ -110,7 +107,9 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
     try:
         served_config(params.config, where.axis_size)
     except ConfigError as e:
-        raise ConfigError(f"mesh axis {axis!r}: {e}") from e
+        error = ConfigError(f"mesh axis {axis!r}: {e}")
+        error.rule = e.rule
+        raise error from e
     return where
 
 
@@ -122,16 +121,7 @@ def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
 
 
 def _check_sizes(config: EngineConfig, where: Placement) -> None:
-    if (size := config.tensor_parallel_size) not in (None, where.axis_size):
-        raise ConfigError(
-            f"tensor_parallel_size={size}: {where.axis_size} devices of the mesh share the model "
-            f"(axis {where.axis!r}); pass one of the two"
-        )
-    if (size := config.data_parallel_size) not in (None, where.replicas):
-        raise ConfigError(
-            f"data_parallel_size={size}: the mesh has {where.replicas} replicas (axes "
-            f"{where.data_axes}); pass one of the two"
-        )
+    check_combination(Facts(config=config, devices=where.axis_size, replicas=where.replicas))
 
 
 def is_deleted(leaf: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from jpaged.checks import check_whole
+from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.structured import spec
@@ -182,9 +183,7 @@ class Grammars:
 
 def check_served(config: EngineConfig) -> None:
     """RequestError where an engine has no step that draws under masks. config: resolved."""
-    if config.strict and not config.structured_output:
-        said = "strict=True compiled no draws under masks: pass structured_output=True as well"
-        raise RequestError(f"structured: {said}")
+    check_combination(Facts(config=config, draws_masked=True))
 
 
 def form_begins(structured: Any, prompt_lens: Any, count: int, config: EngineConfig) -> list[int]:
@@ -194,8 +193,7 @@ def form_begins(structured: Any, prompt_lens: Any, count: int, config: EngineCon
     if structured is None:
         return [0] * count
     spec.check(structured)
-    if config.strict:
-        raise RequestError("structured: strict=True has no steps that score under masks")
+    check_combination(Facts(config=config, scores_masked=True))
     if not isinstance(prompt_lens, Sequence) or len(prompt_lens) != count:
         raise RequestError(
             f"prompt_lens={prompt_lens!r}: must be a list of {count}, one a sequence"

@@ -7,6 +7,7 @@ import jax
 from jax import Array
 
 from jpaged.checks import at_least, positive
+from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.heads import Heads
@@ -132,11 +133,7 @@ class AttentionConfig:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if kv_heads % devices == 0:
             return self
-        if devices % kv_heads or heads % devices:
-            raise ConfigError(
-                f"num_heads={heads} and num_kv_heads={kv_heads} do not split over {devices} "
-                "devices: take a number that divides one and is divided by or divides the other"
-            )
+        check_combination(Facts(heads=(heads, kv_heads), devices=devices))
         return dataclasses.replace(self, num_kv_heads=devices)
 
     def share(self, devices: int) -> Self:

@@ -1,0 +1,535 @@
+"""What goes with what: every rule about two settings, or a setting and the model or the machine.
+
+A rule is a function below. Its parameters are the facts that it needs, its docstring says what must
+hold, and it returns the message of the error where that does not hold. `check_combination` asks all
+rules whose facts are known: EngineConfig.resolve knows the config and the model, a session knows
+the devices, and so on. docs/combinations.md prints this table (scripts/print_combinations.py).
+
+Rules about one value alone ("must be at least 1") are with the field, in config.py; limits of one
+request (max_logprobs, max_n) are checked by SamplingParams.validate.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from jpaged.errors import ConfigError, JpagedError, RequestError, UnsupportedError
+
+if TYPE_CHECKING:  # the table itself stands on nothing but errors
+    from jpaged.config import EngineConfig, Speculative
+    from jpaged.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known when a combination is checked; None means "not known here".
+
+    config: as the caller wrote it, or resolved. speculative: the setting itself, before a config
+    has it. model, draft: architectures of the model and of what guesses for it (a smaller model or
+    an EAGLE-3 head). has_draft_weights: whether the caller passed weights of a draft.
+
+    devices: how many share the model. replicas: copies of it. processes: how many hold the mesh.
+    available: the devices that there are. mesh_axes: the names of the mesh's axes. heads: query
+    heads and KV heads of a layer.
+
+    is_batch_invariant: whether a row's bits are the same in any batch without pinned steps.
+    activations: the setting quantized_activations. no_cpu_products: why the C++ products of CPUs
+    cannot run, "" where they can. no_kernel: why the attention kernel that was named cannot run, ""
+    where it can.
+
+    weight: the name of one parameter. inputs: how many inputs of it a device has. form: the form
+    (int8, int4, fp8) that it was loaded in. served_form: the form that it is to be served in.
+    is_rearranged: so many devices need copies of its KV heads, or padding of its vocabulary.
+
+    adapter_rank, adapter_changes: of an adapter. draws_masked, scores_masked: a request wants
+    tokens of a given form, or the scores of such a text.
+    """
+
+    config: "EngineConfig | None" = None
+    speculative: "Speculative | None" = None
+    model: "ModelConfig | None" = None
+    draft: Any = None
+    has_draft_weights: bool | None = None
+    devices: int | None = None
+    replicas: int | None = None
+    processes: int | None = None
+    available: int | None = None
+    mesh_axes: tuple[str, ...] | None = None
+    heads: tuple[int, int] | None = None
+    is_batch_invariant: bool | None = None
+    activations: str | None = None
+    no_cpu_products: str | None = None
+    no_kernel: str | None = None
+    weight: str | None = None
+    inputs: int | None = None
+    form: str | None = None
+    served_form: str | None = None
+    is_rearranged: bool | None = None
+    adapter_rank: int | None = None
+    adapter_changes: Collection[str] | None = None
+    draws_masked: bool | None = None
+    scores_masked: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule of the table.
+
+    settings: what it is about, as a caller writes it. holds: what must be true, a sentence. facts:
+    names of the Facts that it needs, in the order in which `refusal` takes them. refusal: returns
+    the message of the error, None where the rule holds. error: the type that is raised.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    holds: str
+    facts: tuple[str, ...]
+    refusal: Callable[..., str | None]
+    error: type[JpagedError]
+
+
+RULES: list[Rule] = []
+
+
+def check_combination(facts: Facts) -> None:
+    """Raise the error of the first rule that these facts break; its `rule` is the rule's name."""
+    for rule in RULES:
+        values = [getattr(facts, name) for name in rule.facts]
+        if all(value is not None for value in values) and (message := rule.refusal(*values)):
+            error = rule.error(message)
+            error.rule = rule.name
+            raise error
+
+
+def as_markdown() -> str:
+    """Return the text of docs/combinations.md."""
+    rows = [
+        f"| {rule.name} | {', '.join(f'`{s}`' for s in rule.settings)} "
+        f"| {rule.holds} | {rule.error.__name__} |"
+        for rule in RULES
+    ]
+    return PAGE + "\n".join(rows) + "\n"
+
+
+PAGE = """# What goes with what
+
+Settings that are not named together here go together. A combination that breaks a rule is refused
+before anything runs: the error names the values and what to change, and its attribute `rule` is the
+name in the first column. `tests/test_combinations.py` tries all pairs of settings on a small model:
+a pair either serves the tokens of the plain engine or is refused by one of these rules.
+
+This page is printed from `jpaged/combinations.py` by `python scripts/print_combinations.py`.
+
+| rule | settings | what must hold | error |
+|---|---|---|---|
+"""
+
+
+def _rule(*settings: str, error: type[JpagedError] = ConfigError) -> Callable[..., Any]:
+    """Add a function to the table; settings: what the rule is about."""
+
+    def add(refusal: Callable[..., str | None]) -> Callable[..., str | None]:
+        RULES.append(
+            Rule(
+                name=refusal.__name__,
+                settings=settings,
+                holds=" ".join((refusal.__doc__ or "").split()),
+                facts=tuple(inspect.signature(refusal).parameters),
+                refusal=refusal,
+                error=error,
+            )
+        )
+        return refusal
+
+    return add
+
+
+# Sizes
+
+
+@_rule("token_buckets", "max_num_batched_tokens")
+def token_buckets_hold_a_step(config: "EngineConfig") -> str | None:
+    """The largest of `token_buckets` is at least `max_num_batched_tokens`."""
+    sizes, most = config.token_buckets, config.max_num_batched_tokens
+    if sizes and sizes[-1] < most:
+        return f"token_buckets={sizes} end below max_num_batched_tokens={most}"
+    return None
+
+
+@_rule("seq_buckets", "max_num_seqs")
+def seq_buckets_hold_all_rows(config: "EngineConfig") -> str | None:
+    """The largest of `seq_buckets` is at least `max_num_seqs`."""
+    sizes, most = config.seq_buckets, config.max_num_seqs
+    if sizes and sizes[-1] < most:
+        return f"seq_buckets={sizes} end below max_num_seqs={most}"
+    return None
+
+
+@_rule("max_model_len", "model")
+def context_within_the_positions(config: "EngineConfig", model: "ModelConfig") -> str | None:
+    """`max_model_len` is at most the model's max_position_embeddings."""
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        return (
+            f"max_model_len={config.max_model_len}: the model has max_position_embeddings={longest}"
+        )
+    return None
+
+
+# Steps
+
+
+@_rule("decode_steps", "deterministic")
+def pinned_steps_draw_one_token(config: "EngineConfig", is_batch_invariant: bool) -> str | None:
+    """Where `deterministic=True` needs steps of one size (products or attention compute a row
+    differently in other batches), `decode_steps` is 1.
+    """
+    if config.deterministic and not is_batch_invariant and config.decode_steps not in (None, 1):
+        return (
+            f"decode_steps={config.decode_steps}: deterministic=True draws one token a dispatch "
+            "here"
+        )
+    return None
+
+
+@_rule("separate_draw", "decode_steps")
+def several_steps_draw_themselves(config: "EngineConfig") -> str | None:
+    """`separate_draw=True` takes `decode_steps=1`: a dispatch of several steps draws in between."""
+    if config.separate_draw and (config.decode_steps or 1) > 1:
+        return f"separate_draw=True: a dispatch of decode_steps={config.decode_steps} draws too"
+    return None
+
+
+@_rule("strict", "structured_output", "SamplingParams.structured", error=RequestError)
+def strict_draws_under_masks(config: "EngineConfig", draws_masked: bool) -> str | None:
+    """With `strict=True`, requests for a given form need `structured_output=True`, which compiles
+    draws under masks.
+    """
+    if draws_masked and config.strict and not config.structured_output:
+        return (
+            "structured: strict=True compiled no draws under masks: pass structured_output=True as "
+            "well"
+        )
+    return None
+
+
+@_rule("strict", "score(structured=)", error=RequestError)
+def strict_scores_without_masks(config: "EngineConfig", scores_masked: bool) -> str | None:
+    """With `strict=True`, `score` takes no `structured=`: no table has steps that score under
+    masks.
+    """
+    if scores_masked and config.strict:
+        return "structured: strict=True has no steps that score under masks"
+    return None
+
+
+# Kernels and numbers
+
+
+@_rule("attention", "kv_cache_dtype", "block_size", "model", error=UnsupportedError)
+def named_kernel_can_run(config: "EngineConfig", no_kernel: str) -> str | None:
+    """A kernel that `attention` names can run on this device with the model's heads, `block_size`
+    and `kv_cache_dtype`.
+    """
+    if no_kernel and config.attention != "auto":
+        return f"attention={config.attention!r} cannot run: {no_kernel}; 'auto' takes what can"
+    return None
+
+
+@_rule("quantized_activations", "dtype", error=UnsupportedError)
+def integer_activations_need_cpu_products(activations: str, no_cpu_products: str) -> str | None:
+    """`quantized_activations` of "int8" and "int16" need the C++ products of CPUs: weights in
+    bfloat16, on a CPU, with a compiler.
+    """
+    if no_cpu_products and activations not in ("auto", "plain"):
+        return (
+            f"quantized_activations={activations!r}: only the C++ products of CPUs have it, which "
+            f"cannot run here ({no_cpu_products}); 'plain' runs everywhere"
+        )
+    return None
+
+
+INT4_GROUP = 32  # inputs that share a scale; models.quantized.GROUP, which a test holds equal
+
+
+@_rule("quantization", "tensor_parallel_size", "model")
+def int4_takes_whole_groups(served_form: str, weight: str, inputs: int) -> str | None:
+    """With `quantization="int4"`, a device has whole groups of 32 inputs of each weight."""
+    if served_form == "int4" and inputs % INT4_GROUP:
+        return (
+            f"quantization={served_form!r}: {weight} has {inputs} inputs on a device in a row of "
+            f"its last axis, which are not whole groups of {INT4_GROUP}"
+        )
+    return None
+
+
+@_rule("quantization", "load_params(dequantize=)")
+def quantized_weights_keep_their_form(weight: str, form: str, served_form: str) -> str | None:
+    """Weights that were loaded in 8 or 4 bits are served in their own form: `quantization` is that
+    form or None.
+    """
+    if form != served_form:
+        return (
+            f"{weight} is in {form} already, quantization= asks for {served_form}: leave it out, "
+            "or load_params(..., dequantize=True)"
+        )
+    return None
+
+
+@_rule("tensor_parallel_size", "load_params(dequantize=)")
+def quantized_weights_split_as_they_are(weight: str, form: str, is_rearranged: bool) -> str | None:
+    """Weights that were loaded in 8 or 4 bits are split over so few devices that no KV head is
+    repeated and no vocabulary is padded.
+    """
+    if is_rearranged:
+        return (
+            f"{weight} in {form}: on so many devices KV heads would be repeated or the vocabulary "
+            "padded, which weights that are not plain cannot be; take fewer, or load_params(..., "
+            "dequantize=True)"
+        )
+    return None
+
+
+# Devices
+
+
+@_rule("tensor_parallel_size", "data_parallel_size")
+def devices_are_enough(config: "EngineConfig", available: int) -> str | None:
+    """`tensor_parallel_size` times `data_parallel_size` is at most the number of devices."""
+    asked = {
+        "data_parallel_size": config.data_parallel_size or 1,
+        "tensor_parallel_size": config.tensor_parallel_size or 1,
+    }
+    if asked["data_parallel_size"] * asked["tensor_parallel_size"] > available:
+        named = ", ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
+        return f"{named}: there are {available} devices"
+    return None
+
+
+@_rule("tensor_axis", "mesh")
+def tensor_axis_is_of_the_mesh(config: "EngineConfig", mesh_axes: tuple[str, ...]) -> str | None:
+    """`tensor_axis` names axes of the mesh."""
+    axis = config.tensor_axis
+    named = () if axis in (None, "auto") else (axis,) if isinstance(axis, str) else axis
+    if unknown := [name for name in named if name not in mesh_axes]:
+        return f"tensor_axis={axis!r}: {unknown[0]!r} is not an axis of the mesh {mesh_axes}"
+    return None
+
+
+@_rule("tensor_parallel_size", "mesh")
+def tensor_size_is_that_of_the_mesh(config: "EngineConfig", devices: int) -> str | None:
+    """`tensor_parallel_size` beside a mesh is the number of devices along its tensor axis."""
+    if (size := config.tensor_parallel_size) not in (None, devices):
+        return (
+            f"tensor_parallel_size={size}: {devices} devices of the mesh share the model; pass one "
+            "of the two"
+        )
+    return None
+
+
+@_rule("data_parallel_size", "mesh")
+def replicas_are_those_of_the_mesh(config: "EngineConfig", replicas: int) -> str | None:
+    """`data_parallel_size` beside a mesh is the number of devices along its other axes."""
+    if (size := config.data_parallel_size) not in (None, replicas):
+        return f"data_parallel_size={size}: the mesh has {replicas} replicas; pass one of the two"
+    return None
+
+
+@_rule("tensor_parallel_size", "mesh", "model")
+def heads_split_over_the_devices(heads: tuple[int, int], devices: int) -> str | None:
+    """The devices that share the model divide its KV heads, or are a multiple of them that divides
+    its query heads.
+    """
+    num_heads, num_kv_heads = heads
+    if num_kv_heads % devices and (devices % num_kv_heads or num_heads % devices):
+        return (
+            f"num_heads={num_heads} and num_kv_heads={num_kv_heads} do not split over {devices} "
+            "devices: take a number that divides one and is divided by or divides the other"
+        )
+    return None
+
+
+# Guesses
+
+
+@_rule("speculative.method", "speculative.model")
+def ngram_takes_no_model(speculative: "Speculative") -> str | None:
+    """`speculative` names a model with `method="draft"` and `method="eagle"` only."""
+    if speculative.model is not None and not speculative.has_model:
+        return f"speculative: model={speculative.model!r}: only with method='draft' or 'eagle'"
+    return None
+
+
+@_rule("speculative.method", "processes")
+def draft_models_run_in_one_process(config: "EngineConfig", processes: int) -> str | None:
+    """A model over several processes has no draft model or head; `method="ngram"` guesses there."""
+    if processes > 1 and config.speculative is not None and config.speculative.has_model:
+        return (
+            f"speculative: method={config.speculative.method!r} over {processes} processes: a "
+            "draft model only in one process; method='ngram' runs there"
+        )
+    return None
+
+
+@_rule("speculative.adaptive", "processes")
+def guesses_over_processes_are_not_adaptive(config: "EngineConfig", processes: int) -> str | None:
+    """A model over several processes takes `"adaptive": False`: adaptive guessing goes by clocks,
+    which differ.
+    """
+    if processes > 1 and config.speculative is not None and config.speculative.adaptive:
+        return "speculative over several processes: pass 'adaptive': False"
+    return None
+
+
+@_rule("speculative.method", "tensor_parallel_size", error=UnsupportedError)
+def heads_guess_on_one_device(config: "EngineConfig", devices: int) -> str | None:
+    """`method="eagle"` takes a model that is on one device; replicas may be many."""
+    if devices > 1 and config.speculative is not None and config.speculative.method == "eagle":
+        return (
+            f"speculative: method='eagle' on {devices} devices that share the model: only on one; "
+            "method='draft' or 'ngram' runs there"
+        )
+    return None
+
+
+@_rule("draft", "speculative.method")
+def draft_weights_need_a_method(config: "EngineConfig", has_draft_weights: bool) -> str | None:
+    """`generate(draft=...)` takes `speculative` with `method="draft"` or `method="eagle"`."""
+    if has_draft_weights and not (config.speculative and config.speculative.has_model):
+        return "draft weights need speculative={'method': 'draft' or 'eagle'}"
+    return None
+
+
+@_rule("speculative.method", "speculative.model", "draft")
+def draft_methods_need_a_model(config: "EngineConfig", has_draft_weights: bool) -> str | None:
+    """`method="draft"` and `method="eagle"` come with a folder or with weights."""
+    asked = config.speculative
+    if asked and asked.has_model and asked.model is None and not has_draft_weights:
+        return (
+            f"speculative: method={asked.method!r} needs a model: a folder, or weights as "
+            "LLM(speculative={'model': ...}) or generate(draft=...)"
+        )
+    return None
+
+
+@_rule("speculative.method", "speculative.model", "draft", error=UnsupportedError)
+def eagle_takes_a_head(config: "EngineConfig", draft: Any) -> str | None:
+    """`method="eagle"` takes an EAGLE-3 head."""
+    asked = config.speculative
+    if asked and asked.method == "eagle" and not draft.is_head:
+        return (
+            f"speculative: method='eagle': {asked.model or 'weights'} of {draft.family} is no "
+            "EAGLE-3 head; a model guesses with method='draft'"
+        )
+    return None
+
+
+@_rule("speculative.method", "speculative.model", "draft")
+def draft_takes_a_model(config: "EngineConfig", draft: Any) -> str | None:
+    """`method="draft"` takes a model that is no head."""
+    asked = config.speculative
+    if asked and asked.method == "draft" and draft.is_head:
+        return (
+            f"speculative: method='draft': {asked.model or 'weights'} is an EAGLE-3 head: use "
+            "'eagle'"
+        )
+    return None
+
+
+@_rule("speculative.model", "draft", "model")
+def drafts_share_the_vocabulary(draft: Any, model: "ModelConfig") -> str | None:
+    """A draft model, and a head, are of the vocabulary of the model that they guess for."""
+    if draft.vocab_size == model.vocab_size:
+        return None
+    if draft.is_head:
+        return f"EAGLE-3 head for vocab_size={draft.vocab_size}: the model has {model.vocab_size}"
+    return (
+        f"draft model: vocab_size={draft.vocab_size}, the model has {model.vocab_size}: a draft "
+        "needs the very same vocabulary"
+    )
+
+
+@_rule("max_model_len", "speculative.model", "draft")
+def drafts_reach_as_far_as_the_model(config: "EngineConfig", draft: Any) -> str | None:
+    """A draft model's max_position_embeddings is at least `max_model_len`."""
+    most, longest = config.max_model_len, draft.max_position_embeddings
+    if not draft.is_head and most is not None and longest < most:
+        return (
+            f"draft model: max_position_embeddings={longest} is below max_model_len={most}: lower "
+            "max_model_len"
+        )
+    return None
+
+
+@_rule("model")
+def models_are_no_heads(model: "ModelConfig") -> str | None:
+    """An EAGLE-3 head is passed in `speculative`, not as the model."""
+    if model.is_head:
+        return (
+            "an EAGLE-3 head is no model: pass it as speculative={'method': 'eagle', 'model': ...} "
+            "of the model that it guesses for"
+        )
+    return None
+
+
+@_rule("speculative.model", "draft", "model")
+def heads_fit_the_hidden_size(draft: Any, model: "ModelConfig") -> str | None:
+    """A head's target_hidden_size is the model's hidden_size; so is its own where it borrows the
+    model's embedding or output head.
+    """
+    if not draft.is_head:
+        return None
+    if draft.target_hidden_size != model.hidden_size:
+        return (
+            f"EAGLE-3 head for target_hidden_size={draft.target_hidden_size}: the model has "
+            f"hidden_size={model.hidden_size}"
+        )
+    borrows = not (draft.own_embed and draft.own_lm_head)
+    if borrows and draft.hidden_size != model.hidden_size:
+        return (
+            f"EAGLE-3 head of hidden_size={draft.hidden_size} without an embedding or a head of "
+            f"its own: those of the model are of hidden_size={model.hidden_size}"
+        )
+    return None
+
+
+@_rule("speculative.method", "model", error=UnsupportedError)
+def heads_read_plain_embeddings(draft: Any, model: "ModelConfig") -> str | None:
+    """The model that a head guesses for does not scale its embeddings."""
+    if draft.is_head and model.embedding_scale != 1.0:
+        return f"an EAGLE-3 head for {model.family}, which scales its embeddings: use 'draft'"
+    return None
+
+
+# Adapters
+
+
+@_rule("max_loras", "lora")
+def adapters_need_slots(config: "EngineConfig", adapter_rank: int) -> str | None:
+    """An LLM that is to take adapters has `max_loras` of at least 1."""
+    if not config.max_loras:
+        return "max_loras=0: pass max_loras=, the adapters of a step at most"
+    return None
+
+
+@_rule("max_lora_rank", "lora")
+def adapters_fit_the_rank(config: "EngineConfig", adapter_rank: int) -> str | None:
+    """An adapter's rank is at most `max_lora_rank`."""
+    if adapter_rank > (most := config.max_lora_rank):
+        return f"an adapter of rank {adapter_rank} is above max_lora_rank={most}"
+    return None
+
+
+@_rule("lora_extra", "lora")
+def adapters_change_what_has_tables(
+    config: "EngineConfig", adapter_changes: Collection[str]
+) -> str | None:
+    """`lora_extra` names what an adapter changes beside attention and MLP."""
+    if missing := set(adapter_changes) - set(config.lora_extra):
+        wanted = tuple(sorted({*config.lora_extra, *missing}))
+        return (
+            f"lora_extra={config.lora_extra}: the adapter changes the {min(missing)}; pass "
+            f"lora_extra={wanted} to have tables for it"
+        )
+    return None
