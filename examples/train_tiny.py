@@ -335,7 +335,7 @@ def to_hf_names(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     """Hugging Face's tensors in bf16: the loader's own table of names, read backwards."""
     arrays = {ours: np.asarray(x).astype(ml_dtypes.bfloat16) for ours, x in flat(tree).items()}
     return {
-        part.name: np.ascontiguousarray(arrays[ours][part.index]).reshape(part.shape)
+        part.name: np.ascontiguousarray(arrays[ours][part.fills]).reshape(part.shape)
         for ours, parts in stored_names(config).items()
         for part in parts
     }

@@ -31,11 +31,11 @@ from jpaged.request.outputs import (
     RequestOutput,
     to_arrays,
 )
-from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.processes import broadcast
 from jpaged.runtime.step_table import BucketReport
+from jpaged.sampling_params import SamplingParams
 from jpaged.session import Snapshot
 
 __all__ = [

@@ -18,8 +18,9 @@ from jpaged.engine.adapters import AdapterVersion
 from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import EXTRA, Adapter, Pair, Target, extra_of, pairs_of, targets
-from jpaged.models.served import Change, served_config
+from jpaged.models.served import served_config
 from jpaged.models.trees import to_tree
+from jpaged.models.weight import Change
 
 MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 Leaves = tuple[Any, list[weakref.ref[jax.Array] | None]]  # a tree's form, and its arrays

@@ -30,7 +30,7 @@ from jpaged.session import Session, adapted
 
 MAX_ENGINES = 2
 _kept: OrderedDict[Any, Calls] = OrderedDict()  # least recently used first; none that is in use
-_keys = CallKeys(0)  # of calls without a seed
+_keys = CallKeys(0)  # A new process draws the same: its first call without a seed has key 1.
 _turns = FairLock()  # of a whole call: its weights are bound, and only one call's can be
 
 
@@ -42,7 +42,7 @@ def generate(
     config: Any = None,
     tokenizer: Any = None,
     mesh: Mesh | None = None,
-    seed: int | jax.Array | None = 0,
+    seed: int | jax.Array | None = None,
     engine_config: EngineConfig | None = None,
     lora: Any = None,
     draft: Any = None,
@@ -54,9 +54,9 @@ def generate(
     params: what load_params returns, an nnx Module or State, a linen dict or a plain dict (raw
     trees need config=), or a checkpoint folder, which each call reads anew. prompts: str,
     list[int], 1-D array, {"prompt": ...} or {"prompt_token_ids": ...}; one or a list of them,
-    mixed. sampling_params: one for all or one each; None is SamplingParams(). seed: int or jax key;
-    the same call repeats itself, as LLM.generate does with the same seed. None draws anew in each
-    call, as LLM.generate does by default. on_error: "raise" checks everything first, then raises
+    mixed. sampling_params: one for all or one each; None is SamplingParams(). seed: with an int or
+    a jax key the same call repeats its samples (pass the training step); None draws anew in each
+    call. LLM.generate does the same. on_error: "raise" checks everything first, then raises
     GenerationError (with `.outputs`) once the others have finished; "return" puts each error into
     its own output. New params are new by the identity of their leaves: they are served at once,
     without a compile, and drop the prefix cache. lora: an adapter on top of the params

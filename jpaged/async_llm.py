@@ -20,7 +20,7 @@ from jpaged.llm import LLM
 from jpaged.request.chat import Chat
 from jpaged.request.collect import LiveCompletions
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
 

@@ -25,7 +25,7 @@ from jpaged.request.collect import LiveCompletions, collect, failed, scores
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.processor import Processor
 from jpaged.request.prompts import as_list, match_sampling_params
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from jpaged.session import Session, Snapshot
 
 SamplingParamsLike = SamplingParams | List[SamplingParams] | None

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jpaged.calls import Calls, OnError, OnUnfinished, SamplingParamsLike
 from jpaged.checkpoint.kept_tokenizer import whole
-from jpaged.checkpoint.load import load_params
+from jpaged.checkpoint.load import read_params
 from jpaged.config import EngineConfig
 from jpaged.engine.keys import fold_in
 from jpaged.engine_fields import EngineFields, check_fields
@@ -19,11 +19,10 @@ from jpaged.models.params import Params
 from jpaged.request.chat import Chat, as_chats
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import CallKeys, as_list
-from jpaged.request.sampling_params import SamplingParams
 from jpaged.runtime.mesh import serving_mesh
-from jpaged.runtime.quantize import one_by_one
 from jpaged.runtime.step_table import BucketReport, bucket_reports, warmup
 from jpaged.runtime.weights import as_params
+from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import EarlyStopping
 from jpaged.session import Session, Snapshot, accept_draft, add_adapter
 
@@ -296,8 +295,9 @@ def _weights(
     if not isinstance(model, str | Path):
         return as_params(model), mesh
     mesh = serving_mesh(config, mesh)
-    each = None if mesh or not config.quantization else one_by_one(config.quantization)
-    return load_params(model, dtype=config.dtype, mesh=mesh, each=each), mesh
+    quantization = None if mesh else config.quantization
+    params = read_params(model, dtype=config.dtype, mesh=mesh, quantization=quantization)
+    return params, mesh
 
 
 def _engine_config(fields: EngineFields) -> tuple[EngineConfig, Params | None]:

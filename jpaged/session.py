@@ -18,11 +18,11 @@ from jpaged.models.params import DONATED, Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.request.outputs import RequestOutput
 from jpaged.request.prompts import Adapted, match_adapters
-from jpaged.resolve import resolve
 from jpaged.runtime.compiled_steps import use_compilation_cache
 from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
+from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import Runner, report_of, seal
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
@@ -139,6 +139,7 @@ class Session:
         if self._is_asleep or not self.has_pool:
             return
         self.runner.params = self.weights.tree(params)
+        self.runner.weight_version = self.weights.version
         if self._cached_version != self.weights.version:
             self.engine.reset_prefix_cache()
             self._cached_version = self.weights.version
@@ -259,6 +260,7 @@ def _runner(session: Session, config: EngineConfig) -> Runner:
     kind = SharedRunner if are_many(session.placement.mesh) else Runner
     drafts = None if session.draft is None else session.draft.tree()
     runner = kind(session.model_config, config, session.placement, tree, drafts, session.choices)
+    runner.weight_version = session.weights.version
     if config.strict:
         warmup(runner.steps)
         seal(runner)
@@ -340,6 +342,7 @@ def _renew(session: Session, params: Params) -> None:
         if session.has_pool and session.params is not None:
             session.weights.update(session.params)
             session.runner.params = session.weights.tree(session.params)
+            session.runner.weight_version = session.weights.version
             _renew_draft(session)
         raise
 

@@ -41,6 +41,14 @@ class NativeProducts:
         """See `linear`."""
         return linear(x_TE, weight_NE, count, dtype)
 
+    def multiplies(self, form: str) -> bool:
+        """Return whether `quantized` takes weights in a form."""
+        return form in quantized.FORMS
+
+    def rounds(self, form: str) -> bool:
+        """Return whether x becomes what `activations` says beside weights in a form."""
+        return form in quantized.ROUNDING
+
     def quantized(
         self, x_TE: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any
     ) -> Array:

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# What x becomes in a product with a weight of int8 or int4, each name one arithmetic on every
-# processor: it stays bf16 (and a weight with scales of groups is rounded to bf16); or it becomes
-# integers, each 32 inputs of a row in steps of a 127th of the largest of them, or each 256 in steps
-# of a 32767th. See quantized.h. With a weight of fp8 x stays bf16.
+# What x becomes in a product with a weight of int8 or int4; each name is one arithmetic on every
+# processor. "plain": x stays bf16, and a weight with scales of groups is rounded to bf16. "int8": x
+# becomes integers, each 32 inputs of a row in steps of a 127th of the largest of them. "int16":
+# each 256 inputs in steps of a 32767th. With a weight of fp8 x stays bf16. See quantized.h.
 ACTIVATIONS = ("plain", "int8", "int16")
+FORMS = ("int8", "int4", "fp8")  # of weights, which `Form` in quantized.h lists as well
+ROUNDING = ("int8", "int4")  # those beside which x becomes integers
 
 
 def linear(
@@ -27,7 +29,7 @@ def linear(
     """Return x times the weight that values [N, E] (int4: [N, E/2]), scales [N, S], each of E / S
     inputs (int4: of whole 32s), and zeros [N, S] stand for, transposed: f32 [T, N].
 
-    form: int8, int4 or fp8. activations: one of ACTIVATIONS. A row's bits depend on that row alone.
+    form: one of FORMS. activations: one of ACTIVATIONS. A row's bits depend on that row alone.
     """
     result = jax.ShapeDtypeStruct((x_TE.shape[0], scales.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call("jpaged_quantized", result)

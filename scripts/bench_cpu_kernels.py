@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.models.layers.mlp import gated
-from jpaged.models.quantized import Form, QuantizedWeight, quantized
+from jpaged.models.quantized import QuantizedWeight, quantized
 from kernels_cpu import experts as native_experts
 from kernels_cpu import paged_attention as native
 from kernels_cpu import quantized as native_quantized
@@ -39,7 +39,7 @@ from kernels_pallas.paged_attention.interface import AttentionOptions, Options
 WEIGHTS = [(6144, 1024), (1024, 3072), (3072, 512), (512, 1536)]
 ROWS = (8, 16, 32, 64, 128, 1024)
 QUANTIZED_ROWS = (1, 4, 16, 64, 256)
-QUANTIZED: tuple[Form, ...] = ("int8", "fp8", "int4")
+QUANTIZED = ("int8", "fp8", "int4")
 HEADS = {"60m": (8, 4, 64), "0.6b": (16, 8, 128)}  # H, K, D
 # Model, rows, context, and queries a row, where it is a prefill.
 ATTENTION = [
@@ -75,7 +75,7 @@ def quantized_product(x: jax.Array, w: QuantizedWeight) -> jax.Array:
     """By the arithmetic that the processor is fastest with."""
     best = level()
     assert best is not None
-    parts = (w.values, w.scales, w.form, x.shape[0], w.zeros)
+    parts = (w.values, w.scales, w.form.name, x.shape[0], w.zeros)
     return native_quantized.linear(x, *parts, best.activations)
 
 

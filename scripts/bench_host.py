@@ -24,8 +24,7 @@ from jpaged.engine.buckets import output_sections
 from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence
-from jpaged.engine.turns import Turns
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 MODEL = dataclasses.replace(common.MODELS["tiny"], max_position_embeddings=4096)
 PROMPT = 120
@@ -44,7 +43,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     assert config.num_blocks is not None
     blocks = BlockManager([GroupSize(config.num_blocks)], block_size)
     scheduler = Scheduler(blocks, max_num_seqs=rows, max_num_batched_tokens=8192)
-    turns, rng = Turns(), random.Random(0)
+    rng = random.Random(0)
     for i in range(rows):
         params = SamplingParams(max_tokens=3 * steps, ignore_eos=True)
         prompt = [rng.randrange(MODEL.vocab_size) for _ in range(PROMPT)]
@@ -54,14 +53,14 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"schedule": [], "pack": [], "commit": []}
     while len(times["commit"]) < steps:
         began = time.perf_counter()
-        (plan,) = schedule([scheduler], turns)
+        (plan,) = schedule([scheduler])
         scheduled = time.perf_counter()
         batch = pack(plan, config)
         packed = time.perf_counter()
         assert batch.drawing is not None
         out = np.full(output_sections(batch.drawing, config)[1], 7, np.int32)
         out[: batch.drawing.rows] = 1  # num_drawn
-        result = unpack(batch, config, [out])[0]
+        result = unpack(batch, config, [out], weight_version=1)[0]
         answered = time.perf_counter()
         scheduler.commit(plan, result)
         if plan.phase == "decode":

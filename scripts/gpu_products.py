@@ -61,7 +61,7 @@ def mixture(dry: bool, rows: int, form: str, way: str) -> Found:
     X, width, A = (4, 64, 2) if dry else (32, 2880, 4)
     up, down = noise((X, 2, width, width)), noise((X, width, width)) / width**0.5
     if form != "bf16":
-        up, down = (quantized(w, form, w.ndim - 1) for w in (up, down))  # pyright: ignore[reportArgumentType]
+        up, down = (quantized(w, form, w.ndim - 1) for w in (up, down))
     weights = ExpertWeights(gate_up=up, gate_up_bias=None, down=down)
     chosen = jnp.arange(rows * A, dtype=jnp.int32).reshape(rows, A) * 7 % X
     args = noise((rows, width)), chosen, jnp.full((rows, A), 1 / A), weights

@@ -62,7 +62,7 @@ def quality(params: Params, tokens: np.ndarray, forms: list[str]) -> Iterator[di
     """A row for the weights as they are, and for each form."""
     own, count = dict(params), tokens.shape[0] * (tokens.shape[1] - 1)
     for form in (None, *forms):
-        other: Any = own if form is None else quantized_tree(params, form)  # pyright: ignore[reportArgumentType]
+        other: Any = own if form is None else quantized_tree(params, form)
         sums = np.sum([measured(params.config, own, other, row[None]) for row in tokens], 0, float)
         yield {
             "weights": form or str(params["embed"]["weight"].dtype),

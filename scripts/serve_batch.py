@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jpaged import adapter_flag
 from jpaged.config import EngineConfig
-from jpaged.errors import CheckpointError, PeerError
+from jpaged.errors import CheckpointError, ConfigError, PeerError
 from jpaged.flags import add_engine_flags, engine_settings
-from jpaged.integrations.batch import adapters
 from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
@@ -44,7 +44,7 @@ from jpaged.integrations.batch.run import (
 )
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 SAMPLING = ("max_tokens", "temperature", "top_p")
 LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_hosts": 1}
@@ -167,7 +167,7 @@ def make_parser() -> Parser:
     group = parser.add_argument_group("engine")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
-    group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapters.FLAG)
+    group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapter_flag.FLAG)
     window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"
     group.add_argument("--window", help=window, type=int)
     add_engine_flags(group)
@@ -310,12 +310,12 @@ def make_llm(args: argparse.Namespace) -> Any:
                 hosts=args.replica_hosts,
                 resources=args.replica_resources,
                 max_retries=args.replica_retries,
-                adapters=adapters.folders(args.adapter),
+                adapters=adapter_flag.folders(args.adapter),
                 **{"seed": args.seed, **args.engine},
             )
         import jpaged
 
-        llm = adapters.loaded(jpaged.LLM(path, seed=args.seed, **args.engine), args.adapter)
+        llm = adapter_flag.loaded(jpaged.LLM(path, seed=args.seed, **args.engine), args.adapter)
         return args.lead(llm)
     except Exception as e:
         raise BatchError(f"cannot start the engine on {path}: {sentence(e)}") from e
@@ -341,7 +341,7 @@ def make_settings(args: argparse.Namespace, llm: Any, source: Source) -> Setting
         seed=args.seed,
         text=source.text,
         ignore_unknown=args.ignore_unknown,
-        adapters=frozenset() if args.check else frozenset(adapters.folders(args.adapter)),
+        adapters=frozenset() if args.check else frozenset(adapter_flag.folders(args.adapter)),
     )
 
 
@@ -359,7 +359,7 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
 
 def served_of(args: argparse.Namespace) -> dict[str, Any]:
     """The part of a manifest that says which model an engine serves, and under which settings."""
-    folders = adapters.folders(args.adapter)
+    folders = adapter_flag.folders(args.adapter)
     return {
         "model": model_identity(model_path(args)),
         "adapters": {name: model_identity(folder) for name, folder in folders.items()},
@@ -487,7 +487,7 @@ def main(argv: list[str] | None = None) -> int:
         from jpaged.integrations.batch.peers import run_together
 
         return run_together(args, run, make_llm, served_of)
-    except (BatchError, CheckpointError) as e:
+    except (BatchError, CheckpointError, ConfigError) as e:
         print(f"serve_batch: {e}", file=sys.stderr, flush=True)
         if isinstance(e.__cause__, PeerError):
             os._exit(FATAL)  # what still waits for the other processes would hold this one

@@ -39,10 +39,9 @@ from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request
 from jpaged.engine.sequence import Sequence as Row
-from jpaged.engine.turns import Turns
 from jpaged.errors import ConfigError, JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 # Each phase, the setting that pads its steps, and the one that no step of it exceeds.
 PHASES = {"prefill": "token_buckets", "decode": "seq_buckets"}
@@ -178,8 +177,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         row = Row(str(i), ids, params, max_model_len=config.max_model_len)
         scheduler.queues.add(Request([row]).sequences[0])
     sizes: dict[str, Counter[int]] = {phase: Counter() for phase in PHASES}
-    turns = Turns()
-    while plans := schedule([scheduler], turns):
+    while plans := schedule([scheduler]):
         plan = plans[0]
         draws = [entry.draws for entry in plan.entries if entry.draws]
         if plan.phase == "decode":
@@ -188,7 +186,8 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
             sizes["prefill"][plan.num_tokens] += 1
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
-        scheduler.commit(plan, StepResult(num_drawn=draws, tokens=tokens, logprobs=logprobs))
+        result = StepResult(weight_version=0, num_drawn=draws, tokens=tokens, logprobs=logprobs)
+        scheduler.commit(plan, result)
     if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}

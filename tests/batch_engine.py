@@ -16,7 +16,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.errors import CapacityError, GenerationError, RequestError
 from jpaged.request.outputs import CompletionOutput, RequestOutput
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 64

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, EngineConfig, JpagedError, Params, SamplingParams
-from jpaged.combinations import INT4_GROUP, RULES, Facts, as_markdown, check_combination
-from jpaged.models.quantized import GROUP
+from jpaged.combinations import RULES, Facts, as_markdown, check_combination
 from jpaged.models.served import quantized_tree
 from jpaged.session import Session
 from tests.byte_tokenizer import EOS, TOKENS, make_tokenizer
@@ -249,7 +248,7 @@ def test_pairs_are_served_or_break_one_rule() -> None:
         "pinned_steps_draw_one_token": {"deterministic", "decode_steps"},
         "several_steps_draw_themselves": {"separate_draw", "decode_steps"},
         "strict_draws_under_masks": {"strict", "structured"},
-        "int4_takes_whole_groups": {"quantization", "tensor_parallel_size"},
+        "groups_are_whole": {"quantization", "tensor_parallel_size"},
         "quantized_weights_keep_their_form": {"weights", "quantization"},
         "devices_are_enough": {"tensor_parallel_size", "data_parallel_size"},
         "tensor_axis_is_of_the_mesh": {"tensor_axis", "tensor_parallel_size"},
@@ -306,4 +305,3 @@ def test_rules_are_whole() -> None:
         for setting in rule.settings:
             name = re.split(r"[.(]", setting)[0]
             assert name in fields | beside | {"SamplingParams", "score", "load_params"}, setting
-    assert INT4_GROUP == GROUP

@@ -16,7 +16,7 @@ from jpaged.config import PINNED
 from jpaged.demo import MODEL_PATH
 from jpaged.models.forward import bind
 from jpaged.models.layers.linear import StepContext
-from jpaged.resolve import MOST_COST
+from jpaged.runtime.resolve import MOST_COST
 from kernels_cpu import library
 from kernels_cpu.rates import rates
 from tests.tiny import CONFIG, STEPS, compiles, make_params

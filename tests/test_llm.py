@@ -503,23 +503,31 @@ def test_score(llm: LLM) -> None:
 
 
 def test_seeds_mean_the_same_to_generate_and_to_an_llm(llm: LLM) -> None:
-    """A seed repeats itself, with equal tokens of both; None draws anew of both."""
+    """A seed repeats its tokens, which are equal in both; without one both draw anew."""
     prompts, asked = make_prompts(9, 5), SamplingParams(max_tokens=12, ignore_eos=True)
+    params = llm.session.params
 
     def of_llm(seed: Any) -> list[list[int]]:
         outputs = llm.generate(prompts, asked, seed=seed, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
     def of_function(seed: Any) -> list[list[int]]:
-        outputs = jpaged.generate(
-            llm.session.params, prompts, asked, seed=seed, engine_config=ENGINE
-        )
+        outputs = jpaged.generate(params, prompts, asked, seed=seed, engine_config=ENGINE)
         return [output.outputs[0].token_ids for output in outputs]
+
+    def without_a_seed() -> list[list[int]]:
+        of_both = [
+            jpaged.generate(params, prompts, asked, engine_config=ENGINE),
+            llm.generate(prompts, asked, use_tqdm=False),
+        ]
+        return [output.outputs[0].token_ids for outputs in of_both for output in outputs]
 
     for seed in (0, 7, jax.random.key(7), -1):
         assert of_llm(seed) == of_llm(seed) == of_function(seed) == of_function(seed)
     assert of_llm(0) != of_llm(7)
     assert of_llm(None) != of_llm(None) and of_function(None) != of_function(None)
+    first, second = without_a_seed(), without_a_seed()
+    assert all(a != b for a, b in zip(first, second, strict=True))
     pieces: list[list[int]] = [[], []]
     for chunk in llm.stream(prompts, asked, seed=7):
         pieces[chunk.request_index] += chunk.token_ids_delta

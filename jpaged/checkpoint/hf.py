@@ -1,4 +1,4 @@
-"""Hugging Face folders: which safetensors files hold the weights, and where each tensor goes in the
+"""Hugging Face folders: which safetensors files hold the weights, and what each tensor fills of the
 canonical tree.
 
 The safetensors library checks the files, but tensors are read past it: it maps a file into memory,
@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jpaged.checkpoint.packed import RAW, packed_part, parts_of, tensors_of
-from jpaged.checkpoint.stacked import stacked_parts
-from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, Part, check_fit, first_line, store
+from jpaged.checkpoint.quantized import quantized_piece, reader_of
+from jpaged.checkpoint.stacked import stacked_pieces
+from jpaged.checkpoint.tensors import DTYPES, SLAB_BYTES, check_fit, first_line
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, UnsupportedError
 from jpaged.models.config import ModelConfig
@@ -28,22 +29,29 @@ from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import format_of
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import param_table
+from jpaged.models.weight import Index, Piece, Weight, store
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Not wanted but no misfit: old checkpoints carry the first, which is computed, and tied ones the
-# second at times; the third is of activations, which stay as they are.
+RAW = {  # by a file's code, or numpy's name where this project reads it as plain weights
+    **DTYPES,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    **{"U8": np.dtype(np.uint8), "I8": np.dtype(np.int8)},
+    **{"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
+}
+# Not wanted, and no misfit either. Old checkpoints hold the first, which is computed; some tied
+# ones hold the second; the third is a scale of activations, which stay as they are.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$")
-# Of a model of text and images: its parts, under the names of two times.
+# Names of two versions of transformers for the parts of a model of text and images.
 OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 OF_TEXT = re.compile(r"^(?:language_model\.(?=model\.|lm_head)|(model\.)language_model\.)")
 log = logging.getLogger("jpaged")
 
-PACKED = ("_blocks", "_scales")  # ends of names of experts in mxfp4
+MXFP4_ENDS = ("_blocks", "_scales")  # of names of experts' tensors
 
 
 class Entry(NamedTuple):
-    """One tensor of one file; start: of its bytes."""
+    """One tensor of one file. start: the place of its first byte."""
 
     file: Path
     start: int
@@ -51,9 +59,10 @@ class Entry(NamedTuple):
     dtype: str  # numpy's name where this project reads it, else the file's code
 
 
-def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
-    """The parts of every canonical tensor, after names, shapes, dtypes and file sizes have all been
-    checked.
+def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
+    """Return every canonical parameter as the pieces that the folder's files hold, by its name.
+
+    Names, shapes, dtypes and file sizes have all been checked then, and no tensor has been read.
     """
     entries = find_entries(folder)
     if config.is_head:
@@ -65,55 +74,59 @@ def hf_parts(folder: Path, config: ModelConfig) -> dict[str, list[Part]]:
         )
     elif FAMILIES[config.family].text_of is not None:
         entries = _text_entries(entries)
-    table = stored_names(config)
-    stacked: dict[str, list[Part]] = {}
+    names = stored_names(config)
+    stacked: dict[str, list[Piece]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
     if FAMILIES[config.family].stacked_experts:
-        stacked, wanted = stacked_parts(entries, config)
-        table = {ours: parts for ours, parts in table.items() if ours not in stacked}
-    for stored in (stored for parts in table.values() for stored in parts):
+        stacked, wanted = stacked_pieces(entries, config)
+        names = {ours: tensors for ours, tensors in names.items() if ours not in stacked}
+    for stored in (stored for tensors in names.values() for stored in tensors):
         rows = stored.first + stored.shape[0]  # the last part of a tensor ends it
         wanted[stored.name] = max((rows, *stored.shape[1:]), wanted.get(stored.name, ()))
     raw = read_json(folder / "config.json", CheckpointError)
-    kind = None if config.is_head else format_of(raw)
+    quantization = None if config.is_head else format_of(raw)
     allowed: dict[str, tuple[str, ...]] = {
-        name: ("U8",) for name in wanted if name.endswith(PACKED)
+        name: ("U8",) for name in wanted if name.endswith(MXFP4_ENDS)
     }
     sizes: dict[str, tuple[int, ...]] = {}  # of weights in 8 or 4 bits
     for name, shape in list(wanted.items()):
-        if kind is None or not name.endswith(".weight") or len(shape) != 2:
+        if quantization is None or not name.endswith(".weight") or len(shape) != 2:
             continue
-        N, E = shape
-        if beside := tensors_of(kind, name.removesuffix(".weight"), N, E, entries):
+        tensors = quantization.tensors(name.removesuffix(".weight"), *shape, entries)
+        if tensors is not None:
             sizes[name] = wanted.pop(name)
-            wanted |= {key: size for key, (size, _) in beside.items()}
-            allowed |= {key: codes for key, (_, codes) in beside.items()}
+            wanted |= {key: size for key, (size, _) in tensors.items()}
+            allowed |= {key: codes for key, (_, codes) in tensors.items()}
     found = {
         name: (e.shape, "bfloat16" if e.dtype in allowed.get(name, ()) else e.dtype)
         for name, e in entries.items()
         if name in wanted or not IGNORED.search(name)
     }
     check_fit(folder, found, wanted)
-    packed = parts_of(kind, entries, read_raw) if kind else None
+    reader = reader_of(quantization, entries, read_raw) if quantization else None
 
-    def part(stored: Stored) -> Part:
-        if packed is not None and stored.name in sizes:
+    def piece(stored: Stored) -> Piece:
+        if reader is not None and stored.name in sizes:
             rows = slice(stored.first, stored.first + stored.shape[0])
             N, E = sizes[stored.name]
-            return packed_part(stored.name, packed(stored.name, N, E), rows, stored.index)
+            return quantized_piece(stored.name, reader(stored.name, N, E), rows, stored.fills)
         entry = entries[stored.name]
         skipped = stored.first * math.prod(stored.shape[1:]) * DTYPES[entry.dtype].itemsize
         entry = entry._replace(start=entry.start + skipped)
         read = functools.partial(read_entry, stored.name, entry)
-        return Part(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.index)
+        return Piece(DTYPES[entry.dtype], read, functools.partial(map_entry, entry), stored.fills)
 
-    whole = {ours: [part(stored) for stored in parts] for ours, parts in table.items()}
-    return whole | stacked
+    pieces = {ours: [piece(stored) for stored in tensors] for ours, tensors in names.items()}
+    pieces |= stacked
+    return {
+        name: Weight(spec=spec, source=tuple(pieces[name]), folder=folder)
+        for name, spec in param_table(config).items()
+    }
 
 
 def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The tensors of an EAGLE-3 head under the names of a model of one layer; which tokens it can
-    guess (see checkpoint/eagle.py) is none of them.
+    """Return the tensors of an EAGLE-3 head under the names of a model of one layer, without those
+    that list the tokens which it can guess (see checkpoint/eagle.py).
     """
     found = {}
     for name, entry in entries.items():
@@ -124,7 +137,7 @@ def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The tensors of the text part under their names in a model of text alone."""
+    """Return the tensors of the text part under their names in a model of text alone."""
     found = {}
     for name, entry in entries.items():
         if (image := OF_IMAGES.match(name)) is None:
@@ -137,18 +150,19 @@ def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 class Stored(NamedTuple):
-    """A part of a canonical tensor in a file: the tensor's name there, the part's shape, the index
-    of the canonical tensor that it fills, and the row of the file's tensor that it begins at.
+    """Where a file holds a part of a canonical tensor: the tensor's name there, the part's shape,
+    the index of the canonical tensor that it fills, and the row of the file's tensor that it begins
+    at.
     """
 
     name: str
     shape: tuple[int, ...]
-    index: Any
+    fills: Index
     first: int
 
 
 def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
-    """For each canonical tensor its parts as a Hugging Face file has them."""
+    """Return for each canonical tensor its parts as a Hugging Face file has them."""
 
     def stored(spec: ParamSpec) -> Iterator[Stored]:
         rows: dict[str, int] = {}
@@ -159,8 +173,8 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
             shape = tuple(math.prod(spec.shape_of(side)) for side in axes.split(","))
             if "{x}" in name:
                 for x in range(spec.shape_of("X")[0]):
-                    own = (slice(x, x + 1), *index)
-                    yield Stored(name.replace("{x}", str(x)), shape, own, 0)
+                    expert = (slice(x, x + 1), *index)
+                    yield Stored(name.replace("{x}", str(x)), shape, expert, 0)
             else:
                 yield Stored(name, shape, index, rows.get(name, 0))
                 rows[name] = rows.get(name, 0) + shape[0]
@@ -169,8 +183,8 @@ def stored_names(config: ModelConfig) -> dict[str, list[Stored]]:
 
 
 def find_entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the files that the index names, or of the single file; nothing else in the
-    folder is opened.
+    """Return every tensor of the files that the index names, or of the single file; nothing else in
+    the folder is opened.
     """
     if not (folder / INDEX).is_file():
         return read_header(folder / SINGLE)
@@ -192,8 +206,8 @@ def find_entries(folder: Path) -> dict[str, Entry]:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file; CheckpointError if its header and its size do not agree to
-    the byte.
+    """Return the tensors of a safetensors file; CheckpointError if its header and its size do not
+    agree to the byte.
     """
     try:
         with file.open("rb") as f:
@@ -222,8 +236,8 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
-    """Fill a view, contiguous or not, with a tensor of as many elements; no more than a slab is
-    held besides.
+    """Fill a view, contiguous or not, with a tensor of as many elements. It holds no more than a
+    slab besides.
     """
     dtype = DTYPES[entry.dtype]
     try:
@@ -231,7 +245,7 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
             f.seek(entry.start)
             for block in _blocks(out):
                 slab = block if block.dtype == dtype else np.empty(block.shape, dtype)
-                # Less than asked for means the end.
+                # It reads less than asked for only at the end.
                 if f.readinto(slab.view(np.uint8)) < slab.nbytes:
                     raise EOFError("the file ends early")
                 if slab is not block:
@@ -241,7 +255,7 @@ def read_entry(name: str, entry: Entry, out: np.ndarray) -> None:
 
 
 def read_raw(name: str, entry: Entry) -> np.ndarray:
-    """A tensor in the file's own type, whole."""
+    """Return a tensor in the file's dtype."""
     out = np.empty(entry.shape, RAW[entry.dtype])
     try:
         with entry.file.open("rb") as f:
@@ -254,7 +268,7 @@ def read_raw(name: str, entry: Entry) -> np.ndarray:
 
 
 def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor as an array of a shape; only the pages of what is looked at are read."""
+    """Return a tensor as an array of a shape; only the pages that are used are read."""
     try:
         return np.memmap(entry.file, DTYPES[entry.dtype], "r", entry.start, shape)
     except (OSError, ValueError) as e:  # ValueError: the file ends early
@@ -262,8 +276,8 @@ def map_entry(entry: Entry, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _inside(folder: Path, file: str) -> Path:
-    """A file that the index names. Links are followed: Hugging Face's own cache links snapshots to
-    blobs elsewhere.
+    """Return a file that the index names. Links are followed, since Hugging Face's cache links
+    snapshots to blobs elsewhere.
     """
     parts = PurePosixPath(file.replace("\\", "/"))
     if parts.is_absolute() or ".." in parts.parts or ":" in file or parts.suffix != ".safetensors":
@@ -274,7 +288,7 @@ def _inside(folder: Path, file: str) -> Path:
 
 
 def _blocks(out: np.ndarray) -> Iterator[np.ndarray]:
-    """Flat writable views that cover an array in C order, a slab each at most."""
+    """Yield flat writable views that cover an array in C order, each of a slab at most."""
     if out.flags.c_contiguous:
         line = out.reshape(-1)
         step = SLAB_BYTES // out.itemsize

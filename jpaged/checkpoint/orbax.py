@@ -1,5 +1,5 @@
-"""Orbax folders: config.json, tokenizer files, and the canonical tree as an Orbax checkpoint in
-`params/`.
+"""Orbax folders: config.json, tokenizer files, and in `params/` the canonical tree as an Orbax
+checkpoint.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jpaged.checkpoint.tensors import DTYPES, Part, check_fit, first_line, flat, store
+from jpaged.checkpoint.tensors import DTYPES, check_fit, first_line, flat
 from jpaged.checkpoint.tokenizer import GENERATION_CONFIG, TOKENIZER_FILES
 from jpaged.checks import read_json
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import Params, param_shapes
+from jpaged.models.params import Params, param_shapes, param_table
 from jpaged.models.quantized import is_quantized
+from jpaged.models.weight import Piece, Weight, store
 
 MARK = "_METADATA"  # the file that every finished Orbax tree has
 TRAIN_STATE = ("params.params.", "params.", "model.")  # linen's, a plain state's, nnx's
@@ -80,7 +81,7 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
-    """The folder to write, absolute; CheckpointError if something is there already."""
+    """Return the absolute path of a folder to write; CheckpointError if it holds anything."""
     folder = Path(path).expanduser().absolute()
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -93,10 +94,10 @@ def check_new(path: str | os.PathLike[str]) -> Path:
 
 
 def find_orbax(folder: Path) -> Path | None:
-    """The Orbax tree of a folder: the folder itself, or the one below it."""
+    """Return a folder's Orbax tree, the folder itself or the one below it; None without one."""
     if (folder / MARK).is_file():
         return folder
-    # else: cut short.
+    # Without the mark a save was cut short.
     whole = (child for child in folder.iterdir() if "orbax-checkpoint-tmp" not in child.name)
     roots = sorted(child for child in whole if (child / MARK).is_file())
     if len(roots) > 1:
@@ -105,17 +106,18 @@ def find_orbax(folder: Path) -> Path | None:
     return roots[0] if roots else None
 
 
-def orbax_parts(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
-    """One part for every canonical tensor, after names, shapes and dtypes have been checked.
+def orbax_weights(root: Path, config: ModelConfig) -> dict[str, Weight]:
+    """Return every canonical parameter as the one piece that holds it, by its name, after names,
+    shapes and dtypes have been checked.
 
-    By tensorstore, which Orbax writes with. Orbax's own restore holds every tensor twice, so that a
-    checkpoint which is mostly embedding peaks at 1.5 to 2 times its size, and it leaves failing
+    It reads with tensorstore, as Orbax does. Orbax's restore would hold every tensor twice, so that
+    a checkpoint which is mostly embedding peaks at 1.5 to 2 times its size, and it leaves failing
     tasks behind where a file is damaged.
     """
     import tensorstore as ts
 
     wanted = flat(param_shapes(config))
-    one = {"limit": 1}  # each thread's allocator keeps the chunks that it freed
+    one = {"limit": 1}  # every thread's allocator keeps the chunks that it freed
     context = ts.Context({"data_copy_concurrency": one, "file_io_concurrency": one})
     try:
         metadata = read_json(root / MARK)
@@ -131,28 +133,27 @@ def orbax_parts(root: Path, config: ModelConfig) -> dict[str, list[Part]]:
         raise CheckpointError(f"{root}: damaged Orbax checkpoint ({first_line(e)})") from e
     found = dict.fromkeys(names, ((), "")) | {n: (a.shape, a.dtype.name) for n, a in arrays.items()}
     check_fit(root, found, wanted)
-    return {
-        name: [
-            Part(
-                DTYPES[array.dtype.name],
-                functools.partial(_read, f"{root}: {name}", array),
-                functools.partial(_Pieces, f"{root}: {name}", array),
-            )
-        ]
-        for name, array in arrays.items()
-    }
+    weights = {}
+    for name, spec in param_table(config).items():
+        array, label = arrays[name], f"{root}: {name}"
+        read = functools.partial(_read, label, array)
+        piece = Piece(DTYPES[array.dtype.name], read, functools.partial(_Chunks, label, array))
+        weights[name] = Weight(spec=spec, source=(piece,), folder=root)
+    return weights
 
 
 def our_names(stored: Iterable[str], wanted: Container[str]) -> dict[str, str]:
-    """Our name of each stored tensor: {"norm.scale": "params.norm.scale.value", ...}.
+    """Return the stored name of each of our tensors: {"norm.scale": "params.norm.scale.value"}.
 
-    nnx saves a Variable as its `value`. In a training loop's state the weights are one part, which
+    nnx saves a Variable as its `value`. In a training loop's state the weights are the part that
     TRAIN_STATE names; its other parts (optimizer, step) are left out.
     """
     plain = {name.removesuffix(".value"): name for name in stored}
     for prefix in TRAIN_STATE:
         part = {
-            name.removeprefix(prefix): at for name, at in plain.items() if name.startswith(prefix)
+            name.removeprefix(prefix): stored_name
+            for name, stored_name in plain.items()
+            if name.startswith(prefix)
         }
         if "norm.scale" in part and "norm.scale" in wanted:
             return part
@@ -160,7 +161,7 @@ def our_names(stored: Iterable[str], wanted: Container[str]) -> dict[str, str]:
 
 
 def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """tensorstore's address of one tensor of an Orbax tree."""
+    """Return tensorstore's address of one tensor of an Orbax tree."""
     kvstore = {"driver": "file", "path": f"{root}/{name}/"}
     if (root / "manifest.ocdbt").exists():
         kvstore = {
@@ -168,14 +169,14 @@ def _spec(root: Path, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
             "base": {"driver": "file", "path": f"{root}/"},
             "path": f"{name}/",
         }
-    # Where Orbax stored zeros too, a chunk that is not there is lost, and must not read as zeros.
+    # If Orbax stored chunks of zeros too, a missing chunk is lost and must not be read as zeros.
     complete = bool(metadata.get("store_array_data_equal_to_fill_value"))
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": not complete}
 
 
-class _Pieces:
-    """A stored tensor, of which an index reads the chunks that it meets."""
+class _Chunks:
+    """A stored tensor, an index of which reads the chunks that it meets."""
 
     def __init__(self, name: str, array: Any, shape: tuple[int, ...]):
         assert tuple(array.shape) == shape, name
@@ -189,25 +190,25 @@ class _Pieces:
 
 
 def _read(name: str, array: Any, out: np.ndarray) -> None:
-    """Fill `out` with a stored tensor, one stored chunk after another."""
+    """Fill an array with a stored tensor, one stored chunk after another."""
     chunk = array.chunk_layout.read_chunk.shape
     sides = [
         [slice(i, min(i + c, n)) for i in range(0, n, c)]
         for n, c in zip(out.shape, chunk, strict=True)
     ]
     for index in itertools.product(*sides):
-        store(name, _Pieces(name, array, out.shape)[index], out[index])
+        store(name, _Chunks(name, array, out.shape)[index], out[index])
 
 
 def _config_json(params: Params) -> str:
-    """The source's own config.json where it still describes these params, else one made from the
+    """Return the source's config.json if it still describes these params, else one made from the
     config.
     """
     raw = params.config.to_hf()
     if params.source is not None:
         with contextlib.suppress(ConfigError):  # the folder has gone or changed since
-            own = read_json(params.source / "config.json")
-            raw = own if ModelConfig.from_hf(own) == params.config else raw
+            theirs = read_json(params.source / "config.json")
+            raw = theirs if ModelConfig.from_hf(theirs) == params.config else raw
     if ModelConfig.from_hf(raw) != params.config:
         raise ConfigError(f"no {params.config.family} config.json can express {params.config}")
     return json.dumps(raw, indent=2) + "\n"

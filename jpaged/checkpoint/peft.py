@@ -20,7 +20,7 @@ from jpaged.models.lora import (
     Pair,
     Pairs,
     adapted_specs,
-    fitted,
+    shaped_pair,
     targets,
 )
 
@@ -142,7 +142,7 @@ def _pairs(
                 assert pair is not None
                 if name != EMBEDDING:
                     pair = pair._replace(b=pair.b[place.first : place.first + place.shape[0]])
-            found[name] = fitted(name, *pair, parts[name])
+            found[name] = shaped_pair(name, *pair, parts[name])
     if left := sorted(sides.keys() - taken):
         raise CheckpointError(
             f"{folder / FILE}: {left[0]} is no weight of this model that can have an adapter"

@@ -1,5 +1,5 @@
-"""Experts that a Hugging Face file holds in one tensor a layer, as GPT-OSS's does: the rows of gate
-and up in turn, transposed in bfloat16 or packed in mxfp4.
+"""Experts of a layer that a Hugging Face file holds in one tensor, as GPT-OSS's does: rows of gate
+and up alternate, transposed in bfloat16 or as they are in mxfp4.
 """
 
 import functools
@@ -8,100 +8,106 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.checkpoint.packed import Packed, packed_part
-from jpaged.checkpoint.tensors import DTYPES, Part, store
+from jpaged.checkpoint.quantized import quantized_piece
+from jpaged.checkpoint.tensors import DTYPES
 from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
+from jpaged.models.hf_quantization import Mxfp4
 from jpaged.models.layers.experts import ExpertsConfig
+from jpaged.models.quantized import MXFP4, QuantizedWeight
+from jpaged.models.weight import Piece, store
 
-BLOCK = 32  # values of mxfp4 that share a scale: 16 bytes, the lower half of each first
+BLOCK = 32  # numbers of mxfp4 that share a scale: 16 bytes, in each the lower half first
 
 
-def stacked_parts(
+def stacked_pieces(
     entries: Mapping[str, Any], config: ModelConfig
-) -> tuple[dict[str, list[Part]], dict[str, tuple[int, ...]]]:
-    """The parts of the experts' tensors, an expert each, and the shapes that the file's must have.
+) -> tuple[dict[str, list[Piece]], dict[str, tuple[int, ...]]]:
+    """Return the pieces of the experts' canonical tensors, one for each expert, and the shapes that
+    the file's tensors must have.
 
-    entries: the file's tensors (hf.Entry), packed where they are named *_blocks and *_scales.
+    entries: the file's tensors (hf.Entry), whose names end in _blocks and _scales in mxfp4.
     """
-    parts: dict[str, list[Part]] = {}
+    pieces: dict[str, list[Piece]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
     hidden = config.hidden_size
-    for layer, each in enumerate(config.layers):
-        if not isinstance(each.ffn, ExpertsConfig):
+    for number, layer in enumerate(config.layers):
+        if not isinstance(layer.ffn, ExpertsConfig):
             continue
-        num, width = each.ffn.num_experts, each.ffn.expert_size
+        num, width = layer.ffn.num_experts, layer.ffn.expert_size
         for name, inputs, outputs in (("gate_up", hidden, 2 * width), ("down", width, hidden)):
-            theirs = f"model.layers.{layer}.mlp.experts.{name}_proj"
-            ours = f"layers.{layer}.mlp.experts.{name}"
+            theirs = f"model.layers.{number}.mlp.experts.{name}_proj"
+            ours = f"layers.{number}.mlp.experts.{name}"
             if f"{theirs}_blocks" in entries:
                 groups = (num, outputs, inputs // BLOCK)
-                own = {f"{theirs}_blocks": (*groups, BLOCK // 2), f"{theirs}_scales": groups}
-                beside = [(key, entries.get(key)) for key in own]
+                shapes = {f"{theirs}_blocks": (*groups, BLOCK // 2), f"{theirs}_scales": groups}
+                stored = [(key, entries.get(key)) for key in shapes]
                 reads = [
-                    functools.partial(_packed, beside, own, x, name == "gate_up")
+                    functools.partial(_mxfp4, stored, shapes, x, name == "gate_up")
                     for x in range(num)
                 ]
-                parts[ours] = [
-                    packed_part(theirs, read, slice(None), (slice(x, x + 1),))
+                pieces[ours] = [
+                    quantized_piece(theirs, read, slice(None), (slice(x, x + 1),))
                     for x, read in enumerate(reads)
                 ]
             else:
-                own = {theirs: (num, inputs, outputs)}
-                dtype, beside = _dtype(entries, theirs), (theirs, entries.get(theirs))
-                fill = functools.partial(_fill, *beside, own[theirs][1:])
-                parts[ours] = [
-                    _part(dtype, functools.partial(fill, x), slice(x, x + 1)) for x in range(num)
+                shapes = {theirs: (num, inputs, outputs)}
+                fill = functools.partial(_fill, theirs, entries.get(theirs), (inputs, outputs))
+                pieces[ours] = [
+                    _piece(_dtype(entries, theirs), functools.partial(fill, x), slice(x, x + 1))
+                    for x in range(num)
                 ]
             bias = f"{theirs}_bias"
-            given = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs))
-            parts[f"{ours}_bias"] = [_part(_dtype(entries, bias), given, slice(None))]
-            wanted |= own | {bias: (num, outputs)}
-    return parts, wanted
+            fill = functools.partial(_fill_bias, bias, entries.get(bias), (num, outputs))
+            pieces[f"{ours}_bias"] = [_piece(_dtype(entries, bias), fill, slice(None))]
+            wanted |= shapes | {bias: (num, outputs)}
+    return pieces, wanted
 
 
-def _part(dtype: np.dtype, fill: Callable[[np.ndarray], None], experts: slice) -> Part:
-    """Some experts of a tensor, which are read whole for a share of them too."""
+def _piece(dtype: np.dtype, fill: Callable[[np.ndarray], None], experts: slice) -> Piece:
+    """Return some experts of a tensor, which are read whole even for a share of them."""
 
     def view(shape: tuple[int, ...]) -> np.ndarray:
         out = np.empty(shape, dtype)
         fill(out)
         return out
 
-    return Part(dtype, fill, view, (experts,))
+    return Piece(dtype, fill, view, (experts,))
 
 
-def _packed(entries: Any, shapes: Mapping[str, Any], x: int, pairs: bool) -> Packed:
-    """One expert's weight as it lies, its rows in our order; see `_put`.
+def _mxfp4(
+    stored: list[tuple[str, Any]], shapes: Mapping[str, Any], x: int, alternate: bool
+) -> QuantizedWeight:
+    """Return one expert's weight; alternate: the file's rows of gate and up do, ours follow.
 
-    Of the file: blocks uint8 [..., groups, 16], two values a byte, the lower bits first; scales
-    uint8 [..., groups], the exponent of two plus 127. Source: OCP Microscaling Formats 1.0.
+    The file has blocks, uint8 [..., groups, 16], two numbers a byte, the lower bits first; and
+    scales, uint8 [..., groups], the exponent of two plus 127. Source: OCP Microscaling Formats 1.0.
     """
     blocks, exponents = (
-        _read(name, entry, shapes[name][1:], np.dtype(np.uint8), x) for name, entry in entries
+        _read(name, entry, shapes[name][1:], np.dtype(np.uint8), x) for name, entry in stored
     )
-    values = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
-    if pairs:
+    if alternate:
         rows = np.arange(len(blocks)).reshape(-1, 2).T.reshape(-1)
-        values, scales = values[rows], scales[rows]
-    return Packed("mxfp4", values, scales, None, BLOCK)
+        numbers, scales = numbers[rows], scales[rows]
+    return Mxfp4(form=MXFP4, group=BLOCK).weight(numbers, scales)
 
 
 def _fill(name: str, entry: Any, shape: tuple[int, ...], x: int, out: np.ndarray) -> None:
-    """One expert's weights, gate_up [1, 2, I, E] or down [1, E, I], transposed in the file."""
+    """Fill one expert's weights, gate_up [1, 2, I, E] or down [1, E, I], transposed in the file."""
     _put(name, _read(name, entry, shape, DTYPES[entry.dtype], x).T, out[0])
 
 
 def _fill_bias(name: str, entry: Any, shape: tuple[int, ...], out: np.ndarray) -> None:
-    """Every expert's, [X, 2, I] or [X, E]."""
+    """Fill the biases of all experts, [X, 2, I] or [X, E]."""
     bias = _read(name, entry, shape, DTYPES[entry.dtype])
     for x in range(shape[0]):
         _put(name, bias[x], out[x])
 
 
 def _put(name: str, rows: np.ndarray, out: np.ndarray) -> None:
-    """Rows of gate and up in turn, [2 I, ...], or rows as they are."""
+    """Store rows; where `out` has an axis more, they are alternate rows of gate and up."""
     if out.ndim > rows.ndim:
         rows = rows.reshape(-1, 2, *rows.shape[1:]).swapaxes(0, 1)
     store(name, rows, out)
@@ -110,7 +116,7 @@ def _put(name: str, rows: np.ndarray, out: np.ndarray) -> None:
 def _read(
     name: str, entry: Any, shape: tuple[int, ...], dtype: np.dtype, index: int = 0
 ) -> np.ndarray:
-    """So many values of a tensor, from the index-th such piece on."""
+    """Return the index-th array of this shape of a tensor."""
     count = int(np.prod(shape))
     try:
         with entry.file.open("rb") as file:
@@ -124,6 +130,6 @@ def _read(
 
 
 def _dtype(entries: Mapping[str, Any], name: str) -> np.dtype:
-    """Of a tensor that may be missing, which the check against the config then says."""
+    """Return the dtype of a tensor; bfloat16 if it is missing, which `check_fit` will report."""
     entry = entries.get(name)
     return DTYPES.get(entry.dtype if entry else "", DTYPES["bfloat16"])

@@ -2,7 +2,7 @@
 
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.queues import Queues
-from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.sequence import Candidates, Request, Sequence, Status
 
 
 def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
@@ -17,11 +17,9 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
     for row, entry in enumerate(plan.entries):
         seq = entry.seq
         at, drawn = drawn, drawn + (len(entry.run) or (entry.draws > 0))
-        seq.in_flight -= 1
+        seq.arrive(entry.epoch, entry.draws)
         if seq.status is Status.FINISHED:
             continue
-        if entry.epoch == seq.epoch:
-            seq.pending -= entry.draws
         if not entry.decodes and seq.sampling_params.prompt_logprobs is not None:
             _append_prompt_logprobs(seq, entry, result.prompt_rows(plan, row))
         if not entry.draws:
@@ -31,7 +29,8 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             if entry.decodes:
                 _close_written(queues, entry, entry.end)
             assert seq.sampling_params.logprobs is not None
-            seq.candidates = result.top(at, seq.sampling_params.logprobs)
+            top = result.top(at, seq.sampling_params.logprobs)
+            seq.offer(Candidates(top, result.weight_version))
             waiting[seq.request] = None
             # Preempted meanwhile: it waits for its request, not for blocks.
             queues.waiting.remove(seq)
@@ -80,21 +79,19 @@ def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepRes
     if queues.drafter is not None:
         queues.drafter.learn(seq, len(entry.run) - 1, right)
     if seq.status is Status.RUNNING and entry.epoch == seq.epoch:
-        seq.num_dispatched = len(seq) - 1
+        seq.go_on_from(len(seq) - 1)
 
 
 def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResult) -> None:
     """Append one sampled token and decide whether the sequence ends with it."""
     token, params = result.tokens[row][step], seq.sampling_params
-    seq.token_ids.append(token)
-    seq.logprobs.append(result.logprobs[row][step])
-    if params.logprobs is not None:
-        seq.top_logprobs.append(result.top(row, params.logprobs, step))
+    top = None if params.logprobs is None else result.top(row, params.logprobs, step)
+    allowed = None if seq.structured is None else result.allowed(row, step)
+    seq.append(token, result.logprobs[row][step], result.weight_version, top, allowed)
     may_stop = may_end = seq.num_generated > params.min_tokens
     eos_ids = seq.eos_ids
     if seq.structured is not None:  # a mask lets no id end a text that is not to end there
         may_end, eos_ids = True, seq.structured.grammars.eos_ids
-        seq.allowed_logprobs.append(result.allowed(row, step))
         if token not in eos_ids:
             seq.structured.push(token)
     if may_end and token in eos_ids:
@@ -105,7 +102,7 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
         queues.finish(seq, "stop", stop=hit)
     elif len(seq) >= seq.end:
         queues.finish(seq, "length")
-    seq.num_committed = len(seq)
+    seq.settle()
 
 
 def _append_prompt_logprobs(

@@ -1,4 +1,6 @@
-"""Constraint: what the engine needs of a form that an answer is held to."""
+"""What a completion carries for its caller and the engine calls by method alone: the form that the
+answer is held to, and the text that its tokens make.
+"""
 
 from collections.abc import Sequence as List
 from typing import Any, Protocol
@@ -25,3 +27,15 @@ class Constraint(Protocol):
 
     @property
     def error(self) -> str | None: ...
+
+
+class Text(Protocol):
+    """The text of a completion, watched for stop strings: jpaged.request.detokenizer.TextStream."""
+
+    def push(self, token: int, *, may_stop: bool = True) -> str | None: ...
+
+    def rewind(self, token_ids: List[int], min_tokens: int) -> None: ...
+
+    def finish(self) -> str: ...
+
+    def take_delta(self) -> str: ...

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import LOGPROBS_MODES
+from jpaged.sampling_params import LOGPROBS_MODES
 
 INT32_MAX = int(np.iinfo(np.int32).max)
 

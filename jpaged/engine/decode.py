@@ -1,10 +1,7 @@
 """The entries of a step in which rows go on from their last token."""
 
-from collections.abc import Sequence as List
-
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.plan import PlanEntry, dispatch
-from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence
 
 # Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
@@ -79,23 +76,3 @@ def _steps_ahead(blocks: BlockManager, seq: Sequence, most: int) -> int:
         steps = min(steps, blocks.reach(seq) - start)
         blocks.extend(seq, start + steps)
     return steps
-
-
-def should_wait_for_tokens(replicas: List[Queues]) -> bool:
-    """Return whether steps in flight should be committed before the next plan: whether drafts would
-    pay now, where all rows do nothing but decode. The drafter learns meanwhile how good they are.
-    """
-    drafter = replicas[0].drafter
-    if drafter is None or drafter.rests or not all(map(_only_decodes, replicas)):
-        return False
-    return bool(drafter.chosen(*(_decoding(queues) for queues in replicas)))
-
-
-def _decoding(queues: Queues) -> list[Sequence]:
-    """Return the rows that go on from their last token."""
-    return [seq for seq in queues.running if seq.can_decode]
-
-
-def _only_decodes(queues: Queues) -> bool:
-    is_filling = queues.free_rows and queues.waiting.next() is not None
-    return not is_filling and not any(seq.is_prefilling for seq in queues.running)

@@ -18,7 +18,6 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.buckets import choose_buckets, common_buckets
-from jpaged.engine.decode import should_wait_for_tokens
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
 from jpaged.engine.in_flight import InFlight
@@ -26,10 +25,9 @@ from jpaged.engine.packing import Batch, join, pack
 from jpaged.engine.plan import Moves, Plan, StepResult, joined
 from jpaged.engine.queues import Queues
 from jpaged.engine.routing import Router
-from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts
+from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Status
 from jpaged.engine.stats import Stats
-from jpaged.engine.turns import Turns
 from jpaged.errors import RequestError
 
 
@@ -67,7 +65,6 @@ class Engine:
         self._router = Router(
             num_replicas, blocks.cache, remembered=num_replicas * blocks.num_blocks
         )
-        self._turns = [Turns() for _ in self.replicas]
         self._ended: list[Request] = []  # requests that no step has returned yet
         self._is_broken = False
 
@@ -203,7 +200,7 @@ class Engine:
             for index, replica in enumerate(self.replicas):
                 replica.queues.preemptions = self.stats.preemptions
                 for seq in replica.queues.running:
-                    seq.is_new = True
+                    seq.lose_row_state()
                 replica.queues.adapters.load_again()
                 self.runner.write_blocks(state.blocks[index], state.block_ids[index], index)
 
@@ -230,7 +227,7 @@ class Engine:
         """Wait for the tokens in flight where the next plan would rather know them, and have the
         draft model guess what comes after them.
         """
-        if self.in_flight and should_wait_for_tokens(self._queues):
+        if self.in_flight and should_wait_for_tokens(self.replicas):
             self._drain(started)
         if isinstance(drafter, ModelDrafter) and not self.in_flight:
             plans = schedule_drafts(self.replicas, drafter)
@@ -241,10 +238,9 @@ class Engine:
     def _plan(self) -> list[Plan]:
         """Plan the next step of each replica, all of one phase; [] if nothing can go out."""
         if not self.config.pinned:
-            return schedule(self.replicas, self._turns[0])
+            return schedule(self.replicas)
         # All steps are of one shape, so replicas need not wait for each other.
-        pairs = zip(self.replicas, self._turns, strict=True)
-        planned = [schedule((replica,), turns) for replica, turns in pairs]
+        planned = [schedule((replica,)) for replica in self.replicas]
         busy = next((plans[0] for plans in planned if plans), None)
         if busy is None:
             return []

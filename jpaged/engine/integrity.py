@@ -21,6 +21,8 @@ def check(queues: Queues, plan: Plan | None = None) -> None:
     rows = [seq.device_row for seq in queues.running]
     assert sorted(rows + queues.free_rows) == list(range(queues.max_num_seqs)), "rows leaked"
     check_adapters(queues)
+    for seq in (*queues.running, *queues.waiting):
+        assert seq.token_ids[seq.prompt_len :] == seq.generated.token_ids, f"{seq!r}: two texts"
     queues.waiting.check(queues.running)
     for seq in queues.running:
         reach = min(map(len, seq.block_tables)) * queues.blocks.block_size

@@ -24,7 +24,7 @@ from jpaged.engine.controls import INT32_MAX, pack_controls
 from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import LOGPROBS_MODES
+from jpaged.sampling_params import LOGPROBS_MODES
 
 ON_DEVICE = -1  # among the tokens of a step: the last one that the device's row drew
 PAD_TOKEN = np.int32(INT32_MAX)  # in id lists: past any vocabulary, so a scatter drops it
@@ -190,18 +190,27 @@ def _pack_tables(view: Views, computed: list[PlanEntry]) -> None:
             tables[row, first : first + len(blocks)] = blocks
 
 
-def unpack(batch: Batch, config: EngineConfig, packed: List[np.ndarray]) -> list[StepResult]:
-    """Take apart the output buffers of a step, of each replica: those of the step that drew, and of
-    a prefill that scored its prompts.
+def unpack(
+    batch: Batch, config: EngineConfig, packed: List[np.ndarray], *, weight_version: int
+) -> list[StepResult]:
+    """Return the result of each replica from the output buffers of a step.
+
+    packed: the buffer of the step that drew, if any row did, then that of a prefill that scored its
+    prompts. weight_version: of the weights that drew.
     """
     if not batch.parts:
-        return [_unpack(batch, config, packed)]
+        return [_unpack(batch, config, packed, weight_version)]
     shares = zip(*(np.split(buffer, len(batch.parts)) for buffer in packed), strict=True)
     shares = list(shares) or [()] * len(batch.parts)
-    return [_unpack(part, config, own) for part, own in zip(batch.parts, shares, strict=True)]
+    return [
+        _unpack(part, config, share, weight_version)
+        for part, share in zip(batch.parts, shares, strict=True)
+    ]
 
 
-def _unpack(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) -> StepResult:
+def _unpack(
+    batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray], weight_version: int
+) -> StepResult:
     buckets = dict.fromkeys(b for b in (batch.drawing, batch.bucket) if b is not None)
     laid_out = [own for b in buckets if (own := output_sections(b, config))[1]]
     views: Views = {"num_drawn": np.zeros(0, np.int32)}
@@ -214,7 +223,13 @@ def _unpack(batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray]) ->
         views.pop(name)[:, : batch.num_rows].T.tolist() for name in ("tokens", "logprobs")
     )
     num_drawn = views.pop("num_drawn")[: batch.num_rows].tolist()
-    return StepResult(num_drawn=num_drawn, tokens=tokens, logprobs=logprobs, **views)
+    return StepResult(
+        weight_version=weight_version,
+        num_drawn=num_drawn,
+        tokens=tokens,
+        logprobs=logprobs,
+        **views,
+    )
 
 
 def _views(

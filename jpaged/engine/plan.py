@@ -58,11 +58,8 @@ def dispatch(
     run: tuple[int, ...] = (),
     guesses: bool = False,
 ) -> PlanEntry:
-    """An entry of a plan that goes out: the sequence counts it as dispatched."""
-    is_new, seq.is_new = seq.is_new, False
-    seq.num_dispatched = start + num_tokens
-    seq.pending += draws
-    seq.in_flight += 1
+    """Return an entry of a plan that goes out: the sequence counts it as dispatched."""
+    is_new = seq.dispatch(start + num_tokens, draws)
     return PlanEntry(seq, start, num_tokens, draws, decodes, is_new, seq.epoch, run, guesses)
 
 
@@ -116,9 +113,11 @@ class StepResult:
     """What one step computed. Rows are those that draw, in the order of the plan; arrays that a
     bucket lacks are None.
 
-    tokens, logprobs: a list a row, of `steps` entries, of which the first num_drawn[row] count.
+    weight_version: of the weights that drew. tokens, logprobs: a list a row, of `steps` entries, of
+    which the first num_drawn[row] count.
     """
 
+    weight_version: int
     num_drawn: list[int]
     tokens: list[list[int]]
     logprobs: list[list[float]]

@@ -1,38 +1,111 @@
-"""Policy: which waiting sequence runs next, and which running one gives way."""
+"""Policy: which waiting sequence runs next, which running one gives way, and which phase the next
+step takes.
+"""
 
+import math
+import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from jpaged.engine.plan import Phase
 from jpaged.engine.sequence import Sequence
 
 # One row in so many is not for a call, or a party, that holds all the others.
 ROWS_A_RESERVED_ONE = 8
 FEWEST_ROWS = 4  # with fewer there is no reserve
+# Steps of one phase in a row while there is work for the other: bounds the gap between two tokens
+# of a row, and how long a prompt waits. Among several replicas a prefill that waits for company
+# costs a few rows some steps; one that does not wait costs every other replica a step.
+MOST_IN_A_ROW: dict[Phase, int] = {"prefill": 4, "decode": 3}
 
+_PRIORITY = operator.attrgetter("priority")
 
-Lane = OrderedDict[Sequence, None]  # what waits of one call, first come first
+Lane = OrderedDict[Sequence, None]  # what waits of one call at one priority, first come first
+Level = OrderedDict[str | None, Lane]  # the calls of one party at one priority, in turns
 
 
 class Policy:
-    """The sequences that wait, in turns, and counts of the rows that run.
+    """Answers the three questions of scheduling; changing the order of service is changing this.
 
-    Preempted sequences come first. After them the parties take turns; in a party its calls take
-    turns, in order of their arrival; in a call the first come is the first. A turn is one request
-    with all of its samples. Sequences without an origin are one party with one call, so that an
-    engine without origins serves in order of arrival.
+    `next`: the parties take turns (see Origin). In a party the lowest `priority` goes first; at one
+    priority its calls take turns, in order of their arrival; in a call the first come is the first.
+    A turn is one request with all of its samples. Sequences without an origin are one party with
+    one call, so an engine without origins and priorities serves in order of arrival. Preempted
+    sequences come before all others, but for more urgent ones of their party. No party can pass
+    another by its priorities.
 
     A call holds at most max_rows rows, and so does a party whose origin leaves rows: the few
     others serve those who come beside it. max_num_seqs: rows of the device.
+
+    `victim`: of the party that holds most rows, the least urgent row; among equals the youngest of
+    the call that holds most.
+
+    `phase`: a prefill while there is a prompt to compute, but neither phase waits for more than
+    MOST_IN_A_ROW steps of the other.
     """
 
     def __init__(self, max_num_seqs: int):
         reserved = max(max_num_seqs // ROWS_A_RESERVED_ONE, 1)
         self.max_rows = max_num_seqs - (reserved if max_num_seqs >= FEWEST_ROWS else 0)
-        self._preempted: Lane = OrderedDict()
-        self._parties: OrderedDict[str | None, OrderedDict[str | None, Lane]] = OrderedDict()
+        self._preempted: Lane = OrderedDict()  # the latest first
+        self._parties: OrderedDict[str | None, dict[int, Level]] = OrderedDict()
         self._count = 0  # of all that wait
         self._rows: Counter[str | None] = Counter()  # that a party holds
         self._rows_of_call: Counter[tuple[str | None, str | None]] = Counter()
+        self._priorities: Counter[int] = Counter()  # of what waits and of what runs
+        self._last: Phase = "prefill"  # the last phase that went while there was work for both
+        self._in_a_row = 0
+        self._is_contested = False  # whether there is work for both now
+
+    # The three questions
+
+    def next(self) -> Sequence | None:
+        """Return the sequence whose turn it is; None where no sequence that waits may run now."""
+        if self._preempted:
+            first = self._most_urgent(self._preempted)
+            sooner = self._first_of(_names(first)[0], below=first.priority)
+            return first if sooner is None else sooner
+        for party in self._parties:
+            if (seq := self._first_of(party)) is not None:
+                return seq
+        return None
+
+    def victim(self, running: dict[Sequence, None]) -> Sequence:
+        """Return the row that gives way when blocks are short. running: the rows, oldest first.
+
+        The oldest of the most urgent rows gives way only where it is alone, so that something
+        always comes to its end.
+        """
+        youngest_first = reversed(running)
+        if len(self._rows_of_call) < 2 and len(self._priorities) < 2:
+            return next(youngest_first)
+        return max(youngest_first, key=self._weight)  # the first of equals
+
+    def phase(self, prefill: int, decode: int, *, joins: bool) -> Phase:
+        """Return the phase to plan first; the other one is planned where nothing comes of it.
+
+        prefill, decode: how many of the replicas that step together have work for each. joins:
+        whether rows that decode can join a prefill on all of them, so that neither phase waits.
+        """
+        self._is_contested = bool(prefill and decode and not joins)
+        if self._is_contested and self._in_a_row >= MOST_IN_A_ROW[self._last]:
+            return "decode" if self._last == "prefill" else "prefill"
+        prefill_first = prefill > 0 if joins or not decode else prefill >= decode
+        return "prefill" if prefill_first else "decode"
+
+    def took(self, phase: Phase) -> None:
+        """Count a step of this phase, the one that was planned after `phase` was asked."""
+        if not self._is_contested:
+            self._in_a_row = 0
+        else:
+            self._in_a_row = self._in_a_row + 1 if phase == self._last else 1
+            self._last = phase
+
+    def by_urgency(self, running: dict[Sequence, None]) -> Iterable[Sequence]:
+        """Return the rows in the order in which they get blocks and tokens of a step."""
+        if len(self._priorities) < 2:
+            return running
+        return sorted(running, key=_PRIORITY)  # among equals the oldest first
 
     # The sequences that wait
 
@@ -45,22 +118,26 @@ class Policy:
     def __iter__(self) -> Iterator[Sequence]:
         """Yield the preempted ones, then those of each party and call; not the order of turns."""
         yield from self._preempted
-        for calls in self._parties.values():
-            for lane in calls.values():
-                yield from lane
+        for levels in self._parties.values():
+            for calls in levels.values():
+                for lane in calls.values():
+                    yield from lane
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence wait behind the others of its call."""
+        """Let a sequence wait behind the others of its call and priority."""
         party, call = _names(seq)
-        calls = self._parties.setdefault(party, OrderedDict())
+        levels = self._parties.setdefault(party, {})
+        calls = levels.setdefault(seq.priority, OrderedDict())
         calls.setdefault(call, OrderedDict())[seq] = None
         self._count += 1
+        self._priorities[seq.priority] += 1
 
     def add_first(self, seq: Sequence) -> None:
         """Let a preempted sequence wait before all others."""
         self._preempted[seq] = None
         self._preempted.move_to_end(seq, last=False)
         self._count += 1
+        self._priorities[seq.priority] += 1
 
     def remove(self, seq: Sequence) -> bool:
         """Forget a sequence; return whether it waited."""
@@ -73,18 +150,8 @@ class Policy:
         else:
             return False
         self._count -= 1
+        self._forget_priority(seq)
         return True
-
-    def next(self) -> Sequence | None:
-        """Return the sequence whose turn it is; None where no sequence that waits may run now."""
-        for seq in self._preempted:
-            return seq
-        for calls in self._parties.values():
-            for lane in calls.values():
-                seq = next(iter(lane))
-                if self._may_run(seq):
-                    return seq
-        return None
 
     # The sequences that run
 
@@ -96,6 +163,7 @@ class Policy:
         party, call = _names(seq)
         self._rows[party] += 1
         self._rows_of_call[party, call] += 1
+        self._priorities[seq.priority] += 1
         had_turn = seq not in self._preempted
         if not self.remove(seq) or not had_turn:
             return
@@ -103,7 +171,7 @@ class Policy:
         if lane and next(iter(lane)).request_id == seq.request_id:
             return  # the turn goes on with the other samples
         if lane:
-            self._parties[party].move_to_end(call)
+            self._parties[party][seq.priority].move_to_end(call)
         if party in self._parties:
             self._parties.move_to_end(party)
 
@@ -116,55 +184,76 @@ class Policy:
             del self._rows[party]
         if not self._rows_of_call[party, call]:
             del self._rows_of_call[party, call]
-
-    def victim(self, running: dict[Sequence, None]) -> Sequence:
-        """Return the row that gives way when blocks are short: the youngest of the call that holds
-        most rows, in the party that holds most.
-
-        The oldest row gives way only where it is alone, so that something always comes to its end.
-        running: the rows, oldest first.
-        """
-        youngest_first = reversed(running)
-        if len(self._rows_of_call) < 2:
-            return next(youngest_first)
-        return max(youngest_first, key=self._rows_beside)  # the first of equals
+        self._forget_priority(seq)
 
     def check(self, running: dict[Sequence, None]) -> None:
         """Assert that lanes are not empty, that nothing waits twice, and that rows are counted."""
         waiting = list(self)
         assert len(set(waiting)) == len(waiting) == self._count, "the policy lost count"
-        for party, calls in self._parties.items():
-            assert calls, f"party {party!r} has nothing that waits"
-            for call, lane in calls.items():
-                assert lane, f"call {call!r} has nothing that waits"
-                assert all(_names(seq) == (party, call) for seq in lane), "in another's lane"
+        for party, levels in self._parties.items():
+            assert levels, f"party {party!r} has nothing that waits"
+            for priority, calls in levels.items():
+                assert calls, f"party {party!r} has nothing that waits at {priority}"
+                for call, lane in calls.items():
+                    assert lane, f"call {call!r} has nothing that waits"
+                    for seq in lane:
+                        place = *_names(seq), seq.priority
+                        assert place == (party, call, priority), "in another's lane"
         assert not any(seq in running for seq in waiting), "a sequence waits and runs"
         assert self._rows == Counter(_names(seq)[0] for seq in running), "rows of parties leaked"
         assert self._rows_of_call == Counter(map(_names, running)), "rows of calls leaked"
+        priorities = Counter(seq.priority for seq in (*waiting, *running))
+        assert self._priorities == priorities, "priorities leaked"
+
+    def _first_of(self, party: str | None, below: float = math.inf) -> Sequence | None:
+        """Return whose turn it is in a party, among those that may run. below: a priority."""
+        levels = self._parties.get(party, {})
+        for priority in sorted(levels):
+            if priority >= below:
+                break
+            for lane in levels[priority].values():
+                seq = next(iter(lane))
+                if self._may_run(seq):
+                    return seq
+        return None
+
+    def _most_urgent(self, seqs: Lane) -> Sequence:
+        """Return the first of those with the lowest priority."""
+        return next(iter(seqs)) if len(self._priorities) < 2 else min(seqs, key=_PRIORITY)
 
     def _lane(self, seq: Sequence) -> Lane:
         party, call = _names(seq)
-        return self._parties.get(party, OrderedDict()).get(call, OrderedDict())
+        level = self._parties.get(party, {}).get(seq.priority, {})
+        return level.get(call, OrderedDict())
 
     def _close_lane(self, seq: Sequence) -> None:
-        party, call = _names(seq)
-        del self._parties[party][call]
-        if not self._parties[party]:
+        (party, call), priority = _names(seq), seq.priority
+        levels = self._parties[party]
+        del levels[priority][call]
+        if not levels[priority]:
+            del levels[priority]
+        if not levels:
             del self._parties[party]
 
+    def _forget_priority(self, seq: Sequence) -> None:
+        self._priorities[seq.priority] -= 1
+        if not self._priorities[seq.priority]:
+            del self._priorities[seq.priority]
+
     def _may_run(self, seq: Sequence) -> bool:
-        """Whether its call, and its party, leave the reserved rows to others."""
+        """Return whether its call, and its party, leave the reserved rows to others."""
         if (origin := seq.origin) is None:
             return True
         if origin.leaves_rows and self._rows[origin.party] >= self.max_rows:
             return False
         return self._rows_of_call[origin.party, origin.call] < self.max_rows
 
-    def _rows_beside(self, seq: Sequence) -> tuple[int, int]:
-        """Rows that the party of a sequence holds, and those of its call."""
+    def _weight(self, seq: Sequence) -> tuple[int, int, int]:
+        """Return how much there is for a row to give way: see `victim`."""
         party, call = _names(seq)
-        return self._rows[party], self._rows_of_call[party, call]
+        return self._rows[party], seq.priority, self._rows_of_call[party, call]
 
 
 def _names(seq: Sequence) -> tuple[str | None, str | None]:
+    """Return the party and the call that a sequence is of."""
     return (None, None) if seq.origin is None else (seq.origin.party, seq.origin.call)

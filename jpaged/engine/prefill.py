@@ -22,7 +22,8 @@ class PrefillPlanner:
 
     def plan(self) -> list[PlanEntry]:
         """Chunks of prompts that have begun, then of new admissions, as the policy has them."""
-        for seq in self.queues.running:  # at most one, unless a budget cut two plans
+        # At most one has begun, unless a budget cut two plans.
+        for seq in self.queues.waiting.by_urgency(self.queues.running):
             if self.budget and seq.is_prefilling:
                 self._add_chunk(seq)
         while self.queues.free_rows and (seq := self.queues.waiting.next()) is not None:

@@ -49,8 +49,8 @@ class Queues:
     def admit(self, seq: Sequence, match: Match) -> None:
         """Run a waiting sequence on the blocks that the cache has, and on what the host keeps."""
         self.blocks.admit(seq, match)
-        seq.num_dispatched = match.num_blocks * self.blocks.block_size
-        self._run(seq, fill=len(seq))
+        cached = match.num_blocks * self.blocks.block_size
+        self._run(seq, num_computed=cached, fill=len(seq))
         self.swapping.bring_back(seq, match)
 
     def join(self, seq: Sequence, leader: Sequence) -> None:
@@ -59,8 +59,7 @@ class Queues:
         """
         self.blocks.fork(leader, seq)
         self.swapping.drop(seq)
-        seq.num_dispatched = len(seq)
-        self._run(seq, fill=len(seq))
+        self._run(seq, num_computed=len(seq), fill=len(seq))
 
     def fork(self, parent: Sequence) -> Sequence:
         """A second sequence of the same tokens: running on shared blocks where a row of the device
@@ -69,18 +68,14 @@ class Queues:
         child = parent.copy()
         if parent.status is Status.RUNNING and self.free_rows:
             self.blocks.fork(parent, child)
-            child.num_dispatched = parent.num_dispatched
-            self._run(child, fill=parent.fill)
+            self._run(child, num_computed=parent.num_dispatched, fill=parent.fill)
         return child
 
-    def _run(self, seq: Sequence, *, fill: int) -> None:
+    def _run(self, seq: Sequence, *, num_computed: int, fill: int) -> None:
         self.waiting.enter(seq)
-        if seq.epoch == 0:
-            seq.num_cached = min(seq.num_dispatched, seq.prompt_len)
-        seq.fill = fill
-        seq.device_row, seq.is_new = self.free_rows.pop(), True
-        seq.adapter_slot = self.adapters.take(seq.adapter)
-        seq.status = Status.RUNNING
+        slot = self.adapters.take(seq.adapter)
+        row = self.free_rows.pop()
+        seq.run(device_row=row, adapter_slot=slot, num_computed=num_computed, fill=fill)
         self.running[seq] = None
 
     # Out of it
@@ -92,9 +87,7 @@ class Queues:
         self.swapping.keep(seq)
         self.preemptions["recomputed" if seq.swapped is None else "swapped"] += 1
         self._release(seq)
-        seq.status = Status.WAITING
-        seq.num_dispatched = seq.fill = seq.pending = 0
-        seq.epoch += 1
+        seq.preempt()
         if seq.candidates is None:  # a row that has them waits for its request, not for blocks
             self.waiting.add_first(seq)
 
@@ -114,7 +107,7 @@ class Queues:
 
     def resume(self, seq: Sequence) -> None:
         """Go on with a sequence whose candidates its request has taken up."""
-        seq.candidates = None
+        seq.resume()
         if seq.status is Status.WAITING:
             self.waiting.add(seq)
 
@@ -124,7 +117,7 @@ class Queues:
         self.swapping.drop(seq)
         if seq.status is Status.RUNNING:
             self._release(seq)
-        seq.status = Status.FINISHED
+        seq.retire()
 
     def finish(
         self,
@@ -135,8 +128,7 @@ class Queues:
         error: Exception | None = None,
     ) -> None:
         """End a sequence from any state; its blocks and row are free for the next dispatch."""
-        # An interrupt before the status changes undoes the end, one after it does not.
-        seq.finish_reason, seq.stop_reason, seq.error = reason, stop, error
+        seq.conclude(reason, stop, error)
         self.retire(seq)
         self.finished.append(seq)
 
@@ -161,4 +153,3 @@ class Queues:
         self.blocks.free(seq)
         self.free_rows.append(seq.device_row)
         self.adapters.leave(seq.adapter)
-        seq.device_row, seq.adapter_slot = -1, None

@@ -17,7 +17,6 @@ from jpaged.engine.decode import (
     decode_entries,
     draft_entries,
     run_entries,
-    should_wait_for_tokens,
 )
 from jpaged.engine.drafting import Drafter
 from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
@@ -25,7 +24,6 @@ from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.engine.swapping import Swapping
-from jpaged.engine.turns import Turns
 
 
 class Scheduler:
@@ -65,17 +63,16 @@ class Scheduler:
         self._planned: list[Sequence] = []  # in the last plan, where a window may leave blocks
 
     @property
-    def can_prefill(self) -> bool:
-        """Whether there are prompts that a prefill may take up."""
+    def wants_prefill(self) -> bool:
+        """Whether there are prompts that a prefill may compute."""
         queues = self.queues
         if queues.free_rows and queues.waiting.next() is not None:
             return True
-        if queues.waiting and self._is_stuck() and not self.can_decode:
-            return True  # a row that is preempted makes room, though nobody may run before
-        return any(seq.is_prefilling for seq in queues.running)
+        # Where rows are stuck one that is preempted makes room, though nobody may run before.
+        return self._is_filling or (bool(queues.waiting) and self._is_stuck)
 
     @property
-    def can_decode(self) -> bool:
+    def wants_decode(self) -> bool:
         """Whether any row can go on from its last token."""
         return any(seq.can_decode for seq in self.queues.running)
 
@@ -84,12 +81,18 @@ class Scheduler:
         """Whether rows that decode may join a prefill: with `mixed`, where they leave it room."""
         return self.mixed and len(self.queues.running) < self.max_num_batched_tokens
 
+    @property
+    def _is_filling(self) -> bool:
+        """Whether a row has a prompt of which chunks are left."""
+        return any(seq.is_prefilling for seq in self.queues.running)
+
+    @property
     def _is_stuck(self) -> bool:
-        """Where nothing can be planned: only rows are left that wait for others, which wait for
-        blocks.
+        """Whether rows run of which none can go on: they wait for others of their requests, and
+        those for blocks.
         """
         running = self.queues.running
-        return bool(running) and not any(seq.in_flight for seq in running)
+        return bool(running) and not any(seq.in_flight or seq.can_decode for seq in running)
 
     def trim(self) -> None:
         """Give back the blocks that the windows of the last plan's sequences have left."""
@@ -113,11 +116,9 @@ class Scheduler:
 
     def plan_chunks(self, rows: int = 0) -> list[PlanEntry]:
         """Plan chunks of prompts, beside so many rows that decode in the same step."""
-        if not self.can_prefill:
-            return []
         budget = self.max_num_batched_tokens - rows
         entries = PrefillPlanner(self.queues, budget).plan()
-        while not entries and self._is_stuck() and not self.can_decode:
+        while not entries and self._is_stuck and (self.queues.waiting or self._is_filling):
             self.queues.preempt_idle()
             entries = PrefillPlanner(self.queues, budget).plan()
         return entries
@@ -153,7 +154,7 @@ class Scheduler:
     def decoding_rows(self) -> list[Sequence]:
         """Return the rows that decode next; each holds the block that its token is written to."""
         rows: dict[Sequence, None] = {}
-        for seq in list(self.queues.running):
+        for seq in list(self.queues.waiting.by_urgency(self.queues.running)):
             if seq.status is not Status.RUNNING or not seq.can_decode:
                 continue
             if self.blocks.make_writable(seq, seq.num_dispatched) or self._make_room(seq, rows):
@@ -183,17 +184,23 @@ class Scheduler:
         return True
 
 
-def schedule(replicas: List[Scheduler], turns: Turns) -> list[Plan]:
+def schedule(replicas: List[Scheduler]) -> list[Plan]:
     """Plan the next step: a plan for each replica, all of one phase, with their blocks allocated.
     A replica that has nothing to do in it gets a plan without entries. Returns [] when nothing can
     be dispatched before the next commit.
     """
     for replica in replicas:
         replica.trim()
-    for turn in turns.order(replicas):
+    policy = replicas[0].queues.waiting  # any of them: they step together
+    first = policy.phase(
+        sum([replica.wants_prefill for replica in replicas]),
+        sum([replica.wants_decode for replica in replicas]),
+        joins=all(replica.can_join for replica in replicas),
+    )
+    for turn in (first, "decode" if first == "prefill" else "prefill"):
         phase, entries = _prefill(replicas) if turn == "prefill" else _decode(replicas)
         if any(entries):
-            turns.take(turn)
+            policy.took(turn)
             planned = zip(replicas, entries, strict=True)
             return [replica.plan(phase, own) for replica, own in planned]
     return []
@@ -203,7 +210,7 @@ def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
     """Plan what a draft model guesses before the next step, while nothing is in flight. Returns []
     where nothing is worth it.
     """
-    if not should_wait_for_tokens([replica.queues for replica in replicas]):
+    if not should_wait_for_tokens(replicas):
         return []
     for replica in replicas:
         replica.trim()
@@ -215,9 +222,20 @@ def schedule_drafts(replicas: List[Scheduler], drafter: Drafter) -> list[Plan]:
     return plans if any(plan.entries for plan in plans) else []
 
 
+def should_wait_for_tokens(replicas: List[Scheduler]) -> bool:
+    """Return whether steps in flight should be committed before the next plan: whether drafts would
+    pay now, where all rows do nothing but decode. The drafter learns meanwhile how good they are.
+    """
+    drafter = replicas[0].queues.drafter
+    if drafter is None or drafter.rests or any(r.wants_prefill for r in replicas):
+        return False
+    rows = [[seq for seq in replica.queues.running if seq.can_decode] for replica in replicas]
+    return bool(drafter.chosen(*rows))
+
+
 def _prefill(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
     """Plan chunks of prompts on each replica, and beside them a token of each row that may join."""
-    rows = [r.decoding_rows() if r.can_join and r.can_decode else [] for r in replicas]
+    rows = [r.decoding_rows() if r.can_join and r.wants_decode else [] for r in replicas]
     chunks = [r.plan_chunks(len(own)) for r, own in zip(replicas, rows, strict=True)]
     if not any(chunks):
         return "prefill", []

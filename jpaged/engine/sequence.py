@@ -1,5 +1,5 @@
-"""Sequence: the one mutable record of a completion, from admission to its last token; Request:
-those of one prompt.
+"""Sequence: one prompt with one completion, from admission to the last token; Request: all
+completions of one prompt.
 """
 
 import copy
@@ -7,15 +7,13 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
-from jpaged.engine.constraint import Constraint
+from jpaged.engine.constraint import Constraint, Text
+from jpaged.engine.generated import Generated, Top
 from jpaged.engine.origin import Origin
-from jpaged.request.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from jpaged.request.detokenizer import TextStream
+from jpaged.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
@@ -39,6 +37,15 @@ class Swapped:
         return self  # never written again: a snapshot shares it
 
 
+class Candidates(NamedTuple):
+    """What a draw offers to a row that waits for its request. tokens: (token, logprob, rank) of the
+    drawn one, then of the likeliest ones. weight_version: of the weights that drew.
+    """
+
+    tokens: Top
+    weight_version: int
+
+
 class Sequence:
     """One prompt and one completion of it.
 
@@ -47,30 +54,31 @@ class Sequence:
     `pending` samples are in flight. Between steps a decoding row has num_dispatched ==
     len(token_ids) + pending - 1.
 
-    Who fills what. The caller, once: request_id, origin, token_ids[:prompt_len], sampling_params,
-    key, index, salt, adapter, stop_ids, text, structured. Request: request. Commit: the rest of
-    token_ids, logprobs, top_logprobs, allowed_logprobs, prompt_logprobs, candidates, num_committed,
-    finish_reason, stop_reason, error. BlockManager and PrefixCache: block_tables, first_held,
-    contents, hashes, generation. Scheduler and Queues: all else.
+    This file alone assigns the attributes of a sequence: its methods are the steps of its life.
+    After the first values, which are set here too, these attributes have another owner:
+
+        engine/block_manager.py  block_tables, first_held, contents, hashes, generation
+        engine/swapping.py       swapped
+        engine/masks.py          ahead, num_masked
+        engine/packing.py        controls
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
     __slots__ = (
         # what the caller asked for
         *("request", "request_id", "origin", "sampling_params", "key", "index", "salt", "adapter"),
-        *("eos_ids", "stop_ids"),
+        *("priority", "eos_ids", "stop_ids"),
         *("prompt_len", "score_only", "end", "text", "structured", "waits_for_host", "controls"),
         *("ahead", "num_masked"),
         # what came of it
-        *("token_ids", "logprobs", "top_logprobs", "allowed_logprobs", "prompt_logprobs"),
-        *("candidates",),
+        *("token_ids", "generated", "prompt_logprobs", "candidates"),
         *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
         # where it stands
         *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
         *("epoch", "swapped", "adapter_slot"),
         # its blocks
         *("block_tables", "first_held", "contents", "hashes", "generation"),
-        "__weakref__",  # for what others know of it
+        "__weakref__",  # Drafter keeps what it knows of a sequence in a WeakKeyDictionary
     )
     request: "Request"
 
@@ -86,8 +94,8 @@ class Sequence:
         salt: str | None = None,
         adapter: AdapterVersion | None = None,
         eos_ids: frozenset[int] = frozenset(),
-        text: "TextStream | None" = None,
-        structured: "Constraint | None" = None,
+        text: Text | None = None,
+        structured: Constraint | None = None,
         score_only: bool = False,
         origin: Origin | None = None,
     ):
@@ -98,6 +106,7 @@ class Sequence:
         self.sampling_params = sampling_params
         self.key = key  # threefry key data of the request
         self.index = index  # which of the request's samples
+        self.priority = int(sampling_params.priority)  # lower ones run sooner
         self.adapter = adapter
         # Cached blocks are shared under one salt and one version of an adapter only.
         self.salt = b"" if salt is None else salt.encode()
@@ -105,40 +114,40 @@ class Sequence:
         self.eos_ids = frozenset() if sampling_params.ignore_eos else eos_ids
         self.stop_ids = frozenset(sampling_params.stop_token_ids or ())
         self.text = text
-        # Where it stands in the form that was asked for; Any: who has it knows that it has.
+        # The grammar that holds it, and its place there. Any spares callers a check for None.
         self.structured: Any = structured
-        # (position, tokens): those that the form leaves no choice about, from a position on.
+        # (position, tokens): from that position on the grammar allows these tokens alone.
         self.ahead: tuple[int, list[int]] = (0, [])
-        self.num_masked = 0  # draws of a run that guesses that are under their masks
+        self.num_masked = 0  # how many draws of the current guessed run have a grammar's mask
         self.score_only = score_only  # prompt logprobs only: nothing is sampled
         asked = sampling_params.max_tokens
         limit = max_model_len if asked is None else self.prompt_len + asked
         # The length at which it stops.
         self.end = self.prompt_len if score_only else min(limit, max_model_len)
-        # After each draw it runs on only when its request has taken up `candidates`.
+        # After each draw it runs on only when its request has chosen among `candidates`.
         self.waits_for_host = False
         self.controls: Any = None  # engine.packing's row of what does not change
-        self.logprobs: list[float] = []  # of each generated token
-        # (token, logprob, rank) of the drawn and the likeliest tokens, asked by `logprobs`.
-        self.top_logprobs: list[list[tuple[int, float, int]]] = []
-        # Of each generated token, what the model gives to all that its form allowed there.
-        self.allowed_logprobs: list[float] = []
+        self.generated = Generated()  # the tokens that it has drawn
         # Of each prompt token but the first.
-        self.prompt_logprobs: list[list[tuple[int, float, int]] | None] = [None]
-        # What the last draw offers a row that waits for the host, as in top_logprobs.
-        self.candidates: list[tuple[int, float, int]] | None = None
-        # Tokens that commit was done with: it may be interrupted.
+        self.prompt_logprobs: list[Top | None] = [None]
+        # What the last draw offers to a row that waits for the host.
+        self.candidates: Candidates | None = None
+        # Tokens that a commit has dealt with to the end; an interrupt may fall before it.
         self.num_committed = self.prompt_len
         self.num_cached = 0  # prompt tokens that the first admission found in the cache
         self.epoch = -1  # bumped at preemption: results of an older epoch are of other blocks
         self.restart()
 
-    def restart(self) -> None:
-        """Waiting with nothing computed, also after a failed step; all that was committed stays."""
+    # What happens to it
+
+    def restart(self, num_tokens: int | None = None) -> None:
+        """Wait with nothing computed, also after a failed step.
+
+        It keeps its first num_tokens tokens; None keeps all that were committed.
+        """
+        self.num_committed = self.num_committed if num_tokens is None else num_tokens
         del self.token_ids[self.num_committed :]
-        del self.logprobs[self.num_generated :]
-        del self.top_logprobs[self.num_generated :]
-        del self.allowed_logprobs[self.num_generated :]
+        self.generated.truncate(self.num_generated)
         self.ahead = (0, [])
         if self.structured is not None:
             self.structured.rewind(self.token_ids[self.prompt_len :])
@@ -167,6 +176,89 @@ class Sequence:
         self.first_held: list[int] = []  # in each table, before it the window has moved on
         self.contents: list[Any] = []  # of the leading blocks that are closed
         self.generation = 0  # of the cache that its KV is from
+
+    def run(
+        self, *, device_row: int, adapter_slot: int | None, num_computed: int, fill: int
+    ) -> None:
+        """Begin to run in a row of the device. num_computed: tokens whose KV is in its blocks or
+        on the way there. fill: the length up to which prefill runs.
+        """
+        if self.epoch == 0:
+            self.num_cached = min(num_computed, self.prompt_len)
+        self.device_row, self.is_new, self.adapter_slot = device_row, True, adapter_slot
+        self.num_dispatched, self.fill = num_computed, fill
+        self.status = Status.RUNNING
+
+    def dispatch(self, end: int, draws: int) -> bool:
+        """Count a dispatch that writes its KV up to position `end` and draws so many tokens. Return
+        whether the device's row holds the state of another sequence.
+        """
+        is_new, self.is_new = self.is_new, False
+        self.num_dispatched = end
+        self.pending += draws
+        self.in_flight += 1
+        return is_new
+
+    def arrive(self, epoch: int, draws: int) -> None:
+        """Count the result of a dispatch that went out in this epoch and drew so many tokens."""
+        self.in_flight -= 1
+        if epoch == self.epoch:
+            self.pending -= draws
+
+    def append(
+        self,
+        token_id: int,
+        logprob: float,
+        weight_version: int,
+        top: Top | None = None,
+        allowed: float | None = None,
+    ) -> None:
+        """Add a token that was drawn (see Generated.append); `settle` makes it last."""
+        self.token_ids.append(token_id)
+        self.generated.append(token_id, logprob, weight_version, top, allowed)
+
+    def settle(self) -> None:
+        """Keep every token that it has now, also after a failed step."""
+        self.num_committed = len(self.token_ids)
+
+    def go_on_from(self, position: int) -> None:
+        """Compute this position next: the KV before it is there, what follows it does not count."""
+        self.num_dispatched = position
+
+    def offer(self, candidates: Candidates) -> None:
+        """Wait until the request has chosen among these continuations."""
+        self.candidates = candidates
+
+    def resume(self) -> None:
+        """Go on: the request has chosen."""
+        self.candidates = None
+
+    def lose_row_state(self) -> None:
+        """Have the next dispatch fill the device's row anew."""
+        self.is_new = True
+
+    def preempt(self) -> None:
+        """Wait again, without a row and with nothing computed."""
+        self._leave_row()
+        self.status = Status.WAITING
+        self.num_dispatched = self.fill = self.pending = 0
+        self.epoch += 1
+
+    def retire(self) -> None:
+        """Leave for good, from any state. An interrupt before this undoes `conclude`."""
+        self._leave_row()
+        self.status = Status.FINISHED
+
+    def conclude(
+        self, reason: str, stop: int | str | None = None, error: Exception | None = None
+    ) -> None:
+        """Note why it ends, before it retires."""
+        self.finish_reason, self.stop_reason, self.error = reason, stop, error
+
+    def _leave_row(self) -> None:
+        self.device_row, self.adapter_slot = -1, None
+
+    # Where it stands
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -214,19 +306,12 @@ class Sequence:
         """Leading blocks that are full and findable, none of them where the cache is off."""
         return len(self.contents)
 
-    def extend(self, token: int, logprob: float) -> "Sequence":
-        """Append one token."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.num_committed = len(self.token_ids)
-        return self
-
     def copy(self) -> "Sequence":
-        """A waiting sequence of the same tokens."""
+        """Return a waiting sequence of the same tokens."""
         twin = copy.copy(self)
-        lists = ("token_ids", "logprobs", "top_logprobs", "allowed_logprobs", "prompt_logprobs")
-        for name in lists:
-            setattr(twin, name, list(getattr(self, name)))
+        twin.token_ids = list(self.token_ids)
+        twin.prompt_logprobs = list(self.prompt_logprobs)
+        twin.generated = self.generated.copy()
         twin.text = copy.deepcopy(self.text)
         twin.structured = None if self.structured is None else self.structured.copy()
         twin.restart()
@@ -238,6 +323,8 @@ class Request:
     engine takes it.
     """
 
+    steers = False  # whether its rows wait for `steer` after each draw
+
     def __init__(self, sequences: Iterable[Sequence], *, prompt: str | None = None):
         self.sequences = list(sequences)
         self.request_id = self.sequences[0].request_id
@@ -245,6 +332,7 @@ class Request:
         self.weight_version = 0
         for seq in self.sequences:
             seq.request = self
+            seq.waits_for_host = self.steers
 
     def rename(self, request_id: str) -> None:
         """Take another id, before the engine has the request."""
@@ -273,14 +361,14 @@ class Request:
         return next((seq.error for seq in self.sequences if seq.error is not None), None)
 
     def steer(self, queues: Any) -> None:
-        """Go on with rows that wait for the host (see Sequence.candidates), if it has any."""
+        """Choose among the candidates of rows that wait for it; called where `steers`."""
 
     def doomed_with(self, seq: Sequence) -> list[Sequence]:
-        """The sequences that cannot go on when this one fails."""
+        """Return the sequences that cannot go on when this one fails."""
         return [seq]
 
     def restart(self) -> list[Sequence]:
-        """What is to be computed again after a failed step, as if it had just been added."""
+        """Return what is to be computed again after a failed step, as if it had just been added."""
         unfinished = [seq for seq in self.sequences if seq.status is not Status.FINISHED]
         for seq in unfinished:
             seq.restart()

@@ -39,7 +39,7 @@ class Swapping:
     def bring_back(self, seq: Sequence, match: Match) -> None:
         """Move what the host keeps of a sequence, and the cache has not, into its blocks."""
         if seq.swapped is not None and seq.swapped.num_tokens > seq.num_dispatched:
-            seq.num_dispatched = seq.swapped.num_tokens
+            seq.go_on_from(seq.swapped.num_tokens)
             self.blocks.extend(seq, seq.num_dispatched)
             self._ins.append((seq.swapped, self.blocks.written(seq, seq.num_dispatched, match)))
         self.drop(seq)

@@ -21,7 +21,7 @@ from jpaged.checkpoint import load_params
 from jpaged.errors import ConfigError, RequestError
 from jpaged.llm import LLM
 from jpaged.models.params import Params
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]

@@ -24,7 +24,7 @@ from jpaged.openai.protocol import SAMPLING, Conversation, SamplingFields
 from jpaged.request.chat import Chat
 from jpaged.request.outputs import Logprob, RequestOutput
 from jpaged.request.prompts import answered_by
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 try:
     import pyarrow as pa  # pyright: ignore[reportMissingImports]

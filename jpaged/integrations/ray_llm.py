@@ -31,7 +31,7 @@ from jpaged.integrations.ray_replica import (
 )
 from jpaged.integrations.seeds import stable_seed
 from jpaged.request.outputs import RequestOutput
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 # What stats() of a replica says that is no total: of now, or a ratio.
 OF_NOW = ("blocks_in_use", "num_blocks", "host_blocks_in_use", "host_blocks")

@@ -17,7 +17,7 @@ from jpaged.errors import ConfigError
 from jpaged.llm import LLM
 from jpaged.request.collect import completion
 from jpaged.request.outputs import RequestOutput
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 try:
     # To type checkers `import ray` is the module beside this one.

@@ -27,7 +27,7 @@ from jpaged.errors import ConfigError, RequestError
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter
 from jpaged.models.params import TENSOR_AXES, Params
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 try:
     from tunix.generate.tokenizer_adapter import TokenizerAdapter  # pyright: ignore[reportMissingImports]

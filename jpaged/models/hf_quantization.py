@@ -1,55 +1,236 @@
-"""`quantization_config` of a Hugging Face folder: which of the known formats its weights are in."""
+"""Formats of Hugging Face files that hold linear weights in 8 or 4 bits: what a folder's
+`quantization_config` says, which tensors hold a weight, and what they hold.
+
+A Format is one of them. Weights that its files hold plain are read as plain ones.
+
+Shapes: N outputs, E inputs.
+"""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-from jpaged.errors import ConfigError
+import numpy as np
+
+from jpaged.errors import CheckpointError, ConfigError
+from jpaged.models.quantized import FP8, INT4, INT8, MXFP4, QuantizedWeight, WeightForm
+
+FLOATS, INTS = ("float32", "float16", "bfloat16"), ("I32",)  # dtypes of a file's tensors
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighbours
+
+type Tensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # shapes, and dtypes that may be
+type Read = Callable[[str], np.ndarray]  # a tensor of the file by its name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How the linear weights of a file lie; those that it holds plain are read as they are.
+    """How a folder's files hold linear weights. A subclass reads one layout of tensors.
 
-    form: of the values. group: inputs that share a scale; None is all of an output. block: outputs
-    and inputs that share one, of fp8. minus_one: GPTQ's first files hold zeros less one.
-    has_zeros: whether something is taken off values before they are scaled.
+    form: of the numbers. group: how many inputs share a scale; None: all inputs of an output.
+    block: how many outputs and inputs share one. has_zeros: whether zeros are subtracted before
+    numbers are scaled.
     """
 
-    method: Literal["mxfp4", "fp8", "awq", "gptq", "compressed-tensors"]
-    form: Literal["mxfp4", "fp8", "int8", "int4"]
+    form: WeightForm
     group: int | None = None
     block: tuple[int, int] | None = None
-    minus_one: bool = False
     has_zeros: bool = False
+    only_experts: ClassVar[bool] = False
+
+    @property
+    def inputs_of_a_scale(self) -> int | None:
+        """How many inputs share a scale; None: all inputs of an output."""
+        return self.group if self.block is None else self.block[1]
+
+    def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
+        """Return the tensors that must hold the weight [N, E] at `base`, which is its name without
+        ".weight"; None if the file holds the weight plain. names: all tensors of the file, which
+        have a `shape`.
+        """
+        raise NotImplementedError
+
+    def read(
+        self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
+    ) -> QuantizedWeight:
+        """Return the weight at `base` in numpy arrays, one number in an element of its values."""
+        raise NotImplementedError
+
+    def weight(
+        self, numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None
+    ) -> QuantizedWeight:
+        """Return the weight of stored numbers [N, E], with stored scales and zeros [N, groups]."""
+        E, group = numbers.shape[1], self.inputs_of_a_scale
+        if group is not None and E % group:  # the last group is cut: take groups that divide E
+            columns = np.arange(0, E, math.gcd(group, E) if group < E else E) // group
+            scales = scales[:, columns]
+            zeros = None if zeros is None else zeros[:, columns]
+        arrays: dict[str, Any] = {"values": numbers, "scales": scales, "zeros": None}
+        if zeros is not None:
+            arrays["zeros"] = zeros - np.float32(self.form.offset)
+        dtype = np.dtype("bfloat16")
+        return QuantizedWeight(**arrays, form=self.form.unpacked, num_outputs=1, dtype=dtype)
+
+    def _groups(self, E: int) -> int:
+        return -(-E // (self.group or E))
+
+
+class Awq(Format):
+    """AutoAWQ's: words of 8 outputs, the even ones first, transposed."""
+
+    def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
+        if f"{base}.qweight" not in names:
+            return None
+        return {
+            f"{base}.qweight": ((E, -(-N // 8)), INTS),
+            f"{base}.qzeros": ((self._groups(E), -(-N // 8)), INTS),
+            f"{base}.scales": ((self._groups(E), N), FLOATS),
+        }
+
+    def read(
+        self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
+    ) -> QuantizedWeight:
+        numbers, zeros = (
+            _nibbles(read(f"{base}.{name}"))[..., AWQ_ORDER].reshape(-1, -(-N // 8) * 8)[:, :N].T
+            for name in ("qweight", "qzeros")
+        )
+        return self.weight(numbers, _f32(read(f"{base}.scales")).T, _f32(zeros))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gptq(Format):
+    """AutoGPTQ's: words of 8 inputs, transposed. minus_one: its first version stores zeros less
+    one.
+    """
+
+    minus_one: bool = False
+
+    def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
+        if f"{base}.qweight" not in names:
+            return None
+        wanted: Tensors = {
+            f"{base}.qweight": ((-(-E // 8), N), INTS),
+            f"{base}.qzeros": ((self._groups(E), -(-N // 8)), INTS),
+            f"{base}.scales": ((self._groups(E), N), FLOATS),
+        }
+        if f"{base}.g_idx" in names:
+            wanted[f"{base}.g_idx"] = ((E,), INTS)
+        return wanted
+
+    def read(
+        self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
+    ) -> QuantizedWeight:
+        order = f"{base}.g_idx"
+        if order in names and not np.array_equal(read(order), np.arange(E) // (self.group or E)):
+            raise CheckpointError(
+                f"{order}: inputs are grouped in another order than theirs (desc_act=True), which "
+                "is not read"
+            )
+        numbers = _nibbles(read(f"{base}.qweight")).swapaxes(1, 2).reshape(-1, N)[:E].T
+        zeros = _nibbles(read(f"{base}.qzeros")).reshape(-1, -(-N // 8) * 8)[:, :N].T
+        return self.weight(
+            numbers, _f32(read(f"{base}.scales")).T, _f32(zeros) + float(self.minus_one)
+        )
+
+
+class PackedInts(Format):
+    """compressed-tensors' pack-quantized: words of 8 inputs, zeros in words of 8 outputs."""
+
+    def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
+        if f"{base}.weight_packed" not in names:
+            return None
+        wanted: Tensors = {
+            f"{base}.weight_packed": ((N, -(-E // 8)), INTS),
+            f"{base}.weight_scale": ((N, self._groups(E)), FLOATS),
+            f"{base}.weight_shape": ((2,), ("I64", "I32")),
+        }
+        if f"{base}.weight_zero_point" in names:
+            wanted[f"{base}.weight_zero_point"] = ((-(-N // 8), self._groups(E)), INTS)
+        return wanted
+
+    def read(
+        self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
+    ) -> QuantizedWeight:
+        numbers = _nibbles(read(f"{base}.weight_packed")).reshape(N, -1)[:, :E]
+        zeros, name = None, f"{base}.weight_zero_point"
+        if name in names:
+            zeros = _nibbles(read(name)).swapaxes(1, 2).reshape(-1, self._groups(E))[:N]
+        scales = _f32(read(f"{base}.weight_scale"))
+        return self.weight(numbers, scales, None if zeros is None else _f32(zeros))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled(Format):
+    """Weights of 8 bits under their plain name, with scales beside them under `scale_name`, one for
+    the whole tensor, for each output, group or block.
+
+    code: the dtype of the weight in the file.
+    """
+
+    code: str
+    scale_name: str = "weight_scale"
+
+    def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
+        scale = f"{base}.{self.scale_name}"
+        if scale not in names:
+            return None
+        shape = names[scale].shape
+        if self.block is not None:
+            shape = (-(-N // self.block[0]), -(-E // self.block[1]))
+        elif math.prod(shape) > 1:
+            shape = (N, self._groups(E))
+        return {f"{base}.weight": ((N, E), (self.code,)), scale: (shape, FLOATS)}
+
+    def read(
+        self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
+    ) -> QuantizedWeight:
+        scales, groups = _f32(read(f"{base}.{self.scale_name}")), self._groups(E)
+        if self.block is not None:
+            scales = np.repeat(scales, self.block[0], axis=0)[:N]
+            groups = -(-E // self.block[1])
+        rows = scales.reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
+        return self.weight(read(f"{base}.weight"), np.broadcast_to(rows, (N, groups)))
+
+
+class Mxfp4(Format):
+    """GPT-OSS's experts, which one tensor a layer holds: checkpoint.stacked reads them."""
+
+    only_experts = True
+
+    def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
+        return None
+
+
+def _nibbles(x: np.ndarray) -> np.ndarray:
+    """Return the 4-bit numbers of 32-bit words, the lowest bits first: uint8 [..., 8]."""
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    return (x.view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8)
+
+
+def _f32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32)
 
 
 def read_format(raw: Any, *, are_stacked: bool) -> Format | None:
-    """The format that a quantization_config names, None without one; ConfigError, by name, for any
-    that is not read. are_stacked: a family whose experts lie in one tensor a layer.
+    """Return the format that a quantization_config names, None without one.
+
+    are_stacked: the family stores the experts of a layer in one tensor. ConfigError, which names
+    the method, for formats that are not read.
     """
     if not raw:
         return None
     method = raw.get("quant_method") if isinstance(raw, Mapping) else raw
     if are_stacked:
         if method == "mxfp4":
-            return Format(method="mxfp4", form="mxfp4")
+            return Mxfp4(form=MXFP4, group=32)
         raise _refused(method, "these experts are read in mxfp4 or plain")
-    known = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
-    if not isinstance(raw, Mapping) or method not in known:
-        raise _refused(method, f"not one of {', '.join(known)}, nor mxfp4 of GPT-OSS")
-    return known[method](raw)
+    if not isinstance(raw, Mapping) or method not in METHODS:
+        raise _refused(method, f"not one of {', '.join(METHODS)}, nor mxfp4 of GPT-OSS")
+    return METHODS[method](raw)
 
 
 def _refused(method: Any, reason: str) -> ConfigError:
     return ConfigError(f"quantization_config ({method!r}): {reason}")
-
-
-def _fp8(raw: Mapping[str, Any]) -> Format:
-    if (kind := raw.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-        raise _refused("fp8", f"fmt={kind!r}: only e4m3")
-    block = raw.get("weight_block_size")
-    return Format(method="fp8", form="fp8", block=None if block is None else (block[0], block[1]))
 
 
 def _bits(method: str, bits: Any, wanted: int = 4) -> None:
@@ -61,12 +242,21 @@ def _group(size: Any) -> int | None:
     return None if size in (None, -1) else int(size)
 
 
+def _fp8(raw: Mapping[str, Any]) -> Format:
+    if (variant := raw.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise _refused("fp8", f"fmt={variant!r}: only e4m3")
+    if (size := raw.get("weight_block_size")) is None:
+        return Scaled(form=FP8, code="F8_E4M3")
+    block = (size[0], size[1])
+    return Scaled(form=FP8, code="F8_E4M3", block=block, scale_name="weight_scale_inv")
+
+
 def _awq(raw: Mapping[str, Any]) -> Format:
     _bits("awq", raw.get("bits", raw.get("w_bit")))
     if (version := str(raw.get("version", "gemm")).lower()) != "gemm":
         raise _refused("awq", f"version={version!r}: only gemm")
     group = _group(raw.get("group_size", raw.get("q_group_size")))
-    return Format(method="awq", form="int4", group=group, has_zeros=True)
+    return Awq(form=INT4, group=group, has_zeros=True)
 
 
 def _gptq(raw: Mapping[str, Any]) -> Format:
@@ -74,8 +264,8 @@ def _gptq(raw: Mapping[str, Any]) -> Format:
     version = raw.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise _refused("gptq", f"checkpoint_format={version!r}: only gptq and gptq_v2")
-    minus_one, group = version == "gptq", _group(raw.get("group_size"))
-    return Format(method="gptq", form="int4", group=group, minus_one=minus_one, has_zeros=True)
+    group = _group(raw.get("group_size"))
+    return Gptq(form=INT4, group=group, minus_one=version == "gptq", has_zeros=True)
 
 
 def _compressed(raw: Mapping[str, Any]) -> Format:
@@ -83,17 +273,28 @@ def _compressed(raw: Mapping[str, Any]) -> Format:
     if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
         raise _refused(name, "config_groups that differ in their weights, or none")
     weights, layout = groups[0].get("weights") or {}, raw.get("format")
-    forms = {"float-quantized": "fp8", "int-quantized": "int8", "pack-quantized": "int4"}
-    if layout not in forms:
-        raise _refused(name, f"format={layout!r}: only {', '.join(forms)}")
+    codes = {"float-quantized": (FP8, "F8_E4M3"), "int-quantized": (INT8, "I8")}
+    if layout not in (*codes, "pack-quantized"):
+        raise _refused(name, f"format={layout!r}: only {', '.join(codes)}, pack-quantized")
     _bits(name, weights.get("num_bits"), 4 if layout == "pack-quantized" else 8)
-    strategy, block = weights.get("strategy"), weights.get("block_structure")
+    strategy, size = weights.get("strategy"), weights.get("block_structure")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise _refused(name, f"strategy={strategy!r}: only tensor, channel, group and block")
     if weights.get("actorder") == "group":
         raise _refused(name, "actorder='group': groups of inputs in another order than theirs")
     group = _group(weights.get("group_size")) if strategy == "group" else None
-    form: Any = forms[layout]
-    own = (block[0], block[1]) if strategy == "block" and block else None
-    has_zeros = form == "int4" and not weights.get("symmetric", True)
-    return Format(method=name, form=form, group=group, block=own, has_zeros=has_zeros)
+    block = (size[0], size[1]) if strategy == "block" and size else None
+    if layout == "pack-quantized":
+        has_zeros = not weights.get("symmetric", True)
+        return PackedInts(form=INT4, group=group, block=block, has_zeros=has_zeros)
+    form, code = codes[layout]
+    return Scaled(form=form, code=code, group=group, block=block)
+
+
+# By `quant_method`.
+METHODS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+}

@@ -141,22 +141,22 @@ def pairs_of(source: Any, config: ModelConfig, *, caller: str | None = None) -> 
         if missing := {"a", "b"} - pair.keys():
             raise ConfigError(f"lora[{name!r}] lacks its {missing.pop().upper()}")
         if name in parts:
-            found[name] = fitted(name, pair["a"], pair["b"], parts[name])
+            found[name] = shaped_pair(name, pair["a"], pair["b"], parts[name])
         elif name in fused:
             found |= _of_fused(name, pair["a"], pair["b"], fused[name])
         else:
             raise ConfigError(_unknown(name, config))
-    return scaled(found, adapter.scale)
+    return scale_pairs(found, adapter.scale)
 
 
-def fitted(name: str, a: Any, b: Any, target: Target) -> Pair:
-    """A pair in the shapes of its part, whose axes of inputs and of outputs may come as one."""
+def shaped_pair(name: str, a: Any, b: Any, target: Target) -> Pair:
+    """Return a pair in the shapes of its part; inputs and outputs may be given as one axis."""
     outputs, inputs = target.sides
     return _shaped(name, a, b, outputs, inputs)
 
 
-def scaled(pairs: Pairs, scale: float) -> Pairs:
-    """The pairs with B times a number."""
+def scale_pairs(pairs: Pairs, scale: float) -> Pairs:
+    """Return the pairs with every B multiplied by a number."""
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ConfigError(f"scale={scale!r} of an adapter: must be a number")
     if scale == 1.0:

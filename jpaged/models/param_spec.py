@@ -66,6 +66,11 @@ class ParamSpec:
         return outputs.split(), inputs.split()
 
     @property
+    def is_multiplied(self) -> bool:
+        """Whether it is a linear weight."""
+        return bool(self.sides[1])
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """What it is stored as, in full names with {i}; one part where it is stored whole."""
         if isinstance(self.source, str):

@@ -1,28 +1,30 @@
-"""Weights in 8 and 4 bits: their forms, what each stands for, and how one is made of a plain one.
+"""Weights in 8 and 4 bits: a WeightForm says how numbers are stored and what they stand for, a
+QuantizedWeight is a weight in one.
 
-A weight is its values times their scales, in f32, and a product with it is accumulated in f32.
-Scales are of the whole model's rows, so that a mesh changes none.
+A weight is its numbers times their scales, in f32, and a product with it is accumulated in f32.
+Scales are computed from whole rows of the model, so a mesh changes none of them.
 
-What else is rounded in a product y = x w^T is EngineConfig.quantized_activations. Each name is one
-arithmetic on every processor; results differ by the order of sums in f32 alone:
+EngineConfig.quantized_activations says what else a product y = x w^T rounds. Each of its values is
+one arithmetic on every processor; results differ only in the order in which f32 is summed:
 
-- "plain": x stays in its dtype. A weight with a scale an output is taken as it is, its scale comes
-  after the sum; one with scales of groups is rounded to x's dtype once it is scaled. XLA, AMX and
-  NEON multiply so, and every kernel can.
-- "int8": x of int8 and int4 weights becomes integers, each 32 inputs of a row in steps of a 127th
-  of the largest of them. Sums of integers are exact; scales come after them, in f32. AVX-512's
+- "plain": x stays in its dtype. A weight with a scale for each output is multiplied as it is stored
+  and its scale is applied to the sum; a weight with scales of groups is scaled first and then
+  rounded to x's dtype. XLA, AMX and NEON multiply this way, and every kernel can.
+- "int8": with int8 and int4 weights x becomes integers: each 32 inputs of a row in steps of a 127th
+  of the largest of them. Sums of integers are exact; scales are applied to them in f32. AVX-512's
   default; the C++ kernels of all levels have it, with equal bits.
 - "int16": the same for each 256 inputs, in steps of a 32767th. AVX2's default.
 
-With the last two, x of fp8 weights stays bf16, and their scales are applied in f32. mxfp4 is always
-plain. "auto" is the default of the processor; on cards that multiply fp8 by fp8 it also rounds x to
+With the last two, x stays bf16 beside fp8 weights, whose scales are applied in f32. mxfp4 is always
+"plain". "auto" is the processor's default; on cards that multiply fp8 by fp8 it also rounds x to
 fp8 in large products with fp8 weights (see `fp8_product`).
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,33 +32,162 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-type Form = Literal["int8", "int4", "fp8"]  # that plain weights are made into
-type StoredForm = Form | Literal["mxfp4"]  # files have it
-GROUP = 32  # inputs that share a scale in int4
-LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-IN_4_BITS = ("int4", "mxfp4")
-VALUES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn}
-# Multiplications of a product from which on rounding x as well is worth two more small kernels,
-# some 4 us: so many take tensor cores 11 us in bf16, at 800 TFLOP/s.
+# Consecutive inputs that lie together in 4 bits: the first half of them in the low bits of 16
+# bytes, the second half in the high bits.
+PACKED = 32
+# Multiply-adds of a product from which on it pays to round x to fp8 as well. That takes two more
+# small kernels, about 4 us, and so many multiply-adds take tensor cores 11 us in bf16 (800 TFLOP/s)
+# and half of it in fp8.
 ROUNDED_FROM = 2**32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """How the numbers of a weight are stored, and what they stand for.
+
+    name: the form's name in EngineConfig.quantization and for the kernels. dtype: of the stored
+    values. bits: of a number; two numbers of 4 bits share a byte, see `pack`. offset: what a stored
+    number is above the number that it stands for. decode: f32 values of stored numbers, for forms
+    whose numbers are no integers or floats of `dtype`; it takes numpy and jax arrays.
+
+    Plain weights can be made into forms that have these as well. encode: stored numbers of f32
+    values within +-largest. group: how many inputs share a scale; None: all inputs of an output.
+    head: the name of the form that the head and a tied embedding take instead.
+    """
+
+    name: str
+    dtype: np.dtype
+    bits: int = 8
+    offset: int = 0
+    decode: Callable[[Any], Any] | None = None
+    encode: Callable[[Array], Array] | None = None
+    largest: float = 1.0
+    group: int | None = None
+    head: str | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the stored values are the numbers themselves, so that a cast decodes them."""
+        return self.bits == 8 and self.decode is None and not self.offset
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether tensor cores that multiply fp8 by fp8 can take the stored values."""
+        return self.dtype == _E4M3
+
+    @property
+    def unpacked(self) -> "WeightForm":
+        """The same numbers with one of them in an element of values."""
+        return dataclasses.replace(self, bits=8)
+
+    def pack(self, numbers: Any) -> Any:
+        """Return the values of stored numbers [..., E]: [..., E], or [..., E / 2] in 4 bits.
+
+        Of each 32 neighbours the first 16 go to the low halves of 16 bytes, the others to the high
+        halves.
+        """
+        if self.bits == 8:
+            return numbers
+        halves = numbers.reshape(*numbers.shape[:-1], -1, 2, PACKED // 2)
+        values = halves[..., 0, :] | (halves[..., 1, :] << 4)
+        return values.reshape(*numbers.shape[:-1], -1)
+
+    def unpack(self, values: Any) -> Any:
+        """Return the stored numbers of values; the inverse of `pack`."""
+        if self.bits == 8:
+            return values
+        packed = values.reshape(*values.shape[:-1], -1, PACKED // 2)
+        halves = _of(values).concatenate([packed & 15, packed >> 4], axis=-1)
+        return halves.reshape(*values.shape[:-1], -1)
+
+    def decoded(self, numbers: Any) -> Any:
+        """Return what stored numbers stand for before zeros and scales, in f32."""
+        if self.decode is not None:
+            return self.decode(numbers)
+        wide = numbers.astype(jnp.float32)
+        return wide - self.offset if self.offset else wide
+
+    def scale_shape(
+        self, shape: tuple[int, ...], num_outputs: int, group: int | None
+    ) -> tuple[int, ...] | None:
+        """Return the shape of the scales of a weight of this shape, of which `group` inputs share
+        one (None: all inputs of an output); None where the weight cannot be stored in this form.
+        """
+        last, inputs = shape[-1], math.prod(shape[num_outputs:])
+        asked = min(group or inputs, inputs)
+        size = math.gcd(asked, last)
+        if self.bits == 4 and (last % PACKED or size % PACKED):
+            return None
+        if self.is_cast and asked >= inputs:
+            return (*shape[:num_outputs], *[1] * (len(shape) - num_outputs))
+        return (*shape[:-1], last // size)
+
+    def value_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the values of a weight of this shape."""
+        return (*shape[:-1], shape[-1] * self.bits // 8)
+
+
+def _of(x: Any) -> Any:
+    """Return the module whose functions take this array: jax.numpy, or numpy."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _e2m1(numbers: Any) -> Any:
+    """Return what the numbers of mxfp4 stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+    Source: OCP Microscaling Formats 1.0.
+    """
+    xp, numbers = _of(numbers), numbers.astype(jnp.int32)
+    exponent, mantissa = numbers >> 1 & 3, numbers & 1
+    twice = xp.where(exponent == 0, mantissa, (2 + mantissa) << xp.maximum(exponent - 1, 0))
+    return xp.where(numbers & 8 != 0, np.float32(-0.5), np.float32(0.5)) * twice.astype(jnp.float32)
+
+
+def _to_int8(x: Array) -> Array:
+    return jnp.round(x).astype(jnp.int8)
+
+
+def _to_int4(x: Array) -> Array:
+    return (_to_int8(x) + 8).astype(jnp.uint8)
+
+
+def _to_fp8(x: Array) -> Array:
+    return x.astype(jnp.float8_e4m3fn)
+
+
+_INT8, _UINT8, _E4M3 = (jnp.dtype(name) for name in ("int8", "uint8", "float8_e4m3fn"))
+INT8 = WeightForm(name="int8", dtype=_INT8, encode=_to_int8, largest=127.0)
+INT4 = WeightForm(
+    name="int4",
+    dtype=_UINT8,
+    bits=4,
+    offset=8,
+    encode=_to_int4,
+    largest=7.0,
+    group=PACKED,
+    head="int8",
+)
+FP8 = WeightForm(name="fp8", dtype=_E4M3, encode=_to_fp8, largest=448.0)
+MXFP4 = WeightForm(name="mxfp4", dtype=_UINT8, bits=4, decode=_e2m1)
+FORMS = {form.name: form for form in (INT8, INT4, FP8, MXFP4)}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A weight [*outputs, *inputs] in a form. Where a plain array stands, this can.
+    """A weight [*outputs, *inputs] in a form, which can stand wherever a plain array can.
 
-    values: of the weight's shape; int4 and mxfp4 have two to a byte along the last axis, of each
-    group of 32 the first 16 in the low halves, int4 as value + 8. scales: f32, of as many axes: one
-    an output (of size 1 in all inputs, for int8 and fp8), or one a group of the last axis.
-    num_outputs: how many axes come first. dtype: of the weight that it stands for, which products
-    and embeddings take. zeros: f32 as the scales of int4, what is taken off values before they are
-    scaled; or None. products: who multiplies by it (see models.layers.linear); None is XLA.
+    values: of the weight's shape; in 4 bits half as many on the last axis, see WeightForm.pack.
+    scales: f32, of as many axes: one for each output (of size 1 in all inputs), or one for each
+    group of the last axis. num_outputs: how many axes come first. dtype: of the weight that it
+    stands for, in which embeddings return its rows. zeros: f32 in the shape of scales, subtracted
+    from numbers before they are scaled; or None. products: a module that multiplies by it (see
+    models.layers.linear); None is XLA.
     """
 
     values: Array
     scales: Array
-    form: StoredForm = dataclasses.field(metadata={"static": True})
+    form: WeightForm = dataclasses.field(metadata={"static": True})
     num_outputs: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
     zeros: Array | None = None
@@ -64,68 +195,83 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it stands for."""
+        """The shape of the weight that it stands for."""
         *others, last = self.values.shape
-        return (*others, 2 * last if self.form in IN_4_BITS else last)
+        return (*others, last * 8 // self.form.bits)
 
     @property
     def ndim(self) -> int:
-        """Axes of the weight that it stands for."""
+        """The number of axes of the weight that it stands for."""
         return len(self.shape)
 
     def matrix(self) -> Self:
-        """The same as [outputs, inputs]."""
+        """Return the same weight as a matrix [outputs, inputs]."""
         outputs = int(np.prod(self.shape[: self.num_outputs]))
         flat: Self = jax.tree.map(lambda part: part.reshape(outputs, -1), self)
         return dataclasses.replace(flat, num_outputs=1)
 
-    def __getitem__(self, at: Any) -> Self:
-        """One of the first axis, that of experts."""
-        return jax.tree.map(lambda part: part[at], self).of_one()
+    def __getitem__(self, index: Any) -> Self:
+        """Return one weight of those along the first axis, the axis of experts."""
+        return jax.tree.map(lambda part: part[index], self).of_one()
 
     def of_one(self) -> Self:
-        """What a scan over the first axis gives, as a weight of the other axes."""
+        """Return the element that a scan over the first axis yields as a weight of the other
+        axes.
+        """
         return dataclasses.replace(self, num_outputs=self.num_outputs - 1)
 
     @property
     def nbytes(self) -> int:
-        """Of all its parts."""
+        """The bytes of values, scales and zeros."""
         return sum(part.nbytes for part in jax.tree.leaves(self))
 
     @property
     def sharding(self) -> Any:
-        """Of the values."""
+        """The sharding of the values."""
         return self.values.sharding
 
     @property
     def by_output(self) -> bool:
-        """Whether scales are of outputs, and may come after a product."""
+        """Whether a product can take the values as they are and apply the scales to its sums."""
         grouped = math.prod(self.scales.shape[self.num_outputs :]) > 1
-        return self.form not in IN_4_BITS and not grouped
+        return self.form.is_cast and not grouped
+
+    @property
+    def structure(self) -> Any:
+        """What compiled steps depend on: the form, the shape of scales, whether there are zeros."""
+        return self.form.name, self.scales.shape, self.zeros is not None
+
+    def is_finite(self) -> bool:
+        """Whether a weight of numpy arrays stands for finite numbers; e4m3 has NaN, no infinity."""
+        if self.form.is_float8 and ((np.asarray(self.values).view(np.uint8) & 0x7F) == 0x7F).any():
+            return False
+        return bool(np.isfinite(self.scales).all())
 
     def whole(self) -> Array:
-        """The weight that it stands for, in f32."""
+        """Return the weight that it stands for, in f32."""
         return dequantized(self.values, self.scales, self.form, self.zeros)
 
     def take(self, rows: Array) -> Array:
-        """Rows of the first axis, in `dtype`: what an embedding gives."""
+        """Return rows of the first axis in `dtype`, as an embedding does."""
         taken: Self = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), self)
         return taken.whole().astype(self.dtype)
 
     def linear(self, x: Array, *, in_fp8: bool = False) -> Array:
-        """x [..., E] times this matrix transposed, [..., outputs] in f32; by XLA scales of outputs
-        come after the product, those of groups before it, rounded to x's dtype. in_fp8: the device
-        multiplies fp8 by fp8, so that x is rounded too where the product is large.
+        """Return x [..., E] times this matrix transposed, [..., outputs] in f32.
+
+        XLA applies scales of outputs after the product; with scales of groups the weight is scaled
+        first and rounded to x's dtype. in_fp8: the device multiplies fp8 by fp8, so x is rounded
+        as well where the product is large.
         """
         assert self.num_outputs == 1 and self.ndim == 2
         if self.products is not None:
-            parts = (self.values, self.scales, self.zeros, self.form)
+            parts = (self.values, self.scales, self.zeros, self.form.name)
             return self.products.quantized(x, *parts, x.shape[0])
-        in_fp8 = in_fp8 and self.form == "fp8" and self.by_output and x.dtype == jnp.bfloat16
+        in_fp8 = in_fp8 and self.form.is_float8 and self.by_output and x.dtype == jnp.bfloat16
         if in_fp8 and math.prod(x.shape) * self.shape[0] >= ROUNDED_FROM:
             return fp8_product(x, self)
         if not self.by_output:
-            if x.dtype != jnp.bfloat16 or self.form == "mxfp4":
+            if x.dtype != jnp.bfloat16 or self.form.decode is not None:
                 return _dot(x, self.whole().astype(x.dtype))
             return jax.lax.platform_dependent(
                 x, self, cuda=_fused_for_cuda, tpu=_fused_for_tpu, default=_widened_first
@@ -135,10 +281,12 @@ class QuantizedWeight:
 
 
 def fp8_product(x: Array, w: QuantizedWeight) -> Array:
-    """By tensor cores that take fp8 on both sides: each row of x with a scale of its own."""
+    """Return the product by tensor cores that take fp8 on both sides; each row of x is rounded with
+    a scale of its own.
+    """
     wide = x.astype(jnp.float32)
-    scales = _scales(wide, (-1,), "fp8")
-    rounded = (wide / scales).astype(VALUES["fp8"])
+    scales = _scales(wide, (-1,), FP8)
+    rounded = (wide / scales).astype(FP8.dtype)
     return _dot(rounded, w.values) * scales * w.scales.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
@@ -152,117 +300,108 @@ def _widened_first(x: Array, w: QuantizedWeight) -> Array:
 
 
 def _fused_for_cuda(x: Array, w: QuantizedWeight) -> Array:
-    """XLA writes a weight that is cast after its scales to memory; one that the product itself
-    rounds to bf16 becomes a part of it.
+    """Return the product in a way that XLA fuses on CUDA.
+
+    A weight that is cast after it was scaled XLA writes to memory; a weight in f32 that the product
+    rounds to bf16 becomes a part of the product's kernel.
     """
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     in_bf16 = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
     parts = [
         jax.lax.dot_general(
-            own.astype(jnp.float32),
-            part,
+            inputs.astype(jnp.float32),
+            weight,
             contract,
             precision=in_bf16,
             preferred_element_type=jnp.float32,
         )
-        for own, part in as_they_lie(x, w)
+        for inputs, weight in in_stored_order(x, w)
     ]
     return functools.reduce(jnp.add, parts)
 
 
 def _fused_for_tpu(x: Array, w: QuantizedWeight) -> Array:
     return functools.reduce(
-        jnp.add, [_dot(own, part.astype(x.dtype)) for own, part in as_they_lie(x, w)]
+        jnp.add,
+        [_dot(inputs, weight.astype(x.dtype)) for inputs, weight in in_stored_order(x, w)],
     )
 
 
-def as_they_lie(x: Array, w: QuantizedWeight) -> list[tuple[Array, Array]]:
-    """Parts of x and of the weight in f32 whose products add up: of int4 the low halves of the
-    bytes with their inputs, and the high ones, so that nothing moves among the weights.
+def in_stored_order(x: Array, w: QuantizedWeight) -> list[tuple[Array, Array]]:
+    """Return parts of x and parts of the weight in f32 whose products add up to the whole product.
+
+    In 4 bits they are the low halves of the bytes with their inputs, and the high halves with
+    theirs, so that no weight changes its place. The form has no `decode`.
     """
     outputs, num_groups = w.scales.shape
 
-    def scaled(numbers: Array) -> Array:
+    def apply_scales(numbers: Array) -> Array:
         groups = numbers.reshape(outputs, num_groups, -1)
         groups = groups if w.zeros is None else groups - w.zeros[..., None]
         return (groups * w.scales[..., None]).reshape(outputs, -1)
 
-    if w.form != "int4":
-        return [(x, scaled(w.values.astype(jnp.float32)))]
-    halves = x.reshape(*x.shape[:-1], -1, 2, GROUP // 2)
+    if w.form.bits == 8:
+        return [(x, apply_scales(w.form.decoded(w.values)))]
+    halves = x.reshape(*x.shape[:-1], -1, 2, PACKED // 2)
     low, high = (halves[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
     low_bits, high_bits = (
-        (w.values & bits).astype(jnp.float32) / unit - 8 for bits, unit in ((15, 1), (240, 16))
+        w.form.decoded((w.values & bits).astype(jnp.float32) / unit)
+        for bits, unit in ((15, 1), (240, 16))
     )
-    return [(low, scaled(low_bits)), (high, scaled(high_bits))]
+    return [(low, apply_scales(low_bits)), (high, apply_scales(high_bits))]
 
 
-def dequantized(
-    values: Array, scales: Array, form: StoredForm, zeros: Array | None = None
-) -> Array:
-    """Values, less zeros, times scales, f32."""
-    if form in IN_4_BITS:
-        packed = values.reshape(*values.shape[:-1], -1, GROUP // 2)
-        halves = jnp.concatenate([packed & 15, packed >> 4], axis=-1)
-        numbers = halves.reshape(*values.shape[:-1], -1)
-        if form == "int4":
-            whole = numbers.astype(jnp.float32) - 8
-        else:
-            whole = _e2m1(numbers.astype(jnp.int32))
-    else:
-        whole = values.astype(jnp.float32)
+def dequantized(values: Any, scales: Any, form: WeightForm, zeros: Any = None) -> Any:
+    """Return (numbers - zeros) * scales in f32, of numpy arrays or of jax's."""
+    whole = form.decoded(form.unpack(values))
     groups = whole.reshape(*whole.shape[:-1], scales.shape[-1], -1)
     if zeros is not None:
         groups = groups - zeros[..., None]
     return (groups * scales[..., None]).reshape(whole.shape)
 
 
-def _e2m1(numbers: Array) -> Array:
-    """What the numbers of mxfp4 stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero.
-
-    Source: OCP Microscaling Formats 1.0.
-    """
-    exponent, mantissa = numbers >> 1 & 3, numbers & 1
-    twice = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
-    return jnp.where(numbers & 8 != 0, -0.5, 0.5) * twice.astype(jnp.float32)
-
-
 def experts_are_plain(tree: Any) -> bool:
-    """Whether the experts of a model's parameters are arrays, as those of one without are."""
+    """Return whether the weights of a model's experts are arrays; True for a model without any."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_quantized)
     experts = [leaf for path, leaf in leaves if "['experts']" in jax.tree_util.keystr(path)]
     return not any(map(is_quantized, experts))
 
 
-def quantized(weight: Array, form: Form, num_outputs: int) -> QuantizedWeight:
-    """The form of a plain weight [*outputs, *inputs]: to the nearest value, with the scale that
-    takes the largest of an output (or group) to the largest value. Zeros keep a scale of 1; what is
-    not finite leaves scales that are not.
+def quantized(weight: Array, form: WeightForm | str, num_outputs: int) -> QuantizedWeight:
+    """Return a plain weight [*outputs, *inputs] in a form (or in the form of a name).
+
+    Numbers are rounded to the nearest; a scale takes the largest of its output (or group) to the
+    form's largest value. A scale of zeros alone is 1; values that are not finite leave scales that
+    are not.
     """
+    form = FORMS[form] if isinstance(form, str) else form
+    assert form.encode is not None, f"only files have {form.name}"
     x = weight.astype(jnp.float32)
-    if form == "int4":
-        groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    if form.group is not None:
+        groups = x.reshape(*x.shape[:-1], -1, form.group)
         scales = _scales(groups, (-1,), form)
-        rounded = jnp.round(groups / scales).astype(jnp.int8) + 8
-        low, high = jnp.split(rounded.astype(jnp.uint8), 2, axis=-1)
-        values = (low | (high << 4)).reshape(*x.shape[:-1], -1)
-        scales = scales[..., 0]
+        numbers, scales = form.encode(groups / scales).reshape(x.shape), scales[..., 0]
     else:
         scales = _scales(x, tuple(range(num_outputs, x.ndim)), form)
-        values = x / scales
-        values = (jnp.round(values) if form == "int8" else values).astype(VALUES[form])
+        numbers = form.encode(x / scales)
     return QuantizedWeight(
-        values=values, scales=scales, form=form, num_outputs=num_outputs, dtype=weight.dtype
+        values=form.pack(numbers),
+        scales=scales,
+        form=form,
+        num_outputs=num_outputs,
+        dtype=weight.dtype,
     )
 
 
-def _scales(x: Array, axes: tuple[int, ...], form: Form) -> Array:
-    top = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / LARGEST[form]
+def _scales(x: Array, axes: tuple[int, ...], form: WeightForm) -> Array:
+    top = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / form.largest
     return jnp.where(top == 0, jnp.float32(1), top)
 
 
 def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
-    """How its parts lie where a plain weight lies by a spec: axes of size 1 are whole."""
+    """Return the PartitionSpecs of values, scales and zeros where a plain weight has `spec`: axes
+    of size 1 are not split.
+    """
     axes = (*spec, *[None] * (weight.ndim - len(spec)))
     kept = [
         axis if size > 1 else None for axis, size in zip(axes, weight.scales.shape, strict=True)
@@ -273,7 +412,7 @@ def partition(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
 
 
 def specs_of(tree: Any, specs: Any) -> Any:
-    """How a serving tree lies, of the specs of its plain one."""
+    """Return the PartitionSpecs of a serving tree, from those of its plain tree."""
     return jax.tree.map(
         lambda leaf, spec: partition(leaf, spec) if is_quantized(leaf) else spec,
         tree,
@@ -283,5 +422,5 @@ def specs_of(tree: Any, specs: Any) -> Any:
 
 
 def is_quantized(node: Any) -> bool:
-    """For jax.tree.map(is_leaf=)."""
+    """Return whether a node is a QuantizedWeight; for jax.tree.map(is_leaf=)."""
     return isinstance(node, QuantizedWeight)

@@ -38,7 +38,7 @@ from jpaged.openai.fields import (
     short,
 )
 from jpaged.openai.forms import FormFields
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 HARMLESS = frozenset(
     {
@@ -49,7 +49,6 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "priority",
         "request_id",
         "spaces_between_special_tokens",
         "prediction",  # makes OpenAI's servers faster, and changes no token
@@ -269,6 +268,7 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured: dict[str, Any] | None = None
+    priority: Integer | None = None
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are given."""

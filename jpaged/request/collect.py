@@ -1,6 +1,7 @@
 """What became of Requests, for their caller: outputs, the chunks of a stream, or scores."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class LiveCompletions:
             if len(seq) > self._sent[seq] or seq.finish_reason is not None:
                 sent, tops = self._sent[seq], None
                 if seq.sampling_params.logprobs is not None:
-                    new = seq.top_logprobs[sent - seq.prompt_len :]
+                    new = seq.generated.top_logprobs[sent - seq.prompt_len :]
                     tops = NamedLogprobs(new, self._tokenizer, self._texts)
                 yield CompletionChunk(
                     request_index=i,
@@ -103,7 +104,7 @@ class LiveCompletions:
                     token_ids_delta=seq.token_ids[sent:],
                     text_delta=None if seq.text is None else seq.text.take_delta(),
                     finish_reason=seq.finish_reason,
-                    token_logprobs_delta=seq.logprobs[sent - seq.prompt_len :],
+                    token_logprobs_delta=seq.generated.logprobs[sent - seq.prompt_len :],
                     logprobs_delta=tops,
                     stop_reason=seq.stop_reason,
                 )
@@ -111,31 +112,61 @@ class LiveCompletions:
 
 
 def completion(
-    index: int, tokens: list[int], logprobs: list[float], reason: Any, /, **more: Any
+    index: int,
+    token_ids: List[int],
+    logprobs: List[float],
+    finish_reason: Any,
+    *,
+    text: str | None,
+    stop_reason: int | str | None = None,
+    tops: Any = None,
+    allowed_logprobs: np.ndarray | None = None,
+    score: float | None = None,
 ) -> CompletionOutput:
-    """A CompletionOutput; more: its other fields."""
-    found, total = np.array(logprobs, np.float32), float(np.sum(logprobs))
-    more |= {"token_logprobs": found, "cumulative_logprob": total, "finish_reason": reason}
-    return CompletionOutput(index=index, token_ids=tokens, **more)
+    """Return a CompletionOutput of these tokens. tops: the alternatives to each."""
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=list(token_ids),
+        token_logprobs=np.array(logprobs, np.float32),
+        cumulative_logprob=float(np.sum(logprobs)),
+        logprobs=tops,
+        allowed_logprobs=allowed_logprobs,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        score=score,
+    )
 
 
 def _sample(seq: Sequence, tokenizer: Any) -> CompletionOutput:
-    tokens, asked = seq.token_ids[seq.prompt_len :], seq.sampling_params
+    # The caller's output is a value: it must not change where a snapshot goes back.
+    drawn, asked = seq.generated.copy(), seq.sampling_params
     if seq.text is not None:
         text = seq.text.finish()
     else:  # "stop" is by an id then: a stop string would have had a TextStream
-        text = _text(tokenizer, tokens, seq.finish_reason, asked.skip_special_tokens)
-    tops = None if asked.logprobs is None else NamedLogprobs(seq.top_logprobs, tokenizer)
-    more = {"text": text, "stop_reason": seq.stop_reason, "logprobs": tops}
+        text = _text(tokenizer, drawn.token_ids, seq.finish_reason, asked.skip_special_tokens)
+    tops = None if asked.logprobs is None else NamedLogprobs(drawn.top_logprobs, tokenizer)
+    allowed = None
     if seq.structured is not None and asked.logprobs_mode == "tempered":
-        more["allowed_logprobs"] = np.array(seq.allowed_logprobs, np.float32)
-    return completion(seq.index, tokens, seq.logprobs, seq.finish_reason, **more)
+        allowed = np.array(drawn.allowed_logprobs, np.float32)
+    return completion(
+        seq.index,
+        drawn.token_ids,
+        drawn.logprobs,
+        seq.finish_reason,
+        text=text,
+        stop_reason=seq.stop_reason,
+        tops=tops,
+        allowed_logprobs=allowed,
+    )
 
 
 def _hypothesis(index: int, found: Hypothesis, tokenizer: Any) -> CompletionOutput:
-    text = _text(tokenizer, found.token_ids, found.finish_reason)
-    more = {"text": text, "score": found.score}
-    return completion(index, found.token_ids, found.logprobs, found.finish_reason, **more)
+    text = _text(tokenizer, found.generated.token_ids, found.finish_reason)
+    drawn = found.generated
+    return completion(
+        index, drawn.token_ids, drawn.logprobs, found.finish_reason, text=text, score=found.score
+    )
 
 
 def _text(

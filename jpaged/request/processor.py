@@ -25,7 +25,7 @@ from jpaged.request.chat import Chat, check_rendered_length, render
 from jpaged.request.detokenizer import TextStream
 from jpaged.request.length import too_long
 from jpaged.request.prompts import Adapted, cached_under, tokenize
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
 

@@ -15,7 +15,7 @@ from jpaged.engine.keys import Key, fold_in, key_from_seed
 from jpaged.errors import RequestError
 from jpaged.request.chat import Chat
 from jpaged.request.length import check_length, too_long
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 
 def as_list(prompts: Any) -> list[Any]:

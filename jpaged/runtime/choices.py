@@ -157,9 +157,9 @@ def activations_of(choices: Choices, params: Any) -> str | None:
     forms = {leaf.form for leaf in leaves if is_quantized(leaf)}
     if not forms:
         return None
-    if choices.in_fp8 and "fp8" in forms:
+    if choices.in_fp8 and any(form.is_float8 for form in forms):
         return "fp8"
-    if choices.products is None or not forms & {"int8", "int4"}:
+    if choices.products is None or not any(choices.products.rounds(form.name) for form in forms):
         return "plain"
     return choices.products.activations
 

@@ -29,19 +29,14 @@ from jpaged.models.kv_groups import kv_groups
 from jpaged.models.layers.scratch import StepSizes
 from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import nest, param_shapes, param_specs, param_table
-from jpaged.models.quantized import (
-    Form,
-    is_quantized,
-    quantized,
-    specs_of,
-)
+from jpaged.models.quantized import is_quantized, quantized, specs_of
 from jpaged.models.served import served_config, served_form, share_of, stored_shapes
-from jpaged.resolve import resolve
 from jpaged.runtime.adapter_tables import table_bytes, table_rank
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.kv_cache import most_blocks, widest_group
 from jpaged.runtime.memory import CPU_POOL_BYTES, Limits, MemoryPlan, Needs, PoolCost, plan
 from jpaged.runtime.mesh import Placement, asked_shape, serving_mesh
+from jpaged.runtime.resolve import resolve
 from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
 from jpaged.runtime.thresholds import SEARCH_ROWS
@@ -75,13 +70,13 @@ def plan_memory(
     Raises ConfigError where no block fits.
     """
     settings = EngineConfig() if config is None else config
-    dtype, kind = settings.dtype or stored_dtype(model), _stored_format(model)
+    dtype, stored = settings.dtype or stored_dtype(model), _stored_format(model)
     model = ModelConfig.coerce(model)
     devices = jax.devices() if device is None else list(np.atleast_1d(device))
     where = _place(settings, devices, compiled)
     settings, choices = resolve(model, settings, where, dtype)
     served = served_config(model, where.axis_size)
-    params = form_of(served, where, dtype, settings.quantization, kind)
+    params = form_of(served, where, dtype, settings.quantization, stored)
     drafts: DraftOf | None = None
     if draft is not None:
         guesses = ModelConfig.coerce(draft)
@@ -93,7 +88,7 @@ def plan_memory(
         choices = dataclasses.replace(choices, draft=choose_for(guesses, settings, where, form))
     # Params as they are loaded stay beside what is made of them to serve.
     ours = _leaves(params)
-    pairs = zip(_leaves(form_of(model, where, dtype, kind=kind)), ours, strict=True)
+    pairs = zip(_leaves(form_of(model, where, dtype, stored=stored)), ours, strict=True)
     kept = bytes_on_device(
         [
             own
@@ -131,17 +126,17 @@ def form_of(
     model: ModelConfig,
     where: Placement,
     dtype: Any,
-    quantization: Form | None = None,
-    kind: Format | None = None,
+    quantization: str | None = None,
+    stored: Format | None = None,
 ) -> Any:
-    """The parameters of a model in shapes alone, split as they lie at a place. kind: of the files
-    that they come from.
+    """Return the parameters of a model in shapes alone, with their shardings at a place. stored:
+    the format of the files that they come from.
     """
 
     def shape_of(spec: ParamSpec) -> Any:
-        stored = None if kind is None else stored_shapes(spec, kind, dtype)
-        if stored is not None:
-            return stored
+        kept = None if stored is None else stored_shapes(spec, stored, dtype)
+        if kept is not None:
+            return kept
         plain = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
         form = served_form(spec, model, quantization, where.axis_size)
         if form is None:

@@ -46,6 +46,7 @@ class Handle:
     outs: tuple[Array, ...]
     done: Array
     undrawn: tuple[Array, Array] | None = None
+    weight_version: int  # of the weights that it ran with, its draw included
     compared: Array | None = None  # over processes: whether all run this step
 
 
@@ -53,7 +54,8 @@ class Runner:
     """Runs compiled steps over the donated state of one engine, for each of its replicas.
 
     model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
-    every step; its owner may replace it by another of the same form, or by None between calls. For
+    every step; its owner may replace it by another of the same form, or by None between calls.
+    weight_version: of `params`, set with them; results carry it. For
     a runner that is to compile and never to run, ShapeDtypeStructs with shardings do. draft: model
     and serving tree of a draft model, which is to be replaced as `draft_params`. choices: what was
     chosen for the model and the draft when the engine started; None chooses here.
@@ -69,6 +71,7 @@ class Runner:
         choices: Choices | None = None,
     ):
         self.model, self.config, self.placement, self.params = model, config, placement, params
+        self.weight_version = 0
         self.draft_model, self.draft_params = draft or (None, None)
         choices = choices or choose_for(model, config, placement, params, draft)
         setting = _setting(model, config, placement, choices)
@@ -130,14 +133,14 @@ class Runner:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
             state, out = step(params, self._lent(batch.bucket), packed)
             self._take_back(state)
-            return Handle(batch=batch, outs=(out,), done=out)
+            return self._handle(batch, outs=(out,), done=out)
         state = self._lent(batch.bucket)
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
         masks = _put_masks(self, batch.masks_TW)
         kv, hidden, packed, scored = step(params, state.kv, state.rows, packed, *masks)
         self._state = DeviceState(kv=kv, rows=state.rows)
         outs = () if scored is None else (scored,)
-        handle = Handle(batch=batch, outs=outs, done=hidden)
+        handle = self._handle(batch, outs=outs, done=hidden)
         if batch.sample is None:
             return handle
         handle = dataclasses.replace(handle, undrawn=(hidden, packed))
@@ -151,7 +154,12 @@ class Runner:
         params = self._params(batch.sample)
         rows, out = step(params, hidden, self._lent(batch.sample).rows, packed, *masks)
         self._take_back(DeviceState(kv=state.kv, rows=rows))
-        return dataclasses.replace(handle, outs=(out, *handle.outs), undrawn=None)
+        return dataclasses.replace(
+            handle, outs=(out, *handle.outs), undrawn=None, weight_version=self.weight_version
+        )
+
+    def _handle(self, batch: Batch, *, outs: tuple[Array, ...], done: Array) -> Handle:
+        return Handle(batch=batch, outs=outs, done=done, weight_version=self.weight_version)
 
     def _params(self, bucket: Bucket) -> StepParams:
         """The weights of a step."""
@@ -189,7 +197,7 @@ class Runner:
         """
         with explained(self.config):
             outs = self._fetch(handle)
-        return unpack(handle.batch, self.config, outs)
+        return unpack(handle.batch, self.config, outs, weight_version=handle.weight_version)
 
     def _fetch(self, handle: Handle) -> list[np.ndarray]:
         handle.done.block_until_ready()
@@ -280,7 +288,7 @@ def _drafted(runner: Runner, batch: Batch, packed: Sent) -> Handle:
     state = runner._lent(batch.bucket)
     kv, out = step(runner._params(batch.bucket), state.kv, state.rows, packed)
     runner._state = DeviceState(kv=kv, rows=state.rows)
-    return Handle(batch=batch, outs=(out,), done=out)
+    return runner._handle(batch, outs=(out,), done=out)
 
 
 def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Sent, ...]:

@@ -1,8 +1,7 @@
-"""The caller's params -> the serving tree: any pytree form in, cast and placed once a weight
+"""From the caller's params to the serving tree: takes any pytree, casts and places it once a weight
 version.
 """
 
-import itertools
 import logging
 import time
 import weakref
@@ -18,7 +17,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
-from jpaged.models.param_spec import MeshAxis
+from jpaged.models.param_spec import MeshAxis, ParamSpec
 from jpaged.models.params import (
     TENSOR_AXES,
     Params,
@@ -28,20 +27,19 @@ from jpaged.models.params import (
     param_specs,
     param_table,
 )
-from jpaged.models.quantized import Form, QuantizedWeight, is_quantized
-from jpaged.models.served import Change, served_config, served_form
+from jpaged.models.quantized import QuantizedWeight, is_quantized
+from jpaged.models.served import served_config, served_form
 from jpaged.models.trees import is_module, to_tree
+from jpaged.models.weight import Weight
 from jpaged.runtime.mesh import Placement, serving_mesh
-from jpaged.runtime.quantize import Quantize, check_kept
-from jpaged.runtime.reshard import Reshard, is_served
+from jpaged.runtime.placing import Placer
 
 log = logging.getLogger("jpaged")
-UNMULTIPLIED = ("bias']", "scale']")  # ends of names of what is no linear weight, whatever its axes
 FOREIGN = "if another project's model has these names, jpaged.params_from makes Params of it"
 
 
 def as_params(params: Any, config: Any = None) -> Params:
-    """Params over the caller's own leaves, from any accepted form; nothing is copied.
+    """Return Params over the caller's leaves, from any tree that is accepted; nothing is copied.
 
     params: what load_params returns, an nnx Module or State, a linen {"params": ...} dict or a
     plain dict in the canonical names. config: ModelConfig, Hugging Face dict or folder; needed for
@@ -74,8 +72,8 @@ def as_params(params: Any, config: Any = None) -> Params:
 
 
 def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placement:
-    """Where to serve: `mesh`, else data_parallel_size times tensor_parallel_size devices (of the
-    params' own mesh, if they have one), else that mesh, else the params' device.
+    """Return where to serve: `mesh`, else data_parallel_size times tensor_parallel_size devices (of
+    the params' mesh, if they have one), else that mesh, else the params' device.
     """
     leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     if mesh is None:
@@ -114,7 +112,7 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
 
 
 def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
-    """The first mesh of several devices that a leaf lies on."""
+    """Return the first mesh of several devices that a leaf lies on."""
     shardings = (x.sharding for x in leaves if x.sharding.num_devices > 1)
     meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
@@ -125,36 +123,39 @@ def _check_sizes(config: EngineConfig, where: Placement) -> None:
 
 
 def is_deleted(leaf: Any) -> bool:
+    """Return whether a leaf is a jax array that was deleted or donated."""
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 class ServingWeights:
-    """The serving tree of one engine, remade when any leaf of the caller's params is another
+    """The serving tree of one engine, made anew when any leaf of the caller's params is another
     object.
 
     Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are
-    held by weakref, so the caller's weights are never kept alive by it; numpy, dead and donated
-    leaves always mean a new version.
+    held by weakref, so that this keeps none of the caller's weights alive. numpy arrays, and
+    arrays that are dead or donated, always mean a new version.
     """
 
-    def __init__(self, where: Placement, dtype: str | None, quantization: Form | None = None):
+    def __init__(self, where: Placement, dtype: str | None, quantization: str | None = None):
         self.where = where
-        self.quantization: Form | None = quantization
+        self.quantization = quantization
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.version = 0
         # Bytes of leaves that were cast, padded or moved, and the seconds until they were there.
         self.moved_bytes, self.moved_seconds = 0, 0.0
-        self._reshard, self._quantize = Reshard(), Quantize(where)
-        # Of every leaf as served: the steps are compiled for them.
+        self._placer = Placer(where.sharding)
+        # What the steps are compiled for, of every leaf as it is served.
         self._dtypes: list[Any] | None = None
-        self._forms: list[Any] | None = None
+        self._structures: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
         # Leaves that are copies of ours; None where the caller's own serves.
         self._derived: list[jax.Array | QuantizedWeight | None] = []
 
     def update(self, params: Params) -> bool:
-        """Take these params; True when they are a new version. Read `tree` next."""
-        leaves = _weights(params)
+        """Take these params, whose serving tree `tree` then returns; return whether they are a new
+        version.
+        """
+        leaves = _leaves(params)
         held = [x.values if is_quantized(x) else x for x in leaves]
         same = len(held) == len(self._refs) and all(
             r and r() is x for r, x in zip(self._refs, held, strict=True)
@@ -163,7 +164,7 @@ class ServingWeights:
             return False
         self.check_dtypes(params)
         self.release()  # the last version's copies go before the next ones are made
-        self._derived = self._prepare(params, leaves)
+        self._derived = self._prepare(self._weights(params))
         if same:  # they had been released
             return False
         self.version += 1
@@ -171,10 +172,10 @@ class ServingWeights:
         return True
 
     def tree(self, params: Params) -> Any:
-        """The serving tree for params that were last passed to `update`: plain dicts of jax
-        arrays.
+        """Return the serving tree of the params that were last passed to `update`: plain dicts of
+        jax arrays.
         """
-        leaves = _weights(params)
+        leaves = _leaves(params)
         served = [
             ours if ours is not None else theirs
             for ours, theirs in zip(self._derived, leaves, strict=True)
@@ -183,7 +184,7 @@ class ServingWeights:
         return dict(jax.tree.unflatten(structure, served))
 
     def report(self) -> dict[str, Any]:
-        """The version, and what its copies and those before it cost."""
+        """Return the version, and what its copies and those of earlier versions cost."""
         return {
             "weight_version": self.version,
             "weight_bytes_moved": self.moved_bytes,
@@ -191,66 +192,67 @@ class ServingWeights:
         }
 
     def release(self) -> None:
-        """Free the derived copies; the next update makes them again."""
+        """Free the copies; the next update makes them again."""
         self._derived = []
 
     def check_dtypes(self, params: Params) -> None:
-        """Refuse linear weights of several dtypes, and any change of dtype: compiled steps take
-        neither.
+        """Refuse linear weights of several dtypes, and any change of dtype or form: compiled steps
+        take neither.
         """
-        leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantized)
-        dtypes = [self.dtype or jnp.dtype(leaf.dtype) for _, leaf in leaves]
-        is_linear = [
-            leaf.ndim > 1 and not str(path[-1]).endswith(UNMULTIPLIED) for path, leaf in leaves
-        ]
-        if len(linear := set(itertools.compress(dtypes, is_linear))) > 1:
+        leaves, specs = _leaves(params), _specs(params.config)
+        dtypes = [self.dtype or jnp.dtype(leaf.dtype) for leaf in leaves]
+        linear = {dtype for dtype, spec in zip(dtypes, specs, strict=True) if spec.is_multiplied}
+        if len(linear) > 1:
             raise ConfigError(
                 f"linear weights in {_names(linear)}: pass dtype= to serve them in one"
             )
         if self._dtypes not in (None, dtypes):
             built = f"this engine was built for {_names(self._dtypes or [])}"
             raise ConfigError(f"params in {_names(dtypes)}; {built}: pass dtype= to it")
-        forms = [_lies(leaf) if self.quantization is None else None for _, leaf in leaves]
-        if self._forms not in (None, forms):
+        structures = [
+            leaf.structure if is_quantized(leaf) and self.quantization is None else None
+            for leaf in leaves
+        ]
+        if self._structures not in (None, structures):
             raise ConfigError(
                 "params whose weights lie in other forms than those that this engine was built "
                 "for: pass quantization= to it, or load them with dequantize=True"
             )
-        self._dtypes, self._forms = dtypes, forms
+        self._dtypes, self._structures = dtypes, structures
 
-    def _prepare(
-        self, params: Params, leaves: list[Any]
-    ) -> list[jax.Array | QuantizedWeight | None]:
-        """Cast, pad, place and quantise what needs it; whatever already fits is served as it is."""
+    def _weights(self, params: Params) -> list[Weight]:
+        """Return each leaf with what it is to become. ConfigError for one that cannot be served."""
         model, devices = params.config, self.where.axis_size
         served = served_config(model, devices)
-        specs = jax.tree.leaves(nest(param_table(model)))
-        served_specs = jax.tree.leaves(nest(param_table(served)))
         splits = jax.tree.leaves(param_specs(served, self.where.axis, devices))
-        jobs: list[tuple[Any, Change, Any] | None] = []
-        forms: list[Form | None] = []
-        for leaf, spec, ours, split in zip(leaves, specs, served_specs, splits, strict=True):
-            change = Change.of(spec, ours, self.dtype or leaf.dtype)
-            job = (leaf, change, self.where.sharding(split))
-            form = served_form(ours, served, self.quantization, devices)
-            if is_quantized(leaf):
-                check_kept(spec, leaf, change, form if self.quantization else leaf.form)
-                form = None
-            jobs.append(None if is_quantized(leaf) or is_served(*job) else job)
-            forms.append(form)
-        moving = [x for x, job, form in zip(leaves, jobs, forms, strict=True) if job or form]
+        weights = [
+            Weight(
+                spec=spec,
+                source=leaf,
+                served=ours,
+                dtype=self.dtype,
+                form=served_form(ours, served, self.quantization, devices),
+                split=split,
+            )
+            for leaf, spec, ours, split in zip(
+                _leaves(params), _specs(model), _specs(served), splits, strict=True
+            )
+        ]
+        for weight in weights:
+            weight.check()
+        return weights
+
+    def _prepare(self, weights: list[Weight]) -> list[jax.Array | QuantizedWeight | None]:
+        """Return our copy of every weight, None for one that is served as it is."""
+        moving = [weight.source for weight in weights if not self._placer.is_placed(weight)]
         jax.block_until_ready(moving)  # what a trainer still computes is not time of ours
         began = time.perf_counter()
-        derived: list[jax.Array | QuantizedWeight | None] = []
-        for leaf, job, form, spec, split in zip(leaves, jobs, forms, specs, splits, strict=True):
-            ready: Any = None if job is None else self._reshard(*job)
-            if is_quantized(leaf):
-                ready = self._quantize.kept(leaf, self.dtype or leaf.dtype, split)
-            if form is not None:
-                ready = self._quantize(leaf if ready is None else ready, form, spec, split)
-            derived.append(ready)
-        made = [x if ours is None else ours for ours, x in zip(derived, leaves, strict=True)]
-        self._quantize.check(specs, made)
+        placed = [self._placer(weight) for weight in weights]
+        self._placer.check_finite(weights, placed)
+        derived = [
+            None if ours is weight.source else ours
+            for ours, weight in zip(placed, weights, strict=True)
+        ]
         if moving:
             jax.block_until_ready(derived)
             seconds, moved = time.perf_counter() - began, sum(leaf.nbytes for leaf in moving)
@@ -260,16 +262,14 @@ class ServingWeights:
         return derived
 
 
-def _weights(params: Any) -> list[Any]:
-    """The leaves, a weight in 8 or 4 bits being one."""
+def _leaves(params: Any) -> list[Any]:
+    """Return the leaves of params; a weight in 8 or 4 bits is one."""
     return jax.tree.leaves(params, is_leaf=is_quantized)
 
 
-def _lies(leaf: Any) -> Any:
-    """What steps are compiled for of a weight in 8 or 4 bits; None of a plain one."""
-    if not is_quantized(leaf):
-        return None
-    return leaf.form, leaf.scales.shape, leaf.zeros is not None
+def _specs(model: ModelConfig) -> list[ParamSpec]:
+    """Return the parameters of a model in the order of its leaves."""
+    return jax.tree.leaves(nest(param_table(model)))
 
 
 def _names(dtypes: Iterable[Any]) -> str:
@@ -277,7 +277,7 @@ def _names(dtypes: Iterable[Any]) -> str:
 
 
 def _kv_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
-    """The mesh axis, or axes, that the KV heads of the first layer are split over."""
+    """Return the mesh axis, or axes, that the KV heads of the first layer are split over."""
     sharding = getattr(params["layers"]["0"]["attention"]["qkv"], "sharding", None)
     spec = (
         sharding.spec
@@ -289,7 +289,9 @@ def _kv_axis(params: Params, mesh: Mesh) -> MeshAxis | None:
 
 
 def _check(tree: Any, shapes: Any, path: str) -> None:
-    """Every name and shape as the config says, and every leaf a live floating-point array."""
+    """ConfigError unless all names and shapes are the config's and all leaves are live arrays of
+    floating-point numbers.
+    """
     if not isinstance(tree, dict):
         raise ConfigError(
             f"params{path}: expected a dict of {sorted(shapes)}, found {type(tree).__name__}; "

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
+from jpaged.engine.generated import Generated
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence
 
@@ -13,35 +14,47 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Hypothesis(NamedTuple):
-    """A completion that has ended. score: the sum of its logprobs / len(token_ids) **
+    """A completion that has ended. score: the sum of its logprobs / its number of tokens **
     length_penalty.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    generated: Generated
     score: float
     finish_reason: Literal["stop", "length", "abort", "error"]
 
 
+class Continuation(NamedTuple):
+    """A beam with one more token. weight_version: of the weights that offered it."""
+
+    beam: Sequence
+    token: int
+    logprob: float
+    weight_version: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamStep:
-    """What a search does with one more token: beams that go on as (beam, token, logprob), and all
-    hypotheses so far.
+    """What a search does with one more token.
+
+    continued: the next beams; one beam may go on in several ways. hypotheses: all so far, best
+    first. is_last: whether the search ends here.
     """
 
-    continued: list[tuple[Sequence, int, float]]
+    continued: list[Continuation]
     hypotheses: list[Hypothesis]
     is_last: bool
 
 
 class BeamSearch(Request):
-    """A request whose sequences are beams: all of one length, each step's best continuations of any
-    of them.
+    """A request whose sequences are beams, all of one length. A step's best continuations, of
+    whichever beams, are the next beams.
 
     root: the prompt's sequence. early_stopping: True stops at `width` hypotheses; False when no
     beam's score, taken at its length of now, beats the worst of them; "never" when none can, taken
     at the greatest length that it may reach.
     """
+
+    steers = True
 
     def __init__(
         self,
@@ -58,7 +71,6 @@ class BeamSearch(Request):
         self.early_stopping: EarlyStopping = early_stopping
         self.num_candidates = num_candidates(width, len(root.eos_ids))
         self.prompt_len, self.end = root.prompt_len, root.end
-        root.waits_for_host = True
         # The beams, their length and the hypotheses, replaced together: an interrupted step leaves
         # the last ones whole.
         self._state: tuple[list[Sequence], int, list[Hypothesis], bool] = (
@@ -90,8 +102,9 @@ class BeamSearch(Request):
         beams: list[Sequence] = []  # all forks before any of them gets its token
         for parent, *_ in step.continued:
             beams.append(queues.fork(parent) if parent in beams else parent)
-        for beam, (_, token, logprob) in zip(beams, step.continued, strict=True):
-            beam.extend(token, logprob)
+        for beam, (_, token, logprob, version) in zip(beams, step.continued, strict=True):
+            beam.append(token, logprob, version)
+            beam.settle()
             if beam.structured is not None:
                 beam.structured.push(token)
         self.settle(step, beams)  # from here on a failed step goes back to this
@@ -102,32 +115,30 @@ class BeamSearch(Request):
                 queues.resume(seq)
 
     def choose(self) -> BeamStep:
-        """What the beams' candidates come to: the next beams and hypotheses."""
+        """Return the next beams and hypotheses, from what the last draw offers to each beam."""
         _, length, hypotheses, _ = self._state
         length += 1
         generated = length - self.prompt_len
         divisor = float(generated**self.length_penalty)
         options = [
-            (total + logprob, beam, token, logprob)
+            (total + logprob, Continuation(beam, token, logprob, beam.candidates.weight_version))
             for beam in self.sequences
-            for total in (sum(beam.logprobs),)
-            for token, logprob, _ in (beam.candidates or ())[1:]
-            if logprob > -math.inf  # else a form forbids it
+            for total in (sum(beam.generated.logprobs),)
+            if beam.candidates is not None
+            for token, logprob, _ in beam.candidates.tokens[1:]
+            if logprob > -math.inf  # else its grammar forbids it
         ]
         options.sort(key=lambda option: -option[0])
         continued, ended = [], []
-        for place, (total, beam, token, logprob) in enumerate(options[: self.num_candidates]):
+        for place, (total, option) in enumerate(options[: self.num_candidates]):
+            beam, token, logprob, version = option
             at_eos = token in beam.eos_ids
             if not at_eos and length < self.end:
-                continued.append((total, beam, token, logprob))
+                continued.append((total, option))
             elif place < self.width:  # the others are there to keep the search wide
-                tokens, logprobs = (
-                    [*beam.token_ids[self.prompt_len :], token],
-                    [*beam.logprobs, logprob],
-                )
-                ended.append(
-                    Hypothesis(tokens, logprobs, total / divisor, "stop" if at_eos else "length")
-                )
+                whole = beam.generated.copy()
+                whole.append(token, logprob, version)
+                ended.append(Hypothesis(whole, total / divisor, "stop" if at_eos else "length"))
         continued = continued[: self.width]
         hypotheses = sorted(hypotheses + ended, key=lambda h: -h.score)[: self.width]
         is_last = not continued or (
@@ -137,9 +148,7 @@ class BeamSearch(Request):
                 or self._best_possible(continued[0][0], generated) <= hypotheses[-1].score
             )
         )
-        goes_on = (
-            [] if is_last else [(beam, token, logprob) for _, beam, token, logprob in continued]
-        )
+        goes_on = [] if is_last else [option for _, option in continued]
         return BeamStep(continued=goes_on, hypotheses=hypotheses, is_last=is_last)
 
     def settle(self, step: BeamStep, beams: list[Sequence]) -> None:
@@ -149,16 +158,11 @@ class BeamSearch(Request):
             self.sequences = beams
 
     def results(self) -> list[Hypothesis]:
-        """The hypotheses, best first; of a search that was cut off its beams as well."""
+        """Return the hypotheses, best first, and the beams too if the search was cut off."""
         beams, length, hypotheses, is_done = self._state
         divisor = float(max(length - self.prompt_len, 1) ** self.length_penalty)
         cut = [
-            Hypothesis(
-                beam.token_ids[self.prompt_len :],
-                list(beam.logprobs),
-                sum(beam.logprobs) / divisor,
-                reason,
-            )
+            Hypothesis(beam.generated.copy(), sum(beam.generated.logprobs) / divisor, reason)
             for beam in beams
             for reason in ("error" if beam.error is not None else "abort",)
         ]
@@ -171,8 +175,7 @@ class BeamSearch(Request):
         beams, length, _, is_done = self._state
         self.sequences = beams or self.sequences
         for beam in beams:
-            beam.num_committed = length
-            beam.restart()
+            beam.restart(length)
         return [] if is_done else beams
 
     def _best_possible(self, total: float, generated: int) -> float:

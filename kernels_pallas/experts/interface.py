@@ -18,6 +18,7 @@ class ExpertWeights:
 
     A weight is an array, or an object in its place that has a `shape` and, as `weight[expert]`, one
     expert's weight, whose `matrix().linear(x)` is the product with rows x in f32, [rows, outputs].
+    `form.name` says how its `values`, `scales` and `zeros` (or None) are stored.
 
     adapters: None, or two additions, to the products of gate_up and of down, either of which may be
     None. `addition.of_expert(expert, tokens)(x, product)` is what rows x of these tokens add, f32.

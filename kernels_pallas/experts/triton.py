@@ -25,12 +25,11 @@ from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped
 
 FEW, MANY = 16, 128  # rows of a tile
 OUT, IN = 128, 64  # outputs of a tile, and places of values in a step
-GROUP = 32  # inputs in 16 bytes: their first half in the low bits
-IN_4_BITS = ("int4", "mxfp4")
+PACKED = 32  # inputs in 16 bytes of 4-bit numbers: their first half in the low bits
 
 
 class Parts(NamedTuple):
-    """A weight of experts as [X, outputs, places]. form: None for an array."""
+    """A weight of experts as [X, outputs, places]. form: a name in DECODERS; None for an array."""
 
     form: str | None
     values: Array
@@ -61,6 +60,9 @@ def experts(
     sizes = [part.size for part in jax.tree.leaves((weights.gate_up, weights.down))]
     if any(2**31 <= size <= 2**32 for size in sizes):  # Pallas counts them in signed 32 bits
         return tiles.experts(x_TE, chosen_TA, weight_TA, weights, glu)
+    known = [_form(weight) in (None, *DECODERS) for weight in (weights.gate_up, weights.down)]
+    if not all(known):
+        return tiles.experts(x_TE, chosen_TA, weight_TA, weights, glu)
     product = functools.partial(_product, interpret=interpret)
     return grouped_experts(product, x_TE, chosen_TA, weight_TA, weights, glu)
 
@@ -70,7 +72,8 @@ def _product(x: Array, weights: Any, sizes_X: Array, *, interpret: bool) -> Arra
     parts = _parts(weights)
     outputs, rows = parts.values.shape[1], tile_rows(x.shape[0], len(sizes_X))
     table = tile_table(sizes_X, x.shape[0], rows)
-    xs = (x,) if parts.form not in IN_4_BITS else _halves(x)
+    is_packed = parts.values.shape[2] < x.shape[1]
+    xs = _halves(x) if is_packed else (x,)
     kernel = functools.partial(
         _kernel, form=parts.form, rows=rows, count=len(xs), has_zeros=parts.zeros is not None
     )
@@ -90,14 +93,19 @@ def _parts(weights: Any) -> Parts:
     values = weights.values.reshape(weights.shape[0], -1, weights.values.shape[-1])
     scales = weights.scales.reshape(*values.shape[:2], -1)
     zeros = None if weights.zeros is None else weights.zeros.reshape(scales.shape)
-    if weights.form == "fp8":  # not every card can convert it
+    if values.dtype == jnp.float8_e4m3fn:  # not every card can convert it
         values = lax.bitcast_convert_type(values, jnp.int8)
-    return Parts(weights.form, values, scales, zeros)
+    return Parts(_form(weights), values, scales, zeros)
+
+
+def _form(weight: Any) -> str | None:
+    """Return the name of a weight's form; None for an array."""
+    return None if isinstance(weight, Array) else weight.form.name
 
 
 def _halves(x: Array) -> tuple[Array, Array]:
     """Split x [P, inputs] into the inputs of the low halves of the bytes and of the high ones."""
-    groups = x.reshape(len(x), -1, 2, GROUP // 2)
+    groups = x.reshape(len(x), -1, 2, PACKED // 2)
     return groups[:, :, 0].reshape(len(x), -1), groups[:, :, 1].reshape(len(x), -1)
 
 
@@ -186,20 +194,35 @@ def _numbers(values: Array, form: str | None) -> list[Array]:
 
     A byte of 4-bit numbers gives two arrays: the low halves, then the high halves.
     """
-    if form is None:
-        return [values]
-    if form == "int8":
-        return [values.astype(jnp.float32)]
+    return [values] if form is None else DECODERS[form](values)
+
+
+def _int8(values: Array) -> list[Array]:
+    return [values.astype(jnp.float32)]
+
+
+def _fp8(values: Array) -> list[Array]:
+    return [e4m3_to_f32(values.astype(jnp.int32), lax.bitcast_convert_type)]
+
+
+def _bit_halves(values: Array) -> list[Array]:
     bits = values.astype(jnp.int32)
-    if form == "fp8":
-        return [e4m3_to_f32(bits, lax.bitcast_convert_type)]
-    halves = [bits & 15, bits >> 4]
-    if form == "int4":
-        return [half.astype(jnp.float32) - 8 for half in halves]
-    return [_e2m1_to_f32(half) for half in halves]
+    return [bits & 15, bits >> 4]
+
+
+def _int4(values: Array) -> list[Array]:
+    return [half.astype(jnp.float32) - 8 for half in _bit_halves(values)]
+
+
+def _mxfp4(values: Array) -> list[Array]:
+    return [_e2m1_to_f32(half) for half in _bit_halves(values)]
 
 
 def _e2m1_to_f32(bits: Array) -> Array:
     """Return the f32 values of mxfp4's numbers, whose bits are float16's but for the bias."""
     short = ((bits & 8) << 12 | (bits & 7) << 9).astype(jnp.uint16)
     return lax.bitcast_convert_type(short, jnp.float16).astype(jnp.float32) * 16384.0
+
+
+# By the form's name; weights in other forms go through `tiles`.
+DECODERS = {"int8": _int8, "int4": _int4, "fp8": _fp8, "mxfp4": _mxfp4}

@@ -1,5 +1,6 @@
 """load_params from Hugging Face folders: what it reads, how it fuses, what it refuses."""
 
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jpaged.checkpoint import load_params, save_params
-from jpaged.checkpoint.load import find_parts
-from jpaged.checkpoint.tensors import Part, flat, read_share
+from jpaged.checkpoint.load import find_weights
+from jpaged.checkpoint.tensors import flat
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_shapes, param_specs
+from jpaged.models.weight import Piece
 from tests.checkpoint.conftest import make_tensors
 
 Make = Callable[..., Path]
@@ -200,26 +202,27 @@ def test_shares_are_read_alone(
     whole = load_params(folder)
     if kind == "orbax":
         save_params(whole, folder := tmp_path / "orbax")
-    stored, config = find_parts(folder, whole.config), whole.config
+    stored, config = find_weights(folder, whole.config), whole.config
     specs = flat(param_specs(config, "tp", 2))
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
     for name, leaf in flat(dict(whole)).items():
         index = list(NamedSharding(mesh, specs[name]).devices_indices_map(leaf.shape).values())[1]
         read: list[int] = []
 
-        def spied(part: Part, read: list[int] = read) -> Part:
+        def spied(piece: Piece, read: list[int] = read) -> Piece:
             class Spy:
                 def __init__(self, shape: Any):
-                    self.array = part.view(shape)
+                    self.array = piece.view(shape)
 
                 def __getitem__(self, at: Any) -> Any:
                     read.append(self.array[at].size)
                     return self.array[at]
 
-            return part._replace(view=Spy)
+            return piece._replace(view=Spy)
 
-        parts = [spied(part) for part in stored[name]]
-        found = read_share(name, parts, leaf.shape, np.dtype(np.float32), index)
+        pieces = tuple(map(spied, stored[name].source))
+        weight = dataclasses.replace(stored[name], source=pieces, dtype="float32")
+        found = weight.read_share(index)
         np.testing.assert_array_equal(found, np.asarray(leaf)[index], err_msg=name)
         assert sum(read) == found.size, name
 
@@ -243,7 +246,7 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr("jpaged.checkpoint.hf.read_entry", read)
-    monkeypatch.setattr("jpaged.checkpoint.load.empty", read)
+    monkeypatch.setattr("jpaged.models.weight.aligned", read)
 
 
 def refused(folder: Path, match: str, error: type[Exception] = CheckpointError) -> None:

@@ -64,7 +64,7 @@ def weights_of(params: Params) -> dict[str, np.ndarray]:
     flat = {names(path): np.asarray(x) for path, x in leaves}
     for ours, places in stored_names(params.config).items():
         for place in places:
-            part = flat[ours][place.index].reshape(place.shape)
+            part = flat[ours][place.fills].reshape(place.shape)
             found.setdefault(place.name, []).append(part)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 

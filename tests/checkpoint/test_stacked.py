@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 import jpaged
 from jpaged import CheckpointError, ConfigError
-from jpaged.checkpoint.load import find_parts
-from jpaged.checkpoint.packed import Packed
-from jpaged.checkpoint.tensors import flat, read_share
+from jpaged.checkpoint.load import find_weights
+from jpaged.checkpoint.tensors import flat
+from jpaged.models.quantized import MXFP4, dequantized
 from tests.golden.reference import load
 
 GOLDEN = load("gpt_oss_g2_d32_yarn")
@@ -96,8 +96,7 @@ def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
         for name in ("gate_up", "down"):
             as_it_lies = kept["layers"][str(i)]["mlp"]["experts"][name]
             assert (
-                as_it_lies.form == "mxfp4"
-                and as_it_lies.values.nbytes == experts[1][name].size // 2
+                as_it_lies.form == MXFP4 and as_it_lies.values.nbytes == experts[1][name].size // 2
             )
             np.testing.assert_array_equal(as_it_lies.whole(), experts[1][name].astype(jnp.float32))
     ids = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8]]
@@ -112,7 +111,9 @@ def test_mxfp4_is_read_as_what_it_means(tmp_path: Path) -> None:
 
 def test_every_number_of_mxfp4() -> None:
     numbers = np.tile(np.arange(16, dtype=np.uint8), 2)[None]
-    found = Packed("mxfp4", numbers, np.full((1, 1), 2.0, np.float32), None, 32).dequantised()
+    scales = np.full((1, 1), 2.0, np.float32)
+    found = dequantized(numbers, scales, MXFP4.unpacked)
+    assert isinstance(found, np.ndarray) and found.dtype == np.float32
     assert found.tolist() == [[2 * value(n, 127) for n in range(16)] * 2]
 
 
@@ -166,7 +167,7 @@ def test_shares_are_of_the_whole(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", packed(), quantization_config=QUANTIZED)
     whole = flat(jpaged.load_params(folder, dequantize=True))
     config = jpaged.ModelConfig.coerce(folder)
-    parts = find_parts(folder, config)
+    weights = find_weights(folder, config)
     wide = (slice(2, 6), slice(None), slice(32, 64), slice(None))
     for name, index in (
         ("layers.1.mlp.experts.gate_up", wide),
@@ -174,5 +175,6 @@ def test_shares_are_of_the_whole(tmp_path: Path) -> None:
         ("layers.1.mlp.experts.down", (*wide[:2], wide[2])),
     ):
         x = whole[name]
-        found = read_share(name, parts[name], x.shape, np.dtype(x.dtype), index)
+        found = weights[name].read_share(index)
+        assert found.dtype == x.dtype
         np.testing.assert_array_equal(found, x[index], err_msg=name)

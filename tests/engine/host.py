@@ -17,7 +17,7 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import CapacityError
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from tests.engine.mock import (
     MODEL,
@@ -52,7 +52,7 @@ def check_ended(host: "Host", seq: Sequence) -> None:
     if seq.error is not None:
         assert isinstance(seq.error, CapacityError) and generated(seq) == want[: seq.num_generated]
         return
-    assert generated(seq) == want and seq.logprobs == [-t / 8 for t in want]
+    assert generated(seq) == want and seq.generated.logprobs == [-t / 8 for t in want]
     assert seq.finish_reason == (
         "stop" if want and want[-1] in seq.eos_ids | seq.stop_ids else "length"
     )
@@ -82,7 +82,7 @@ def check_search(host: "Host", search: BeamSearch) -> None:
         assert search.error is None or isinstance(search.error, CapacityError)
         if search.error is None:
             found = search.results()
-            assert [h.token_ids for h in found] == [tokens for tokens, _ in want], (
+            assert [h.generated.token_ids for h in found] == [tokens for tokens, _ in want], (
                 f"{search!r} has other beams"
             )
             assert [h.score for h in found] == pytest.approx([score for _, score in want])

@@ -13,7 +13,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -148,13 +148,21 @@ def prompt_score(kv: int, target: int) -> float:
     return -float((kv + target) % 997) / 8
 
 
+class Handle(NamedTuple):
+    """A step that was dispatched: its output buffers, and the era in which it draws."""
+
+    batch: Batch
+    outs: list[np.ndarray]
+    era: int
+
+
 class MockRunner:
     """Engine's Runner. `fail` holds (method, how many calls of it come first) of calls that are to
     raise.
 
     windows: of the groups of layers; those with one have `windowed_blocks` blocks, if that is not
     None. pools: of each group, the KV in every slot. born: the era in which each slot was written,
-    or the oldest one in what that was computed from.
+    or the oldest one in what that was computed from. era: its version of the weights.
     """
 
     def __init__(
@@ -192,7 +200,7 @@ class MockRunner:
     def fit(self, buckets: Buckets) -> Buckets:
         return buckets
 
-    def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
+    def dispatch(self, batch: Batch) -> Handle:
         """Everything happens here, in the order of the dispatches; `fetch` only reads."""
         self._may_fail("dispatch")
         assert self.undrawn is None, "the model needs the tokens of the step before"
@@ -226,16 +234,14 @@ class MockRunner:
             for at, (start, end) in chunks.items():
                 spans += [(start, end)] + [(end, end)] * (forks[at] - 1)
         self.dispatched.append((batch.bucket.phase, spans))
-        return batch, [out for out in reversed(outs) if out.size]
+        return Handle(batch, [out for out in reversed(outs) if out.size], self.era)
 
-    def draw(
-        self, handle: tuple[Batch, list[np.ndarray]], masks_SW: np.ndarray
-    ) -> tuple[Batch, list[np.ndarray]]:
+    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
         self._may_fail("draw")
         assert self.undrawn is not None
         self.undrawn(masks_SW)
         self.undrawn = None
-        return handle
+        return handle._replace(era=self.era)
 
     def _draw_rows(self, batch: Batch, view: Views, contexts: list[Context], out: np.ndarray):
         """Draw after each context, now or once there are masks."""
@@ -449,10 +455,9 @@ class MockRunner:
         place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
         self.pools[at][place], self.born[at][place] = block
 
-    def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> list[StepResult]:
+    def fetch(self, handle: Handle) -> list[StepResult]:
         self._may_fail("fetch")
-        batch, outs = handle
-        return unpack(batch, self.config, outs)
+        return unpack(handle.batch, self.config, handle.outs, weight_version=handle.era)
 
     def computed(self, phase: str) -> int:
         """Tokens dispatched in a phase so far."""
@@ -479,7 +484,7 @@ class MockReplicas:
     def fit(self, buckets: Buckets) -> Buckets:
         return buckets
 
-    def dispatch(self, batch: Batch) -> tuple[Batch, list[np.ndarray]]:
+    def dispatch(self, batch: Batch) -> Handle:
         """Parts as the device would cut them from the joined buffers; one without work is padding
         alone.
         """
@@ -491,7 +496,7 @@ class MockReplicas:
             assert (part.bucket, part.sample) == (batch.bucket, batch.sample)
             moved = dataclasses.replace(part, packed=own, copies=pairs)
             if part.num_tokens:
-                outs.append(runner.dispatch(moved)[1])
+                outs.append(runner.dispatch(moved).outs)
                 continue
             view = _views(own, input_sections(batch.bucket, self.config)[0])
             if batch.sample is not None:
@@ -505,26 +510,23 @@ class MockReplicas:
         self._drawing = outs  # of a draw that waits for its masks
         some = next(own for own in outs if own is not None)
         whole = [[out * 0 + POISON for out in some] if own is None else own for own in outs]
-        return batch, [np.concatenate(buffers) for buffers in zip(*whole, strict=True)]
+        joined = [np.concatenate(buffers) for buffers in zip(*whole, strict=True)]
+        return Handle(batch, joined, self.runners[0].era)
 
-    def draw(
-        self, handle: tuple[Batch, list[np.ndarray]], masks_SW: np.ndarray
-    ) -> tuple[Batch, list[np.ndarray]]:
+    def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
         """Into the parts of the joined buffer of draws, the first of outs."""
-        batch, outs = handle
         masks = np.split(masks_SW, len(self.runners))
-        shares, drawn = np.split(outs[0], len(self.runners)), self._drawing
+        shares, drawn = np.split(handle.outs[0], len(self.runners)), self._drawing
         for runner, part, own, share in zip(self.runners, masks, drawn, shares, strict=True):
             if own is not None:
-                runner.draw((batch, own), part)
+                runner.draw(handle, part)
                 share[:] = own[0]
         return handle
 
-    def fetch(self, handle: tuple[Batch, list[np.ndarray]]) -> list[StepResult]:
+    def fetch(self, handle: Handle) -> list[StepResult]:
         for runner in self.runners:
             runner._may_fail("fetch")
-        batch, outs = handle
-        return unpack(batch, self.config, outs)
+        return unpack(handle.batch, self.config, handle.outs, weight_version=handle.era)
 
     def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
         return self.runners[replica].read_blocks(block_ids)

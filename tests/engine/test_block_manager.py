@@ -14,7 +14,7 @@ from jpaged.engine.blocks import BlockGroup, Content, GroupSize
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.prefix_cache import Match
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 
 def manager(num_blocks: int, block_size: int, **options: bool) -> BlockManager:

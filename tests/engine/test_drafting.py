@@ -27,7 +27,7 @@ from jpaged.engine.drafting import (
 )
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 
 ALWAYS = Speculative(num_tokens=3, adaptive=False)

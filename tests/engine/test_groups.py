@@ -10,8 +10,7 @@ from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.turns import Turns
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import ROOTS, expected, generated
 
@@ -195,7 +194,12 @@ def test_what_a_window_sees_goes_to_the_host(depth: int):
 
 def drawn(plan: Plan) -> StepResult:
     counts = [entry.draws for entry in plan.entries if entry.draws]
-    return StepResult(num_drawn=counts, tokens=[[7]] * len(counts), logprobs=[[0.0]] * len(counts))
+    return StepResult(
+        weight_version=1,
+        num_drawn=counts,
+        tokens=[[7]] * len(counts),
+        logprobs=[[0.0]] * len(counts),
+    )
 
 
 def decoding(
@@ -206,9 +210,8 @@ def decoding(
     scheduler = Scheduler(blocks, max_num_seqs=1, max_num_batched_tokens=2048)
     seq = sequence([i % 1000 for i in range(num_tokens - 1)])
     scheduler.queues.add(seq)
-    turns = Turns()
     while len(seq) < num_tokens + 2:
-        (plan,) = schedule([scheduler], turns)
+        (plan,) = schedule([scheduler])
         scheduler.commit(plan, drawn(plan))
     return scheduler, seq
 

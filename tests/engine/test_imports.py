@@ -48,8 +48,7 @@ def test_the_engine_imports_nothing_of_the_device(file: Path):
         "jpaged.config",
         "jpaged.checks",
         "jpaged.errors",
-        "jpaged.request.sampling_params",
-        "jpaged.request.detokenizer",
+        "jpaged.sampling_params",
         "jpaged.search",
         "jpaged.structured",
     }
@@ -65,7 +64,7 @@ def test_the_engine_imports_nothing_of_the_device(file: Path):
             "checks.py",
             "errors.py",
             "models/config.py",
-            "request/sampling_params.py",
+            "sampling_params.py",
             "request/detokenizer.py",
             "search/beam.py",
             "structured/spec.py",

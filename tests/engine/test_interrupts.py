@@ -125,9 +125,9 @@ def test_scenario_15_stepping_on_after_an_interrupt(depth: int, stride: int):
         host.run()
         for seq in seqs:
             assert seq.status is Status.FINISHED and generated(seq) == expected(seq), line
-            assert seq.logprobs == [-t / 8 for t in generated(seq)]
+            assert seq.generated.logprobs == [-t / 8 for t in generated(seq)]
             assert seq.text is None or seq.text.finish() == Letters().decode(generated(seq))
-        assert [top[0] for top in seqs[0].top_logprobs] == [
+        assert [top[0] for top in seqs[0].generated.top_logprobs] == [
             (t, -t / 8, 1) for t in generated(seqs[0])
         ]
         kv = list(itertools.accumulate(seqs[2].token_ids[:7], next_kv, initial=0))[1:]

@@ -39,6 +39,7 @@ SALTS = st.sampled_from([None, None, None, "a", "b"])
 ORIGINS = st.sampled_from(
     [None, *(Origin(party=p, call=c, leaves_rows=p == "a") for p in "ab" for c in "xyz")]
 )
+PRIORITIES = st.sampled_from([0, 0, 0, -1, 5])
 
 
 # Of the groups of layers. The mock's KV of a token follows from that of the one before it: windows
@@ -117,6 +118,7 @@ class HostMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2, 3, 4]),
         adapter=ADAPTERS,
         origin=ORIGINS,
+        priority=PRIORITIES,
     )
     def add(
         self,
@@ -133,6 +135,7 @@ class HostMachine(RuleBasedStateMachine):
         n,
         adapter,
         origin=None,
+        priority=0,
     ) -> None:
         """Requests of n samples with a prefix in common, or the same one several times."""
         options: dict[str, Any] = {"prompt_logprobs": 0} if scored else {}
@@ -142,6 +145,7 @@ class HostMachine(RuleBasedStateMachine):
             "salt": salt,
             "adapter": adapter,
             "origin": origin,
+            "priority": priority,
         }
         options["eos_ids"] = frozenset(
             range(3, 100, eos_every)[:12]
@@ -162,6 +166,7 @@ class HostMachine(RuleBasedStateMachine):
         salt=SALTS,
         adapter=ADAPTERS,
         origin=ORIGINS,
+        priority=PRIORITIES,
     )
     def add_beams(
         self, root, length, width, max_tokens, early_stopping, length_penalty, num_eos, **how
@@ -184,6 +189,7 @@ class HostMachine(RuleBasedStateMachine):
         salt=SALTS,
         adapter=ADAPTERS,
         origin=ORIGINS,
+        priority=PRIORITIES,
     )
     def go_on(self, which: int, cut: int, tail: list[int], **how: Any) -> None:
         """A next turn: the prompt is what an earlier request ended with."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jpaged.engine.plan import StepResult
+from jpaged.engine.policy import MOST_IN_A_ROW
 from jpaged.engine.sequence import Sequence, Status
-from jpaged.engine.turns import MOST_IN_A_ROW
 from tests.engine.host import CheckedScheduler, Host
 from tests.engine.mock import expected, generated
 from tests.engine.test_engine import FEW, workload

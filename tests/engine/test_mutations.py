@@ -172,10 +172,15 @@ def extended_before_forking(patch: pytest.MonkeyPatch) -> None:
     """A beam that goes on in two ways gets its token first, and its fork has that one too."""
 
     def mutated(self: BeamSearch, queues: Queues) -> None:
-        first = {
-            beam: (token, logprob) for beam, token, logprob in reversed(self.choose().continued)
-        }
-        patch.setattr(Sequence, "copy", lambda self: copy(self).extend(*first[self]))
+        first = {option.beam: option for option in reversed(self.choose().continued)}
+
+        def extended(self: Sequence) -> Sequence:
+            twin, option = copy(self), first[self]
+            twin.append(option.token, option.logprob, option.weight_version)
+            twin.settle()
+            return twin
+
+        patch.setattr(Sequence, "copy", extended)
         steer(self, queues)
         patch.setattr(Sequence, "copy", copy)
 

@@ -23,7 +23,7 @@ from jpaged.engine.controls import CONTROLS
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
-from jpaged.request.sampling_params import LOGPROBS_MODES, SamplingParams
+from jpaged.sampling_params import LOGPROBS_MODES, SamplingParams
 from tests.engine.mock import MODEL
 
 CONFIG = EngineConfig(

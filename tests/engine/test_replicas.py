@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from jpaged.engine.policy import MOST_IN_A_ROW
 from jpaged.engine.routing import SLACK
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.turns import MOST_IN_A_ROW
 from jpaged.errors import RequestError
 from tests.engine.host import CheckedEngine, Host, cases
 from tests.engine.mock import ROOTS, MockReplicas, expected, generated

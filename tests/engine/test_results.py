@@ -42,7 +42,7 @@ def test_results_round_trip(features: Features, steps: int):
         phase="decode", tokens=2, rows=2, tables=1, blocks=3, steps=steps, features=features
     )
     packed, want = filled(bucket, 0)
-    result = unpack(batch_of(bucket, None, 1), CONFIG, [packed])[0]
+    result = unpack(batch_of(bucket, None, 1), CONFIG, [packed], weight_version=1)[0]
     assert result.num_drawn == want["num_drawn"][:1].tolist()
     assert result.tokens == [want["tokens"][:, 0].tolist()] and result.logprobs == [
         want["logprobs"][:, 0].tolist()
@@ -68,17 +68,17 @@ def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
     sample = Bucket(phase="sample", tokens=2, rows=2)
     scored = Bucket(phase="prefill", tokens=4, rows=2, tables=1, blocks=3, features="prompt")
     (one, tokens), (two, prompt) = filled(sample, 1), filled(scored, 2)
-    result = unpack(batch_of(scored, sample, 2), CONFIG, [one, two])[0]
+    result = unpack(batch_of(scored, sample, 2), CONFIG, [one, two], weight_version=1)[0]
     assert result.tokens == tokens["tokens"].T.tolist() and result.prompt_logprobs is not None
     np.testing.assert_array_equal(result.prompt_logprobs, prompt["prompt_logprobs"])
-    result = unpack(batch_of(scored, None, 0), CONFIG, [two])[0]
+    result = unpack(batch_of(scored, None, 0), CONFIG, [two], weight_version=1)[0]
     assert result.tokens == result.num_drawn == [] and result.prompt_ranks is not None
     plain = Bucket(phase="prefill", tokens=4, rows=2, tables=1, blocks=3)
     assert (
-        unpack(batch_of(plain, sample, 1), CONFIG, [one])[0].logprobs
+        unpack(batch_of(plain, sample, 1), CONFIG, [one], weight_version=1)[0].logprobs
         == tokens["logprobs"][:, :1].T.tolist()
     )
-    assert unpack(batch_of(plain, None, 0), CONFIG, [])[0].tokens == []
+    assert unpack(batch_of(plain, None, 0), CONFIG, [], weight_version=1)[0].tokens == []
 
 
 def test_prompt_rows():
@@ -99,7 +99,7 @@ def test_prompt_rows():
         entry(2, 2, prompt=6, device_row=1, prompt_logprobs=1, draws=0),
         entry(3, 3, prompt=5, generated=1, device_row=2, prompt_logprobs=0),
     )
-    result = unpack(batch_of(bucket, None, 0), CONFIG, [packed])[0]
+    result = unpack(batch_of(bucket, None, 0), CONFIG, [packed], weight_version=1)[0]
     of = plan(*rows)
     assert result.prompt_rows(of, 1) == [
         [(13, 3.0, 103), (0, 30.0, 1)],

@@ -1,19 +1,17 @@
 """Scheduler: what is in a plan, who is admitted, who is preempted, and that nobody starves."""
 
 import random
-from weakref import WeakKeyDictionary
 
 import pytest
 
 from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
-from jpaged.engine.policy import Policy
+from jpaged.engine.policy import MOST_IN_A_ROW, Policy
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.turns import MOST_IN_A_ROW, Turns
 from jpaged.request.detokenizer import TextStream
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host, Letters
 from tests.engine.mock import expected, generated
 
@@ -39,12 +37,9 @@ def add(s: Scheduler, length: int, max_tokens: int = 8, *, first: int = 0) -> Se
     return seq
 
 
-TURNS: WeakKeyDictionary[Scheduler, Turns] = WeakKeyDictionary()
-
-
 def next_plan(s: Scheduler) -> Plan | None:
     """The next plan of a scheduler alone."""
-    plans = schedule([s], TURNS.setdefault(s, Turns()))
+    plans = schedule([s])
     return plans[0] if plans else None
 
 
@@ -52,6 +47,7 @@ def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
     """Every row that draws draws this token."""
     counts = [entry.draws for entry in plan.entries if entry.draws]
     return StepResult(
+        weight_version=1,
         num_drawn=counts,
         tokens=[[token] * n for n in counts],
         logprobs=[[logprob] * n for n in counts],
@@ -316,7 +312,8 @@ def test_stops(depth: int):
         host.run()
         assert (seq.finish_reason, seq.stop_reason, seq.num_generated) == want
         assert (
-            generated(seq) == free[: seq.num_generated] and len(seq.logprobs) == seq.num_generated
+            generated(seq) == free[: seq.num_generated]
+            and len(seq.generated.logprobs) == seq.num_generated
         )
 
 

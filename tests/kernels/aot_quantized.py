@@ -23,19 +23,19 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.models.layers.mlp import gated
-from jpaged.models.quantized import Form, QuantizedWeight, quantized
+from jpaged.models.quantized import FORMS, MXFP4, QuantizedWeight, quantized
 from kernels_pallas.experts import tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights
 from scripts._common import absent_device, stay_on_cpu
 
 N, E, ROWS = 6144, 1024, 16
-FORMS: tuple[Form, ...] = ("int8", "fp8", "int4")
-NAMES = (*FORMS, "fp8 by fp8", "fp8 in blocks", "int4 with zeros", "control")
+PLAIN = ("int8", "fp8", "int4")
+NAMES = (*PLAIN, "fp8 by fp8", "fp8 in blocks", "int4 with zeros", "control")
 
 
 def weight(name: str) -> QuantizedWeight:
     """The shapes of a weight in a form."""
-    form: Any = name.split()[0] if name != "control" else "int8"
+    form = FORMS[name.split()[0] if name != "control" else "int8"]
     plain = jax.ShapeDtypeStruct((N, E), jnp.bfloat16)
     made = jax.eval_shape(lambda x: quantized(x, form, 1), plain)
     scales: Any = jax.ShapeDtypeStruct((N, E // 128), jnp.float32)
@@ -95,7 +95,7 @@ def compiled(platform: str, chip: str, function: Any, *args: Any) -> Any:
         return jax.jit(function).trace(*placed).lower().compile()
 
 
-def mixture(form: Any) -> tuple[Any, ...]:
+def mixture(form: str) -> tuple[Any, ...]:
     """The shapes of 32 tokens, their choices, and experts in a form."""
     X, width, T, A = 32, 2880, 32, 4
 
@@ -105,8 +105,8 @@ def mixture(form: Any) -> tuple[Any, ...]:
             return jax.eval_shape(lambda x: quantized(x, form, len(shape) - 1), plain)
         parts: Any = {"values": jax.ShapeDtypeStruct((*shape[:-1], width // 2), jnp.uint8)}
         parts["scales"] = jax.ShapeDtypeStruct((*shape[:-1], width // 32), jnp.float32)
-        how = {"form": form, "num_outputs": len(shape) - 1, "dtype": jnp.dtype(jnp.bfloat16)}
-        return QuantizedWeight(**parts, **how)
+        outputs, dtype = len(shape) - 1, jnp.dtype(jnp.bfloat16)
+        return QuantizedWeight(**parts, form=MXFP4, num_outputs=outputs, dtype=dtype)
 
     weights = ExpertWeights(
         gate_up=held(X, 2, width, width), gate_up_bias=None, down=held(X, width, width)

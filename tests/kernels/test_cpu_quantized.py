@@ -49,7 +49,9 @@ def meant(w: QuantizedWeight, activations: str) -> np.ndarray:
     comes after the sum.
     """
     whole = dequantized(w.values, w.scales, w.form)
-    return in_product(whole, activations) if w.form == "int4" else np.asarray(whole, np.float64)
+    return (
+        in_product(whole, activations) if w.form.name == "int4" else np.asarray(whole, np.float64)
+    )
 
 
 def as_taken(x: Any, form: str, activations: str) -> np.ndarray:
@@ -72,7 +74,7 @@ def as_taken(x: Any, form: str, activations: str) -> np.ndarray:
 
 
 def product(x: Any, w: QuantizedWeight, count: int, activations: str) -> np.ndarray:
-    parts = (w.values, w.scales, w.form)
+    parts = (w.values, w.scales, w.form.name)
     return np.asarray(native.linear(x, *parts, count, activations=activations))
 
 
@@ -116,7 +118,7 @@ def test_scales_of_groups_and_zeros(E: int, form: str, activations: str) -> None
     whole = in_product(dequantized(w.values, scales, w.form, zeros), activations)
     exact = as_taken(x, form, activations) @ whole.T
     allowed = 1e-5 * np.abs(exact).max(0) + 1e-6
-    parts = (x, w.values, scales, w.form, 5)
+    parts = (x, w.values, scales, w.form.name, 5)
     result = np.asarray(native.linear(*parts, zeros, activations))
     assert (np.abs(result - exact) <= allowed).all()
     without = np.asarray(native.linear(*parts, activations=activations))

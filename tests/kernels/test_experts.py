@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jpaged.models.layers.experts import every_expert
 from jpaged.models.layers.mlp import gated
-from jpaged.models.quantized import QuantizedWeight, dequantized, quantized
+from jpaged.models.quantized import FORMS, MXFP4, QuantizedWeight, dequantized, quantized
 from kernels_pallas.experts import IMPLEMENTATIONS, megablox, mosaic_gpu, tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights, Shapes
 from tests.kernels import aot_cuda, aot_quantized
@@ -151,9 +151,9 @@ def in_form(plain: jax.Array, form: str, num_outputs: int, group: int | None) ->
         made = {"values": jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)}
         made["scales"] = jnp.asarray(scales, jnp.float32)
         return QuantizedWeight(
-            **made, form="mxfp4", num_outputs=num_outputs, dtype=jnp.dtype(jnp.bfloat16)
+            **made, form=MXFP4, num_outputs=num_outputs, dtype=jnp.dtype(jnp.bfloat16)
         )
-    made = quantized(plain, form, num_outputs)  # pyright: ignore[reportArgumentType]
+    made = quantized(plain, form, num_outputs)
     if group is None:
         return made
     scales = rng.uniform(0.01, 0.05, (*plain.shape[:-1], plain.shape[-1] // group))
@@ -244,7 +244,7 @@ def test_triton_widens_every_value(form: Any) -> None:
     kinds = {"int8": np.int8, "fp8": jnp.float8_e4m3fn}
     values = jnp.asarray(held.view(kinds.get(form, np.uint8)))
     scales = jnp.ones((1, 1 if form in kinds else 16), jnp.float32)
-    meant = np.asarray(dequantized(values, scales, form))
+    meant = np.asarray(dequantized(values, scales, FORMS[form]))
     bits = jnp.asarray(held.view(np.int8)) if form == "fp8" else values
     numbers = triton._numbers(bits, form)
     if len(numbers) == 2:

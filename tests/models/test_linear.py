@@ -33,6 +33,9 @@ class Recorder:
         y = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(x.shape[0])[:, None] < count, y, 0).astype(dtype)
 
+    def multiplies(self, form: str) -> bool:
+        return form == "int8"
+
     def quantized(
         self, x: jax.Array, values: jax.Array, scales: jax.Array, zeros: Any, form: str, count: Any
     ) -> jax.Array:

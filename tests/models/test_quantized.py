@@ -14,17 +14,17 @@ import jpaged.models.quantized as quantized_module
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_table
 from jpaged.models.quantized import (
-    Form,
+    INT4,
     QuantizedWeight,
-    as_they_lie,
     fp8_product,
+    in_stored_order,
     partition,
     quantized,
 )
 from jpaged.models.served import served_form
 from tests.tiny import CONFIG
 
-FORMS: tuple[Form, ...] = ("int8", "int4", "fp8")
+NAMES = ("int8", "int4", "fp8")
 
 
 def weight(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -41,7 +41,7 @@ def meant(q: QuantizedWeight) -> np.ndarray:
     values, scales = np.asarray(q.values), np.asarray(q.scales)
     out = np.zeros(q.shape, np.float64)
     for at in np.ndindex(*q.shape):
-        if q.form == "int4":
+        if q.form == INT4:
             group, i = divmod(at[-1], 32)
             byte = int(values[(*at[:-1], 16 * group + i % 16)])
             value, scale = (byte >> (4 * (i // 16)) & 15) - 8, scales[(*at[:-1], group)]
@@ -52,8 +52,8 @@ def meant(q: QuantizedWeight) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_nearest_values(form: Form) -> None:
+@pytest.mark.parametrize("form", NAMES)
+def test_the_nearest_values(form: str) -> None:
     w = weight((6, 2, 64))
     q = quantized(jnp.asarray(w), form, 1)
     ours, size = meant(q), np.abs(w).reshape(6, -1).max(1)
@@ -68,10 +68,10 @@ def test_the_nearest_values(form: Form) -> None:
     assert np.array_equal(again.values, q.values), "what it stands for is kept as it is"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NAMES)
 @pytest.mark.parametrize(("shape", "num_outputs"), [((6, 2, 64), 1), ((4, 3, 32), 2)])
 def test_a_product_is_of_what_it_stands_for(
-    form: Form, shape: tuple[int, ...], num_outputs: int
+    form: str, shape: tuple[int, ...], num_outputs: int
 ) -> None:
     w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     q = quantized(jnp.asarray(w), form, num_outputs)
@@ -82,17 +82,17 @@ def test_a_product_is_of_what_it_stands_for(
     assert np.abs(matrix.linear(jnp.asarray(x)) - exact).max() < 1e-4
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_of_an_embedding(form: Form) -> None:
+@pytest.mark.parametrize("form", NAMES)
+def test_rows_of_an_embedding(form: str) -> None:
     q = quantized(jnp.asarray(weight((6, 64)) * 0.1, jnp.bfloat16), form, 1)
     rows = q.take(jnp.asarray([[5, 0], [3, 9]]))  # past the end is the last
     assert rows.dtype == jnp.bfloat16 and rows.shape == (2, 2, 64)
     assert np.array_equal(rows, meant(q)[[[5, 0], [3, 5]]].astype(np.float32).astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NAMES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_leaves_scales_that_are_not(form: Form, bad: float) -> None:
+def test_what_is_not_finite_leaves_scales_that_are_not(form: str, bad: float) -> None:
     w = np.ones((2, 64), np.float32)
     w[1, 5] = bad
     scales = np.asarray(quantized(jnp.asarray(w), form, 1).scales)
@@ -101,7 +101,7 @@ def test_what_is_not_finite_leaves_scales_that_are_not(form: Form, bad: float) -
 
 def test_how_it_lies() -> None:
     shape = jax.ShapeDtypeStruct((64, 4, 2, 32), jnp.bfloat16)
-    for form in FORMS:
+    for form in NAMES:
         q = jax.eval_shape(functools.partial(quantized, form=form, num_outputs=1), shape)
         split = partition(q, PartitionSpec(None, "tp"))
         expected = PartitionSpec(None, "tp" if form == "int4" else None, None, None)
@@ -111,11 +111,11 @@ def test_how_it_lies() -> None:
 WIDE = dataclasses.replace(CONFIG, head_dim=32, intermediate_size=64)
 
 
-def forms(form: Form | None, devices: int = 1, **changes: Any) -> dict[str, Any]:
+def forms(form: str | None, devices: int = 1, **changes: Any) -> dict[str, Any]:
     model = dataclasses.replace(WIDE, **changes)
     table = param_table(model)
     found = {name: served_form(spec, model, form, devices) for name, spec in table.items()}
-    return {name: form for name, form in found.items() if form and ".1." not in name}
+    return {name: form.name for name, form in found.items() if form and ".1." not in name}
 
 
 def test_what_is_quantised() -> None:
@@ -145,14 +145,14 @@ def test_what_cannot_be() -> None:
 
 
 @pytest.mark.parametrize(("form", "zeros"), [("int8", False), ("int4", False), ("int4", True)])
-def test_parts_that_products_are_made_of(form: Form, zeros: bool) -> None:
+def test_parts_that_products_are_made_of(form: str, zeros: bool) -> None:
     """Scales of 64 inputs; what GPUs and TPUs multiply adds up to the definition."""
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((3, 192)), quantized(jnp.asarray(rng.normal(size=(5, 192))), form, 1)
     scales = jnp.asarray(rng.uniform(0.5, 2, (5, 3)), jnp.float32)
     off = jnp.asarray(rng.integers(-7, 8, (5, 3)), jnp.float32) if zeros else None
     w = dataclasses.replace(w, scales=scales, zeros=off)
-    parts = as_they_lie(jnp.asarray(x, jnp.float32), w)
+    parts = in_stored_order(jnp.asarray(x, jnp.float32), w)
     assert len(parts) == (2 if form == "int4" else 1)
     found = sum(np.asarray(own, np.float64) @ np.asarray(part).T for own, part in parts)
     exact = x.astype(np.float32) @ np.asarray(w.whole(), np.float64).T

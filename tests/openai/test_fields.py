@@ -10,7 +10,7 @@ import pytest
 
 from jpaged import LLM
 from jpaged.integrations.batch.lines import BatchRequest, Settings
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 from tests.openai.test_server import CHAT, COMPLETIONS, HELLO, SETTINGS, TALK, samples
 from tests.text_model import write_folder
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from jpaged import LLM
+from jpaged.engine.policy import Policy
+from jpaged.engine.sequence import Sequence
 from jpaged.request.prompts import salted_by
 from tests.text_model import write_folder
 from tests.tiny import ENGINE
@@ -158,11 +160,23 @@ class TestParties:
                 assert generation._choices >= 7, "the first one still runs"
             live.assert_nothing_left()
 
-    def test_a_priority_is_refused(self, live: Live):
+    def test_a_priority_reaches_the_engine(self, live: Live, monkeypatch: pytest.MonkeyPatch):
+        seen, add = list[int](), Policy.add
+
+        def watched(policy: Policy, seq: Sequence) -> None:
+            seen.append(seq.priority)
+            add(policy, seq)
+
+        monkeypatch.setattr(Policy, "add", watched)
         chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-        for path, body in ((COMPLETIONS, PROMPT), ("/v1/chat/completions", chat)):
-            assert live.request(path, body | {"priority": 0})[0] == 200
-            status, answer, _ = live.request(path, body | {"priority": 1})
+        answer = {"input": "a", "max_output_tokens": 1}
+        routes = ((COMPLETIONS, PROMPT), ("/v1/chat/completions", chat), ("/v1/responses", answer))
+        for path, body in routes:
+            seen.clear()
+            for priority in (0, 7, -3, None):
+                assert live.request(path, body | {"priority": priority})[0] == 200
+            assert seen == [0, 7, -3, 0], path
+            status, answer, _ = live.request(path, body | {"priority": "high"})
             assert status == 400 and answer["error"]["param"] == "priority"
 
 

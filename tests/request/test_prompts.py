@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.errors import RequestError
 from jpaged.request.prompts import as_key, as_list, match_sampling_params, tokenize
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 VOCAB = 30
 A, B = SamplingParams(temperature=0.5), SamplingParams(temperature=0.7)

@@ -14,10 +14,10 @@ from jpaged.engine.buckets import bucket_table
 from jpaged.errors import UnsupportedError
 from jpaged.models.forward import bind
 from jpaged.models.quantized import quantized
-from jpaged.resolve import MOST_COST, resolve
 from jpaged.runtime import choices
 from jpaged.runtime.choices import Choices, activations_of, choose_products, multiplies_fp8
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.resolve import MOST_COST, resolve
 from jpaged.runtime.runner import Runner, choose_for
 from kernels_cpu import library, paged_attention
 from kernels_cpu.linear import NativeProducts
@@ -109,7 +109,7 @@ def test_deterministic_by_default_where_it_costs_little(monkeypatch: pytest.Monk
         (MOST_COST + 0.01, True, True),
         (0.5, False, False),
     ):
-        for module in ("jpaged.resolve", "jpaged.runtime.choices"):
+        for module in ("jpaged.runtime.resolve", "jpaged.runtime.choices"):
             monkeypatch.setattr(f"{module}.rates", lambda worst=worst: Rates(ratios={512: worst}))
         config = EngineConfig(deterministic=asked_for)
         resolved, chosen = resolve(WIDE, config, ONE_DEVICE, jnp.bfloat16)

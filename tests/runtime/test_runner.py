@@ -10,6 +10,8 @@ import pytest
 
 from jpaged import LLM, ConfigError, SamplingParams
 from jpaged.engine.buckets import Bucket, bucket_table
+from jpaged.engine.engine import Engine
+from jpaged.engine.plan import Plan, StepResult
 from jpaged.runtime.runner import Runner
 from tests.tiny import (
     ENGINE,
@@ -237,4 +239,30 @@ def test_two_engines_of_different_block_size(llm: LLM) -> None:
     assert [[found[i, request] for request in requests] for i, requests in enumerate(ids)] == [
         expected
     ] * 2
+    other.close()
+
+
+def test_results_carry_the_version_of_the_weights_that_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = LLM(make_params(), **vars(ENGINE))
+    drawn: list[tuple[int, list[int]]] = []
+    commit = Engine.commit
+
+    def watched(self: Engine, plans: list[Plan], results: list[StepResult]) -> None:
+        commit(self, plans, results)
+        for plan in plans:
+            drawn.extend(
+                (e.seq.request.weight_version, e.seq.generated.weight_versions)
+                for e in plan.entries
+            )
+
+    monkeypatch.setattr(Engine, "commit", watched)
+    for version in (1, 2, 3):
+        drawn.clear()
+        run(other, FULL)
+        assert len(drawn) > len(PROMPTS) and other.weight_version == version
+        assert all(request == version and set(each) <= {version} for request, each in drawn)
+        assert sum(len(each) == FULL.max_tokens for _, each in drawn) >= len(PROMPTS)
+        other.update_params(make_params(version))
     other.close()

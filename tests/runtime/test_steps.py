@@ -214,7 +214,7 @@ def test_outputs_keep_their_bits(name: str) -> None:
             outputs[field] = rng.integers(0, 97, section.shape).astype(np.int32)
     packed = step_of(bucket).pack({k: jnp.asarray(v) for k, v in outputs.items()})
     batch = Batch(bucket=bucket, sample=bucket, packed=np.zeros(0), num_tokens=5, num_rows=5)
-    result = unpack(batch, settings, [np.asarray(packed)])[0]
+    result = unpack(batch, settings, [np.asarray(packed)], weight_version=1)[0]
     for field, value in outputs.items():
         if field in ("num_drawn", "tokens", "logprobs"):  # a list a row
             value = value.T[:5]

@@ -26,10 +26,10 @@ from jpaged.integrations.batch.stats import BatchStats
 from jpaged.models.config import ModelConfig
 from jpaged.request.chat import Chat
 from jpaged.request.processor import Processor
-from jpaged.request.sampling_params import SamplingParams
-from jpaged.resolve import resolve
 from jpaged.runtime.footprint import plan_memory, stored_dtype
 from jpaged.runtime.mesh import Placement
+from jpaged.runtime.resolve import resolve
+from jpaged.sampling_params import SamplingParams
 
 GIB = 1 << 30
 

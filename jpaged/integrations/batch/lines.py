@@ -30,7 +30,7 @@ from jpaged.openai.protocol import (
 )
 from jpaged.openai.responses import AnswerForm
 from jpaged.request.prompts import answered_by
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
 

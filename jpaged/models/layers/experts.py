@@ -212,13 +212,13 @@ class Experts:
 
 
 def _multiplied_by(products: Products, weights: ExpertWeights) -> ExpertWeights:
-    """With those in forms that it knows multiplied by a module, one by one."""
+    """Return the weights with `products` set in those whose form it multiplies."""
 
     def one(weight: Any) -> Any:
-        if not is_quantized(weight) or weight.form == "mxfp4":
+        if not is_quantized(weight) or not products.multiplies(weight.form.name):
             return weight
         values = weight.values
-        if weight.form == "fp8":  # XLA:CPU would take an expert out of it a number at a time
+        if weight.form.is_float8:  # XLA:CPU would take an expert out of it a number at a time
             values = jax.lax.bitcast_convert_type(values, jnp.uint8)
         return dataclasses.replace(weight, values=values, products=products)
 

@@ -35,6 +35,10 @@ class Products(Adder, Protocol):
         """
         ...
 
+    def multiplies(self, form: str, /) -> bool:
+        """Whether `quantized` takes weights in the form of this name."""
+        ...
+
     def quantized(
         self, x: Array, values: Array, scales: Array, zeros: Any, form: str, count: Any, /
     ) -> Array:
@@ -159,8 +163,9 @@ class Linear:
     def _quantized(
         self, x: Array, weight: QuantizedWeight, dtype: DTypeLike, step: StepContext
     ) -> Array:
-        if step.products is None or x.dtype != jnp.bfloat16:
+        products, form = step.products, weight.form.name
+        if products is None or x.dtype != jnp.bfloat16 or not products.multiplies(form):
             return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
         rows = x.reshape(-1, x.shape[-1])
-        parts = (weight.values, weight.scales, weight.zeros, weight.form)
-        return step.products.quantized(rows, *parts, step.count(rows)).astype(dtype)
+        parts = (weight.values, weight.scales, weight.zeros, form)
+        return products.quantized(rows, *parts, step.count(rows)).astype(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from jpaged.openai.parts import Reader
 from jpaged.openai.responses import AnswerForm
 from jpaged.openai.server.bodies import Served
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

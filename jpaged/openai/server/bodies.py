@@ -16,7 +16,7 @@ from jpaged.openai.protocol import (
     refuse,
 )
 from jpaged.request.chat import Chat
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -80,14 +80,6 @@ class Served(OfRoute, GenerationRequest):
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: Integer | None = None
-
-    @model_validator(mode="after")
-    def _priority_is_none(self) -> Self:
-        if self.priority:  # as vLLM does whose scheduler has none
-            said = f"priority={self.priority}: this server has no priorities, keys take turns"
-            refuse(f"{said} (only 0)", "priority")
-        return self
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> Self:

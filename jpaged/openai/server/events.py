@@ -158,9 +158,14 @@ class Events:
 
 def as_output(chunk: CompletionChunk) -> CompletionOutput:
     """A chunk as the completion that it would be alone."""
-    tokens, logprobs = chunk.token_ids_delta, chunk.token_logprobs_delta
-    how: dict[str, Any] = {"text": chunk.text_delta, "logprobs": chunk.logprobs_delta}
-    return completion(chunk.index, tokens, logprobs, chunk.finish_reason, **how)
+    return completion(
+        chunk.index,
+        chunk.token_ids_delta,
+        chunk.token_logprobs_delta,
+        chunk.finish_reason,
+        text=chunk.text_delta,
+        tops=chunk.logprobs_delta,
+    )
 
 
 def total_usage(outputs: list[RequestOutput], *, generated: bool = True) -> Usage:

@@ -44,7 +44,7 @@ from jpaged.openai.server.wire import (
 from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
 from jpaged.request.outputs import CompletionChunk, RequestOutput
 from jpaged.request.prompts import answered_by, salted_by
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 log = logging.getLogger("jpaged")
 

@@ -10,7 +10,7 @@ from jpaged.openai.server.events import total_usage
 from jpaged.openai.server.response_bodies import ResponseBody
 from jpaged.openai.server.wire import encode
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 Kind = Literal["reasoning", "message", "function_call"]
 Event = tuple[str, dict[str, Any]]  # its type, and what it says

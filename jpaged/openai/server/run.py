@@ -19,11 +19,10 @@ from typing import Any
 
 import uvicorn
 
+from jpaged.adapter_flag import loaded
 from jpaged.async_llm import AsyncLLM
 from jpaged.errors import CheckpointError, ConfigError
 from jpaged.flags import add_engine_flags, add_flags, engine_settings, given_settings
-from jpaged.integrations.batch.adapters import loaded
-from jpaged.integrations.batch.source import BatchError
 from jpaged.llm import LLM
 from jpaged.openai.server.app import Server
 from jpaged.openai.server.settings import ServerSettings
@@ -203,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         sockets = take_address(args.host, args.port)
         server = make_server(args)
         Listener(server, args.host, args.port).run(sockets)
-    except (ConfigError, CheckpointError, BatchError) as e:
+    except (ConfigError, CheckpointError) as e:
         print(f"jpaged serve: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.resolve import MOST_COST
+from jpaged.runtime.resolve import MOST_COST
 from kernels_cpu.library import unavailable
 from kernels_cpu.rates import rates
 from tests.batch_engine import ROOT, load_script

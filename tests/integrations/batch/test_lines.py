@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.errors import CapacityError, GenerationError, RequestError
+from jpaged.adapter_flag import folders
+from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
 from jpaged.integrations.batch import (
     BatchRequest,
     LineError,
@@ -20,13 +21,11 @@ from jpaged.integrations.batch import (
     encode_line,
     error_line,
 )
-from jpaged.integrations.batch.adapters import folders
 from jpaged.integrations.batch.answers import row_failed, row_id, row_number
 from jpaged.integrations.batch.lines import identify
-from jpaged.integrations.batch.source import BatchError
 from jpaged.openai.protocol import BodyError, Conversation
 from jpaged.request.outputs import CompletionOutput, Logprob, RequestOutput
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 SETTINGS = Settings(defaults=SamplingParams(temperature=0.6, top_p=0.95), model="m")
 
@@ -610,5 +609,5 @@ def test_a_model_that_is_an_adapter() -> None:
 def test_the_flag_of_adapters(tmp_path: Path) -> None:
     assert folders([f"a={tmp_path}"]) == {"a": str(tmp_path)} and folders(None) == {}
     for flag in (["a"], [f"={tmp_path}"], ["a=none"], [f"a={tmp_path}"] * 2):
-        with pytest.raises(BatchError, match="--adapter"):
+        with pytest.raises(ConfigError, match="--adapter"):
             folders(flag)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
 from jpaged.errors import RequestError
-from jpaged.request.sampling_params import SamplingParams
+from jpaged.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(max_logprobs=5, max_logit_bias=4)
 VOCAB = 50

@@ -1,5 +1,6 @@
 """From a trainer's shards to those that are served: on the devices, by functions compiled once."""
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -11,10 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 import jpaged
 from jpaged import Params
+from jpaged.models.param_spec import ParamSpec
 from jpaged.models.params import param_specs, param_table
-from jpaged.models.served import Change, served_config
+from jpaged.models.quantized import partition, quantized
+from jpaged.models.served import served_config
+from jpaged.models.weight import Weight
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.reshard import Reshard
+from jpaged.runtime.placing import Placer
 from jpaged.runtime.weights import ServingWeights
 from tests.tiny import compiles, config, engine, make_params
 
@@ -71,9 +75,30 @@ def test_no_leaf_passes_through_the_host(where: Placement) -> None:
     table = param_table(MODEL)
     served = param_table(served_config(MODEL, where.axis_size))
     for name, x in flat_tree(weights.tree(params)).items():
-        change = Change.of(table[name], served[name], x.dtype)
+        change = Weight(spec=table[name], source=x, served=served[name]).change
         np.testing.assert_array_equal(x, change(flat_tree(expected)[name]), err_msg=name)
         assert x.sharding.device_set == devices_of(where)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
+def test_no_quantised_weight_passes_through_the_host(where: Placement, form: str) -> None:
+    """One that a trainer's mesh holds in 8 or 4 bits goes on in them, by collectives."""
+    spec = ParamSpec("mlp.down", "E, F", "down", split="F").placed({"E": 64, "F": 256}, 0)
+    plain = jax.random.normal(jax.random.key(0), spec.shape)
+    made = quantized(plain, form, 1)
+    specs = partition(made, PartitionSpec("fsdp", "tp"))
+    held = jax.device_put(made, jax.tree.map(lambda s: NamedSharding(TRAINER, s), specs))
+    assert held.scales.sharding.spec[0] == "fsdp", "so that it moves"
+    split = spec.partition(where.axis, where.axis_size)
+    placer, weight = Placer(where.sharding), Weight(spec=spec, source=held, split=split)
+    with jax.transfer_guard_device_to_host("disallow"):
+        placed = jax.block_until_ready(placer(weight))
+    assert not any(map(keeps_a_host_copy, jax.tree.leaves(held)))
+    assert placed.form == made.form and placed.sharding == where.sharding(split)
+    np.testing.assert_array_equal(placed.whole(), made.whole())
+    again = dataclasses.replace(weight, source=placed)
+    assert placer.is_placed(again) and placer(again) is placed
 
 
 def devices_of(where: Placement) -> set[Any]:
@@ -136,10 +161,10 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
 def test_a_numpy_leaf_is_changed_on_the_host() -> None:
     tables = param_table(MODEL), param_table(served_config(MODEL, 4))
     spec, served = (table["embed.weight"] for table in tables)
-    change = Change.of(spec, served, jnp.bfloat16)
     x = np.ones((MODEL.vocab_size, MODEL.hidden_size), np.float32)
     target = NamedSharding(Mesh(DEVICES[:4], ("tp",)), PartitionSpec("tp"))
-    out = Reshard()(x, change, target)
+    weight = Weight(spec=spec, source=x, served=served, dtype=jnp.bfloat16)
+    out: Any = Placer(lambda _: target)(weight)
     assert out.shape == (512, 64) and out.dtype == jnp.bfloat16
     assert isinstance(out.sharding, Sharding) and out.sharding.is_equivalent_to(target, 2)
     assert float(out.astype(jnp.float32).sum()) == x.sum()

@@ -19,6 +19,7 @@ from jpaged.errors import RequestError
 from jpaged.structured.spec import check as check_structured
 
 LOGPROBS_MODES = ("raw", "tempered", "processed")
+PRIORITIES = 2**63 - 1  # the highest, and below 0 the lowest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class SamplingParams:
     beyond about 1e8 nothing is left of the logit, and equal biases tie. structured: the form of the
     answer, one of {"json_schema": dict, JSON text or pydantic model}, {"json_object": True},
     {"regex": str}, {"choice": list of str}, {"grammar": Lark or GBNF}; see docs/structured.md.
+    priority: a request of a lower value runs sooner, and is preempted later, than others of the
+    same party (all that share an engine, or of a server one key); it changes no token.
     """
 
     n: int = 1
@@ -66,6 +69,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured: Mapping[str, Any] | None = None
+    priority: int = 0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -117,6 +121,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1)
         check_whole("min_tokens", self.min_tokens, 0)
+        check_whole("priority", self.priority, -PRIORITIES, PRIORITIES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"

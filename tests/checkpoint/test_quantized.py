@@ -200,7 +200,7 @@ def test_it_is_what_was_published(tmp_path: Path, name: str) -> None:
         if not is_quantized(kept[key]):
             assert not any(part in key for part in ("qkv", "out", "gate_up", "down")), key
             continue
-        assert (kept[key].form, kept[key].shape) == (form, exact.shape)
+        assert (kept[key].form.name, kept[key].shape) == (form, exact.shape)
         assert kept[key].values.nbytes == exact.size // (2 if form == "int4" else 1)
         found = np.asarray(jax.jit(lambda leaf: leaf.whole())(kept[key]))
         assert np.allclose(found, exact, rtol=1e-6, atol=0)
