@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from jpaged.checks import at_least
 from jpaged.combinations import Facts, check_combination
@@ -15,12 +15,14 @@ from kernels_pallas.paged_attention import IMPLEMENTATIONS, Name
 if TYPE_CHECKING:  # which stands on jax, as this module must not
     from jpaged.models.config import ModelConfig
 
+# Forms that plain weights can be made into: those of models.quantized.FORMS that have `encode`.
+Quantization = Literal["int8", "int4", "fp8"]
 ATTENTION = ("auto", *IMPLEMENTATIONS)
 QUANTIZED_ACTIVATIONS = ("auto", "plain", "int8", "int16")
 LORA_EXTRA = ("embedding", "head", "experts")
 CHOICES = {  # of fields that may be None
     "dtype": ("float32", "bfloat16", "float16"),
-    "quantization": ("int8", "int4", "fp8"),
+    "quantization": get_args(Quantization),
     "kv_cache_dtype": ("int8", "fp8"),
 }
 BATCHED, CPU_BATCHED = 8192, 1024  # what max_num_batched_tokens is where nobody chose it
@@ -117,13 +119,17 @@ class EngineConfig:
     enable_prefix_caching: bool = _knob(True, "compute equal beginnings of prompts once")
     max_n: int = _knob(256, "samples that one request may ask for")
     swap_space_gib: float = _knob(
-        0.0, "host memory for the KV of preempted sequences, GiB; 0 computes it again instead"
+        0.0,
+        "host memory for KV that the pool has given up, of evicted prefixes and preempted sequences, "
+        "GiB; 0 computes it again instead",
     )
-    swap_min_tokens: int = _knob(64, "sequences shorter than this are computed again anyway")
+    swap_min_tokens: int = _knob(
+        64, "fewer tokens than this are computed again rather than loaded from host memory"
+    )
     dtype: str | None = _knob(
         None, "float32, bfloat16 or float16, one cast a weight version; None keeps the params' own"
     )
-    quantization: Literal["int8", "int4", "fp8"] | None = _knob(
+    quantization: Literal[Quantization] | None = _knob(
         None,
         "weights served in 8 or 4 bits: int8 or fp8 with a scale an output, int4 with one for 32 "
         "inputs (its head in int8); made of the params once a weight version",

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
-from jpaged.config import Speculative
+from jpaged.config import Quantization, Speculative
 from jpaged.errors import ConfigError
 from kernels_pallas.paged_attention import Name
 
@@ -23,7 +23,7 @@ class EngineFields(TypedDict, total=False):
     swap_space_gib: float
     swap_min_tokens: int
     dtype: str | None
-    quantization: Literal["int8", "int4", "fp8"] | None
+    quantization: Quantization | None
     quantized_activations: Literal["auto", "plain", "int8", "int16"]
     max_loras: int
     max_lora_rank: int

@@ -33,8 +33,8 @@ import jax
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request

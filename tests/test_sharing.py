@@ -83,7 +83,6 @@ def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
     engine = engine_of(api.kept_sessions()[-1])
     assert not engine.requests and engine.replicas[0].blocks.num_used == 0
-    assert engine.replicas[0].swapping.free_bytes == engine.replicas[0].swapping.host_bytes
     engine.replicas[0].check_integrity()
     return engine
 
@@ -465,10 +464,9 @@ def test_preempted_rows_go_on_as_if_undisturbed(
     assert stats["preemptions"] == sum(counts.values())
     assert stats["host_blocks"] == int(settings.swap_space_gib * 2**30) // stats["block_bytes"]
     moved = [stats["swap_out_bytes"], stats["swap_in_bytes"]]
-    assert (
-        all(n > 0 and n % stats["block_bytes"] == 0 for n in moved)
-        if "swapped" in kinds
-        else moved == [0, 0]
+    assert all(n % stats["block_bytes"] == 0 for n in moved)
+    assert (moved[0] > 0) == (settings.swap_space_gib > 0) and (moved[1] > 0) == (
+        "swapped" in kinds
     )
     assert_idle(crowded)
     crowded.close()
@@ -485,7 +483,8 @@ def test_strict_compiles_the_moves_too(params: Params) -> None:
     llm.close()
 
 
-def test_an_abort_frees_what_the_host_keeps(params: Params) -> None:
+def test_what_the_host_keeps_outlives_an_abort(params: Params) -> None:
+    """It may be another's prefix; a reset forgets it."""
     llm = LLM(params, tokenizer=TOKENIZER, **vars(SWAP))
     ids = [llm.add_request(prompt, p) for prompt, p in zip(MIX_PROMPTS, MIX, strict=True)]
     while not llm.stats()["host_blocks_in_use"]:
@@ -493,6 +492,9 @@ def test_an_abort_frees_what_the_host_keeps(params: Params) -> None:
     for request_id in ids:
         llm.abort(request_id)
     assert_idle(llm)
+    assert llm.stats()["host_blocks_in_use"] > 0
+    llm.reset_prefix_cache()
+    assert llm.stats()["host_blocks_in_use"] == 0
     llm.close()
 
 

@@ -100,12 +100,14 @@ def make_llm(params: Params, settings: EngineConfig) -> LLM:
 
 
 def states(llm: LLM) -> set[str]:
-    """What the unfinished sequences are doing."""
-    found = set()
+    """What the unfinished sequences are doing: "swapped" waits with blocks in the store."""
+    found, cache = set(), llm.session.engine.replicas[0].blocks.cache
     for request in llm.session.engine.requests.values():
         for seq in request.sequences:
             if seq.status is Status.WAITING:
-                found.add("swapped" if seq.swapped else "preempted" if seq.num_generated else "new")
+                is_stored = seq.num_generated and cache.match(seq).num_loaded
+                kind = "preempted" if seq.num_generated else "new"
+                found.add("swapped" if is_stored else kind)
             elif seq.status is Status.RUNNING:
                 found.add("in its prompt" if seq.is_prefilling else "decoding")
     return found

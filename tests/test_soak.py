@@ -11,7 +11,7 @@ import pytest
 
 import jpaged
 from jpaged import LLM, CompletionOutput, RequestError, RequestOutput, SamplingParams
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.cache.block_manager import BlockManager
 from tests import soak
 from tests.text_model import write_folder
 from tests.tiny import config

@@ -1,5 +1,5 @@
-"""Checkpoints on disk (Hugging Face, Orbax) to Params and back, the tokenizer beside them; other
-projects' trees.
+"""Checkpoints on disk (Hugging Face, Orbax) to Params and back, their tokenizers, and the trees of
+other projects' models.
 """
 
 from jpaged.checkpoint.load import load_params

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads as they are published, to HeadConfigs: by the head's own project and those that
-follow it (a config.json of one Llama layer with `draft_vocab_size`), or in the format of
-speculators (`transformer_layer_config` beside what is the head's).
+"""HeadConfigs of published EAGLE-3 heads. Their folders have the layout of the EAGLE project, a
+config.json of one Llama layer with `draft_vocab_size`, or that of speculators, in which
+`transformer_layer_config` describes the layer.
 """
 
 import re
@@ -17,15 +17,17 @@ from jpaged.models.families import FAMILIES
 from jpaged.models.hf_config import read_hf
 
 EAGLE_3 = re.compile(r"eagle-?_?3", re.IGNORECASE)
-# Other ways to guess, by what their config.json says in architecture, model_type or algorithm.
+# Other ways to guess, by the architecture, model_type or algorithm in their config.json.
 OTHERS = re.compile(r"medusa|eagle|hydra|mlp_?speculator|dflash|nextn|mtp", re.IGNORECASE)
-LAYERS = ("llama", "qwen3")  # families whose layer a head may be made of
-# Switches of variants that are not built.
+LAYERS = ("llama", "qwen3")  # families whose layers a head may have
+# Settings of variants that are not supported.
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting", "ptd_token_id")
 
 
 def is_head(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of an EAGLE-3 head. UnsupportedError for other heads, by name."""
+    """Return whether a config.json describes an EAGLE-3 head; UnsupportedError, which names it, for
+    another kind of head.
+    """
     named = [*(raw.get("architectures") or ()), raw.get("model_type")]
     named += [raw.get("speculators_model_type"), _speculators(raw).get("algorithm")]
     names = [str(name) for name in named if name is not None]
@@ -37,8 +39,8 @@ def is_head(raw: Mapping[str, Any]) -> bool:
 
 
 def head_config(folder: Path, raw: Mapping[str, Any]) -> HeadConfig:
-    """The architecture of a head in a folder, whose files say which weights it has of its own.
-    ConfigError for options that are not supported; CheckpointError.
+    """Return the architecture of the head in a folder; its tensors show which weights it does not
+    share with its model. Raises ConfigError for options that are not supported, CheckpointError.
     """
     for name in VARIANTS:
         if raw.get(name):
@@ -55,7 +57,7 @@ def head_config(folder: Path, raw: Mapping[str, Any]) -> HeadConfig:
             f"{folder}: an EAGLE-3 head in other files than safetensors: convert them"
         )
     entries = find_entries(folder)
-    own = head_entries(entries)
+    names = head_entries(entries)
     plain = {"architectures": [FAMILIES[kind].architecture], "tie_word_embeddings": False}
     fields = read_hf({**layer, **plain})
     if fields["num_layers"] != 1:
@@ -63,7 +65,7 @@ def head_config(folder: Path, raw: Mapping[str, Any]) -> HeadConfig:
     if any(fields["sliding_windows"]):
         raise UnsupportedError("EAGLE-3 head with a sliding window: that is not built")
     draft_vocab = raw.get("draft_vocab_size") or fields["vocab_size"]
-    fields |= {"qk_norm": "model.layers.0.self_attn.q_norm.weight" in own, "eos_token_ids": ()}
+    fields |= {"qk_norm": "model.layers.0.self_attn.q_norm.weight" in names, "eos_token_ids": ()}
     norm_first = raw.get("norm_before_residual", "speculators_config" in raw)
     return HeadConfig(
         **fields,
@@ -71,20 +73,20 @@ def head_config(folder: Path, raw: Mapping[str, Any]) -> HeadConfig:
         draft_vocab_size=draft_vocab,
         aux_layers=_layers(raw, nested),
         draft_tokens=_tokens(folder, entries, draft_vocab, fields["vocab_size"]),
-        own_embed="model.embed_tokens.weight" in own,
-        own_lm_head="lm_head.weight" in own,
+        own_embed="model.embed_tokens.weight" in names,
+        own_lm_head="lm_head.weight" in names,
         norm_before_residual=bool(norm_first),
     )
 
 
 def _speculators(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = raw.get("speculators_config")
-    return found if isinstance(found, Mapping) else {}
+    config = raw.get("speculators_config")
+    return config if isinstance(config, Mapping) else {}
 
 
 def _layers(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers whose inputs it takes; () where it does not say. Under `eagle_config` they are layers
-    whose outputs it takes.
+    """Return the layers whose inputs the head takes, () if its config does not list them. Under
+    `eagle_config` the list is of layers whose outputs it takes.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     asked, add = raw.get(name), 0
@@ -98,8 +100,8 @@ def _layers(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> tuple[int, ...
 
 
 def _tokens(folder: Path, entries: dict[str, Entry], draft_vocab: int, vocab: int) -> bytes:
-    """The ids of the tokens that it can guess, b"" where those are all: a file has how far each is
-    from its place among them.
+    """Return the ids of the tokens that the head can guess as bytes of int32, b"" if it can guess
+    all. A file's d2t has the difference of each id and its index.
     """
     entry = entries.get("d2t") or entries.get("model.d2t")
     if entry is None:

@@ -97,12 +97,12 @@ def hf_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
             sizes[name] = wanted.pop(name)
             wanted |= {key: size for key, (size, _) in tensors.items()}
             allowed |= {key: codes for key, (_, codes) in tensors.items()}
-    found = {
+    stored = {
         name: (e.shape, "bfloat16" if e.dtype in allowed.get(name, ()) else e.dtype)
         for name, e in entries.items()
         if name in wanted or not IGNORED.search(name)
     }
-    check_fit(folder, found, wanted)
+    check_fit(folder, stored, wanted)
     reader = reader_of(quantization, entries, read_raw) if quantization else None
 
     def piece(stored: Stored) -> Piece:
@@ -128,25 +128,27 @@ def head_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
     """Return the tensors of an EAGLE-3 head under the names of a model of one layer, without those
     that list the tokens which it can guess (see checkpoint/eagle.py).
     """
-    found = {}
+    tensors = {}
     for name, entry in entries.items():
         short = re.sub(r"^(model\.)?(midlayer|layers\.0)\.", "model.layers.0.", name)
         short = re.sub(r"^(model\.)?(embed_tokens|norm)\.", r"model.\2.", short)
-        found[re.sub(r"^model\.(?=fc\.|lm_head\.|d2t|t2d)", "", short)] = entry
-    return {name: entry for name, entry in found.items() if name not in ("d2t", "t2d")}
+        tensors[re.sub(r"^model\.(?=fc\.|lm_head\.|d2t|t2d)", "", short)] = entry
+    return {name: entry for name, entry in tensors.items() if name not in ("d2t", "t2d")}
 
 
 def _text_entries(entries: dict[str, Entry]) -> dict[str, Entry]:
     """Return the tensors of the text part under their names in a model of text alone."""
-    found = {}
+    tensors = {}
     for name, entry in entries.items():
         if (image := OF_IMAGES.match(name)) is None:
-            found[OF_TEXT.sub(r"\1", name)] = entry
+            tensors[OF_TEXT.sub(r"\1", name)] = entry
         else:
             log.debug("not loaded: %s", image.string)
-    if len(found) < len(entries):
-        log.info("the text part is loaded: %d tensors of images are not", len(entries) - len(found))
-    return found
+    if len(tensors) < len(entries):
+        log.info(
+            "the text part is loaded: %d tensors of images are not", len(entries) - len(tensors)
+        )
+    return tensors
 
 
 class Stored(NamedTuple):

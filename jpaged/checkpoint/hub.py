@@ -11,49 +11,49 @@ from jpaged.errors import CheckpointError
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ("config.json", GENERATION_CONFIG, *TOKENIZER_FILES, "additional_chat_templates/*")
-# By these names alone: a repository may hold the same weights in other layouts beside them.
+# Only these names: a repository may hold the same weights in other layouts as well.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
 def local_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The folder of a model, absolute: `name` itself where there is such a folder, or where it is
-    no OWNER/NAME or OWNER/NAME@REVISION of the Hub; else the snapshot that huggingface_hub has or
-    fetches.
+    """Return the absolute folder of a model: `name` itself if there is such a folder, or if it has
+    not the form OWNER/NAME or OWNER/NAME@REVISION; else the snapshot that huggingface_hub has
+    cached or fetches.
 
-    Cache, token, mirror and offline mode are huggingface_hub's own (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-    HF_HUB_OFFLINE). weights=False fetches what describes the model and its tokenizer alone. Raises
-    CheckpointError that says what to do.
+    huggingface_hub's settings for cache, token, mirror and offline mode apply (HF_HOME, HF_TOKEN,
+    HF_ENDPOINT, HF_HUB_OFFLINE). weights=False fetches only what describes the model and its
+    tokenizer. Raises CheckpointError with advice.
     """
     folder = Path(name).expanduser().absolute()
-    found = HUB_ID.fullmatch(name) if isinstance(name, str) else None
-    if found is None or folder.exists():
+    model = HUB_ID.fullmatch(name) if isinstance(name, str) else None
+    if model is None or folder.exists():
         return folder
-    hub = importlib.import_module("huggingface_hub")  # takes its time
+    hub = importlib.import_module("huggingface_hub")  # slow, so only where it is needed
     errors = importlib.import_module("huggingface_hub.errors")
     constants = importlib.import_module("huggingface_hub.constants")
     asked = f"{name}: no such folder, and as a model of the Hugging Face Hub"
     log_in = "log in with `hf auth login` or set HF_TOKEN"
     try:
         path = hub.snapshot_download(
-            found["id"],
-            revision=found["revision"],
+            model["id"],
+            revision=model["revision"],
             allow_patterns=[*FILES, *(WEIGHTS if weights else ())],
         )
     except errors.GatedRepoError as e:
-        said = f"it is gated: accept its terms on its page there, and {log_in}"
-        raise CheckpointError(f"{asked} {said}") from e
+        reason = f"it is gated: accept its terms on its page there, and {log_in}"
+        raise CheckpointError(f"{asked} {reason}") from e
     except errors.RepositoryNotFoundError as e:
         raise CheckpointError(f"{asked} it is not there, or private: then {log_in}") from e
     except errors.RevisionNotFoundError as e:
-        raise CheckpointError(f"{asked} it has no revision {found['revision']!r}") from e
-    # A failed connection, a full disk, a file that ends early, in types of several libraries.
+        raise CheckpointError(f"{asked} it has no revision {model['revision']!r}") from e
+    # A failed connection, a full disk and a file that ends early are errors of several libraries.
     except Exception as e:
-        where = constants.HF_HUB_CACHE
-        said = f"it is not whole in the cache {where} and cannot be fetched ({first_line(e)})"
-        raise CheckpointError(f"{asked} {said}; {_without_network(found['id'])}") from e
-    # Offline, a snapshot is taken as it is.
+        cache = constants.HF_HUB_CACHE
+        reason = f"it is not whole in the cache {cache} and cannot be fetched ({first_line(e)})"
+        raise CheckpointError(f"{asked} {reason}; {_without_network(model['id'])}") from e
+    # Offline, huggingface_hub returns a snapshot even if it is not complete.
     if weights and not any(Path(path).glob(WEIGHTS[0])):
-        raise CheckpointError(f"{asked} {path} has no safetensors; {_without_network(found['id'])}")
+        raise CheckpointError(f"{asked} {path} has no safetensors; {_without_network(model['id'])}")
     return Path(path)
 
 

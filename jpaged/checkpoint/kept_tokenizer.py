@@ -1,5 +1,5 @@
-"""A folder's tokenizer as transformers made it, kept from one start to the next: to import
-transformers takes a second of a start, and most requests need nothing of it.
+"""A folder's tokenizer as transformers made it, kept from one start to the next: importing
+transformers takes a second of every start, and most requests need nothing of it.
 """
 
 import contextlib
@@ -16,16 +16,17 @@ from jpaged.models.hf_defaults import cache_folder, replace_text
 
 
 class KeptTokenizer:
-    """What requests need of a tokenizer; whatever else is asked of it, transformers' own does.
+    """The methods of a tokenizer that requests need; transformers' tokenizer does everything else.
 
-    backend: tokenizers' text form of the tokenizer that transformers made of the folder's files.
+    backend: the JSON of tokenizers for the tokenizer that transformers made of the folder's files.
     """
 
     def __init__(self, folder: Path, backend: str, eos_token_id: int | None):
         from tokenizers import Tokenizer
 
         self.backend_tokenizer = Tokenizer.from_str(backend)
-        self.backend_tokenizer.no_truncation()  # as transformers encodes, whatever a file says
+        # transformers encodes without the truncation and padding that a file may ask for.
+        self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
         self.eos_token_id = eos_token_id
         self._folder = folder
@@ -38,7 +39,7 @@ class KeptTokenizer:
 
     @functools.cached_property
     def whole(self) -> Any:
-        """transformers' tokenizer."""
+        """transformers' tokenizer of the folder."""
         return load_tokenizer(self._folder)
 
     def __getattr__(self, name: str) -> Any:
@@ -48,18 +49,18 @@ class KeptTokenizer:
 
 
 def whole(tokenizer: Any) -> Any:
-    """transformers' tokenizer of one that may be kept."""
+    """Return transformers' tokenizer for one that may be a KeptTokenizer."""
     return tokenizer.whole if isinstance(tokenizer, KeptTokenizer) else tokenizer
 
 
 def kept_tokenizer(folder: Path) -> Any:
-    """What load_tokenizer gives, or what is kept of it.
+    """Return a folder's tokenizer: a KeptTokenizer if one is kept, else load_tokenizer's.
 
-    Kept in the user's cache directory, by the content of the files that transformers reads and by
+    The user's cache directory keeps them by the content of the files that transformers reads and by
     its version. Raises what load_tokenizer raises.
     """
     file = cache_folder("tokenizers") / f"{_digest(folder)}.json"
-    # None yet, or one that is broken, for which tokenizers raises plain Exception.
+    # If none is kept, or it is broken: tokenizers raises plain Exception then.
     with contextlib.suppress(Exception):
         return KeptTokenizer(folder, **json.loads(file.read_text()))
     tokenizer = load_tokenizer(folder)
@@ -85,8 +86,8 @@ def _digest(folder: Path) -> str:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether its fast tokenizer does all the work: texts are not cleaned up afterwards, special
-    tokens are not split.
+    """Return whether the fast tokenizer does all the work: texts are not cleaned up afterwards and
+    special tokens are not split.
     """
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return False

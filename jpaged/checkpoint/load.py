@@ -1,4 +1,4 @@
-"""load_params: a checkpoint folder to Params, one tensor at a time."""
+"""load_params reads a checkpoint folder into Params, one tensor at a time."""
 
 import math
 import os
@@ -24,7 +24,7 @@ from jpaged.models.served import served_form
 from jpaged.models.weight import Weight
 from jpaged.runtime.placing import Placer
 
-# Reading these runs code that they hold.
+# Files with these ends hold code that runs when they are read.
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -42,10 +42,10 @@ def load_params(
     path: a folder, else OWNER/NAME or OWNER/NAME@REVISION as `local_folder` takes it. dtype:
     "float32", "bfloat16" or "float16" casts tensor by tensor; None keeps what the files hold. mesh:
     its tensor axis splits KV heads, FFN and vocabulary as `param_specs` says; None is jax's default
-    device. Linear weights that the files hold in 8 or 4 bits stay so where they can, as
-    QuantizedWeights that stand for weights of this dtype (None: bfloat16); dequantize makes all of
-    them plain. each: takes (ParamSpec, array, ModelConfig) of a plain parameter once it is on its
-    device, and returns what is kept of it.
+    device. Linear weights that the files hold in 8 or 4 bits stay so where they can (not on a mesh
+    of several processes), as QuantizedWeights that stand for weights of this dtype (None:
+    bfloat16); dequantize makes all of them plain. each: takes (ParamSpec, array, ModelConfig) of a
+    plain parameter once it is on its device, and returns what is kept of it.
 
     Names, shapes, dtypes and file sizes are all checked before the first tensor is read. Host
     memory peaks at the checkpoint's size on CPU, where jax takes the buffers over, and at the
@@ -66,8 +66,9 @@ def read_params(
     quantization: str | None = None,
 ) -> Params:
     """Like load_params. quantization: plain parameters become what one device serves under this
-    setting, one after another, so that no two plain ones are held.
+    setting, one after another, so that no two plain ones are held; only without a mesh.
     """
+    assert mesh is None or quantization is None, "KV heads are repeated before they are quantised"
     target = None if dtype is None else float_dtype(dtype)
     folder = local_folder(path)
     config = read_config(folder)

@@ -1,4 +1,4 @@
-"""lora_from: the LoRA parts of other projects' models, by a name map, as an Adapter."""
+"""lora_from makes an Adapter of the LoRA parts of another project's model, by a name map."""
 
 import re
 from typing import Any
@@ -10,15 +10,16 @@ from jpaged.models.lora import Adapter, Target, targets
 
 
 def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) -> Adapter:
-    """The LoRA parts of another project's model (leaves named NAME_lora_a and NAME_lora_b, as qwix
-    and tunix have them) as an Adapter, to serve without a merge; other leaves are left alone.
+    """Return the LoRA parts of another project's model (leaves named NAME_lora_a and NAME_lora_b,
+    as qwix and tunix have them) as an Adapter, which is served without a merge; other leaves are
+    not used.
 
     tree, family, config: as in params_from. scale: alpha / rank. ConfigError names the first part
-    that does not fit, and those that no weight of the map takes.
+    that does not fit, or that no weight of the map takes.
     """
     model = ModelConfig.coerce(config)
     leaves = dict(find_leaves(tree))
-    table, taken, found = name_map(family, leaves, model), set(), {}
+    table, taken, pairs = name_map(family, leaves, model), set(), {}
     for name, target in targets(model, ("embedding", "head")).items():
         if target.part.name not in table:
             continue
@@ -27,18 +28,18 @@ def lora_from(tree: Any, family: str | NameMap, *, config: Any, scale: float) ->
         if sides[0] in leaves and sides[1] in leaves:
             taken.update(sides)
             a, b = (leaves[side] for side in sides)
-            found[name] = _ours(sides[0], a, b, axes, target)
+            pairs[name] = _ours(sides[0], a, b, axes, target)
     lora = [path for path in leaves if path.endswith(("_lora_a", "_lora_b"))]
     if left := [path for path in lora if path not in taken]:
         raise ConfigError(f"the tree holds {left[0]}, which cannot be an adapter of this model")
-    if not found:
+    if not pairs:
         raise ConfigError("the tree holds no LoRA parts (NAME_lora_a and NAME_lora_b)")
-    return Adapter(found, scale)
+    return Adapter(pairs, scale)
 
 
 def _ours(path: str, a: Any, b: Any, theirs: str, target: Target) -> dict[str, Any]:
-    """A pair [contracted axes..., rank], [rank, other axes...] as [rank, *inputs], [*outputs,
-    rank].
+    """Return a pair [contracted axes..., rank], [rank, other axes...] as A [rank, *inputs] and B
+    [*outputs, rank].
     """
     outputs, inputs = (re.findall("[A-Z]", side) for side in target.part.axes.split(","))
     letters = [x for token in TOKEN.findall(theirs) for x in token if x.isalpha()]
@@ -49,9 +50,9 @@ def _ours(path: str, a: Any, b: Any, theirs: str, target: Target) -> dict[str, A
         raise ConfigError(f"{path}: its inputs are not the leading axes of {theirs!r}")
     try:
         a, b = a.reshape(*shapes[0], rank), b.reshape(rank, *shapes[1])
-    except (TypeError, ValueError) as e:  # of a jax or a numpy array
+    except (TypeError, ValueError) as e:  # jax raises one, numpy the other
         raise ConfigError(f"{path} is of shape {a.shape}, its other side {b.shape}: {e}") from e
     a = a.transpose(len(first), *(first.index(x) for x in inputs))
     b = b.transpose(*(1 + last.index(x) for x in outputs), 0)
-    # An axis of one that is ours alone (a part of one head) goes with its outputs.
+    # Our axis of size 1 (a part that is one head) belongs to the outputs.
     return {"a": a, "b": b.reshape(-1, rank)}

@@ -1,12 +1,11 @@
-"""params_from: the weights of other projects' models, by a name map, as Params.
+"""params_from makes Params of the weights of other projects' models, by a name map.
 
-A name map says for each of our tensors, or each part of a fused one (`PARTS`), where it lies in the
-other tree and what its axes are there: {"layers.{i}.mlp.gate": ("layers.{i}.mlp.gate_proj.kernel",
-"E F"), ...}. Paths join keys by dots; {i} is the number of the layer. Axes are letters: V
-vocabulary, E embed, F ffn, K KV heads, G query heads a KV head, D head dim, L layers (stacked, for
-scanned models). "(K G)" is one axis of size K*G; "V*" may be longer, and what is beyond V (padding)
-is cut; a number takes that index of its axis: ("wi.kernel", "E 0 F") is half of a fused gate and
-up.
+A name map gives for every tensor of ours, or every part of a fused one (`PARTS`), its path in the
+other tree and its axes there: {"layers.{i}.mlp.gate": ("layers.{i}.mlp.gate_proj.kernel", "E F"),
+...}. Paths join keys by dots; {i} is the number of the layer. Axes are letters: V vocabulary, E
+embed, F ffn, K KV heads, G query heads a KV head, D head dim, L layers (stacked, for scanned
+models). "(K G)" is one axis of size K*G; "V*" may be longer than V, and its padding is cut off; a
+number takes that index of its axis: ("wi.kernel", "E 0 F") is half of a fused gate and up.
 """
 
 import dataclasses
@@ -73,10 +72,10 @@ TUNIX_QWEN3: NameMap = {
 
 
 def maxtext_qwen3(*, scanned: bool = True, scan_axis: int = 1) -> NameMap:
-    """The name map of MaxText's Qwen3, dense or of experts: its layers stacked on `scan_axis` (its
-    param_scan_axis), or each its own.
+    """Return the name map of MaxText's Qwen3, dense or of experts, whose layers are stacked on
+    `scan_axis` (its param_scan_axis) or, unscanned, are nodes of their own.
 
-    Of its options, fused_qkv and fused_mlp must be off, as its Qwen3 configs have them.
+    Its options fused_qkv and fused_mlp must be off, as in its Qwen3 configs.
     """
 
     def stack(axes: str) -> str:
@@ -95,7 +94,7 @@ def maxtext_qwen3(*, scanned: bool = True, scan_axis: int = 1) -> NameMap:
     }
 
 
-NORMS = {  # of a Gemma: tunix's path and MaxText's
+NORMS = {  # Gemma's: the paths of tunix and of MaxText
     "input_norm.scale": ("pre_attention_norm.scale", "pre_self_attention_norm.scale"),
     "attention_post_norm.scale": ("post_attention_norm.scale", "post_self_attention_norm.scale"),
     "post_norm.scale": ("pre_ffw_norm.scale", "pre_ffw_norm.scale"),
@@ -104,15 +103,17 @@ NORMS = {  # of a Gemma: tunix's path and MaxText's
 
 
 def tunix_gemma3(*, fused: bool = False) -> NameMap:
-    """The name map of tunix's Gemma 3, text. fused: as many KV heads as heads, in one tensor."""
+    """Return the name map of tunix's Gemma 3, text. fused: it has as many KV heads as query heads,
+    and q, k and v are one tensor.
+    """
     heads = {"q": "(K G) E D", "k": "K E D", "v": "K E D"}
     if fused:
-        where = {x: ("qkv_einsum.w", f"{i} {axes}") for i, (x, axes) in enumerate(heads.items())}
+        paths = {x: ("qkv_einsum.w", f"{i} {axes}") for i, (x, axes) in enumerate(heads.items())}
     else:
-        where = {x: ("kv_einsum.w", f"{i} {heads[x]}") for i, x in enumerate("kv")}
-        where["q"] = ("q_einsum.w", heads["q"])
+        paths = {x: ("kv_einsum.w", f"{i} {heads[x]}") for i, x in enumerate("kv")}
+        paths["q"] = ("q_einsum.w", heads["q"])
     layer: dict[str, tuple[str, str]] = {
-        **{f"attention.{x}": (f"attn.{path}", axes) for x, (path, axes) in where.items()},
+        **{f"attention.{x}": (f"attn.{path}", axes) for x, (path, axes) in paths.items()},
         "attention.out": ("attn.attn_vec_einsum.w", "(K G) D E"),
         "attention.q_norm.scale": ("attn._query_norm.scale", "D"),
         "attention.k_norm.scale": ("attn._key_norm.scale", "D"),
@@ -132,25 +133,26 @@ MLP = {"gate": "E F", "up": "E F", "down": "F E"}
 
 
 def maxtext_gemma3(hidden_size: int) -> NameMap:
-    """The name map of MaxText's Gemma 3, text, its layers unscanned: embeddings are scaled in its
-    tree, and norms hold 1 + scale.
+    """Return the name map of MaxText's Gemma 3, text, with unscanned layers. Its tree holds scaled
+    embeddings, and 1 + scale of norms.
     """
     scale = float(jnp.bfloat16(hidden_size**0.5))  # as MaxText rounds it
-    own = {**NORMS, "attention.q_norm.scale": LAYERS["attention.q_norm.scale"][1:]}
-    own["attention.k_norm.scale"] = LAYERS["attention.k_norm.scale"][1:]
+    norms = {**NORMS, "attention.q_norm.scale": LAYERS["attention.q_norm.scale"][1:]}
+    norms["attention.k_norm.scale"] = LAYERS["attention.k_norm.scale"][1:]
     parts = ("q", "k", "v", "out")
     weights = [*(f"attention.{x}" for x in parts), *(f"mlp.{x}" for x in MLP)]
     layer: dict[str, Any] = {
         **{
-            ours: (path, LAYERS.get(ours, ("E",))[0], (1.0, 1.0)) for ours, (_, path) in own.items()
+            ours: (path, LAYERS.get(ours, ("E",))[0], (1.0, 1.0))
+            for ours, (_, path) in norms.items()
         },
         **{ours: (LAYERS[ours][2], LAYERS[ours][0]) for ours in weights},
     }
     return {
         "embed.weight": ("token_embedder.embedding", "V* E", (scale, 0.0)),
         **{
-            f"layers.{{i}}.{ours}": (f"decoder.layers_{{i}}.{path}", *how)
-            for ours, (path, *how) in layer.items()
+            f"layers.{{i}}.{ours}": (f"decoder.layers_{{i}}.{path}", *rest)
+            for ours, (path, *rest) in layer.items()
         },
         "norm.scale": ("decoder.decoder_norm.scale", "E", (1.0, 1.0)),
     }
@@ -159,18 +161,18 @@ def maxtext_gemma3(hidden_size: int) -> NameMap:
 def params_from(
     tree: Any, family: str | NameMap, *, config: Any, lora_scale: float | None = None
 ) -> Params:
-    """Params from the weights of another project's model: renamed, transposed, heads split, parts
-    fused, unstacked.
+    """Return Params of the weights of another project's model: tensors are renamed, transposed and
+    unstacked, heads are split, parts fused.
 
     tree: an nnx Module or State, a linen {"params": ...} dict or a plain dict; arrays on one device
     or sharded. family: "tunix_qwen3", "tunix_gemma3", "maxtext_qwen3" (dense or of experts, scanned
     or not), "maxtext_gemma3" (unscanned), or a name map in the form that this module describes.
     config: ModelConfig, Hugging Face dict or folder. lora_scale: alpha / rank of the tree's LoRA
     parts (leaves named NAME_lora_a and NAME_lora_b beside NAME, as qwix has them), which are
-    merged: W + lora_scale * A @ B. Tensors that need no change are the tree's own arrays. The rest
-    is made on the devices by functions compiled once a form, so that new weights of the same shapes
-    compile nothing. Raises ConfigError naming the first path that does not fit, every leaf that the
-    map does not take, and LoRA parts without a lora_scale.
+    merged: W + lora_scale * A @ B. Tensors that need no change are the tree's arrays. The rest is
+    made on the devices by functions that are compiled once for all weights of the same shapes.
+    Raises ConfigError that names the first path that does not fit, leaves that the map does not
+    take, and LoRA parts without a lora_scale.
     """
     model = ModelConfig.coerce(config)
     leaves = dict(find_leaves(tree))
@@ -192,10 +194,10 @@ def params_from(
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """A part of one of our tensors as it lies in the other tree."""
+    """The layout of a part of one of our tensors in the other tree."""
 
-    theirs: tuple[str, ...]  # their axes, a token each
-    ours: tuple[str, ...]  # our axes, a letter each
+    theirs: tuple[str, ...]  # tokens of their axes
+    ours: tuple[str, ...]  # letters of our axes
     sizes: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]  # of the part in our tensor
     lora_scale: float = 0.0
@@ -205,7 +207,7 @@ class _View:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """The other project's leaves by path; taken: those that our tensors have taken."""
+    """The other project's leaves by path. taken: the paths that our tensors have used."""
 
     model: ModelConfig
     table: NameMap
@@ -214,21 +216,21 @@ class _Source:
     taken: set[str] = dataclasses.field(default_factory=set)
 
     def tensor(self, name: str, spec: ParamSpec) -> Any:
-        """One tensor of ours."""
+        """Return one tensor of ours."""
         parts = [self._part(spec, part) for part in spec.parts]
         views, arrays = zip(*parts, strict=True)
         if len(arrays) == len(arrays[0]) == 1 and _is_ours(views[0], arrays[0][0].shape):
             return arrays[0][0]
-        if len(dtypes := {str(found[0].dtype) for found in arrays}) > 1:
+        if len(dtypes := {str(leaves[0].dtype) for leaves in arrays}) > 1:
             raise ConfigError(
                 f"the parts of {name} are in {' and '.join(sorted(dtypes))}: cast them to one dtype"
             )
         stacked = any("L" in view.theirs for view in views)
         layer = np.int32(spec.layer) if stacked and spec.layer is not None else None
-        return _assemble(views, spec.joined, arrays, layer)
+        return _assemble(views, spec.concat_axis, arrays, layer)
 
     def _part(self, spec: ParamSpec, part: Part) -> tuple[_View, tuple[Any, ...]]:
-        """A part's view, and its leaves: the weight, or the weight with LoRA's A and B."""
+        """Return a part's view and its leaves: the weight, or the weight with LoRA's A and B."""
         if part.name not in self.table:
             raise ConfigError(f"the name map lacks {part.name!r}, which this config needs")
         path, axes, *change = self.table[part.name]
@@ -236,18 +238,18 @@ class _Source:
         view = _view(spec, part, axes, self.model.num_layers)
         if change:
             view = dataclasses.replace(view, divisor=change[0][0], minus=change[0][1])
-        found = [self._leaf(path)]
-        _check_shape(path, found[0].shape, part.name, view)
+        leaves = [self._leaf(path)]
+        _check_shape(path, leaves[0].shape, part.name, view)
         lora = [f"{path}_lora_a", f"{path}_lora_b"]
         if lora[0] in self.leaves and "L" not in view.theirs:
             if self.lora_scale is None:
                 raise ConfigError(
                     f"the tree holds {lora[0]}: pass lora_scale= (alpha / rank) to have it merged"
                 )
-            found += map(self._leaf, lora)
-            _check_lora(path, *(x.shape for x in found))
+            leaves += map(self._leaf, lora)
+            _check_lora(path, *(x.shape for x in leaves))
             view = dataclasses.replace(view, lora_scale=self.lora_scale)
-        return view, tuple(found)
+        return view, tuple(leaves)
 
     def _leaf(self, path: str) -> Any:
         if path not in self.leaves:
@@ -263,10 +265,10 @@ class _Source:
 def _assemble(
     views: tuple[_View, ...], axis: int, arrays: tuple[tuple[jax.Array, ...], ...], layer: Any
 ) -> jax.Array:
-    """One of our tensors from the leaves of its parts, each (weight,) or (weight, LoRA A, LoRA
-    B).
+    """Return one of our tensors from the leaves of its parts: tuples (weight,) or (weight, LoRA's
+    A, LoRA's B).
     """
-    parts = [_part(view, layer, *found) for view, found in zip(views, arrays, strict=True)]
+    parts = [_part(view, layer, *leaves) for view, leaves in zip(views, arrays, strict=True)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
@@ -280,14 +282,14 @@ def _part(view: _View, layer: Any, x: jax.Array, *lora: jax.Array) -> jax.Array:
         )
         delta = jnp.matmul(a, b, precision="highest").reshape(x.shape)
         x = (x.astype(jnp.float32) + view.lora_scale * delta).astype(x.dtype)
-    for at in reversed(range(x.ndim)):  # from the right: taking an index drops its axis
-        token = view.theirs[at]
+    for axis in reversed(range(x.ndim)):  # from the right: taking an index drops its axis
+        token = view.theirs[axis]
         if token == "L":
-            x = jax.lax.dynamic_index_in_dim(x, layer, at, keepdims=False)
+            x = jax.lax.dynamic_index_in_dim(x, layer, axis, keepdims=False)
         elif token.isdecimal():
-            x = jax.lax.index_in_dim(x, int(token), at, keepdims=False)
+            x = jax.lax.index_in_dim(x, int(token), axis, keepdims=False)
         elif token.endswith("*"):
-            x = jax.lax.slice_in_dim(x, 0, sizes[token[0]], axis=at)
+            x = jax.lax.slice_in_dim(x, 0, sizes[token[0]], axis=axis)
     letters = [
         letter for token in view.theirs for letter in token if letter in sizes and letter != "L"
     ]
@@ -298,14 +300,14 @@ def _part(view: _View, layer: Any, x: jax.Array, *lora: jax.Array) -> jax.Array:
 
 
 def _is_ours(view: _View, shape: tuple[int, ...]) -> bool:
-    """Whether their array is our tensor already."""
+    """Return whether their array is our tensor already."""
     if (view.divisor, view.minus) != (1.0, 0.0):
         return False
     return shape == view.shape and tuple(token.rstrip("*") for token in view.theirs) == view.ours
 
 
 def _view(spec: ParamSpec, part: Part, axes: str, num_layers: int) -> _View:
-    """A part's axes read and checked."""
+    """Return the view of a part whose axes have this spelling; ConfigError if they do not fit."""
     ours, theirs = re.findall("[A-Z]", part.axes), TOKEN.findall(axes)
     letters = [letter for token in theirs for letter in token if letter.isalpha() and letter != "L"]
     if sorted(letters) != sorted(ours) or theirs.count("L") > 1 or TOKEN.sub("", axes).strip():
@@ -318,6 +320,9 @@ def _view(spec: ParamSpec, part: Part, axes: str, num_layers: int) -> _View:
 
 
 def name_map(family: str | NameMap, leaves: Mapping[str, Any], model: ModelConfig) -> NameMap:
+    """Return a name map by its name, for the variant that a tree's leaves show; ConfigError if it
+    is not known.
+    """
     if isinstance(family, Mapping):
         if unknown := sorted(set(family) - set(all_parts())):
             raise ConfigError(
@@ -349,16 +354,16 @@ def _check_shape(path: str, shape: tuple[int, ...], part: str, view: _View) -> N
         for n, size, token in zip(shape, wanted, view.theirs, strict=True)
     )
     if not fits:
-        said = ", ".join(
+        axes = ", ".join(
             "any" if t.isdecimal() else f"{t} = {n}"
             for t, n in zip(view.theirs, wanted, strict=True)
         )
-        raise ConfigError(f"{path} is of shape {tuple(shape)}; for {part} the config says ({said})")
+        raise ConfigError(f"{path} is of shape {tuple(shape)}; for {part} the config says ({axes})")
 
 
 def _check_lora(path: str, w: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    """A is [contracted axes..., rank] and B [rank, other axes...], where the contracted axes lead
-    in W.
+    """ConfigError unless A is [contracted axes..., rank] and B is [rank, other axes...], and the
+    contracted axes are the first of W.
     """
     leading = [math.prod(w[:n]) for n in range(len(w) + 1)]
     fits = (
@@ -373,8 +378,8 @@ def _check_lora(path: str, w: tuple[int, ...], a: tuple[int, ...], b: tuple[int,
 
 
 def find_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(path, array) of every weight; an nnx tree's other variables (random keys, counters) are
-    none.
+    """Yield (path, array) of every weight; other variables of an nnx tree (random keys, counters)
+    are none.
     """
     if is_module(tree):
         tree = to_tree(tree)

@@ -54,8 +54,8 @@ def save_params(params: Params, path: str | os.PathLike[str]) -> None:
             raise CheckpointError(f"{name}: a {type(leaf).__name__}, not an array, cannot be saved")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise CheckpointError(f"{name}: this array was deleted or donated and cannot be saved")
-    found = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
-    check_fit("params", found, flat(param_shapes(params.config)))
+    stored = {name: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for name, leaf in leaves.items()}
+    check_fit("params", stored, flat(param_shapes(params.config)))
     config_json = _config_json(params)
 
     # takes a second and a half; loading a Hugging Face folder never needs it
@@ -131,8 +131,10 @@ def orbax_weights(root: Path, config: ModelConfig) -> dict[str, Weight]:
         arrays = {name: future.result() for name, future in opening.items()}
     except Exception as e:  # damage shows as anything from KeyError to tensorstore's own
         raise CheckpointError(f"{root}: damaged Orbax checkpoint ({first_line(e)})") from e
-    found = dict.fromkeys(names, ((), "")) | {n: (a.shape, a.dtype.name) for n, a in arrays.items()}
-    check_fit(root, found, wanted)
+    shapes = dict.fromkeys(names, ((), "")) | {
+        n: (a.shape, a.dtype.name) for n, a in arrays.items()
+    }
+    check_fit(root, shapes, wanted)
     weights = {}
     for name, spec in param_table(config).items():
         array, label = arrays[name], f"{root}: {name}"

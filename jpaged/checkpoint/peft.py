@@ -1,4 +1,4 @@
-"""Folders of adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors."""
+"""Reads folders of adapters that PEFT wrote: adapter_config.json and adapter_model.safetensors."""
 
 import math
 import re
@@ -28,11 +28,11 @@ CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 SIDE = re.compile(
     r"base_model\.model\.(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
 )
-# PEFT puts the base's own weights of an adapted embedding or head into the file too.
+# PEFT also stores the base model's weights of an adapted embedding or head.
 BASE = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
-# What changes the base weights, so that an adapter on top of the plain ones is another model.
+# Methods that change the base weights, so that the adapter does not fit the plain ones.
 CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-# Fields of the config that must be off: what each would need.
+# Fields of the config that must be off, and what they stand for.
 OFF = {
     "use_dora": "DoRA (a magnitude of each output)",
     "modules_to_save": "modules that are saved whole",
@@ -46,8 +46,8 @@ OFF = {
 
 
 def load_adapter(folder: str | Path, model: ModelConfig) -> Pairs:
-    """The pairs of a folder, scaled by alpha / r, or by alpha / sqrt(r) with rslora.
-    CheckpointError where it is damaged, does not fit the model or is no plain LoRA.
+    """Return the pairs of a folder, scaled by alpha / r, or by alpha / sqrt(r) with rslora.
+    CheckpointError if it is damaged, does not fit the model or is no plain LoRA.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG, CheckpointError)
@@ -73,14 +73,14 @@ def load_adapter(folder: str | Path, model: ModelConfig) -> Pairs:
 
 
 def _module(name: str) -> str:
-    """As a model of text alone names it."""
+    """Return the name that a module has in a model of text alone."""
     return OF_TEXT.sub(r"\1", name + ".weight").removesuffix(".weight")
 
 
 def _check_base(
     folder: Path, module: str, entry: Entry, stored: Mapping[str, list[Stored]]
 ) -> None:
-    known = {place.name: place.shape for kind in (EMBEDDING, HEAD) for place in stored[kind]}
+    known = {place.name: place.shape for name in (EMBEDDING, HEAD) for place in stored[name]}
     wanted = known.get(f"{module}.weight")
     if entry.shape != wanted:
         raise CheckpointError(
@@ -90,18 +90,18 @@ def _check_base(
 
 
 def _check(folder: Path, config: Mapping[str, Any]) -> None:
-    said = f"{folder / CONFIG}"
+    file = f"{folder / CONFIG}"
     if (kind := config.get("peft_type")) != "LORA":
-        raise CheckpointError(f"{said}: peft_type={kind!r}: only LORA can be served")
+        raise CheckpointError(f"{file}: peft_type={kind!r}: only LORA can be served")
     for name, what in OFF.items():
         if config.get(name):
-            raise CheckpointError(f"{said}: {name}={config[name]!r}: {what} cannot be served")
+            raise CheckpointError(f"{file}: {name}={config[name]!r}: {what} cannot be served")
     if (bias := config.get("bias", "none")) != "none":
-        raise CheckpointError(f"{said}: bias={bias!r}: trained biases cannot be served")
+        raise CheckpointError(f"{file}: bias={bias!r}: trained biases cannot be served")
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(CHANGE_BASE):
         raise CheckpointError(
-            f"{said}: init_lora_weights={start!r} changes the base weights; convert the adapter to "
+            f"{file}: init_lora_weights={start!r} changes the base weights; convert the adapter to "
             "plain LoRA when it is saved"
         )
 
@@ -113,7 +113,7 @@ def _pairs(
     stored: Mapping[str, list[Stored]],
     model: ModelConfig,
 ) -> Pairs:
-    found: Pairs = {}
+    adapted: Pairs = {}
     parts, taken = targets(model, EXTRA), set()
 
     def pair_of(place: Stored) -> Pair | None:
@@ -130,8 +130,8 @@ def _pairs(
 
     for ours, spec in adapted_specs(model, EXTRA).items():
         count = len(stored[ours]) // len(spec.parts)  # as many as there are experts, else one
-        for at, part in enumerate(spec.parts):
-            places, name = stored[ours][at * count : (at + 1) * count], spec.at(part.name)
+        for i, part in enumerate(spec.parts):
+            places, name = stored[ours][i * count : (i + 1) * count], spec.at(part.name)
             pairs = [pair_of(place) for place in places]
             if all(pair is None for pair in pairs):
                 continue
@@ -142,18 +142,20 @@ def _pairs(
                 assert pair is not None
                 if name != EMBEDDING:
                     pair = pair._replace(b=pair.b[place.first : place.first + place.shape[0]])
-            found[name] = shaped_pair(name, *pair, parts[name])
+            adapted[name] = shaped_pair(name, *pair, parts[name])
     if left := sorted(sides.keys() - taken):
         raise CheckpointError(
             f"{folder / FILE}: {left[0]} is no weight of this model that can have an adapter"
         )
-    if not found:
+    if not adapted:
         raise CheckpointError(f"{folder / FILE}: holds no adapter")
-    return found
+    return adapted
 
 
 def _of_experts(folder: Path, name: str, pairs: list[Pair | None], places: list[Stored]) -> Pair:
-    """One pair of those of each expert, of the largest rank; zeros for experts without."""
+    """Return one pair for all experts, of the largest rank, with zeros for experts that have
+    none.
+    """
     rank = max(pair.rank for pair in pairs if pair is not None)
     outputs, inputs = places[0].shape
     a = np.zeros((rank, len(pairs), inputs), np.float32)
@@ -170,16 +172,16 @@ def _of_experts(folder: Path, name: str, pairs: list[Pair | None], places: list[
 
 def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = _of_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    said = _of_module(config.get("rank_pattern"), module, config.get("r"))
-    if not isinstance(alpha, int | float) or said != rank:
+    stated = _of_module(config.get("rank_pattern"), module, config.get("r"))
+    if not isinstance(alpha, int | float) or stated != rank:
         raise CheckpointError(
-            f"{folder}: {module} is of rank {rank}, by {CONFIG} r={said} with lora_alpha={alpha}"
+            f"{folder}: {module} is of rank {rank}, by {CONFIG} r={stated} with lora_alpha={alpha}"
         )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _of_module(pattern: Any, module: str, default: Any) -> Any:
-    """What a pattern, {end of a name or a regular expression: value}, says of a module."""
+    """Return the value of a pattern, {end of a name or regular expression: value}, for a module."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", module):
             return value

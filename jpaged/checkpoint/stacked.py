@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jpaged.checkpoint.quantized import quantized_piece
@@ -14,7 +15,7 @@ from jpaged.errors import CheckpointError
 from jpaged.models.config import ModelConfig
 from jpaged.models.hf_quantization import Mxfp4
 from jpaged.models.layers.experts import ExpertsConfig
-from jpaged.models.quantized import MXFP4, QuantizedWeight
+from jpaged.models.quantized import QuantizedWeight
 from jpaged.models.weight import Piece, store
 
 BLOCK = 32  # numbers of mxfp4 that share a scale: 16 bytes, in each the lower half first
@@ -41,9 +42,8 @@ def stacked_pieces(
             if f"{theirs}_blocks" in entries:
                 groups = (num, outputs, inputs // BLOCK)
                 shapes = {f"{theirs}_blocks": (*groups, BLOCK // 2), f"{theirs}_scales": groups}
-                stored = [(key, entries.get(key)) for key in shapes]
                 reads = [
-                    functools.partial(_mxfp4, stored, shapes, x, name == "gate_up")
+                    functools.partial(_mxfp4, entries, theirs, shapes, x, name == "gate_up")
                     for x in range(num)
                 ]
                 pieces[ours] = [
@@ -76,22 +76,21 @@ def _piece(dtype: np.dtype, fill: Callable[[np.ndarray], None], experts: slice) 
 
 
 def _mxfp4(
-    stored: list[tuple[str, Any]], shapes: Mapping[str, Any], x: int, alternate: bool
+    entries: Mapping[str, Any], base: str, shapes: Mapping[str, Any], x: int, alternate: bool
 ) -> QuantizedWeight:
-    """Return one expert's weight; alternate: the file's rows of gate and up do, ours follow.
-
-    The file has blocks, uint8 [..., groups, 16], two numbers a byte, the lower bits first; and
-    scales, uint8 [..., groups], the exponent of two plus 127. Source: OCP Microscaling Formats 1.0.
+    """Return one expert's weight. alternate: rows of gate and up alternate in the file; in ours all
+    rows of gate come first.
     """
-    blocks, exponents = (
-        _read(name, entry, shapes[name][1:], np.dtype(np.uint8), x) for name, entry in stored
-    )
-    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
-    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
-    if alternate:
-        rows = np.arange(len(blocks)).reshape(-1, 2).T.reshape(-1)
-        numbers, scales = numbers[rows], scales[rows]
-    return Mxfp4(form=MXFP4, group=BLOCK).weight(numbers, scales)
+
+    def read(name: str) -> np.ndarray:
+        return _read(name, entries[name], shapes[name][1:], np.dtype(np.uint8), x)
+
+    _, rows, groups = shapes[f"{base}_scales"]
+    weight = Mxfp4().read(read, base, rows, groups * BLOCK, entries)
+    if not alternate:
+        return weight
+    order = np.arange(rows).reshape(-1, 2).T.reshape(-1)
+    return jax.tree.map(lambda array: array[order], weight)
 
 
 def _fill(name: str, entry: Any, shape: tuple[int, ...], x: int, out: np.ndarray) -> None:

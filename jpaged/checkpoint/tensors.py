@@ -40,15 +40,15 @@ def float_dtype(dtype: Any) -> np.dtype:
 
 
 def check_fit(
-    source: Any, found: Mapping[str, tuple[Shape, str]], wanted: Mapping[str, Shape]
+    source: Any, stored: Mapping[str, tuple[Shape, str]], wanted: Mapping[str, Shape]
 ) -> None:
     """CheckpointError that names every kind of misfit between stored tensors (shape, dtype name)
     and the config's shapes. source: what holds the tensors, for the message.
     """
-    both = [(name, *found[name], wanted[name]) for name in wanted if name in found]
+    both = [(name, *stored[name], wanted[name]) for name in wanted if name in stored]
     misfits = {
-        "missing": [name for name in wanted if name not in found],
-        "not in this architecture": [name for name in found if name not in wanted],
+        "missing": [name for name in wanted if name not in stored],
+        "not in this architecture": [name for name in stored if name not in wanted],
         "of another shape": [
             f"{name} {list(a)}, config {list(b)}" for name, a, _, b in both if tuple(a) != tuple(b)
         ],

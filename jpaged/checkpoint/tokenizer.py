@@ -1,5 +1,5 @@
-"""The tokenizer and the generation defaults of a checkpoint folder; local files only, no remote
-code.
+"""The tokenizer and the generation defaults of a checkpoint folder. Only local files are read, and
+no remote code runs.
 """
 
 import os
@@ -11,7 +11,7 @@ from jpaged.checks import read_json
 from jpaged.errors import CheckpointError
 from jpaged.models.hf_defaults import import_transformers
 
-# One of these makes a tokenizer.
+# A folder with one of these has a tokenizer.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TOKENIZER_FILES = (
     *VOCABULARIES,
@@ -27,7 +27,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """transformers' tokenizer of a folder, or None where the folder has none; CheckpointError when
+    """Return transformers' tokenizer of a folder, None if the folder has none; CheckpointError if
     it is damaged.
     """
     if not any((Path(folder) / name).is_file() for name in VOCABULARIES):
@@ -37,17 +37,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         tokenizer = auto.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    # tokenizers and transformers raise many types, plain Exception among them
+    # tokenizers and transformers raise many types, among them plain Exception
     except Exception as e:
         raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({first_line(e)})") from e
-    # Lengths are the engine's to check; transformers would warn and go on.
+    # The engine checks lengths; transformers would only warn.
     tokenizer.model_max_length = 1 << 62
     return tokenizer
 
 
 def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The generation defaults that a folder ships (temperature, top_p, eos_token_id, ...); {} where
-    it ships none.
+    """Return the generation defaults of a folder (temperature, top_p, eos_token_id, ...), {} if it
+    has none.
     """
     file = Path(folder) / GENERATION_CONFIG
     values = read_json(file, CheckpointError) if file.is_file() else {}

@@ -295,9 +295,20 @@ def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(rows))
 
 
+# Blocks of one move between pool and host at most: enough to fill a transfer.
+MOST_MOVED = 64
+
+
 def padded_blocks(count: int) -> int:
-    """How many blocks a move between pool and host is compiled for, and takes on the host."""
+    """Return how many blocks a move of this many between pool and host is compiled for."""
     return 1 << (count - 1).bit_length()
+
+
+def moved_blocks(config: EngineConfig) -> int:
+    """Return the most blocks of a group that one move takes; more are moved one part after the
+    other.
+    """
+    return min(padded_blocks(config.max_blocks_per_seq), MOST_MOVED)
 
 
 def _lay_out(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Section], int]:

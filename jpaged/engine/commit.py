@@ -44,7 +44,8 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
 def _close_written(queues: Queues, entry: PlanEntry, num_tokens: int) -> None:
     """Hash what a decode has filled, if the row still holds the blocks that it was planned with."""
     if entry.epoch == entry.seq.epoch and num_tokens % queues.blocks.block_size == 0:
-        queues.blocks.cache.close(entry.seq, num_tokens)
+        step_end = entry.end if entry.run else num_tokens
+        queues.blocks.cache.close(entry.seq, num_tokens, step_end)
 
 
 def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:

@@ -1,6 +1,6 @@
 """The entries of a step in which rows go on from their last token."""
 
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.plan import PlanEntry, dispatch
 from jpaged.engine.sequence import Sequence
 
@@ -46,7 +46,7 @@ def run_entries(
     """
     entries = []
     for seq in rows:
-        steps = _steps_ahead(blocks, seq, len(runs.get(seq, ())) or 1)
+        steps = _steps_ahead(blocks, seq, len(runs.get(seq, ())) or 1, one_by_one=False)
         run = tuple(runs[seq][:steps]) if steps > 1 else ()
         start, guessed = seq.num_dispatched, guesses and steps > 1
         entry = dispatch(seq, start, steps, draws=steps, decodes=True, run=run, guesses=guessed)
@@ -66,13 +66,13 @@ def draft_entries(blocks: BlockManager, counts: dict[Sequence, int]) -> list[Pla
     return entries
 
 
-def _steps_ahead(blocks: BlockManager, seq: Sequence, most: int) -> int:
-    """Tokens that a row can draw in one dispatch, blocks for them allocated: no other row is
-    preempted for it.
+def _steps_ahead(blocks: BlockManager, seq: Sequence, most: int, *, one_by_one: bool = True) -> int:
+    """Return how many tokens a row can draw in one dispatch, blocks for them allocated: no other
+    row is preempted for it. one_by_one: they are computed in a step each, not side by side.
     """
     start = seq.num_dispatched
     steps = min(most, seq.end - len(seq) - seq.pending)
     if steps > 1:
-        steps = min(steps, blocks.reach(seq) - start)
-        blocks.extend(seq, start + steps)
+        steps = min(steps, blocks.reach(seq, one_by_one=one_by_one) - start)
+        blocks.extend(seq, start + steps, one_by_one=one_by_one)
     return steps

@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import Buckets
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import StepResult
 
@@ -38,13 +38,26 @@ class Device(Protocol):
         """Wait for a step and return the result of each replica."""
         ...
 
-    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
-        """Copy blocks of each group to the host, as they are after the steps dispatched so far."""
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether what was read of one replica can be written to any other."""
         ...
 
-    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
-        """Write what read_blocks returned into these blocks before the next step; -1 leaves one
-        out.
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
+        """Start to copy blocks of each group to the host, as they are after the steps dispatched
+        so far, and return a handle at once.
+        """
+        ...
+
+    def fetch_blocks(self, handle: Any) -> list[list[Any]]:
+        """Wait for blocks that are being read. Returns the data of each, by group."""
+        ...
+
+    def write_blocks(
+        self, blocks: list[list[Any]], block_ids: list[list[int]], replica: int = 0
+    ) -> None:
+        """Write data that fetch_blocks returned into these blocks of each group before the next
+        step.
         """
         ...
 

@@ -10,25 +10,28 @@ their number changes nothing that is compiled.
 import contextlib
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
 from jpaged.engine.buckets import choose_buckets, common_buckets
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.contents import Contents
+from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
-from jpaged.engine.in_flight import InFlight
+from jpaged.engine.in_flight import InFlight, Read
 from jpaged.engine.packing import Batch, join, pack
-from jpaged.engine.plan import Moves, Plan, StepResult, joined
+from jpaged.engine.plan import Plan, StepResult, joined
 from jpaged.engine.queues import Queues
 from jpaged.engine.routing import Router
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Status
 from jpaged.engine.stats import Stats
-from jpaged.errors import RequestError
+from jpaged.errors import ConfigError, RequestError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +65,17 @@ class Engine:
         self.drafter = drafter_of(config)
         self.replicas = self._new_replicas(num_replicas)
         blocks = self.replicas[0].blocks
+        if self.drafter is not None and not blocks.can_rewind:
+            raise ConfigError(
+                f"speculative={config.speculative!r}: this model keeps a state a sequence, which "
+                "cannot go back to before a guess that was wrong"
+            )
         self._router = Router(
             num_replicas, blocks.cache, remembered=num_replicas * blocks.num_blocks
         )
         self._ended: list[Request] = []  # requests that no step has returned yet
         self._is_broken = False
+        self._secrets = itertools.count()
 
     def add(self, request: Request) -> None:
         """Queue a request with all its samples at one replica; its request_id must not be in
@@ -78,6 +87,8 @@ class Engine:
             )
         with self._consistent():
             self.requests[request.request_id] = request
+            if not self.config.enable_prefix_caching:
+                request.hide(next(self._secrets))
             replica = self._router.place(request)
             for seq in request.sequences:
                 self.replicas[replica].queues.add(seq)
@@ -173,10 +184,13 @@ class Engine:
         """Return what is queued and running, as a value; steps in flight are waited for first."""
         with self._consistent():
             self._drain(time.perf_counter())
-            for index, replica in enumerate(self.replicas):
-                self._move_out(index, replica.swapping.take_outs())
+            moves = [replica.blocks.take_stores() for replica in self.replicas]
+            self._finish_reads(
+                [self._start_read(index, own) for index, own in enumerate(moves) if own]
+            )
             block_ids = [replica.blocks.in_use() for replica in self.replicas]
-            blocks = [self.runner.read_blocks(ids, i) for i, ids in enumerate(block_ids)]
+            reads = [self.runner.read_blocks(ids, i) for i, ids in enumerate(block_ids)]
+            blocks = [self.runner.fetch_blocks(handle) for handle in reads]
             requests, replicas = copy.deepcopy((self.requests, self.replicas))
         for replica in replicas:
             replica.blocks.cache.forget_free()  # their content is not kept
@@ -205,10 +219,7 @@ class Engine:
                 self.runner.write_blocks(state.blocks[index], state.block_ids[index], index)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, and what the host keeps of preempted sequences."""
-        for request in self.requests.values():
-            for seq in request.sequences:
-                self.replicas[self._router.replica_of(request)].swapping.drop(seq)
+        """Forget every cached prefix, on the device and in the store."""
         for replica in self.replicas:
             replica.blocks.cache.reset()
             # The adapters' tables may be gone, as the weights are.
@@ -217,7 +228,14 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """Return the totals of Stats, what follows from them, and the blocks in use now."""
         drafts = {} if self.drafter is None else self.drafter.report()
-        return self.stats.report() | drafts | _summed([r.report() for r in self.replicas])
+        totals = self.stats.report() | drafts | _summed([r.report() for r in self.replicas])
+        block_bytes = sum(size.block_bytes for size in self.runner.kv_groups)
+        traffic = (replica.blocks.traffic for replica in self.replicas)
+        stores = {id(own.store): own.store for own in traffic if own is not None}.values()
+        return totals | {
+            "host_blocks": sum(store.num_bytes for store in stores) // block_bytes,
+            "host_blocks_in_use": -(-sum(store.used_bytes for store in stores) // block_bytes),
+        }
 
     @property
     def _queues(self) -> list[Queues]:
@@ -232,8 +250,10 @@ class Engine:
         if isinstance(drafter, ModelDrafter) and not self.in_flight:
             plans = schedule_drafts(self.replicas, drafter)
             if plans:
-                handle = self.runner.dispatch(join(self._pack(plans), self.config))
+                batches, reads = self._pack(plans), self._start_moves(plans)
+                handle = self.runner.dispatch(join(batches, self.config))
                 drafter.take(plans, self.runner.fetch(handle))
+                self._finish_reads(reads)
 
     def _plan(self) -> list[Plan]:
         """Plan the next step of each replica, all of one phase; [] if nothing can go out."""
@@ -248,35 +268,70 @@ class Engine:
         return [dataclasses.replace(p[0], phase=busy.phase) if p else idle for p in planned]
 
     def _pack(self, plans: list[Plan]) -> list[Batch]:
-        """Move the blocks that these plans need, and lay each plan out for one common step."""
+        """Lay each plan out for one common step."""
         chosen = [choose_buckets(plan, self.config) for plan in plans if plan.entries]
         buckets = self.runner.fit(common_buckets(chosen, self.config))
-        for index, plan in enumerate(plans):
-            self._move_out(index, plan.swap_outs)
-            self._move_in(index, plan)
         return [pack(plan, self.config, buckets) for plan in plans]
 
     def _dispatch(self, plans: list[Plan], started: float) -> None:
         batch = join(self._pack(plans), self.config)
         whole = joined(plans)
         self.stats.count(whole, batch, sum(r.blocks.num_used for r in self.replicas))
-        self.in_flight.start(self.runner, plans, batch, started)
+        reads = self._start_moves(plans)
+        self.in_flight.start(self.runner, plans, batch, started, reads)
         if whole.verifies:
             self._drain(started)  # where each row goes on is known then
 
-    def _move_in(self, replica: int, plan: Plan) -> None:
-        for swapped, block_ids in plan.swap_ins:
-            self.runner.write_blocks(swapped.data, block_ids, replica)
-            self.stats.swap_in_bytes += self._bytes_of(block_ids)
+    def _start_moves(self, plans: List[Plan]) -> list[Read]:
+        """Move the blocks that these plans need, before their step is dispatched. Returns the reads
+        that are under way.
+        """
+        reads = list[Read]()
+        for index, plan in enumerate(plans):
+            if plan.block_stores:  # first: what they hold is about to be written over
+                reads.append(self._start_read(index, plan.block_stores))
+            if plan.block_loads:
+                store = self._store_of(index)
+                slots, block_ids = self._by_group(plan.block_loads)
+                data = [[store.get(slot) for slot in slots_of_group] for slots_of_group in slots]
+                self.runner.write_blocks(data, block_ids, index)
+                self.stats.loaded_blocks += len(plan.block_loads)
+                self.stats.swap_in_bytes += self._bytes_of(block_ids)
+        return reads
 
-    def _move_out(self, replica: int, swap_outs: Moves) -> None:
-        for swapped, block_ids in swap_outs:
-            swapped.data = self.runner.read_blocks(block_ids, replica)
-            self.stats.swap_out_bytes += self._bytes_of(block_ids)
+    def _start_read(self, replica: int, moves: List[Move]) -> Read:
+        _, block_ids = self._by_group(moves)
+        self.stats.swap_out_bytes += self._bytes_of(block_ids)
+        return Read(replica, moves, self.runner.read_blocks(block_ids, replica))
+
+    def _finish_reads(self, reads: List[Read]) -> None:
+        """Put blocks that were read into their slots. They have arrived with the step after
+        them.
+        """
+        for read in reads:
+            slots, _ = self._by_group(read.moves)
+            blocks, store = self.runner.fetch_blocks(read.handle), self._store_of(read.replica)
+            for slots_of_group, blocks_of_group in zip(slots, blocks, strict=True):
+                for slot, data in zip(slots_of_group, blocks_of_group, strict=True):
+                    store.put(slot, data)
+
+    def _store_of(self, replica: int) -> BlockStore:
+        traffic = self.replicas[replica].blocks.traffic
+        assert traffic is not None, "blocks are moved without a store"
+        return traffic.store
+
+    def _by_group(self, moves: List[Move]) -> tuple[list[list[Slot]], list[list[int]]]:
+        """Return the slots and the block ids of moves, a list a group."""
+        slots: list[list[Slot]] = [[] for _ in self.runner.kv_groups]
+        block_ids: list[list[int]] = [[] for _ in self.runner.kv_groups]
+        for slot, block_id in moves:
+            slots[slot.group].append(slot)
+            block_ids[slot.group].append(block_id)
+        return slots, block_ids
 
     def _bytes_of(self, block_ids: list[list[int]]) -> int:
-        groups = self.replicas[0].blocks.groups
-        return sum(len(ids) * g.block_bytes for ids, g in zip(block_ids, groups, strict=True))
+        sizes = self.runner.kv_groups
+        return sum(len(ids) * s.block_bytes for ids, s in zip(block_ids, sizes, strict=True))
 
     def _drain(self, started: float) -> None:
         while self.in_flight:
@@ -286,6 +341,7 @@ class Engine:
         oldest = self.in_flight.take_oldest(self.runner, self._queues)
         waiting = time.perf_counter()
         results, fetched = self.runner.fetch(oldest.handle), time.perf_counter()
+        self._finish_reads(oldest.reads)
         self.commit(oldest.plans, results)
         whole = joined(oldest.plans)
         took = self.stats.time(whole, oldest.started, started, waiting, fetched)
@@ -317,15 +373,29 @@ class Engine:
         self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
 
     def _new_replicas(self, count: int) -> tuple[Scheduler, ...]:
-        return tuple(self._new_replica(count) for _ in range(count))
+        """Return schedulers with nothing in them, which know the same contents and share a store
+        where the device lets them.
+        """
+        config, sizes = self.config, self.runner.kv_groups
+        dtype = config.kv_cache_dtype or config.dtype
+        contents = Contents(f"{dtype} in blocks of {config.block_size}")
+        stores: list[HostStore | None] = [None] * count
+        if config.swap_space_gib:
+            num_stores = 1 if self.runner.shares_blocks else count
+            num_bytes = int(config.swap_space_gib * 2**30 / num_stores)
+            made = [HostStore(num_bytes, [s.block_bytes for s in sizes]) for _ in range(num_stores)]
+            stores = [made[i % num_stores] for i in range(count)]
+        return tuple(self._new_replica(contents, store) for store in stores)
 
-    def _new_replica(self, count: int) -> Scheduler:
-        """Return a scheduler with nothing in it, one of so many."""
+    def _new_replica(self, contents: Contents, store: HostStore | None) -> Scheduler:
         config = self.config
         blocks = BlockManager(
             self.runner.kv_groups,
             config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching or store is not None,
+            contents=contents,
+            store=store,
+            min_loaded=config.swap_min_tokens,
         )
         return Scheduler(
             blocks,
@@ -333,8 +403,6 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_steps=config.decode_steps or 1,
             mixed=config.mixed,
-            host_bytes=int(config.swap_space_gib * 2**30 / count),
-            swap_min_tokens=config.swap_min_tokens,
             preemptions=self.stats.preemptions,
             max_loras=config.max_loras,
             drafter=self.drafter,

@@ -3,8 +3,9 @@
 import dataclasses
 from collections import deque
 from collections.abc import Sequence as List
-from typing import Any
+from typing import Any, NamedTuple
 
+from jpaged.engine.cache.store import Move
 from jpaged.engine.device import Device
 from jpaged.engine.masks import masks_of
 from jpaged.engine.packing import Batch
@@ -13,16 +14,25 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.stats import Stats
 
 
+class Read(NamedTuple):
+    """Blocks of one replica on their way to its store. handle: see Device.read_blocks."""
+
+    replica: int
+    moves: List[Move]
+    handle: Any
+
+
 @dataclasses.dataclass
 class Dispatched:
     """A step, of a plan for each replica. rows: of a draw that waits for its masks, None where
-    nothing waits.
+    nothing waits. reads: of blocks that left the pools before it.
     """
 
     plans: List[Plan]
     handle: Any
     started: float
     rows: int | None
+    reads: List[Read]
 
 
 class InFlight:
@@ -47,10 +57,17 @@ class InFlight:
         """Forget them: what they drew is never read."""
         self._steps.clear()
 
-    def start(self, runner: Device, plans: List[Plan], batch: Batch, started: float) -> None:
-        """Dispatch a step, all but a draw under masks."""
+    def start(
+        self,
+        runner: Device,
+        plans: List[Plan],
+        batch: Batch,
+        started: float,
+        reads: List[Read] = (),
+    ) -> None:
+        """Dispatch a step, all but a draw under masks. reads: started just before it."""
         rows = batch.sample.rows if batch.sample is not None and batch.sample.masks else None
-        self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows))
+        self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows, reads))
 
     @property
     def is_full(self) -> bool:

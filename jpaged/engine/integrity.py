@@ -5,10 +5,10 @@ whoever hunts a fault.
 from collections import Counter
 from collections.abc import Iterable
 
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GONE, BlockGroup, Content
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GONE, BlockGroup
+from jpaged.engine.cache.contents import Content, digest
 from jpaged.engine.plan import Plan
-from jpaged.engine.prefix_cache import digest
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
 
@@ -27,7 +27,6 @@ def check(queues: Queues, plan: Plan | None = None) -> None:
     for seq in queues.running:
         reach = min(map(len, seq.block_tables)) * queues.blocks.block_size
         assert seq.status is Status.RUNNING and seq.num_dispatched <= reach
-        assert seq.swapped is None, f"{seq!r} runs and is on the host too"
         if not seq.is_prefilling and not seq.score_only:
             drawn = seq.candidates is not None
             at = len(seq) + seq.pending - 1 + drawn
@@ -35,9 +34,7 @@ def check(queues: Queues, plan: Plan | None = None) -> None:
     for seq in queues.waiting:
         assert seq.status is Status.WAITING and not seq.block_tables
         assert seq.device_row == -1 and seq.candidates is None
-    swapping = queues.swapping
-    held = sum(seq.swapped.num_bytes for seq in queues.waiting if seq.swapped is not None)
-    assert held <= swapping.used_bytes <= swapping.host_bytes, "host bytes leaked"
+    check_store(queues.blocks)
     if plan is not None:
         _check_writes(queues, plan)
 
@@ -60,6 +57,11 @@ def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:
     Owners of one block have it at the same place of their tables, over the same tokens.
     """
     owners = list(owners)
+    for seq in owners:
+        for group, table, first in zip(
+            blocks.groups, seq.block_tables, seq.first_held, strict=True
+        ):
+            group.check(table, first, seq.num_dispatched)
     for at, group in enumerate(blocks.groups):
         counts = _count_owners(blocks, at, owners)
         for block in group.blocks:
@@ -70,26 +72,40 @@ def check_blocks(blocks: BlockManager, owners: Iterable[Sequence]) -> None:
             assert (block.ref_count == 0) == (block.id in group.free), (
                 f"block {block.id} is both free and used, or neither"
             )
-        _check_contents(group)
+        _check_contents(blocks, group)
+
+
+def check_store(blocks: BlockManager) -> None:
+    """Assert that the store keeps blocks of the current weights within its bytes, and that what is
+    still to be loaded fills blocks that are closed over the same content.
+    """
+    if blocks.traffic is None:
+        return
+    blocks.traffic.store.check(blocks.cache.contents.root)
+    for (at, block_id), move in blocks.traffic.loads.items():
+        held = blocks.groups[at].blocks[block_id].content
+        assert block_id in blocks.groups[at].unwritten, "a load that is taken for written"
+        is_same = held is move.slot.content and move.slot.group == at
+        assert is_same or held is None, f"block {block_id} is loaded with another's content"
 
 
 def _count_owners(blocks: BlockManager, at: int, owners: list[Sequence]) -> list[int]:
-    """The owners of each block of a group, whose tables hold what they should."""
+    """Return the number of owners of each block of a group, by its id."""
     group = blocks.groups[at]
     counts = [0] * group.num_blocks
     places: dict[int, tuple[int, bytes]] = {}
     for seq in owners:
         table, first = seq.block_tables[at], seq.first_held[at]
-        held = list(table[first:])
-        assert GONE not in held and all(b == GONE for b in table[:first]), f"{seq!r}: {table}"
-        assert first <= group.first_seen(seq.num_dispatched), f"{seq!r} lost a block that it sees"
-        assert len(set(held)) == len(held), f"{seq!r} holds a block twice"
-        for i, block_id in enumerate(held, first):
+        held = [(i, b) for i, b in enumerate(table) if i >= first and b != GONE]
+        assert len({b for _, b in held}) == len(held), f"{seq!r} holds a block twice"
+        for i, block_id in held:
             counts[block_id] += 1
-            written = blocks.cache.token_bytes(seq, i, seq.num_dispatched)
+            written = seq.block_bytes(i, blocks.block_size, seq.num_dispatched)
             place = places.setdefault(block_id, (i, written))
             assert place == (i, written), f"block {block_id} holds two things"
-            _check_closed(blocks, seq, i, group.blocks[block_id].content)
+            content = group.blocks[block_id].content
+            if content is not None or group.is_whole(i, 0):
+                _check_closed(blocks, seq, i, content)
     return counts
 
 
@@ -100,20 +116,22 @@ def _check_closed(blocks: BlockManager, seq: Sequence, i: int, content: Content 
         assert content is None, f"{name} is closed before its time"
         return
     assert content is not None, f"{name} should be closed"
-    assert content.token_ids == blocks.cache.token_bytes(seq, i), (
+    assert content.token_ids == seq.block_bytes(i, blocks.block_size), (
         f"{name} is closed over other tokens"
     )
-    parent = seq.contents[i - 1] if i else None
+    parent = seq.contents[i - 1] if i else blocks.cache.contents.root
     assert content.parent is parent, f"{name} has another parent"
     assert content is seq.contents[i], f"{name} is closed as another's"
 
 
-def _check_contents(group: BlockGroup) -> None:
+def _check_contents(blocks: BlockManager, group: BlockGroup) -> None:
     for block in group.blocks:
         if (content := block.content) is not None:
-            before = None if content.parent is None else content.parent.hash
-            true = digest(before, content.token_ids)
-            assert content.hash == true, f"block {block.id} has hash {content.hash:#x}"
+            assert content.parent is not None, f"block {block.id} is closed as a root"
+            true = digest(content.parent.hash, content.token_ids)
+            assert content.hash == true, f"block {block.id} has hash {content.hash}"
+            root = blocks.cache.contents.root
+            assert content.root is root, f"block {block.id} is of other weights"
     for content, block_id in group.cached.items():
         assert group.blocks[block_id].content is content, f"stale entry of block {block_id}"
 
@@ -129,5 +147,7 @@ def _check_writes(queues: Queues, plan: Plan) -> None:
             held = {block_id for seq in others for block_id in seq.block_tables[at]}
             for position in range(entry.start, entry.end):
                 block_id = entry.seq.block_tables[at][position // size]
+                if block_id == GONE and queues.blocks.groups[at].skips(position, entry.end):
+                    continue
                 assert block_id != GONE, f"{entry.seq!r} writes where its window was"
                 assert block_id not in held, f"{entry.seq!r} writes another's block {block_id}"

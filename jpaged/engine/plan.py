@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jpaged.engine.adapters import Loads
-from jpaged.engine.blocks import Copies
-from jpaged.engine.sequence import Sequence, Swapped
+from jpaged.engine.cache.blocks import Copies
+from jpaged.engine.cache.store import Move
+from jpaged.engine.sequence import Sequence
 
 Phase = Literal["prefill", "decode", "draft"]
-# Blocks on their way between a pool and the host: ids by group, -1 for one that is not needed.
-Moves = tuple[tuple[Swapped, list[list[int]]], ...]
 
 
 class PlanEntry(NamedTuple):
@@ -70,16 +69,16 @@ class Plan:
     decode: as many tokens of each row as it has steps left; draft: what a draft model guesses that
     come after each row's last one. Nothing is committed of that, and no sequence counts it.
 
-    Before it, in this order: `swap_outs` are copied from the pools to the host, `swap_ins` come
-    back into other blocks, `loads` of adapters are written into their slots, and `copies` (source,
-    target) are made within each group's pool.
+    Before it, in this order: blocks in `block_stores` are read from the pools for the store, those
+    in `block_loads` are written from it into others, `loads` of adapters are written into their
+    slots, and `copies` (source, target) are made within each group's pool.
     """
 
     phase: Phase
     entries: tuple[PlanEntry, ...]
     copies: Copies = ()
-    swap_outs: Moves = ()
-    swap_ins: Moves = ()
+    block_stores: tuple[Move, ...] = ()
+    block_loads: tuple[Move, ...] = ()
     loads: Loads = ()
 
     @property

@@ -1,9 +1,7 @@
 """PrefillPlanner: the chunks of prompts of one step, and who is admitted to run."""
 
-from typing import Any
-
+from jpaged.engine.cache.prefix_cache import Match
 from jpaged.engine.plan import PlanEntry, dispatch
-from jpaged.engine.prefix_cache import Match
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence
 
@@ -18,7 +16,7 @@ class PrefillPlanner:
         self.blocks = queues.blocks
         self.budget = budget
         self.chunks: list[Chunk] = []
-        self._last_chunks: dict[Any, Chunk] = {}  # that end a prompt, by what the prompt holds
+        self._last_chunks: dict[bytes, Chunk] = {}  # that end a prompt, by what the prompt holds
 
     def plan(self) -> list[PlanEntry]:
         """Chunks of prompts that have begun, then of new admissions, as the policy has them."""
@@ -52,23 +50,20 @@ class PrefillPlanner:
             return True
         if not self.budget:
             return False
-        end = min(len(seq), self._num_computed(seq, match) + self.budget)
+        end = min(len(seq), match.num_blocks * self.blocks.block_size + self.budget)
         if reserve and not self.blocks.has_room(seq, match, end, reserve=reserve):
             return False
         self.queues.admit(seq, match)
-        self._add_chunk(seq)
+        self._add_chunk(seq, match.num_known * self.blocks.block_size)
         return True
 
     def _match(self, seq: Sequence) -> Match:
-        # Prompt logprobs need every prompt token computed, so such a request takes no hits.
-        if seq.sampling_params.prompt_logprobs is not None:
-            return self.blocks.cache.no_match()
-        return self.blocks.cache.match(seq)
-
-    def _num_computed(self, seq: Sequence, match: Match) -> int:
-        """Tokens whose KV is in the cache or on the host."""
-        swapped = 0 if seq.swapped is None else seq.swapped.num_tokens
-        return max(match.num_blocks * self.blocks.block_size, swapped)
+        # Prompt logprobs need every prompt token computed, so such a request hits no further than
+        # its prompt has been scored, before it was preempted.
+        num_scored = len(seq.prompt_logprobs) - 1
+        if seq.sampling_params.prompt_logprobs is None or num_scored + 1 == seq.prompt_len:
+            return self.blocks.cache.match(seq)
+        return self.blocks.cache.match(seq, most=num_scored)
 
     def _leader(self, seq: Sequence, match: Match) -> Chunk | None:
         """The chunk of this plan that ends the very same tokens, if a fork of its sequence is what
@@ -86,17 +81,18 @@ class PrefillPlanner:
         rest = len(seq) - match.num_blocks * self.blocks.block_size
         return leader if self.blocks.cache.is_on and rest > 1 else None
 
-    def _add_chunk(self, seq: Sequence) -> None:
-        """The next chunk of a prompt; none while a group with a window lacks blocks for it."""
+    def _add_chunk(self, seq: Sequence, parting: int = 0) -> None:
+        """Plan the next chunk of a prompt; none while a group with a window lacks blocks for it.
+        parting: tokens that another sequence is known to have too.
+        """
         start = seq.num_dispatched
         end = min(start + self.budget, seq.fill, self.blocks.reach(seq))
         assert start < seq.fill <= len(seq), f"{seq!r}: nothing to compute from {start}"
         if end <= start:
             return
+        end = self.blocks.stop_before(start, end, parting)
         self.blocks.extend(seq, end)
-        # Hashed now, not at commit: a later dispatch, or a later entry of this plan, may read what
-        # this one writes.
-        self.blocks.cache.close(seq, end)
+        self.blocks.close_ahead(seq, end)
         draws = end == seq.fill and not seq.score_only
         chunk = [dispatch(seq, start, end - start, draws=int(draws))]
         self.chunks.append(chunk)
@@ -105,5 +101,6 @@ class PrefillPlanner:
             self._last_chunks[_content(seq)] = chunk
 
 
-def _content(seq: Sequence) -> tuple[bytes, tuple[int, ...]]:
-    return seq.salt, tuple(seq.token_ids)
+def _content(seq: Sequence) -> bytes:
+    """Return all that a sequence is of, as one block."""
+    return seq.block_bytes(0, len(seq))

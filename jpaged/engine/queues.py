@@ -3,27 +3,25 @@
 from collections import Counter
 
 from jpaged.engine.adapters import AdapterSlots
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.prefix_cache import Match
 from jpaged.engine.drafting import Drafter
 from jpaged.engine.policy import Policy
-from jpaged.engine.prefix_cache import Match
 from jpaged.engine.sequence import Sequence, Status
-from jpaged.engine.swapping import Swapping
 from jpaged.errors import CapacityError
 
 
 class Queues:
     """What waits and what runs; a running sequence holds a row of the device and blocks.
 
-    max_num_seqs: rows of the device's state, so sequences that run at once. preemptions: counts
-    them as "swapped" and "recomputed". max_loras: adapters that the running ones have at most.
+    max_num_seqs: rows of the device's state, so sequences that run at once. preemptions: see Stats.
+    max_loras: adapters that the running ones have at most.
     drafter: None where nothing is guessed.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
-        swapping: Swapping,
         *,
         max_num_seqs: int,
         preemptions: Counter[str] | None = None,
@@ -33,7 +31,6 @@ class Queues:
         self.blocks = blocks
         self.adapters = AdapterSlots(max_loras)
         self.drafter = drafter
-        self.swapping = swapping
         self.max_num_seqs = max_num_seqs
         self.preemptions: Counter[str] = Counter() if preemptions is None else preemptions
         self.waiting = Policy(max_num_seqs)
@@ -47,18 +44,18 @@ class Queues:
     # Into a row of the device
 
     def admit(self, seq: Sequence, match: Match) -> None:
-        """Run a waiting sequence on the blocks that the cache has, and on what the host keeps."""
+        """Run a waiting sequence on the blocks that the cache or the store has."""
+        self._count_return(seq, "swapped" if match.num_loaded else "recomputed")
         self.blocks.admit(seq, match)
         cached = match.num_blocks * self.blocks.block_size
         self._run(seq, num_computed=cached, fill=len(seq))
-        self.swapping.bring_back(seq, match)
 
     def join(self, seq: Sequence, leader: Sequence) -> None:
         """Run a waiting sequence as a fork of one that has the same tokens and has computed them
         all.
         """
+        self._count_return(seq, "recomputed")
         self.blocks.fork(leader, seq)
-        self.swapping.drop(seq)
         self._run(seq, num_computed=len(seq), fill=len(seq))
 
     def fork(self, parent: Sequence) -> Sequence:
@@ -81,11 +78,10 @@ class Queues:
     # Out of it
 
     def preempt(self, seq: Sequence) -> None:
-        """Give up a running sequence's blocks; when next admitted its KV comes back from the host
-        or is recomputed.
+        """Give up a running sequence's blocks. Those that are closed can be found again, by itself
+        too: in the pool until they are taken, and after that in the store.
         """
-        self.swapping.keep(seq)
-        self.preemptions["recomputed" if seq.swapped is None else "swapped"] += 1
+        self.preemptions["preempted"] += 1
         self._release(seq)
         seq.preempt()
         if seq.candidates is None:  # a row that has them waits for its request, not for blocks
@@ -114,7 +110,6 @@ class Queues:
     def retire(self, seq: Sequence) -> None:
         """Take a sequence out of its queue, and whatever it holds from it; nobody is told."""
         self.waiting.remove(seq)
-        self.swapping.drop(seq)
         if seq.status is Status.RUNNING:
             self._release(seq)
         seq.retire()
@@ -146,6 +141,11 @@ class Queues:
     def take_finished(self) -> list[Sequence]:
         finished, self.finished = self.finished, []
         return finished
+
+    def _count_return(self, seq: Sequence, kind: str) -> None:
+        """Count that a sequence runs again, if it was preempted."""
+        if seq.epoch:
+            self.preemptions[kind] += 1
 
     def _release(self, seq: Sequence) -> None:
         del self.running[seq]

@@ -3,7 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from jpaged.engine.prefix_cache import PrefixCache
+from jpaged.engine.cache.contents import chain_hash
+from jpaged.engine.cache.prefix_cache import PrefixCache
 from jpaged.engine.sequence import Request
 
 # A replica may have so much more to do than the mean and still be given what it has the prefix of.
@@ -63,7 +64,7 @@ class Router:
         """
         seq, size = request.sequences[0], self.cache.block_size
         blocks = (seq.prompt_len - 1) // size if self.cache.is_on else 0
-        hashes = [self.cache.chain_hash(seq, i) for i in range(blocks)]
+        hashes = [chain_hash(seq, i, size) for i in range(blocks)]
         known = [i for i, key in enumerate(hashes) if key in self._holders]
         chosen = self.loads.index(min(self.loads))
         if known:

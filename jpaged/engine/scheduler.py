@@ -11,7 +11,7 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from jpaged.engine import commit, integrity
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.decode import (
     certain_runs,
     decode_entries,
@@ -23,7 +23,6 @@ from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
 from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Request, Sequence, Status
-from jpaged.engine.swapping import Swapping
 
 
 class Scheduler:
@@ -32,9 +31,8 @@ class Scheduler:
 
     max_num_seqs: rows of the device's state, so sequences that run at once. max_num_batched_tokens:
     tokens of a prefill step. decode_steps: tokens of a row in one decode dispatch. mixed: rows that
-    decode join the prefill steps. host_bytes: KV of preempted sequences that the host may keep;
-    below swap_min_tokens it is computed again instead. preemptions: counts them as "swapped" and
-    "recomputed". max_loras: adapters that the running sequences have at most.
+    decode join the prefill steps. preemptions: see Stats. max_loras: adapters that the running
+    sequences have at most.
     """
 
     def __init__(
@@ -45,18 +43,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         decode_steps: int = 1,
         mixed: bool = False,
-        host_bytes: int = 0,
-        swap_min_tokens: int = 0,
         preemptions: Counter[str] | None = None,
         max_loras: int = 0,
         drafter: Drafter | None = None,
     ):
         self.blocks = blocks
-        self.swapping = Swapping(blocks, host_bytes=host_bytes, min_tokens=swap_min_tokens)
         limits = {"max_num_seqs": max_num_seqs, "max_loras": max_loras}
-        self.queues = Queues(
-            blocks, self.swapping, **limits, preemptions=preemptions, drafter=drafter
-        )
+        self.queues = Queues(blocks, **limits, preemptions=preemptions, drafter=drafter)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.decode_steps = decode_steps
         self.mixed = mixed
@@ -109,8 +102,8 @@ class Scheduler:
             phase=phase,
             entries=tuple(entries),
             copies=self.blocks.take_copies(),
-            swap_outs=self.swapping.take_outs(),
-            swap_ins=self.swapping.take_ins(),
+            block_stores=self.blocks.take_stores(),
+            block_loads=self.blocks.take_loads(),
             loads=self.queues.adapters.take_loads(),
         )
 
@@ -128,11 +121,10 @@ class Scheduler:
         return commit.commit(self.queues, plan, result)
 
     def report(self) -> dict[str, Any]:
-        """Return the blocks that there are and those in use, on device and host, and how many
-        sequences run and wait.
+        """Return the blocks that there are and those in use, and how many sequences run and
+        wait.
         """
-        blocks, swapping = self.blocks, self.swapping
-        block_bytes = sum(group.block_bytes for group in blocks.groups)
+        blocks = self.blocks
         groups = [
             {"window": g.window, "num_blocks": g.num_blocks, "in_use": g.num_used}
             for g in blocks.groups
@@ -143,8 +135,6 @@ class Scheduler:
             "blocks_in_use": blocks.num_used,
             "num_blocks": blocks.num_blocks,
             "kv_groups": groups,
-            "host_blocks": swapping.host_bytes // block_bytes,
-            "host_blocks_in_use": -(-swapping.used_bytes // block_bytes),
         }
 
     def check_integrity(self, plan: Plan | None = None) -> None:

@@ -3,7 +3,6 @@ completions of one prompt.
 """
 
 import copy
-import dataclasses
 import enum
 from array import array
 from collections.abc import Iterable
@@ -20,21 +19,6 @@ class Status(enum.Enum):
     WAITING = "waiting"  # holds no blocks and no device row
     RUNNING = "running"  # holds a device row and the blocks of its tables
     FINISHED = "finished"
-
-
-@dataclasses.dataclass(eq=False)
-class Swapped:
-    """The KV of a preempted sequence's first `num_tokens` tokens, on the host: what later ones see.
-
-    num_bytes: that it takes there. data: the runner's; None until moved.
-    """
-
-    num_tokens: int
-    num_bytes: int
-    data: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Swapped":
-        return self  # never written again: a snapshot shares it
 
 
 class Candidates(NamedTuple):
@@ -57,10 +41,9 @@ class Sequence:
     This file alone assigns the attributes of a sequence: its methods are the steps of its life.
     After the first values, which are set here too, these attributes have another owner:
 
-        engine/block_manager.py  block_tables, first_held, contents, hashes, generation
-        engine/swapping.py       swapped
-        engine/masks.py          ahead, num_masked
-        engine/packing.py        controls
+        engine/cache/block_manager.py  block_tables, first_held, contents, hashes, generation
+        engine/masks.py                ahead, num_masked
+        engine/packing.py              controls
     """
 
     # Slots, not a dict, for speed: thousands of sequences are walked every step.
@@ -75,7 +58,7 @@ class Sequence:
         *("num_committed", "num_cached", "finish_reason", "stop_reason", "error"),
         # where it stands
         *("status", "device_row", "is_new", "num_dispatched", "fill", "pending", "in_flight"),
-        *("epoch", "swapped", "adapter_slot"),
+        *("epoch", "adapter_slot"),
         # its blocks
         *("block_tables", "first_held", "contents", "hashes", "generation"),
         "__weakref__",  # Drafter keeps what it knows of a sequence in a WeakKeyDictionary
@@ -165,7 +148,6 @@ class Sequence:
         self.pending = 0  # samples dispatched and not committed
         self.in_flight = 0  # dispatches that hold this sequence
         self.epoch += 1
-        self.swapped: Swapped | None = None  # KV kept on the host while it waits
         self.candidates = None
         self.hashes: list[int] = []  # chain hash of each full block of token_ids seen so far
         self.drop_blocks()
@@ -176,6 +158,16 @@ class Sequence:
         self.first_held: list[int] = []  # in each table, before it the window has moved on
         self.contents: list[Any] = []  # of the leading blocks that are closed
         self.generation = 0  # of the cache that its KV is from
+
+    def block_bytes(self, i: int, size: int, end: int | None = None) -> bytes:
+        """Return what its block i is of, which two blocks have in common only if their KV is equal
+        after equal blocks: the tokens as int32, up to position `end`, and before those of the first
+        block the salt and the adapter. size: tokens a block.
+        """
+        start = i * size
+        past = start + size if end is None else min(start + size, end)
+        tokens = array("i", self.token_ids[start:past]).tobytes()
+        return tokens if i else self.salt + tokens
 
     def run(
         self, *, device_row: int, adapter_slot: int | None, num_computed: int, fill: int
@@ -339,6 +331,13 @@ class Request:
         self.request_id = request_id
         for seq in self.sequences:
             seq.request_id = request_id
+
+    def hide(self, number: int) -> None:
+        """Let no other request find its cached blocks. number: no other request has it."""
+        for seq in self.sequences:
+            # No text holds this byte in UTF-8, so neither does a caller's salt.
+            seq.salt += b"\xff" + number.to_bytes(8, "little")
+            seq.hashes.clear()
 
     @property
     def is_finished(self) -> bool:

@@ -17,9 +17,11 @@ class Stats:
     prefill with the draw after it, or up to decode_steps steps of decode (those that run at most).
     host_time_s: scheduling, packing, dispatching and committing. device_time_s: waiting for
     results. mask_time_s: making masks of rows whose answers have a form, while the device works.
-    padded_tokens: rows of tokens computed, padding included. preemptions: by kind,
-    "swapped" or "recomputed". idle_replica_steps: dispatches in which a replica had nothing to do,
-    of as many as there are dispatches and replicas. adapter_loads: adapters written into slots.
+    padded_tokens: rows of tokens computed, padding included. preemptions: counts of what was
+    "preempted" and, once it runs again, whether blocks of it were loaded from the host ("swapped")
+    or not ("recomputed"). swap_out_bytes, swap_in_bytes: of blocks moved to the host and back.
+    loaded_blocks: that came back. idle_replica_steps: dispatches in which a replica had nothing to
+    do, of as many as there are dispatches and replicas. adapter_loads: adapters written into slots.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,7 @@ class Stats:
         self.prefill_time_s = self.decode_time_s = self.host_time_s = self.device_time_s = 0.0
         self.mask_time_s = 0.0
         self.copied_blocks = self.swap_out_bytes = self.swap_in_bytes = self.peak_blocks_in_use = 0
+        self.loaded_blocks = 0
         self.idle_replica_steps = self.adapter_loads = 0
         self._last_done = 0.0
         self.preemptions: Counter[str] = Counter()
@@ -97,7 +100,7 @@ class Stats:
             "steps": self.prefill_steps + self.decode_steps,
             "padding_waste": 1 - computed / self.padded_tokens if self.padded_tokens else 0.0,
             "prefix_hit_rate": self.cached_tokens / prompts if prompts else 0.0,
-            "preemptions": self.preemptions.total(),
+            "preemptions": self.preemptions["preempted"],
             "preemptions_swapped": self.preemptions["swapped"],
             "preemptions_recomputed": self.preemptions["recomputed"],
         }

@@ -6,6 +6,7 @@ A Format is one of them. Weights that its files hold plain are read as plain one
 Shapes: N outputs, E inputs.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ type Read = Callable[[str], np.ndarray]  # a tensor of the file by its name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(abc.ABC):
     """How a folder's files hold linear weights. A subclass reads one layout of tensors.
 
     form: of the numbers. group: how many inputs share a scale; None: all inputs of an output.
@@ -43,18 +44,18 @@ class Format:
         """How many inputs share a scale; None: all inputs of an output."""
         return self.group if self.block is None else self.block[1]
 
+    @abc.abstractmethod
     def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
         """Return the tensors that must hold the weight [N, E] at `base`, which is its name without
         ".weight"; None if the file holds the weight plain. names: all tensors of the file, which
         have a `shape`.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(
         self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
     ) -> QuantizedWeight:
         """Return the weight at `base` in numpy arrays, one number in an element of its values."""
-        raise NotImplementedError
 
     def weight(
         self, numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None
@@ -192,13 +193,28 @@ class Scaled(Format):
         return self.weight(read(f"{base}.weight"), np.broadcast_to(rows, (N, groups)))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mxfp4(Format):
-    """GPT-OSS's experts, which one tensor a layer holds: checkpoint.stacked reads them."""
+    """GPT-OSS's experts: blocks, uint8 [N, groups, 16], two numbers a byte, the lower bits first;
+    and scales, uint8 [N, groups], the exponent of two plus 127. The file has those of all experts
+    of a layer in one tensor, which checkpoint.stacked takes apart; other weights are plain.
 
-    only_experts = True
+    Source: OCP Microscaling Formats 1.0.
+    """
+
+    form: WeightForm = MXFP4
+    group: int | None = 32
+    only_experts: ClassVar[bool] = True
 
     def tensors(self, base: str, N: int, E: int, names: Mapping[str, Any]) -> Tensors | None:
         return None
+
+    def read(
+        self, read: Read, base: str, N: int, E: int, names: Mapping[str, Any]
+    ) -> QuantizedWeight:
+        blocks, exponents = read(f"{base}_blocks"), read(f"{base}_scales")
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(N, E)
+        return self.weight(numbers, np.ldexp(np.float32(1), exponents.astype(np.int32) - 127))
 
 
 def _nibbles(x: np.ndarray) -> np.ndarray:
@@ -222,7 +238,7 @@ def read_format(raw: Any, *, are_stacked: bool) -> Format | None:
     method = raw.get("quant_method") if isinstance(raw, Mapping) else raw
     if are_stacked:
         if method == "mxfp4":
-            return Mxfp4(form=MXFP4, group=32)
+            return Mxfp4()
         raise _refused(method, "these experts are read in mxfp4 or plain")
     if not isinstance(raw, Mapping) or method not in METHODS:
         raise _refused(method, f"not one of {', '.join(METHODS)}, nor mxfp4 of GPT-OSS")

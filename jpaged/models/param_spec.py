@@ -1,7 +1,7 @@
-"""ParamSpec: what a model declares of one parameter; and Parameter, one with its array.
+"""ParamSpec, a model's declaration of one parameter; and Parameter, a declaration with its array.
 
-Linear weights keep Hugging Face's [out, in] order, so loading transposes nothing and bf16 decode on
-CPU reads them along their rows.
+Linear weights keep Hugging Face's order of axes, [out, in], so that loading transposes nothing and
+bf16 decode on CPU reads them along their rows.
 """
 
 import dataclasses
@@ -30,13 +30,14 @@ class Part(NamedTuple):
 class ParamSpec:
     """One parameter of a model, or of a layer where its name has an {i}.
 
-    axes: letters whose sizes `sizes` gives, or sums of them and numbers. A linear weight has its
-    outputs first, then after a comma its inputs; what has no comma is multiplied by nothing.
-    source: its name in a Hugging Face file, where outputs and inputs are one axis each, and {x} is
-    the number of an expert; or the parts that it is stored as. init: "normal" has deviation 0.02,
-    "residual" the same divided by the root of how many of them add up. split: the letter of the
-    axis that a tensor-parallel mesh axis splits; None is whole on every device. layer: the number
-    that stands for {i}. sizes: (letter, size) pairs. Both are set by `placed`.
+    axes: letters whose sizes are in `sizes`, or sums of letters and numbers. A linear weight has
+    its outputs first and, after a comma, its inputs; a spelling without a comma is of a parameter
+    that no product takes. source: its name in a Hugging Face file, in which all outputs are one
+    axis and all inputs another, and {x} is the number of an expert; or the parts that it is stored
+    as. init: "normal" has a standard deviation of 0.02, "residual" that divided by the root of the
+    number of residual additions. split: the letter of the axis that a tensor-parallel mesh axis
+    splits; None: every device holds the whole. layer: the number that replaces {i}. sizes: (letter,
+    size) pairs. `placed` sets the last two.
     """
 
     name: str
@@ -48,7 +49,9 @@ class ParamSpec:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def placed(self, sizes: Mapping[str, int], layer: int | None = None) -> "ParamSpec":
-        """The parameter in a model with these sizes; `layer` also puts both names into a layer."""
+        """Return the parameter in a model with these sizes. layer: puts the parameter, and its
+        source, into the layer of this number.
+        """
         name, source = self.name, self.source
         if layer is not None:
             name = f"layers.{{i}}.{name}"
@@ -61,7 +64,7 @@ class ParamSpec:
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """Its axes: outputs, inputs."""
+        """The axes of its outputs and those of its inputs."""
         outputs, _, inputs = self.axes.partition(",")
         return outputs.split(), inputs.split()
 
@@ -72,14 +75,14 @@ class ParamSpec:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What it is stored as, in full names with {i}; one part where it is stored whole."""
+        """The parts that it is stored as, under full names with {i}; one if it is stored whole."""
         if isinstance(self.source, str):
             return (Part(self.name, self.axes, self.source),)
         node = self.name[: self.name.rfind(".") + 1]
         return tuple(part._replace(name=node + part.name) for part in self.source)
 
     def stored_as(self, names: Mapping[str, str]) -> "ParamSpec":
-        """The same, under a family's own names of some parts."""
+        """Return the same parameter with a family's names of some of its parts."""
         if isinstance(self.source, str):
             return dataclasses.replace(self, source=names.get(self.name, self.source))
         node = self.name[: self.name.rfind(".") + 1]
@@ -89,23 +92,23 @@ class ParamSpec:
         return dataclasses.replace(self, source=tuple(parts))
 
     @property
-    def joined(self) -> int:
-        """The axis along which its parts are concatenated (0 where there is one part)."""
+    def concat_axis(self) -> int:
+        """The axis along which its parts are concatenated (0 if there is one part)."""
         ours, theirs = tokens_of(self.axes), tokens_of(self.parts[0].axes)
         return next((i for i, token in enumerate(ours) if token != theirs[i]), 0)
 
     @property
     def places(self) -> list[tuple[Part, tuple[slice, ...]]]:
-        """Each part, and the index of our tensor that it fills."""
+        """Every part with the index of our tensor that it fills."""
         places, start = [], 0
         for part in self.parts:
-            end = start + self.shape_of(part.axes)[self.joined]
-            places.append((part, (slice(None),) * self.joined + (slice(start, end),)))
+            end = start + self.shape_of(part.axes)[self.concat_axis]
+            places.append((part, (slice(None),) * self.concat_axis + (slice(start, end),)))
             start = end
         return places
 
     def at(self, template: str) -> str:
-        """A name with this layer's number in it."""
+        """Return a name with this layer's number in place of {i}."""
         return template.replace("{i}", str(self.layer))
 
     @property
@@ -114,7 +117,7 @@ class ParamSpec:
         return self.shape_of(self.axes)
 
     def shape_of(self, axes: str) -> tuple[int, ...]:
-        """The sizes of axes that are spelled as in `axes`."""
+        """Return the sizes of axes that are spelled as in `axes`."""
         sizes = dict(self.sizes)
         return tuple(
             sum(int(term) if term.isdecimal() else sizes[term] for term in token.split("+"))
@@ -122,13 +125,15 @@ class ParamSpec:
         )
 
     def split_letter(self, devices: int) -> str | None:
-        """The axis that a mesh axis of so many devices splits; None where it does not divide."""
+        """Return the axis that a mesh axis of this many devices splits, None if it cannot."""
         letter = self.split
         return letter if letter and self.shape_of(letter)[0] % devices == 0 else None
 
     def partition(self, axis: MeshAxis | None, devices: int) -> PartitionSpec:
-        """How it lies on a mesh. Where heads or vocabulary do not divide it is split by E, if that
-        does: to be kept, since no step takes it so. An FFN or expert that does not stays whole.
+        """Return how it is split on a mesh.
+
+        If heads or vocabulary do not divide, E is split instead if it divides: weights can be kept
+        in that way, though no step takes them. An FFN or expert that does not divide stays whole.
         """
         letter, tokens = self.split, tokens_of(self.axes)
         if letter is None:
@@ -141,8 +146,10 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter at hand. value: its array, or what stands for one (a QuantizedWeight, a tracer, a
-    shape). adapters: its tables {"a": ..., "b": ...} of AdapterRows, or None.
+    """A declaration with its array.
+
+    value: the array, or a QuantizedWeight, tracer or shape in its place. adapters: its tables {"a":
+    ..., "b": ...} of AdapterRows, or None.
     """
 
     spec: ParamSpec
@@ -156,10 +163,10 @@ HF_LAYER = "model.layers.{i}."
 
 
 def tokens_of(axes: str) -> list[str]:
-    """The axes of a spelling, one by one."""
+    """Return the axes of a spelling one by one."""
     return axes.replace(",", " ").split()
 
 
 def share(size: int, devices: int) -> int:
-    """What each of so many devices has of an axis: all of one that does not divide."""
+    """Return the size of one device's share of an axis, which stays whole if it does not divide."""
     return size if size % devices else size // devices

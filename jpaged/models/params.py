@@ -1,9 +1,9 @@
-"""Params: the tree that holds a model's parameters, and the views of the specs that its layers
-declare: shapes, mesh specs and initial weights.
+"""Params, the tree that holds a model's parameters; and what follows from the specs that its layers
+declare: shapes, PartitionSpecs and initial weights.
 
-A parameter is declared once, by its layer's `params` (models/layers) or the model's
-(ModelConfig.params). Shapes, mesh specs, file names, other projects' trees, initial weights and the
-memory bound are all read from there.
+A parameter is declared once, by `params` of its layer (models/layers) or of the model
+(ModelConfig.params). Shapes, PartitionSpecs, file names, other projects' trees, initial weights and
+the memory bound are all computed from that declaration.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ TENSOR_AXES = ("tp", "tensor", "model")  # names that a mesh's tensor-parallel a
 DONATED = "were the params donated to a training step?"
 
 
-# Layers that have between them every parameter that a layer can have.
+# Together these layers have every parameter that a layer can have.
 EVERYTHING = (
     LayerConfig(
         mixer=AttentionConfig(
@@ -61,14 +61,16 @@ EVERYTHING = (
 
 
 def param_table(config: ModelConfig) -> dict[str, ParamSpec]:
-    """A model's parameters by name ("layers.0.attention.qkv"), in the order of the forward pass."""
+    """Return a model's parameters by name ("layers.0.attention.qkv"), in the order of the forward
+    pass.
+    """
     names = FAMILIES[config.family].names
     specs = (spec.stored_as(names) for spec in config.params())
     return {spec.at(spec.name): spec for spec in specs}
 
 
 def all_parts() -> dict[str, Part]:
-    """Every part that some model is stored as, by its name with {i}."""
+    """Return every part that a parameter of some model is stored as, by its name with {i}."""
     norm = {"vocab_size": 1, "hidden_size": 1, "max_position_embeddings": 1, "family": "llama"}
     model = ModelConfig(**norm, layers=EVERYTHING)
     return {part.name: part for spec in model.params() for part in spec.parts}
@@ -77,7 +79,10 @@ def all_parts() -> dict[str, Part]:
 def parameters(
     config: ModelConfig, tree: Mapping[str, Any], tables: Mapping[str, Any] | None = None
 ) -> dict[str, Parameter]:
-    """The parameters of a canonical tree by name. tables: of adapters (see `bind`), or None."""
+    """Return the parameters of a canonical tree by name, with their arrays and adapter tables.
+
+    tables: the tables of adapters (see `bind`), or None.
+    """
     return {
         name: Parameter(spec, leaf_of(tree, name), leaf_of(tables, name))
         for name, spec in param_table(config).items()
@@ -85,7 +90,7 @@ def parameters(
 
 
 def leaf_of(tree: Any, name: str) -> Any:
-    """What a nested mapping holds under a dotted name; None where it holds nothing there."""
+    """Return what a nested mapping holds under a dotted name, None if it holds nothing there."""
     for key in name.split("."):
         if tree is None or key not in tree:
             return None
@@ -94,7 +99,7 @@ def leaf_of(tree: Any, name: str) -> Any:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dict of {"layers.0.attention.qkv": leaf, ...}."""
+    """Return the nested dict of {"layers.0.attention.qkv": leaf, ...}."""
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
         *parents, last = name.split(".")
@@ -106,20 +111,20 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
-    """Nested dict of shapes, one tuple a parameter; layers are keyed "0", "1", ..."""
+    """Return a nested dict of shapes, one tuple a parameter; layers have the keys "0", "1", ..."""
     return nest({name: spec.shape for name, spec in param_table(config).items()})
 
 
 def param_specs(config: ModelConfig, axis: MeshAxis | None, size: int = 1) -> dict[str, Any]:
-    """Nested dict of PartitionSpecs: KV heads, FFN and vocabulary over `axis` of `size` devices,
-    each where it divides (see ParamSpec.partition).
+    """Return a nested dict of PartitionSpecs, which split KV heads, FFN and vocabulary over `axis`
+    of `size` devices where they divide (see ParamSpec.partition).
     """
     table = param_table(config)
     return nest({name: spec.partition(axis, size) for name, spec in table.items()})
 
 
 def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dict[str, Any]:
-    """The canonical tree as training starts from it."""
+    """Return the canonical tree with the values that training starts from."""
 
     def initial(spec: ParamSpec) -> Array:
         shape = spec.shape
@@ -132,37 +137,37 @@ def initial_tree(config: ModelConfig, rngs: "nnx.Rngs", dtype: DTypeLike) -> dic
 
 
 def random_params(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> "Params":
-    """Params of untrained weights on jax's default device: what a model costs, not what it says."""
-    from flax import nnx  # a part of each start, and serving has no use for it
+    """Return Params of untrained weights on jax's default device, to measure what a model costs."""
+    from flax import nnx  # its import takes time, and serving has no use for it
 
     return Params(initial_tree(config, nnx.Rngs(seed), dtype), config)
 
 
-def check_leaf(where: str, leaf: Any, caller: str) -> None:
-    """ConfigError unless a leaf is a live floating-point array. where: its name for the message."""
+def check_leaf(name: str, leaf: Any, caller: str) -> None:
+    """ConfigError unless a leaf is a live floating-point array. name: of the leaf, for messages."""
     if isinstance(leaf, Tracer):
         raise ConfigError(
-            f"{where} is a tracer: {caller} is host Python and cannot run under jit, grad or vmap"
+            f"{name} is a tracer: {caller} is host Python and cannot run under jit, grad or vmap"
         )
     if not isinstance(leaf, jax.Array | np.ndarray):
-        raise ConfigError(f"{where} is a {type(leaf).__name__}, not an array")
+        raise ConfigError(f"{name} is a {type(leaf).__name__}, not an array")
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ConfigError(f"{where} is of dtype {leaf.dtype}: weights are floating point")
+        raise ConfigError(f"{name} is of dtype {leaf.dtype}: weights are floating point")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ConfigError(f"{where} is a deleted array: {DONATED}")
+        raise ConfigError(f"{name} is a deleted array: {DONATED}")
 
 
 def choose_tensor_axis(mesh: Mesh) -> str:
-    """The axis of a mesh to split KV heads over when nobody said: one of the usual names, else the
-    last.
+    """Return the axis of a mesh that splits KV heads when the caller names none: one with a usual
+    name, else the last.
     """
     return next((name for name in TENSOR_AXES if name in mesh.axis_names), mesh.axis_names[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What jax keeps beside the leaves. The source takes no part in equality or hash: it must never
-    split a treedef.
+    """What jax keeps beside the leaves. Equality and hash ignore the source, so that Params from
+    two folders have the same treedef.
     """
 
     config: ModelConfig
@@ -174,11 +179,12 @@ class Params(Mapping[str, Any]):
     """The canonical parameter tree (see ModelConfig.params) with its ModelConfig, usable wherever
     jax takes a pytree.
 
-    Flattens like the plain dict that it wraps: same leaves, order and key paths. Nothing is checked
-    here, so that jax, optax and Orbax may put any object where an array was. Two Params have one
-    treedef if their configs are equal, wherever they came from. source: the folder they were read
-    from (its tokenizer and generation_config), a hint and no more: a tree map keeps the first
-    tree's, and a jitted function returns that of the call that traced it.
+    It flattens like the plain dict that it wraps: same leaves, order and key paths. Nothing is
+    checked here, so that jax, optax and Orbax may put any object in the place of an array. Two
+    Params have the same treedef if their configs are equal, wherever they came from. source: the
+    folder that they were read from (with a tokenizer and a generation_config), which is only a
+    hint: a tree map keeps that of the first tree, and a jitted function returns that of the call
+    that traced it.
     """
 
     __slots__ = ("__weakref__", "_static", "_tree")
@@ -194,7 +200,7 @@ class Params(Mapping[str, Any]):
 
     @property
     def source(self) -> Path | None:
-        """The checkpoint folder that these weights came from, if one is known."""
+        """The checkpoint folder that these weights came from; None if it is not known."""
         return self._static.source
 
     def __getitem__(self, key: str) -> Any:

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec
 
 # Consecutive inputs that lie together in 4 bits: the first half of them in the low bits of 16
 # bytes, the second half in the high bits.
-PACKED = 32
+NIBBLE_BLOCK = 32
 # Multiply-adds of a product from which on it pays to round x to fp8 as well. That takes two more
 # small kernels, about 4 us, and so many multiply-adds take tensor cores 11 us in bf16 (800 TFLOP/s)
 # and half of it in fp8.
@@ -88,7 +88,7 @@ class WeightForm:
         """
         if self.bits == 8:
             return numbers
-        halves = numbers.reshape(*numbers.shape[:-1], -1, 2, PACKED // 2)
+        halves = numbers.reshape(*numbers.shape[:-1], -1, 2, NIBBLE_BLOCK // 2)
         values = halves[..., 0, :] | (halves[..., 1, :] << 4)
         return values.reshape(*numbers.shape[:-1], -1)
 
@@ -96,7 +96,7 @@ class WeightForm:
         """Return the stored numbers of values; the inverse of `pack`."""
         if self.bits == 8:
             return values
-        packed = values.reshape(*values.shape[:-1], -1, PACKED // 2)
+        packed = values.reshape(*values.shape[:-1], -1, NIBBLE_BLOCK // 2)
         halves = _of(values).concatenate([packed & 15, packed >> 4], axis=-1)
         return halves.reshape(*values.shape[:-1], -1)
 
@@ -116,7 +116,7 @@ class WeightForm:
         last, inputs = shape[-1], math.prod(shape[num_outputs:])
         asked = min(group or inputs, inputs)
         size = math.gcd(asked, last)
-        if self.bits == 4 and (last % PACKED or size % PACKED):
+        if self.bits == 4 and (last % NIBBLE_BLOCK or size % NIBBLE_BLOCK):
             return None
         if self.is_cast and asked >= inputs:
             return (*shape[:num_outputs], *[1] * (len(shape) - num_outputs))
@@ -164,7 +164,7 @@ INT4 = WeightForm(
     offset=8,
     encode=_to_int4,
     largest=7.0,
-    group=PACKED,
+    group=NIBBLE_BLOCK,
     head="int8",
 )
 FP8 = WeightForm(name="fp8", dtype=_E4M3, encode=_to_fp8, largest=448.0)
@@ -342,7 +342,7 @@ def in_stored_order(x: Array, w: QuantizedWeight) -> list[tuple[Array, Array]]:
 
     if w.form.bits == 8:
         return [(x, apply_scales(w.form.decoded(w.values)))]
-    halves = x.reshape(*x.shape[:-1], -1, 2, PACKED // 2)
+    halves = x.reshape(*x.shape[:-1], -1, 2, NIBBLE_BLOCK // 2)
     low, high = (halves[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
     low_bits, high_bits = (
         w.form.decoded((w.values & bits).astype(jnp.float32) / unit)

@@ -1,7 +1,7 @@
-"""Trees of parameters as they come: nested dicts, lists, flax.nnx's modules and states.
+"""Trees of parameters that callers pass: nested dicts, lists, flax.nnx's modules and states.
 
-Nothing here imports flax, which takes a part of each start and which serving has no use for: where
-an object of nnx's is, nnx has been imported.
+Nothing here imports flax, which would take time at every start and which serving has no use for:
+whoever passes an object of nnx has imported it.
 """
 
 import sys
@@ -11,19 +11,19 @@ from typing import Any
 
 
 def imported(name: str) -> ModuleType | None:
-    """A module, if anybody has imported it."""
+    """Return a module if it has been imported, else None."""
     return sys.modules.get(name)
 
 
 def is_module(x: Any) -> bool:
-    """Whether it is an nnx Module."""
+    """Return whether an object is an nnx Module."""
     nnx = imported("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Module)
 
 
 def to_tree(model: Any) -> Any:
-    """The canonical tree (nested dicts of bare arrays, keyed by strings) of an nnx Module, an
-    nnx.State or a mapping.
+    """Return the canonical tree of an nnx Module, an nnx.State or a mapping: nested dicts of bare
+    arrays, keyed by strings.
     """
     nnx = imported("flax.nnx")
     if nnx is not None and isinstance(model, nnx.Module):

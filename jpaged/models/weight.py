@@ -175,13 +175,13 @@ class Weight:
         """Return the same weight with its pieces read into numpy arrays, in the dtype that it is
         served in. CheckpointError where the files are damaged.
         """
-        if self.keeps_form and (found := self._read_quantized()) is not None:
-            if not found.is_finite():
+        if self.keeps_form and (kept := self._read_quantized()) is not None:
+            if not kept.is_finite():
                 raise CheckpointError(
-                    f"{self.folder}: {self.name} holds a value in {found.form.name} that is not "
+                    f"{self.folder}: {self.name} holds a value in {kept.form.name} that is not "
                     "finite"
                 )
-            return dataclasses.replace(self, source=found, is_buffer=True)
+            return dataclasses.replace(self, source=kept, is_buffer=True)
         buffer = aligned(self.spec.shape, self.wanted_dtype)
         for piece in self.source:
             piece.read(buffer[piece.fills])
@@ -214,9 +214,9 @@ class Weight:
         """Return the weight as its files hold it; None where they hold it plain, or in a way that
         its form cannot express: then it is read as plain values.
         """
-        found = [piece.quantized() for piece in self.source if piece.quantized is not None]
-        sizes = {(w.form, w.values.shape[1] // w.scales.shape[1]) for w in found}
-        if len(found) < len(self.source) or len(sizes) > 1:
+        matrices = [piece.quantized() for piece in self.source if piece.quantized is not None]
+        sizes = {(w.form, w.values.shape[1] // w.scales.shape[1]) for w in matrices}
+        if len(matrices) < len(self.source) or len(sizes) > 1:
             return None
         ((unpacked, size),) = sizes
         shape, form = self.spec.shape, FORMS[unpacked.name]
@@ -228,14 +228,14 @@ class Weight:
         # The first input of each of our groups, which are as large as the file's or divide them.
         firsts = np.arange(0, inputs, shape[-1] // of_scales[-1] if grouped else inputs)
         values, scales = aligned(shape, form.dtype), aligned(of_scales, np.dtype(np.float32))
-        has_zeros = any(w.zeros is not None for w in found)
+        has_zeros = any(w.zeros is not None for w in matrices)
         zeros = np.zeros_like(scales) if has_zeros else None
-        for piece, w in zip(self.source, found, strict=True):
-            at = piece.fills
-            values[at] = np.reshape(w.values, values[at].shape)
-            scales[at] = np.reshape(w.scales[:, firsts // size], scales[at].shape)
+        for piece, w in zip(self.source, matrices, strict=True):
+            i = piece.fills
+            values[i] = np.reshape(w.values, values[i].shape)
+            scales[i] = np.reshape(w.scales[:, firsts // size], scales[i].shape)
             if zeros is not None and w.zeros is not None:
-                zeros[at] = np.reshape(w.zeros[:, firsts // size], zeros[at].shape)
+                zeros[i] = np.reshape(w.zeros[:, firsts // size], zeros[i].shape)
         made: dict[str, Any] = {"values": form.pack(values), "scales": scales, "zeros": zeros}
         return QuantizedWeight(
             **made, form=form, num_outputs=self.num_outputs, dtype=self.wanted_dtype

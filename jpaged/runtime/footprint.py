@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig, has_head_adapters
-from jpaged.engine.buckets import DRAWS, Bucket, padded_blocks
+from jpaged.engine.buckets import DRAWS, Bucket, moved_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import HeadConfig, fitted
 from jpaged.models.hf_config import format_of
@@ -296,11 +296,11 @@ def measured(probe: Runner, block_bytes: int) -> Needs:
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig, block_bytes: int) -> int:
-    """What a device keeps of every row, and one sequence's blocks on their way to the host or
-    back.
+    """Return the bytes that a device keeps of every row, and of blocks on their way to the host,
+    before each of two steps in flight, and back.
     """
     rows = 4 * config.max_num_seqs * (2 + model.vocab_size)
-    moving = padded_blocks(config.max_blocks_per_seq) * block_bytes if config.swap_space_gib else 0
+    moving = 3 * moved_blocks(config) * block_bytes if config.swap_space_gib else 0
     return rows + moving
 
 

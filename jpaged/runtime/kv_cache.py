@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec, Sharding
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import GroupSize
+from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import KVGroup, kv_groups
 from jpaged.models.record import Field, Record
@@ -206,19 +207,27 @@ def num_rows(pool: Pool) -> int:
     return next(iter(pool.values())).shape[0]
 
 
-def pinned(pool: PoolSpec, where: Placement) -> Pool | None:
-    """How blocks lie in host memory that the device reaches by itself; None without such."""
-    kinds = {memory.kind for memory in where.device.addressable_memories()}
-    if "pinned_host" not in kinds:
-        return None
-    shardings = pool.shardings(where)
-    return {name: sharding.with_memory_kind("pinned_host") for name, sharding in shardings.items()}
+def split(blocks: Any, num_layers: int, count: int) -> list[Any]:
+    """Return each of the first `count` blocks of what read_blocks made, on the host: by field an
+    array [L, *field.shape], or a list of the devices' shares of it. None holds on to the others'
+    memory.
+    """
+    rows = [slice(i * num_layers, (i + 1) * num_layers) for i in range(count)]
+    return [jax.tree.map(lambda part, at=at: part[at].copy(), blocks) for at in rows]
 
 
-def to_host(blocks: Any, pool: PoolSpec, where: Placement) -> Any:
-    """Blocks on the host, in pinned memory where there is any."""
-    memory = pinned(pool, where)
-    return jax.device_get(blocks) if memory is None else jax.device_put(blocks, memory)
+def joined(blocks: Sequence[Any], num_layers: int, count: int) -> Any:
+    """Return such blocks one after the other, as write_blocks takes them: `count` of them, with
+    zeros where there are fewer.
+    """
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+        whole = np.zeros((count * num_layers, *parts[0].shape[1:]), parts[0].dtype)
+        for i, part in enumerate(parts):
+            whole[i * num_layers : (i + 1) * num_layers] = part
+        return whole
+
+    return jax.tree.map(join, *blocks)
 
 
 @functools.cache

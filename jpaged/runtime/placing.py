@@ -59,8 +59,10 @@ class Placer:
             if target is not None and not target.is_fully_addressable:
                 # Each process reads its own shares, one time for all devices that hold the same.
                 read = functools.cache(weight.read_share)
-                return jax.make_array_from_callback(weight.spec.shape, target, read)
-            weight = weight.read()
+                made = jax.make_array_from_callback(weight.spec.shape, target, read)
+                weight = dataclasses.replace(weight, source=made)
+            else:
+                weight = weight.read()
         weight.check()
         if is_quantized(weight.source):
             return self._kept(weight)
@@ -105,7 +107,7 @@ class Placer:
     def _plain(self, weight: Weight, target: Sharding | None) -> Array:
         """Return plain values cast, repeated, padded and split as they are served."""
         change, source = weight.change, weight.source
-        if weight.form is not None and _lies(source, target) and not change.is_needed(source):
+        if _lies(source, target) and not change.is_needed(source):
             return source
         if weight.is_buffer and not change.is_needed(source):
             return jax.block_until_ready(jax.device_put(source, target))

@@ -32,6 +32,11 @@ def count_of(mesh: Any) -> int:
     return len({d.process_index for d in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
 
 
+def is_local(device: Any) -> bool:
+    """Whether a device is this process's."""
+    return device.process_index == jax.process_index()
+
+
 def put(array: np.ndarray, where: Sharding) -> Array:
     """A host array on the devices; over processes each gives its own shares of an equal array.
 

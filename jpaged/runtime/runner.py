@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import GroupSize
-from jpaged.engine.buckets import Bucket, Buckets, padded_blocks
+from jpaged.engine.buckets import Bucket, Buckets, moved_blocks, padded_blocks
+from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.models.config import ModelConfig
@@ -48,6 +48,17 @@ class Handle:
     undrawn: tuple[Array, Array] | None = None
     weight_version: int  # of the weights that it ran with, its draw included
     compared: Array | None = None  # over processes: whether all run this step
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksRead:
+    """Blocks of a replica on their way to the host. arrived: by group. under_way: of a group, so
+    many blocks, still on the device.
+    """
+
+    replica: int
+    arrived: list[list[Any]]
+    under_way: list[tuple[int, int, Any]]
 
 
 class Runner:
@@ -203,37 +214,67 @@ class Runner:
         handle.done.block_until_ready()
         return [self.transfers.get(out) for out in handle.outs]
 
-    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
-        """Copy blocks of each group to the host, a transfer each, padded to a power of two: into
-        pinned memory where there is any.
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether what was read of one replica can be written to any other."""
+        return self.transfers.shares_blocks
+
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> BlocksRead:
+        """Start to copy blocks of each group to the host, as they are after the steps dispatched so
+        far, and return a handle at once, unless they are too many for the device to hold beside the
+        pools: then earlier ones are waited for.
         """
         self.allocate()
-        return [
-            self._read(group, ids, replica) if ids else None for group, ids in enumerate(block_ids)
-        ]
-
-    def _read(self, group: int, block_ids: list[int], replica: int) -> Any:
         assert self._state is not None
-        count = padded_blocks(len(block_ids))
-        move = self.steps.move("read_blocks", group, count)
-        ids = self.transfers.put_for(replica, _padded(block_ids, count, -1), -1)
-        return self.transfers.get_blocks(
-            move(self._state.kv[group], ids), replica, self.pools[group]
-        )
+        read = BlocksRead(replica, [[] for _ in block_ids], [])
+        for group, ids in enumerate(block_ids):
+            for first in range(0, len(ids), self._most_moved):
+                if read.under_way:
+                    self._arrive(read)
+                part = ids[first : first + self._most_moved]
+                count = padded_blocks(len(part))
+                move = self.steps.move("read_blocks", group, count)
+                places = self.transfers.put_for(replica, _padded(part, count, -1), -1)
+                blocks = move(self._state.kv[group], places)
+                self.transfers.start_blocks(blocks, replica)
+                read.under_way.append((group, len(part), blocks))
+        return read
 
-    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
-        """Put what read_blocks gave into these blocks, a transfer a group; -1 leaves one out."""
+    def fetch_blocks(self, handle: BlocksRead) -> list[list[Any]]:
+        """Wait for blocks that are being read. Returns each on the host, by group."""
+        self._arrive(handle)
+        return handle.arrived
+
+    def _arrive(self, read: BlocksRead) -> None:
+        for group, count, blocks in read.under_way:
+            whole = self.transfers.get_blocks(blocks, read.replica)
+            read.arrived[group] += kv_cache.split(whole, self.pools[group].num_layers, count)
+        read.under_way.clear()
+
+    def write_blocks(
+        self, blocks: list[list[Any]], block_ids: list[list[int]], replica: int = 0
+    ) -> None:
+        """Put what fetch_blocks gave into these blocks, transfers of many blocks of a group."""
         self.allocate()
+        for group, (data, ids) in enumerate(zip(blocks, block_ids, strict=True)):
+            for first in range(0, len(ids), self._most_moved):
+                part = slice(first, first + self._most_moved)
+                self._write(group, data[part], ids[part], replica)
+
+    def _write(self, group: int, blocks: list[Any], block_ids: list[int], replica: int) -> None:
         assert self._state is not None
+        count, pool = padded_blocks(len(block_ids)), self.pools[group]
+        whole = kv_cache.joined(blocks, pool.num_layers, count)
+        sent = self.transfers.put_blocks(whole, replica, pool, count)
+        places = self.transfers.put_for(replica, _padded(block_ids, count, -1), -1)
         kv, rows = list(self._state.kv), self._state.rows
-        for group, (blocks, ids) in enumerate(zip(data, block_ids, strict=True)):
-            if blocks is not None:
-                count = padded_blocks(len(ids))
-                blocks = self.transfers.put_blocks(blocks, replica, self.pools[group], count)
-                move = self.steps.move("write_blocks", group, count)
-                places = self.transfers.put_for(replica, _padded(ids, count, -1), -1)
-                kv[group] = move(kv[group], places, blocks)
-                self._state = DeviceState(kv=tuple(kv), rows=rows)
+        kv[group] = self.steps.move("write_blocks", group, count)(kv[group], places, sent)
+        self._state = DeviceState(kv=tuple(kv), rows=rows)
+
+    @property
+    def _most_moved(self) -> int:
+        """Blocks of one transfer at most."""
+        return moved_blocks(self.config)
 
     def allocate(self, *, full: bool = False) -> None:
         """Have the pools and the device rows, and for full steps the counts; ConfigError where

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from jpaged.engine.buckets import Bucket, bucket_table, padded_blocks
+from jpaged.engine.buckets import Bucket, bucket_table, moved_blocks, padded_blocks
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.steps import StepSetting
 
@@ -71,7 +71,7 @@ def warmup(
     # The largest first: they take longest.
     jobs: list[Any] = [functools.partial(steps.__getitem__, bucket) for bucket in reversed(table)]
     if config.swap_space_gib:
-        sizes = {padded_blocks(n) for n in range(1, config.max_blocks_per_seq + 1)}
+        sizes = {padded_blocks(n) for n in range(1, moved_blocks(config) + 1)}
         moves: tuple[Literal["read_blocks", "write_blocks"], ...] = ("read_blocks", "write_blocks")
         jobs += [
             functools.partial(steps.move, move, group, size)

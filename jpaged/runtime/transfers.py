@@ -7,10 +7,9 @@ import jax
 import numpy as np
 from jax import Array
 
-from jpaged.runtime import kv_cache
 from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.processes import Peers, from_shards, local_shards, put
+from jpaged.runtime.processes import Peers, from_shards, is_local, local_shards, put
 
 Sent = Array | np.ndarray  # an argument of a step, on the devices or to go up with the call
 
@@ -28,6 +27,7 @@ class Transfers:
         self.ups = self.downs = 0
         self._each = where.sharding(where.each)
         self.with_calls = where.mesh is None
+        self._moves_whole = where.replicas == 1  # else each device's share by itself
 
     def sending(self) -> AbstractContextManager[None]:
         """Lets calls take what `put` returned, whatever transfer guard their caller has set."""
@@ -53,29 +53,62 @@ class Transfers:
         with jax.transfer_guard_device_to_host("allow"):
             return np.asarray(array)
 
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether put_blocks takes for any replica what get_blocks gave of another."""
+        return True
+
     def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
-        """Up, so many blocks of a replica's pool, from get_blocks; zeros in the others' parts."""
+        """Send so many blocks of a replica's pool up, as get_blocks gives them; the others' parts
+        are zeros.
+        """
         self.ups += 1
-        if self.where.replicas == 1:
+        if self._moves_whole:
             return jax.device_put(blocks, pool.shardings(self.where))
-        return self._joined(blocks, pool, count)
+        return self._joined(blocks, replica, pool, count)
 
-    def get_blocks(self, blocks: Any, replica: int, pool: PoolSpec) -> Any:
-        """Down, a replica's part: into pinned memory where that is whole and there is any."""
+    def start_blocks(self, blocks: Any, replica: int) -> None:
+        """Start to send a replica's part of some blocks down, which get_blocks waits for."""
+        parts: list[Array] = jax.tree.leaves(blocks)
+        if not self._moves_whole:
+            devices = self.where.devices_of(replica)
+            shards = [shard for part in parts for shard in part.addressable_shards]
+            parts = [shard.data for shard in shards if shard.device in devices]
+        with jax.transfer_guard_device_to_host("allow"):
+            for part in parts:
+                part.copy_to_host_async()
+
+    def get_blocks(self, blocks: Any, replica: int) -> Any:
+        """Return a replica's part of some blocks on the host: by field an array, or a list of the
+        shares of its devices.
+        """
         self.downs += 1
-        if self.where.replicas == 1:
-            return kv_cache.to_host(blocks, pool, self.where)
-        return self._shards(blocks, replica)
+        if self._moves_whole:
+            with jax.transfer_guard_device_to_host("allow"):
+                return jax.tree.map(np.asarray, blocks)
+        return self._shares(blocks, replica)
 
-    def _shards(self, blocks: Any, replica: int) -> Any:
-        devices = self.where.devices_of(replica)
-        return jax.tree.map(lambda part: local_shards(part, devices), blocks)
+    def _shares(self, blocks: Any, replica: int) -> Any:
+        """Return the shares of a replica's devices, those of this process, in their order: another
+        replica's devices take the same ones.
+        """
+        devices = [d for d in self.where.devices_of(replica) if is_local(d)]
 
-    def _joined(self, shards: Any, pool: PoolSpec, count: int) -> Any:
+        def shares(part: Array) -> list[np.ndarray]:
+            with jax.transfer_guard_device_to_host("allow"):
+                found = local_shards(part, devices)
+            return [found[device] for device in devices]
+
+        return jax.tree.map(shares, blocks)
+
+    def _joined(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
         whole = pool.of_rows(self.where.replicas * pool.num_layers * count)
         shardings = pool.shardings(self.where)
+        devices = [d for d in self.where.devices_of(replica) if is_local(d)]
         return {
-            name: from_shards(shards[name], x.shape, x.dtype, shardings[name])
+            name: from_shards(
+                dict(zip(devices, blocks[name], strict=True)), x.shape, x.dtype, shardings[name]
+            )
             for name, x in whole.items()
         }
 
@@ -86,16 +119,17 @@ class SharedTransfers(Transfers):
     def __init__(self, where: Placement, peers: Peers):
         super().__init__(where)
         self.peers = peers
+        self._moves_whole = False
         self._whole = jax.jit(lambda x: x, out_shardings=where.replicated)
 
     def get(self, array: Array) -> np.ndarray:
         """Each process commits what all replicas drew, those of other processes among them."""
         return super().get(self._whole(array) if self.where.replicas > 1 else array)
 
-    def put_blocks(self, blocks: Any, replica: int, pool: PoolSpec, count: int) -> Any:
-        self.ups += 1
-        return self._joined(blocks, pool, count)
+    @property
+    def shares_blocks(self) -> bool:
+        return False  # a replica's shares are with the processes that have its devices
 
-    def get_blocks(self, blocks: Any, replica: int, pool: PoolSpec) -> Any:
-        self.downs += 1
-        return self.peers.call(lambda: self._shards(blocks, replica), "reading blocks")
+    def get_blocks(self, blocks: Any, replica: int) -> Any:
+        got = super().get_blocks
+        return self.peers.call(lambda: got(blocks, replica), "reading blocks")

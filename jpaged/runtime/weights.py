@@ -19,6 +19,7 @@ from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.param_spec import MeshAxis, ParamSpec
 from jpaged.models.params import (
+    DONATED,
     TENSOR_AXES,
     Params,
     check_leaf,
@@ -83,32 +84,32 @@ def placement(params: Params, config: EngineConfig, mesh: Mesh | None) -> Placem
         asks_for_none = all(size is None for size in sizes)
         mesh = theirs if asks_for_none else serving_mesh(config, None, list(devices))
     if mesh is None or mesh.size == 1:
-        own = leaves[0].devices() if leaves else jax.devices()
-        device = next(iter(own if mesh is None else mesh.devices.flat))
-        where = Placement(mesh=None, axis=None, device=device)
-        _check_sizes(config, where)
-        return where
+        devices = leaves[0].devices() if leaves else jax.devices()
+        device = next(iter(devices if mesh is None else mesh.devices.flat))
+        place = Placement(mesh=None, axis=None, device=device)
+        _check_sizes(config, place)
+        return place
     axis = config.tensor_axis
     check_combination(Facts(config=config, mesh_axes=mesh.axis_names))
     if axis == "auto":
         axis = _kv_axis(params, mesh) or next(
             (name for name in TENSOR_AXES if name in mesh.axis_names), None
         )
-    own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    if not own:
+    devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    if not devices:
         raise ConfigError(
             f"process {jax.process_index()} has no device on the mesh {mesh.axis_names}: every "
             "process that calls must share the model"
         )
-    where = Placement(mesh=mesh, axis=axis or None, device=own[0])
-    _check_sizes(config, where)
+    place = Placement(mesh=mesh, axis=axis or None, device=devices[0])
+    _check_sizes(config, place)
     try:
-        served_config(params.config, where.axis_size)
+        served_config(params.config, place.axis_size)
     except ConfigError as e:
         error = ConfigError(f"mesh axis {axis!r}: {e}")
         error.rule = e.rule
         raise error from e
-    return where
+    return place
 
 
 def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
@@ -118,8 +119,8 @@ def _own_mesh(leaves: Iterable[jax.Array]) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def _check_sizes(config: EngineConfig, where: Placement) -> None:
-    check_combination(Facts(config=config, devices=where.axis_size, replicas=where.replicas))
+def _check_sizes(config: EngineConfig, place: Placement) -> None:
+    check_combination(Facts(config=config, devices=place.axis_size, replicas=place.replicas))
 
 
 def is_deleted(leaf: Any) -> bool:
@@ -155,10 +156,9 @@ class ServingWeights:
         """Take these params, whose serving tree `tree` then returns; return whether they are a new
         version.
         """
-        leaves = _leaves(params)
-        held = [x.values if is_quantized(x) else x for x in leaves]
-        same = len(held) == len(self._refs) and all(
-            r and r() is x for r, x in zip(self._refs, held, strict=True)
+        arrays = jax.tree.leaves(params)  # of a weight in 8 or 4 bits its scales too
+        same = len(arrays) == len(self._refs) and all(
+            r and r() is x for r, x in zip(self._refs, arrays, strict=True)
         )
         if same and self._derived:
             return False
@@ -168,7 +168,7 @@ class ServingWeights:
         if same:  # they had been released
             return False
         self.version += 1
-        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in held]
+        self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in arrays]
         return True
 
     def tree(self, params: Params) -> Any:
@@ -305,10 +305,12 @@ def _check(tree: Any, shapes: Any, path: str) -> None:
             f"params{path} hold {extra[0]!r}, which this config does not have; {FOREIGN}"
         )
     for name, shape in shapes.items():
-        leaf, where = tree[name], f"{path}[{name!r}]"
+        leaf, key = tree[name], f"{path}[{name!r}]"
         if isinstance(shape, dict):
-            _check(leaf, shape, where)
+            _check(leaf, shape, key)
             continue
-        check_leaf(f"params{where}", leaf.scales if is_quantized(leaf) else leaf, "generate")
+        check_leaf(f"params{key}", leaf.scales if is_quantized(leaf) else leaf, "generate")
+        if any(map(is_deleted, jax.tree.leaves(leaf))):  # values or zeros of a quantised weight
+            raise ConfigError(f"params{key} has a deleted array: {DONATED}")
         if leaf.shape != shape:
-            raise ConfigError(f"params{where} is of shape {leaf.shape}, the config says {shape}")
+            raise ConfigError(f"params{key} is of shape {leaf.shape}, the config says {shape}")

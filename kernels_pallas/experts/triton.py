@@ -25,7 +25,7 @@ from kernels_pallas.experts.interface import ExpertWeights, Glu, Shapes, grouped
 
 FEW, MANY = 16, 128  # rows of a tile
 OUT, IN = 128, 64  # outputs of a tile, and places of values in a step
-PACKED = 32  # inputs in 16 bytes of 4-bit numbers: their first half in the low bits
+NIBBLE_BLOCK = 32  # inputs in 16 bytes of 4-bit numbers: their first half in the low bits
 
 
 class Parts(NamedTuple):
@@ -105,7 +105,7 @@ def _form(weight: Any) -> str | None:
 
 def _halves(x: Array) -> tuple[Array, Array]:
     """Split x [P, inputs] into the inputs of the low halves of the bytes and of the high ones."""
-    groups = x.reshape(len(x), -1, 2, PACKED // 2)
+    groups = x.reshape(len(x), -1, 2, NIBBLE_BLOCK // 2)
     return groups[:, :, 0].reshape(len(x), -1), groups[:, :, 1].reshape(len(x), -1)
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import weakref
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -9,7 +11,9 @@ from typing import Any, ClassVar
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.contents import Content, Contents
+from jpaged.engine.cache.store import HostStore
 from jpaged.engine.drafting import Drafter, can_draft
 from jpaged.engine.engine import Engine
 from jpaged.engine.plan import Phase, Plan, PlanEntry
@@ -21,7 +25,9 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
 from tests.engine.mock import (
     MODEL,
+    Data,
     MockRunner,
+    Window,
     adapted,
     expected,
     expected_beams,
@@ -88,6 +94,27 @@ def check_search(host: "Host", search: BeamSearch) -> None:
             assert [h.score for h in found] == pytest.approx([score for _, score in want])
 
 
+KV_OF: weakref.WeakKeyDictionary[Content, list[int]] = weakref.WeakKeyDictionary()
+
+
+def kv_of(content: Content, size: int) -> list[int]:
+    """The KV of a block of this content, as the mock's model computes it. size: tokens a block."""
+    if content not in KV_OF:
+        chain = []
+        link: Content | None = content
+        while link is not None and link.parent is not None:
+            chain.insert(0, link.token_ids)
+            link = link.parent
+        salt = chain[0][: -4 * size]
+        if salt[-9:-8] == b"\xff":  # of a request that shares nothing
+            salt = salt[:-9]
+        version = int.from_bytes(salt[-8:], "little") if salt[-9:-8] == b"\0" else 0
+        tokens = array("i", b"".join(block[-4 * size :] for block in chain)).tolist()
+        kv = list(itertools.accumulate(adapted(tokens, version), next_kv, initial=0))
+        KV_OF[content] = kv[-size:]
+    return KV_OF[content]
+
+
 class Letters:
     """A tokenizer whose token t is a letter."""
 
@@ -135,7 +162,7 @@ class CheckedScheduler(Scheduler):
 class Oracle(Drafter):
     """Guesses what a row will draw, some tokens of it wrong. windows: of the mock."""
 
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[Window, ...] = (None,)
 
     def _draft(self, seq: Sequence, row: Any, most: int) -> list[int]:
         if not can_draft(seq):
@@ -146,8 +173,8 @@ class Oracle(Drafter):
 
 
 class CheckedEngine(Engine):
-    def _new_replica(self, count: int) -> Scheduler:
-        scheduler = super()._new_replica(count)
+    def _new_replica(self, contents: Contents, store: HostStore | None) -> Scheduler:
+        scheduler = super()._new_replica(contents, store)
         if self.drafter is not None and not self.drafter.has_model:
             self.drafter.__class__ = Oracle
         scheduler.__class__ = CheckedScheduler
@@ -168,7 +195,7 @@ class Host:
     def __init__(
         self,
         depth: int = 1,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window, ...] = (None,),
         windowed_blocks: int | None = None,
         **settings: Any,
     ):
@@ -192,6 +219,15 @@ class Host:
     @property
     def blocks(self):
         return self.engine.replicas[0].blocks
+
+    @property
+    def store(self) -> HostStore | None:
+        """What keeps the blocks that the pools have given up."""
+        traffic = self.blocks.traffic
+        if traffic is None:
+            return None
+        assert isinstance(traffic.store, HostStore)
+        return traffic.store
 
     def sequence(
         self, prompt: Iterable[int], max_tokens: int | None = 8, **options: Any
@@ -262,20 +298,29 @@ class Host:
         return ended
 
     def check(self) -> None:
-        """The scheduler's invariants; host blocks equal what is swapped; nothing from before a
-        reset can be found.
+        """The scheduler's invariants; whatever a search finds, in a pool or in the store, holds
+        the KV of just its content, and none from before a reset.
         """
-        scheduler, size = self.engine.replicas[0], self.config.block_size
-        scheduler.check_integrity()
-        seqs = [seq for request in self.engine.requests.values() for seq in request.sequences]
-        swapped = sum(seq.swapped.num_bytes for seq in seqs if seq.swapped is not None)
-        assert swapped == scheduler.swapping.host_bytes - scheduler.swapping.free_bytes, (
-            "host bytes leaked"
-        )
-        for group, eras in zip(self.blocks.groups, self.runner.born, strict=True):
-            for block_id in group.cached.values():
-                born = min(eras[block_id * size : (block_id + 1) * size])
-                assert born >= self.era, f"block {block_id} is found and is from before the reset"
+        self.check_replica(self.engine.replicas[0], self.runner)
+
+    def check_replica(self, replica: Scheduler, runner: MockRunner) -> None:
+        replica.check_integrity()
+        traffic = replica.blocks.traffic
+        for at, group in enumerate(replica.blocks.groups):
+            for content, block_id in group.cached.items():
+                if block_id not in group.unwritten:
+                    self._check_data(content, at, runner._get(at, block_id))
+        if traffic is not None:
+            assert isinstance(traffic.store, HostStore)
+            for slot in traffic.store:
+                if slot.data is not None:
+                    self._check_data(slot.content, slot.group, slot.data)
+
+    def _check_data(self, content: Content, at: int, data: Data) -> None:
+        values, eras = data
+        want = kv_of(content, self.config.block_size)[-len(values) :]
+        assert values == want, f"a block of group {at} holds another's KV"
+        assert min(eras) >= self.era, "a block is found and is from before the reset"
 
     def reset(self) -> None:
         self.engine.reset_prefix_cache()
@@ -298,7 +343,7 @@ class Host:
         while self.engine.has_unfinished():
             ended += self.step()
         assert self.blocks.num_used == 0, "blocks leaked"
-        self.check()  # of which nothing is on the host either
+        self.check()
         return ended
 
     def generate(

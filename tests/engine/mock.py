@@ -13,12 +13,11 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.blocks import GroupSize
 from jpaged.engine.buckets import (
     Bucket,
     Buckets,
@@ -26,6 +25,7 @@ from jpaged.engine.buckets import (
     input_sections,
     output_sections,
 )
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.controls import CONTROLS
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
@@ -36,7 +36,9 @@ from jpaged.search.beam import BeamSearch, EarlyStopping
 SAMPLE_INDEX = [control.name for control in CONTROLS].index("sample_index")
 VOCAB = 101
 POISON, STOPPED = -1, -2
+Window = int | Literal["state"] | None  # of a group of layers; a "state" is one record a block
 Views = dict[str, np.ndarray]
+Data = tuple[list[int], list[int]]  # a block's KV, and the era of each slot
 Context = tuple[int, list[int], int | None]  # length, visible KV, the last token if on the device
 ROOTS = [
     random.Random(i).choices(range(1, 90), k=24) for i in range(2)
@@ -165,10 +167,12 @@ class MockRunner:
     or the oldest one in what that was computed from. era: its version of the weights.
     """
 
+    shares_blocks = True
+
     def __init__(
         self,
         config: EngineConfig,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window, ...] = (None,),
         windowed_blocks: int | None = None,
     ):
         self.config = config
@@ -176,12 +180,17 @@ class MockRunner:
         assert most is not None
         windowed = most if windowed_blocks is None else windowed_blocks
         self.kv_groups = tuple(
-            GroupSize(most if window is None else windowed, window, 2**20 // len(windows))
+            GroupSize(
+                most if window is None else windowed,
+                None if window == "state" else window,
+                2**20 // len(windows),
+                "block" if window == "state" else "token",
+            )
             for window in windows
         )
         self.fail: set[tuple[str, int]] = set()
         self.calls: dict[str, int] = dict.fromkeys(
-            ("dispatch", "draw", "fetch", "read_blocks", "write_blocks"), 0
+            ("dispatch", "draw", "fetch", "read_blocks", "fetch_blocks", "write_blocks"), 0
         )
         self.dispatched: list[
             tuple[str, list[tuple[int, int]]]
@@ -190,11 +199,12 @@ class MockRunner:
         self.recover()
 
     def recover(self) -> None:
-        sizes = [group.num_blocks * self.config.block_size for group in self.kv_groups]
+        sizes = [group.num_blocks * self._slots(group) for group in self.kv_groups]
         self.pools = [[POISON] * size for size in sizes]
         self.born = [[self.era] * size for size in sizes]
         self.last = [POISON] * self.config.max_num_seqs
         self.undrawn: Callable[[np.ndarray | None], None] | None = None
+        self._states: list[list[int]] | None = None  # the pools before a step of rows side by side
         self.tables = [POISON] * self.config.max_loras  # the version in each slot
 
     def fit(self, buckets: Buckets) -> Buckets:
@@ -295,6 +305,7 @@ class MockRunner:
         tokens after which some are drawn.
         """
         contexts, chunks, size = {}, {}, self.config.block_size
+        self._states = [list(pool) for pool in self.pools]
         for row, end in enumerate(view["context_lens"]):
             first, past = view["query_start_loc"][row : row + 2]
             tokens = view["tokens"][first:past].tolist()
@@ -309,15 +320,17 @@ class MockRunner:
             tokens = adapted(tokens, self._version(view, row))
             tables, start = view["block_tables"][:, row], int(end) - len(tokens)
             if last == STOPPED:  # in a decode of several steps: the rest of it was never written
-                for pool, table in zip(self.pools, tables, strict=True):
-                    pool[int(table[start // size]) * size + start % size] = POISON
+                for at, table in enumerate(tables):
+                    block, slots = int(table[start // size]), self._slots(self.kv_groups[at])
+                    self.pools[at][block * slots + start % size % slots] = POISON
                 contexts[past - 1], chunks[past - 1] = (int(end), [], last), (start, int(end))
                 continue
             if places & set(range(first, past - 1)):  # a run, after each token of which it draws
-                for i, token in enumerate(tokens):
-                    _, seen = self._attend(tables, start + i + 1, [token])
-                    contexts[first + i] = start + i + 1, seen, None
-                chunks[past - 1] = start, int(end)
+                for i in range(len(tokens)):
+                    past, is_last = start + i + 1, i + 1 == len(tokens)
+                    _, seen = self._attend(tables, past, tokens[: i + 1], is_last=is_last)
+                    contexts[first + i] = past, seen, None
+                chunks[first + len(tokens) - 1] = start, int(end)
                 continue
             own, seen = self._attend(tables, int(end), tokens)
             contexts[past - 1] = int(end), seen, last
@@ -328,6 +341,7 @@ class MockRunner:
                 out["prompt_top_ids"][first:past] = np.arange(self.config.max_logprobs)
                 out["prompt_top_logprobs"].view(np.float32)[first:past] = 0.25
             chunks[past - 1] = (int(end) - len(tokens), int(end))
+        self._states = None
         return contexts, chunks
 
     def _copy(self, copies: np.ndarray) -> None:
@@ -408,15 +422,30 @@ class MockRunner:
         return kept
 
     def _attend(
-        self, tables: np.ndarray, end: int, tokens: list[int]
+        self, tables: np.ndarray, end: int, tokens: list[int], *, is_last: bool = True
     ) -> tuple[list[int], list[int]]:
         """Write the KV of a row's tokens, the last of its context of `end`. Returns it, and the KV
-        that the last token sees, of one group after the other.
+        that the last token sees, of one group after the other. is_last: nothing more of the row
+        follows in this step, which leaves its states then.
         """
         start = end - len(tokens)
         own, seen = [], []
         for at, (group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
             pool, born, size = self.pools[at], self.born[at], self.config.block_size
+            if group.per == "block":
+                state, era = 0, self.era
+                if start:
+                    read = int(table[(start - 1) // size])
+                    # Rows side by side: none of them sees what another leaves in this step.
+                    states = pool if self._states is None else self._states[at]
+                    state, era = states[read], born[read]
+                    assert state != POISON, "a row reads a state that nothing has written"
+                own = list(itertools.accumulate(tokens, next_kv, initial=state))[1:]
+                seen.append(own[-1])
+                if is_last:
+                    written = int(table[(end - 1) // size])
+                    pool[written], born[written] = own[-1], era
+                continue
             first = 0 if group.window is None else max(start - group.window + 1, 0)
             places = {p: int(table[p // size]) * size + p % size for p in range(first, end)}
             kv = [pool[places[p]] for p in range(first, start)]
@@ -429,30 +458,36 @@ class MockRunner:
             seen += kv if group.window is None else kv[-group.window :]
         return own, seen
 
-    def read_blocks(
-        self, block_ids: list[list[int]], replica: int = 0
-    ) -> list[list[tuple[list[int], list[int]]]]:
+    def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> list[list[Data]]:
         self._may_fail("read_blocks")
         return [[self._get(at, b) for b in ids] for at, ids in enumerate(block_ids)]
 
+    def fetch_blocks(self, handle: list[list[Data]]) -> list[list[Data]]:
+        self._may_fail("fetch_blocks")
+        return handle
+
     def write_blocks(
-        self,
-        data: list[list[tuple[list[int], list[int]]]],
-        block_ids: list[list[int]],
-        replica: int = 0,
+        self, blocks: list[list[Data]], block_ids: list[list[int]], replica: int = 0
     ) -> None:
         self._may_fail("write_blocks")
-        for at, (blocks, ids) in enumerate(zip(data, block_ids, strict=True)):
-            for block, block_id in zip(blocks, ids, strict=True):
-                if block_id >= 0:
-                    self._put(at, block_id, block)
+        for at, (blocks_of_group, ids) in enumerate(zip(blocks, block_ids, strict=True)):
+            assert len(set(ids)) == len(ids), "a block is written twice"
+            for block, block_id in zip(blocks_of_group, ids, strict=True):
+                self._put(at, block_id, block)
 
-    def _get(self, at: int, block_id: int) -> tuple[list[int], list[int]]:
-        place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
+    def _slots(self, group: GroupSize) -> int:
+        """Records in a block."""
+        return 1 if group.per == "block" else self.config.block_size
+
+    def _get(self, at: int, block_id: int) -> Data:
+        slots = self._slots(self.kv_groups[at])
+        place = slice(block_id * slots, (block_id + 1) * slots)
         return self.pools[at][place], self.born[at][place]
 
-    def _put(self, at: int, block_id: int, block: tuple[list[int], list[int]]) -> None:
-        place = slice(block_id * self.config.block_size, (block_id + 1) * self.config.block_size)
+    def _put(self, at: int, block_id: int, block: Data) -> None:
+        slots = self._slots(self.kv_groups[at])
+        assert all(map(len, block)) and len(block[0]) == slots, "a block of another group"
+        place = slice(block_id * slots, (block_id + 1) * slots)
         self.pools[at][place], self.born[at][place] = block
 
     def fetch(self, handle: Handle) -> list[StepResult]:
@@ -475,10 +510,11 @@ class MockRunner:
 class MockReplicas:
     """A device of several replicas: a MockRunner for each, which gets its part of every step."""
 
-    def __init__(self, config: EngineConfig, count: int, **how: Any):
+    def __init__(self, config: EngineConfig, count: int, *, shares_blocks: bool = True, **how: Any):
         self.config = config
         self.runners = [MockRunner(config, **how) for _ in range(count)]
         self.kv_groups = self.runners[0].kv_groups
+        self.shares_blocks = shares_blocks
         self.phases: list[tuple[str, list[bool]]] = []  # of each dispatch, and who had work in it
 
     def fit(self, buckets: Buckets) -> Buckets:
@@ -529,10 +565,16 @@ class MockReplicas:
         return unpack(handle.batch, self.config, handle.outs, weight_version=handle.era)
 
     def read_blocks(self, block_ids: list[list[int]], replica: int = 0) -> Any:
-        return self.runners[replica].read_blocks(block_ids)
+        return replica, self.runners[replica].read_blocks(block_ids)
 
-    def write_blocks(self, data: Any, block_ids: list[list[int]], replica: int = 0) -> None:
-        self.runners[replica].write_blocks(data, block_ids)
+    def fetch_blocks(self, handle: Any) -> list[list[Data]]:
+        replica, blocks = handle
+        return self.runners[replica].fetch_blocks(blocks)
+
+    def write_blocks(
+        self, blocks: list[list[Data]], block_ids: list[list[int]], replica: int = 0
+    ) -> None:
+        self.runners[replica].write_blocks(blocks, block_ids)
 
     def recover(self) -> None:
         for runner in self.runners:
@@ -553,7 +595,7 @@ def _stream(
     eos: frozenset[int],
     min_tokens: int,
     index: int,
-    windows: tuple[int | None, ...],
+    windows: tuple[Window, ...],
     version: int,
     formed: bool,
 ) -> list[int]:
@@ -572,12 +614,15 @@ def _stream(
     return tokens
 
 
-def visible(kv: list[int], windows: tuple[int | None, ...]) -> list[int]:
+def visible(kv: list[int], windows: tuple[Window, ...]) -> list[int]:
     """What the last token of a context sees, of one group of layers after the other."""
-    return [x for window in windows for x in (kv if window is None else kv[-window:])]
+    seen = list[int]()
+    for window in windows:
+        seen += kv if window is None else kv[-1:] if window == "state" else kv[-window:]
+    return seen
 
 
-def expected(seq: Sequence, windows: tuple[int | None, ...] = (None,)) -> list[int]:
+def expected(seq: Sequence, windows: tuple[Window, ...] = (None,)) -> list[int]:
     """The tokens that a sequence gets when it is alone with an endless pool."""
     prompt = tuple(seq.token_ids[: seq.prompt_len])
     count = 0 if seq.score_only else max(seq.end - seq.prompt_len, 1)
@@ -599,7 +644,7 @@ def _beams(
     num_candidates: int,
     penalty: float,
     early_stopping: EarlyStopping,
-    windows: tuple[int | None, ...],
+    windows: tuple[Window, ...],
     version: int,
 ) -> tuple[list[tuple[list[int], float]], int]:
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -626,7 +671,7 @@ def _beams(
 
 
 def expected_beams(
-    search: BeamSearch, windows: tuple[int | None, ...] = (None,)
+    search: BeamSearch, windows: tuple[Window, ...] = (None,)
 ) -> tuple[list[tuple[list[int], float]], int]:
     """The token ids and scores of a search whose beams are lists, each copied in full at every
     step; and its length.

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from jpaged.engine import commit, decode
-from jpaged.engine.block_manager import BlockManager
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.prefix_cache import PrefixCache
 from jpaged.engine.plan import PlanEntry, StepResult
-from jpaged.engine.prefix_cache import PrefixCache
 from jpaged.engine.queues import Queues
 from jpaged.engine.sequence import Sequence, Status
 from jpaged.request.detokenizer import TextStream
@@ -129,10 +129,10 @@ def all_drawn_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
-    def mutated(blocks: BlockManager, seq: Sequence, most: int) -> int:
+    def mutated(blocks: BlockManager, seq: Sequence, most: int, *, one_by_one: bool = True) -> int:
         with patch.context() as within:
-            within.setattr(blocks, "extend", lambda *args: None)
-            return steps_ahead(blocks, seq, most)
+            within.setattr(blocks, "extend", lambda *args, one_by_one: None)
+            return steps_ahead(blocks, seq, most, one_by_one=one_by_one)
 
     steps_ahead = decode._steps_ahead
     patch.setattr(decode, "_steps_ahead", mutated)
@@ -159,7 +159,7 @@ def hashed_too_early(patch: pytest.MonkeyPatch) -> None:
 def never_hashed(patch: pytest.MonkeyPatch) -> None:
     close = PrefixCache.close
     patch.setattr(
-        PrefixCache, "close", lambda self, seq, n: close(self, seq, min(n, seq.prompt_len))
+        PrefixCache, "close", lambda self, seq, n, _=None: close(self, seq, min(n, seq.prompt_len))
     )
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine import integrity, prefix_cache
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import BlockGroup, Content
+from jpaged.engine import integrity
+from jpaged.engine.cache import contents
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import BlockGroup
+from jpaged.engine.cache.contents import Content, Contents, chain_hash
+from jpaged.engine.cache.prefix_cache import Match, PrefixCache
 from jpaged.engine.engine import EngineState
 from jpaged.engine.plan import Plan
 from jpaged.engine.prefill import PrefillPlanner
-from jpaged.engine.prefix_cache import Match, PrefixCache
 from jpaged.engine.queues import Queues
 from jpaged.engine.scheduler import Scheduler
 from jpaged.engine.sequence import Request, Sequence, Status
@@ -60,13 +62,13 @@ FEW = [
 
 def weak_hash(patch: pytest.MonkeyPatch) -> None:
     """Equal tokens hash alike, whatever comes before them."""
-    real = prefix_cache.digest
-    for module in (prefix_cache, integrity):
+    real = contents.digest
+    for module in (contents, integrity):
         patch.setattr(module, "digest", lambda previous, token_ids: real(None, token_ids))
 
 
 def constant_hash(patch: pytest.MonkeyPatch) -> None:
-    for module in (prefix_cache, integrity):
+    for module in (contents, integrity):
         patch.setattr(module, "digest", lambda previous, token_ids: 7)
 
 
@@ -81,22 +83,26 @@ def share_without_counting(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_parent_check(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: PrefixCache, seq: Sequence, i: int, parent: Content | None) -> Content | None:
-        content = self._contents.get(self.chain_hash(seq, i))
-        is_same = content is not None and content.token_ids == self.token_bytes(seq, i)
+    def mutated(
+        self: Contents, seq: Sequence, i: int, size: int, parent: Content
+    ) -> Content | None:
+        content = self._known.get(chain_hash(seq, i, size))
+        is_same = content is not None and content.token_ids == seq.block_bytes(i, size)
         return content if is_same else None
 
     weak_hash(patch)
-    patch.setattr(PrefixCache, "_find", mutated)
+    patch.setattr(Contents, "find", mutated)
 
 
 def no_token_check(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: PrefixCache, seq: Sequence, i: int, parent: Content | None) -> Content | None:
-        content = self._contents.get(self.chain_hash(seq, i))
+    def mutated(
+        self: Contents, seq: Sequence, i: int, size: int, parent: Content
+    ) -> Content | None:
+        content = self._known.get(chain_hash(seq, i, size))
         return content if content is not None and content.parent is parent else None
 
     constant_hash(patch)
-    patch.setattr(PrefixCache, "_find", mutated)
+    patch.setattr(Contents, "find", mutated)
 
 
 def stale_hash_entry(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +142,9 @@ def hashed_before_written(patch: pytest.MonkeyPatch) -> None:
     """A chunk hashes the whole prompt."""
     close = PrefixCache.close
     patch.setattr(
-        PrefixCache, "close", lambda self, seq, written: close(self, seq, max(written, seq.fill))
+        PrefixCache,
+        "close",
+        lambda self, seq, written, _=None: close(self, seq, max(written, seq.fill)),
     )
 
 
@@ -183,10 +191,10 @@ def generated_tokens_lost(patch: pytest.MonkeyPatch) -> None:
     """A re-admission prefills the prompt alone."""
     add_chunk = PrefillPlanner._add_chunk
 
-    def mutated(self: PrefillPlanner, seq: Sequence) -> None:
+    def mutated(self: PrefillPlanner, seq: Sequence, parting: int = 0) -> None:
         if seq.is_new:
             seq.fill = max(seq.prompt_len, seq.num_dispatched + 1)
-        add_chunk(self, seq)
+        add_chunk(self, seq, parting)
 
     patch.setattr(PrefillPlanner, "_add_chunk", mutated)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = sorted((ROOT / "jpaged/engine").glob("*.py"))
+ENGINE = sorted((ROOT / "jpaged/engine").rglob("*.py"))
 DEVICE = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
@@ -107,7 +107,8 @@ def test_every_engine_module_runs_without_jax():
     """In a process where importing jax fails; the package's own __init__, which exports the API, is
     left out.
     """
-    modules = [f"jpaged.engine.{file.stem}" for file in ENGINE if file.stem != "__init__"]
+    files = [file.relative_to(ROOT).with_suffix("") for file in ENGINE if file.stem != "__init__"]
+    modules = [".".join(file.parts) for file in files]
     program = f"""
 import importlib, sys, types
 for name in {sorted(DEVICE)!r}:

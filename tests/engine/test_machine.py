@@ -30,7 +30,7 @@ from tests.engine.host import (
     check_ended,
     check_search,
 )
-from tests.engine.mock import ROOTS
+from tests.engine.mock import ROOTS, Window
 
 ADAPTERS = st.sampled_from(
     [None] * 4 + [AdapterVersion(name=str(i), version=i, rank=1, data=None) for i in range(1, 6)]
@@ -44,7 +44,10 @@ PRIORITIES = st.sampled_from([0, 0, 0, -1, 5])
 
 # Of the groups of layers. The mock's KV of a token follows from that of the one before it: windows
 # are of 2 tokens at least.
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 5), (None, 9), (6,), (3, None)]
+WINDOWS: list[tuple[Window, ...]] = [
+    *((None,), (None, 5), (None, 9), (6,), (3, None)),
+    *((None, "state"), ("state",)),
+]
 
 
 class Saved(NamedTuple):
@@ -90,7 +93,7 @@ class HostMachine(RuleBasedStateMachine):
     )
     def start(self, host_blocks: int, num_drafts: int, method: str, **settings: Any) -> None:
         space: dict[str, Any] = {"swap_space_gib": host_blocks / 1024, "max_logprobs": 12}
-        if num_drafts:
+        if num_drafts and "state" not in settings["windows"]:
             how = {"method": method, "num_tokens": num_drafts, "adaptive": False}
             space["speculative"] = how
         self.host = Host(self.depth, max_model_len=40, **space, **settings)
@@ -269,7 +272,8 @@ class HostMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.host.reset()
         seqs = [seq for request in self.live for seq in request.sequences]
-        assert not any(self.host.blocks.cache.match(seq).contents or seq.swapped for seq in seqs)
+        assert not any(self.host.blocks.cache.match(seq).contents for seq in seqs)
+        assert self.host.store is None or self.host.store.used_bytes == 0
 
     @rule()
     def snapshot(self) -> None:
@@ -304,7 +308,9 @@ class HostMachine(RuleBasedStateMachine):
         self.seen["restores"] += 1
 
     @rule(
-        method=st.sampled_from(["dispatch", "fetch", "read_blocks", "write_blocks"]),
+        method=st.sampled_from(
+            ["dispatch", "fetch", "read_blocks", "fetch_blocks", "write_blocks"]
+        ),
         during=st.integers(0, 3),
     )
     def fail(self, method: str, during: int) -> None:
@@ -354,7 +360,7 @@ class HostMachine(RuleBasedStateMachine):
             given_back = CountedBlocks.given_back - self.given_back_before
             self.seen["blocks given back"] += given_back
             self.seen["mixed steps"] += CheckedScheduler.mixed - self.mixed_before
-            self.seen["swapped in"] += stats.swap_in_bytes // 2**20
+            self.seen["blocks loaded"] += stats.loaded_blocks
 
 
 # Both depths together: 300 examples, and, marked slow, 100,000 engine steps.

@@ -21,9 +21,11 @@ COUNTS = cases((2, 3, 4), (2,))
 class Team(Host):
     """A Host of replicas."""
 
-    def __init__(self, count: int, depth: int = 1, **settings: Any):
+    def __init__(self, count: int, depth: int = 1, *, shares_blocks: bool = True, **settings: Any):
         super().__init__(depth, **settings)
-        self.device = MockReplicas(self.config, count, windows=self.windows)
+        self.device = MockReplicas(
+            self.config, count, shares_blocks=shares_blocks, windows=self.windows
+        )
         self.engine = CheckedEngine(self.config, self.device, num_replicas=count, depth=depth)
 
     @property
@@ -31,8 +33,8 @@ class Team(Host):
         return self.engine._router.loads
 
     def check(self) -> None:
-        for replica in self.engine.replicas:
-            replica.check_integrity()
+        for replica, runner in zip(self.engine.replicas, self.device.runners, strict=True):
+            self.check_replica(replica, runner)
         requests = self.engine.requests
         assert set(self.engine._router._placed) == set(requests)
         assert sum(self.loads) == sum(
@@ -246,7 +248,9 @@ def test_ids_aborts_and_what_is_unfinished() -> None:
     assert [seq.finish_reason for seq in seqs] == ["length"] * 4 + ["abort", "length"]
 
 
-@pytest.mark.parametrize("method", ["dispatch", "fetch", "read_blocks", "write_blocks"])
+@pytest.mark.parametrize(
+    "method", ["dispatch", "fetch", "read_blocks", "fetch_blocks", "write_blocks"]
+)
 def test_a_failed_step_is_computed_again(method: str, depth: int) -> None:
     team = Team(2, depth, **KINDS["swapping"])
     failures = 0

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.policy import MOST_IN_A_ROW, Policy
 from jpaged.engine.scheduler import Scheduler, schedule

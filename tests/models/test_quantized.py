@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+import pickle
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,23 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpaged.models.quantized as quantized_module
+import kernels_cpu.quantized
+from jpaged.config import Quantization
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_table
 from jpaged.models.quantized import (
+    FORMS,
     INT4,
     QuantizedWeight,
+    WeightForm,
+    dequantized,
     fp8_product,
     in_stored_order,
     partition,
     quantized,
 )
 from jpaged.models.served import served_form
+from kernels_pallas.experts import triton
 from tests.tiny import CONFIG
 
 NAMES = ("int8", "int4", "fp8")
@@ -106,6 +113,31 @@ def test_how_it_lies() -> None:
         split = partition(q, PartitionSpec(None, "tp"))
         expected = PartitionSpec(None, "tp" if form == "int4" else None, None, None)
         assert (split.values, split.scales) == (PartitionSpec(None, "tp"), expected)
+
+
+def test_the_setting_names_the_forms_of_plain_weights() -> None:
+    assert set(get_args(Quantization)) == {f.name for f in FORMS.values() if f.encode is not None}
+    assert all(name == form.name for name, form in FORMS.items())
+    assert set(kernels_cpu.quantized.FORMS) <= FORMS.keys() >= triton.DECODERS.keys()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_numpy_and_jax_decode_alike(form: WeightForm) -> None:
+    """What a loader reads as plain values is what a product takes; and a form survives a pickle,
+    which carries weights between processes.
+    """
+    numbers = np.arange(2**form.bits, dtype=np.uint8).repeat(4).view(form.dtype).reshape(2, -1)
+    values = form.pack(numbers)
+    assert values.shape == form.value_shape(numbers.shape)
+    packed = np.asarray(form.pack(jnp.asarray(numbers)))
+    np.testing.assert_array_equal(packed.view(np.uint8), values.view(np.uint8))
+    np.testing.assert_array_equal(form.unpack(values).view(np.uint8), numbers.view(np.uint8))
+    scales = np.random.default_rng(0).uniform(1, 2, (2, 1)).astype(np.float32)
+    held = dequantized(values, scales, form)
+    assert isinstance(held, np.ndarray) and held.dtype == np.float32
+    np.testing.assert_array_equal(dequantized(jnp.asarray(values), scales, form), held)
+    assert pickle.loads(pickle.dumps(form)) == form
+    assert hash(form.unpacked) == hash(pickle.loads(pickle.dumps(form.unpacked)))
 
 
 WIDE = dataclasses.replace(CONFIG, head_dim=32, intermediate_size=64)

@@ -1,5 +1,6 @@
 """What the caller's params may be, when they count as new, and that they are never kept alive."""
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams
 from jpaged.models.decoder import Decoder
+from jpaged.models.quantized import quantized
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
@@ -166,6 +168,17 @@ def test_one_new_leaf_is_a_new_version() -> None:
     assert weights.update(Params(tree, CONFIG))
 
 
+def test_new_scales_of_a_quantised_weight_are_a_new_version() -> None:
+    """Its values may be the old ones."""
+    tree: Any = jax.tree.map(lambda x: x, dict(make_params()))
+    mlp = tree["layers"]["0"]["mlp"]
+    mlp["down"] = quantized(mlp["down"], "int8", 1)
+    weights = ServingWeights(ONE_DEVICE, None)
+    assert weights.update(Params(tree, CONFIG)) and not weights.update(Params(tree, CONFIG))
+    mlp["down"] = dataclasses.replace(mlp["down"], scales=2 * mlp["down"].scales)
+    assert weights.update(Params(tree, CONFIG)) and weights.version == 2
+
+
 @pytest.mark.parametrize("kind", ["nnx Module", "nnx State", "boxed leaves", "linen"])
 def test_variables_around_the_arrays_do_not_count(kind: str) -> None:
     params = make_params()
@@ -214,6 +227,16 @@ def test_donated_params_are_a_clear_error() -> None:
         ):
             call(params, [[1, 2, 3]], engine_config=ENGINE)
     assert as_params(fresh).config == CONFIG
+
+
+def test_a_quantised_weight_is_whole() -> None:
+    tree: Any = jax.tree.map(lambda x: x, dict(make_params()))
+    mlp = tree["layers"]["1"]["mlp"]
+    mlp["down"] = quantized(mlp["down"], "int8", 1)
+    assert as_params(tree, CONFIG)["layers"]["1"]["mlp"]["down"] is mlp["down"]
+    mlp["down"].values.delete()
+    with pytest.raises(ConfigError, match=r"\['down'\] has a deleted array: were the params don"):
+        as_params(tree, CONFIG)
 
 
 # Casts
@@ -276,6 +299,16 @@ def test_dtypes_that_cannot_be_served() -> None:
     assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.tree(params))} == {
         "float16"
     }
+
+
+def test_sinks_are_no_linear_weight() -> None:
+    """Which have two axes, and may be in f32 like norms and biases."""
+    model = config(family="gpt_oss", qk_norm=False, attention_sinks=True)
+    params = make_params(0, model, jnp.bfloat16)
+    mixed = cast_some(params, lambda name: "sinks" in name, jnp.float32)
+    assert mixed["layers"]["0"]["attention"]["sinks"].ndim == 2
+    weights = ServingWeights(ONE_DEVICE, None)
+    assert weights.update(mixed) and same_objects(weights.tree(mixed), mixed)
 
 
 def test_the_last_copies_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

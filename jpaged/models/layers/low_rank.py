@@ -49,7 +49,7 @@ class AdapterTable:
         """The table of a weight; None where it has none."""
         if weight.adapters is None:
             return None
-        return cls(**weight.adapters, joined=weight.spec.joined)
+        return cls(**weight.adapters, joined=weight.spec.concat_axis)
 
     def rows(self, slot_T: Array) -> "LowRank":
         """What rows whose adapters are in these slots take."""

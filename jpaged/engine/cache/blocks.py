@@ -1,39 +1,26 @@
 """Blocks of KV: what each holds, how many own it; a BlockGroup has those of a group of layers."""
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-GONE = -1  # in a block table: the window has left it
+from jpaged.engine.cache.contents import Content
+from jpaged.engine.cache.store import Traffic
+
+GONE = -1  # in a block table: no block, since nothing will read it
 Copies = tuple[tuple[tuple[int, int], ...], ...]  # (source, target) blocks, a group each
 
 
 class GroupSize(NamedTuple):
     """The blocks of one group of layers. window: tokens that a query sees; None is all of them.
 
-    block_bytes: of one block, in all its layers.
+    block_bytes: of one block, in all its layers. per: what one record of a block belongs to, a
+    token, or the block as a whole: a recurrent state, as it is after the block's last token.
     """
 
     num_blocks: int
     window: int | None = None
     block_bytes: int = 0
-
-
-class Content:
-    """A block's worth of tokens after those of its parent: what a search compares.
-
-    Blocks of several groups, and blocks that were computed twice, name one Content. So a chain is
-    compared by what it holds, not by a 64-bit hash alone, also where the blocks before are gone.
-    """
-
-    __slots__ = ("__weakref__", "hash", "parent", "token_ids")
-
-    def __init__(self, hash: int, token_ids: bytes, parent: "Content | None"):
-        self.hash = hash
-        self.token_ids = token_ids  # int32 little-endian, the first block's after its salt
-        self.parent = parent
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Content":
-        return self  # never written again: a snapshot shares it
+    per: Literal["token", "block"] = "token"
 
 
 class Block:
@@ -51,17 +38,28 @@ class Block:
 
 
 class BlockGroup:
-    """The blocks of one group of layers: who owns them, what they hold, which are free."""
+    """The blocks of one group of layers: who owns them, what they hold, which are free.
 
-    def __init__(self, size: GroupSize, block_size: int):
+    index: its place among the groups. traffic: what takes the blocks that are given up; None
+    without a store.
+    """
+
+    def __init__(
+        self, size: GroupSize, block_size: int, index: int = 0, traffic: Traffic | None = None
+    ):
         self.window = size.window
         self.block_bytes = size.block_bytes
         self.block_size = block_size
+        self.index = index
+        self.traffic = traffic
         self.blocks = [Block(i) for i in range(size.num_blocks)]
         # Next to be reused first: blocks that nothing can find, then the least recently freed.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(size.num_blocks))
         self.cached: dict[Content, int] = {}  # the block that a search finds
         self.copies: list[tuple[int, int]] = []  # to be made before the next step writes
+        # Closed for the plan in the making: what they are to hold is written by its step, or loaded
+        # just before it.
+        self.unwritten: set[int] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -71,47 +69,41 @@ class BlockGroup:
     def num_used(self) -> int:
         return len(self.blocks) - len(self.free)
 
-    def first_seen(self, position: int) -> int:
-        """The first block that a query at this position sees."""
-        if self.window is None:
-            return 0
-        return max(position - self.window + 1, 0) // self.block_size
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence that is alone can grow to so many tokens."""
-        most = -(-num_tokens // self.block_size)
-        if self.window is not None:  # its tokens, where they begin with the last of a block
-            most = min(most, -(-(self.window - 1) // self.block_size) + 1)
-        return most <= self.num_blocks
-
     def take(self) -> int:
-        """A free block, now of one owner; what it held is forgotten."""
+        """Return a free block, now of one owner. What it held is offered to the store and
+        forgotten here.
+        """
         block_id, _ = self.free.popitem(last=False)
         block = self.blocks[block_id]
+        if self.traffic is not None:
+            is_found = block.content is not None and self.cached.get(block.content) == block_id
+            is_written = is_found and block_id not in self.unwritten
+            self.traffic.evict(self.index, block_id, block.content if is_written else None)
+        self.unwritten.discard(block_id)
         self.forget(block)
         block.ref_count = 1
         return block_id
 
     def share(self, block_id: int) -> None:
-        """One owner more of a block in use, or the first of a cached one."""
+        """Add an owner to a block in use, or give a cached one its first."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
             del self.free[block_id]
         block.ref_count += 1
 
     def release(self, block_id: int) -> None:
-        """One owner less; without any it is free."""
+        """Take an owner from a block; without any it is free."""
         block = self.blocks[block_id]
         assert block.ref_count > 0, f"block {block_id} is free already"
         block.ref_count -= 1
         if block.ref_count == 0:
             self.free[block_id] = None
             if block.content is None or self.cached.get(block.content) != block_id:
-                self.free.move_to_end(block_id, last=False)  # of no use to anybody
+                self.free.move_to_end(block_id, last=False)  # no search can find it: reuse it first
 
     def close(self, block_id: int, content: Content) -> None:
-        """A block is full: others may find it."""
-        # The latest is what a search finds: an older one may be free already.
+        """Let others find a block that is full."""
+        # Point the index at the newest copy: an older one may be free already.
         self.blocks[block_id].content = content
         self.cached[content] = block_id
 

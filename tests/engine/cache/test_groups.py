@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from jpaged.engine.block_manager import BlockManager
-from jpaged.engine.blocks import GONE, GroupSize
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GONE, GroupSize
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
@@ -176,20 +176,6 @@ def test_forks_copy_the_open_block_of_every_group(depth: int):
     host.step()
     host.run()
     assert host.engine.stats.copied_blocks == 2 * 3
-
-
-def test_what_a_window_sees_goes_to_the_host(depth: int):
-    """18 tokens are 5 blocks; the query at 18 sees 4 before it, which lie in 2 blocks."""
-    host = Host(depth, (None, 5), swap_space_gib=16 / 1024, swap_min_tokens=0, num_blocks=64)
-    seq = host.add(prompt(17), 12)
-    while seq.num_dispatched < 18:
-        host.step()
-    host.engine.replicas[0].queues.preempt(seq)
-    host.check()
-    host.run()
-    stats = host.engine.stats
-    assert stats.preemptions == {"swapped": 1}
-    assert stats.swap_out_bytes == stats.swap_in_bytes == (5 + 2) * 2**20 // 2
 
 
 def drawn(plan: Plan) -> StepResult:

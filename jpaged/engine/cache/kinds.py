@@ -1,0 +1,230 @@
+"""Kinds of cache: what a row needs of a group's blocks, for keys and values and for states.
+
+Each kind is a BlockGroup with the rules of its tables. Entry i of a table belongs to tokens
+[i * P, (i + 1) * P):
+
+- Paged: entry i holds a record of each of these tokens, of which a query sees all, or the last
+  `window` ones.
+- State: entry i holds one record, the state after the last of these tokens that was computed. A
+  step that begins at position s reads entry (s - 1) // P and writes that of its last token, so only
+  the last entry of a table is ever needed: a window of 2 tokens. Prefix hits, forks with their
+  copies, eviction and the store come with that. A state cannot be taken back by a token, and it is
+  found later only where a chunk ended at the end of a block.
+"""
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+
+from jpaged.engine.cache.blocks import GONE, BlockGroup, GroupSize
+from jpaged.engine.cache.contents import Content
+from jpaged.engine.cache.store import Slot, Traffic
+
+LOAD = -2  # in the table of a match: the store has this block
+
+
+class CacheKind(BlockGroup):
+    """What every kind does alike. A table is a sequence's, of this group.
+
+    can_rewind: whether a row may go on from an earlier token than its last, as refused guesses make
+    it do.
+    """
+
+    can_rewind = True
+
+    def matched(self, content: Content) -> int | Slot | None:
+        """Return the block that holds a content, else the slot of the store that does, else
+        None.
+        """
+        block_id = self.cached.get(content)
+        if block_id is None and self.traffic is not None:
+            return self.traffic.store.find(content, self.index)
+        return block_id
+
+    def first_seen(self, position: int) -> int:
+        """Return the first entry of a table that a query at this position sees."""
+        if self.window is None:
+            return 0
+        return max(position - self.window + 1, 0) // self.block_size
+
+    def fits(self, num_tokens: int) -> bool:
+        """Return whether a sequence that is alone can grow to this many tokens."""
+        raise NotImplementedError
+
+    def num_needed(self, start: List[int], length: int, end: int) -> int:
+        """Return the free blocks that an admission takes, which begins with this table of a match.
+        length: tokens of the sequence. end: of its first chunk.
+        """
+        new = sum(1 for _ in self._entries(len(start), length if self.window is None else end))
+        return new + sum(b == LOAD or (b != GONE and not self.blocks[b].ref_count) for b in start)
+
+    def admit(
+        self, start: List[int], contents: List[Content], slots: dict[int, Slot], length: int
+    ) -> "array[int]":
+        """Return the table of an admitted sequence: the blocks of its match, those that are loaded
+        from the store, and where nothing leaves a window fresh ones for all its tokens.
+        """
+        for block_id in start:
+            if block_id >= 0:
+                self.share(block_id)
+        table = array("i", start)
+        for i, slot in slots.items():
+            assert start[i] == LOAD and self.traffic is not None
+            table[i] = self.take()
+            self.close(table[i], contents[i])
+            self.unwritten.add(table[i])
+            self.traffic.load(slot, table[i])
+        if self.window is None:
+            self.extend(table, length)
+        return table
+
+    def reach(self, table: "array[int]", *, one_by_one: bool = False) -> int:
+        """Return up to how many tokens the blocks of a table and all free ones go. one_by_one: the
+        tokens are computed in a step each, not side by side.
+        """
+        return (len(table) + len(self.free)) * self.block_size
+
+    def extend(self, table: "array[int]", num_tokens: int, *, one_by_one: bool = False) -> None:
+        """Append entries until a table covers this many tokens, which `reach` allows."""
+        for i in self._entries(len(table), num_tokens, one_by_one=one_by_one):
+            while len(table) < i:
+                table.append(GONE)
+            table.append(self.take())
+
+    def make_writable(self, table: "array[int]", i: int) -> None:
+        """Give an entry that lacks one a block for its owner alone: a fresh one, or a copy of the
+        shared one.
+        """
+        target = self.take()
+        if i == len(table):
+            table.append(target)
+            return
+        source = self.blocks[table[i]]
+        source.ref_count -= 1
+        table[i] = target
+        self.copies.append((source.id, target))
+
+    def fork(self, table: "array[int]") -> "array[int]":
+        """Return a second owner's table of the same blocks."""
+        for block_id in table:
+            if block_id != GONE:
+                self.share(block_id)
+        return table[:]
+
+    def trim(self, table: "array[int]", first_held: int, position: int) -> int:
+        """Give back the entries that no query at or after a position sees. Returns the first entry
+        that is held then.
+        """
+        first = self.first_seen(position)
+        for i in range(first_held, first):
+            if table[i] != GONE:
+                self.release(table[i])
+                table[i] = GONE
+        return max(first_held, first)
+
+    def release_all(self, table: "array[int]") -> None:
+        """Give up a table's blocks, last first: a prefix outlives its tail."""
+        for block_id in reversed(table):
+            if block_id != GONE:
+                self.release(block_id)
+
+    def is_whole(self, i: int, step_end: int) -> bool:
+        """Return whether entry i holds all that its content stands for, after a step that was
+        computed side by side up to `step_end` has passed the last of its tokens.
+        """
+        return True
+
+    def stop_before(self, start: int, end: int, parting: int) -> int:
+        """Return where a chunk from `start` had better end, at `end` at the latest, for what it
+        leaves to be found. parting: tokens that another sequence is known to have too.
+        """
+        return end
+
+    def skips(self, position: int, end: int) -> bool:
+        """Return whether a chunk up to `end` writes no entry for one of its positions."""
+        return False
+
+    def check(self, table: "array[int]", first_held: int, num_dispatched: int) -> None:
+        """Assert that a running row's table holds what its next step reads, and nothing else."""
+        raise NotImplementedError
+
+    def _entries(self, first: int, num_tokens: int, *, one_by_one: bool = False) -> Iterator[int]:
+        """Yield the entries from `first` on that tokens up to this number write."""
+        yield from range(first, -(-num_tokens // self.block_size))
+
+
+class Paged(CacheKind):
+    """Keys and values of each token, or whatever else is looked at again token by token."""
+
+    def fits(self, num_tokens: int) -> bool:
+        most = -(-num_tokens // self.block_size)
+        if self.window is not None:  # its tokens, where they begin with the last of a block
+            most = min(most, -(-(self.window - 1) // self.block_size) + 1)
+        return most <= self.num_blocks
+
+    def check(self, table: "array[int]", first_held: int, num_dispatched: int) -> None:
+        held = table[first_held:]
+        assert GONE not in held and all(b == GONE for b in table[:first_held]), f"holes: {table}"
+        assert first_held <= self.first_seen(num_dispatched), "lost a block that it sees"
+
+
+class State(CacheKind):
+    """A recurrent state, of which a block keeps one record."""
+
+    can_rewind = False
+
+    def __init__(
+        self, size: GroupSize, block_size: int, index: int = 0, traffic: Traffic | None = None
+    ):
+        super().__init__(size._replace(window=2), block_size, index, traffic)
+
+    def matched(self, content: Content) -> int | Slot | None:
+        # Rows of one step read their states before any of them writes: what this plan's step is to
+        # leave is for later plans.
+        block_id = self.cached.get(content)
+        if block_id in self.unwritten and not self._is_loaded(block_id):
+            return None
+        return super().matched(content)
+
+    def _is_loaded(self, block_id: int) -> bool:
+        return self.traffic is not None and (self.index, block_id) in self.traffic.loads
+
+    def fits(self, num_tokens: int) -> bool:
+        # A step reads one entry and writes the next.
+        return min(-(-num_tokens // self.block_size), 2) <= self.num_blocks
+
+    def reach(self, table: "array[int]", *, one_by_one: bool = False) -> int:
+        if one_by_one or not self.free:
+            return super().reach(table)
+        return 1 << 62  # a chunk of any length writes one entry
+
+    def is_whole(self, i: int, step_end: int) -> bool:
+        return (i + 1) * self.block_size == step_end  # else it is that of an earlier token
+
+    def stop_before(self, start: int, end: int, parting: int) -> int:
+        if start < parting < end:
+            return parting  # where prefixes part: the next sequence of this prefix finds a state
+        last = end - end % self.block_size
+        return last if last > start else end
+
+    def skips(self, position: int, end: int) -> bool:
+        return position // self.block_size != (end - 1) // self.block_size
+
+    def check(self, table: "array[int]", first_held: int, num_dispatched: int) -> None:
+        assert all(b == GONE for b in table[:first_held]), f"not given back: {table}"
+        assert first_held <= self.first_seen(num_dispatched), "lost a state that it reads"
+        if num_dispatched:
+            read = (num_dispatched - 1) // self.block_size
+            assert table[read] != GONE, f"no state to go on from: {table}"
+
+    def _entries(self, first: int, num_tokens: int, *, one_by_one: bool = False) -> Iterator[int]:
+        past = -(-num_tokens // self.block_size)
+        yield from range(first if one_by_one else max(first, past - 1), past)
+
+
+def kind_of(
+    size: GroupSize, block_size: int, index: int = 0, traffic: Traffic | None = None
+) -> CacheKind:
+    """Return the cache of a group of layers."""
+    kind = State if size.per == "block" else Paged
+    return kind(size, block_size, index, traffic)

@@ -1,0 +1,174 @@
+"""PrefixCache: finds the blocks that hold a prefix computed before, on the device or in the store.
+By chained hashes, then by what was hashed.
+"""
+
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from jpaged.engine.cache.blocks import GONE
+from jpaged.engine.cache.contents import Content, Contents
+from jpaged.engine.cache.kinds import LOAD, CacheKind
+from jpaged.engine.cache.store import BlockStore, Slot
+from jpaged.engine.sequence import Sequence
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of a sequence: its contents, and each group's table of it.
+
+    A table holds GONE where no later token reads the group's entry, and LOAD where the store has
+    the block, in the slot that `slots` names by its entry. num_known: leading blocks that some
+    sequence has computed before, whether all that a hit needs is still kept or not.
+    """
+
+    contents: List[Content]
+    tables: tuple[list[int], ...]
+    slots: tuple[dict[int, Slot], ...]
+    num_known: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.contents)
+
+    @property
+    def num_loaded(self) -> int:
+        """Blocks that come from the store."""
+        return sum(map(len, self.slots))
+
+
+class PrefixCache:
+    """The closed blocks of all groups, by content. With is_on=False nothing is closed or found.
+
+    store: has what the groups have given up; None where nothing does. min_loaded: tokens that a
+    load from it must save; fewer are computed again.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[CacheKind, ...],
+        block_size: int,
+        contents: Contents,
+        *,
+        is_on: bool = True,
+        store: BlockStore | None = None,
+        min_loaded: int = 0,
+    ):
+        self.groups = groups
+        self.block_size = block_size
+        self.contents = contents
+        self.is_on = is_on
+        self.store = store
+        self.min_loaded = min_loaded
+
+    def match(self, seq: Sequence, most: int | None = None) -> Match:
+        """Return the longest cached prefix. most: tokens of it at most; at least the sequence's
+        last token is left to compute.
+
+        A first miss ends the search. A hit needs equal tokens after equal ones, and of each group
+        what the next token reads.
+        """
+        size, last = self.block_size, len(seq) - 1
+        limit = last if most is None else min(most, last)
+        contents, parent = list[Content](), self.contents.root
+        tables: tuple[list[int], ...] = tuple([] for _ in self.groups)
+        slots: tuple[dict[int, Slot], ...] = tuple({} for _ in self.groups)
+        num_known = 0
+        for i in range(limit // size if self.is_on else 0):
+            content = self.contents.find(seq, i, size, parent)
+            if content is None:
+                break
+            found = [group.matched(content) for group in self.groups]
+            if any(x is None and g.window is None for x, g in zip(found, self.groups, strict=True)):
+                break
+            num_known, parent = i + 1, content
+            contents.append(content)
+            for table, slots_of_group, x in zip(tables, slots, found, strict=True):
+                if isinstance(x, Slot):
+                    slots_of_group[i] = x
+                table.append(GONE if x is None else LOAD if isinstance(x, Slot) else x)
+        whole = self._cut(contents, tables, slots, num_known)
+        if self.store is None or not whole.num_loaded:
+            return whole
+        here = self._cut(contents, self._on_device(tables), tuple({} for _ in slots), num_known)
+        if (whole.num_blocks - here.num_blocks) * size < self.min_loaded:
+            return here
+        self.store.touch(whole.contents)
+        return whole
+
+    def no_match(self) -> Match:
+        return Match([], tuple([] for _ in self.groups), tuple({} for _ in self.groups))
+
+    def _on_device(self, tables: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        """Return tables without what the store has: where a group misses an entry that all later
+        tokens read, they end.
+        """
+        ends = [
+            table.index(LOAD)
+            for group, table in zip(self.groups, tables, strict=True)
+            if group.window is None and LOAD in table
+        ]
+        end = min(ends, default=len(tables[0]))
+        return tuple([GONE if b == LOAD else b for b in table[:end]] for table in tables)
+
+    def _cut(
+        self,
+        contents: list[Content],
+        tables: tuple[list[int], ...],
+        slots: tuple[dict[int, Slot], ...],
+        num_known: int,
+    ) -> Match:
+        """Return the longest start of these tables after which each group has what the next token
+        reads, as a match.
+        """
+        length = len(tables[0])
+        if any(GONE in table for table in tables):
+            for i in reversed(range(length)):
+                for group, table in zip(self.groups, tables, strict=True):
+                    if table[i] == GONE and i >= group.first_seen(length * self.block_size):
+                        length = i
+        firsts = [group.first_seen(length * self.block_size) for group in self.groups]
+        cut = zip(firsts, tables, strict=True)
+        kept = zip(firsts, slots, strict=True)
+        return Match(
+            contents[:length],
+            tuple([GONE] * first + table[first:length] for first, table in cut),
+            tuple({i: x for i, x in own.items() if first <= i < length} for first, own in kept),
+            num_known,
+        )
+
+    def close(self, seq: Sequence, num_written: int, step_end: int | None = None) -> None:
+        """Hash the blocks that lie whole within the first `num_written` tokens, whose KV a dispatch
+        has written. step_end: the tokens up to which it computed side by side; None if that is
+        `num_written`.
+        """
+        step_end = num_written if step_end is None else step_end
+        if not self.is_on or self.is_stale(seq):
+            return
+        for i in range(seq.num_closed, num_written // self.block_size):
+            parent = seq.contents[-1] if seq.contents else self.contents.root
+            content = self.contents.take(seq, i, self.block_size, parent)
+            seq.contents.append(content)
+            for group, table in zip(self.groups, seq.block_tables, strict=True):
+                if table[i] != GONE and group.is_whole(i, step_end):
+                    group.close(table[i], content)
+
+    def is_stale(self, seq: Sequence) -> bool:
+        """Return whether a sequence runs on KV from before a reset."""
+        return bool(seq.block_tables) and seq.generation != self.contents.generation
+
+    def reset(self) -> None:
+        """Forget every hash and the store: no later request hits anything that was computed
+        before.
+        """
+        self.contents.reset()
+        if self.store is not None:
+            self.store.clear()
+        for group in self.groups:
+            group.cached.clear()
+            for block in group.blocks:
+                block.content = None
+
+    def forget_free(self) -> None:
+        """Forget the contents of blocks that nobody owns."""
+        for group in self.groups:
+            for block_id in group.free:
+                group.forget(group.blocks[block_id])
