@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh
 
 import jpaged
 from jpaged.checks import read_json
+from jpaged.command_line import Parser
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import param_shapes, param_table, random_params
@@ -31,10 +32,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that mod
 # ---- flags ----
 
 
-def make_parser(name: str, doc: str | None, **how: Any) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring as it is written."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=formatter, **how)
+def make_parser(name: str, doc: str | None) -> Parser:
+    """Return a parser whose help shows a module's docstring as it is written."""
+    return Parser(name, doc)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

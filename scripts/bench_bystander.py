@@ -21,6 +21,8 @@ import threading
 import time
 from typing import Any
 
+from jpaged.command_line import Parser
+
 COMPLETIONS = "/v1/completions"
 BYSTANDER: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True}
 FLAGS = ["--warmup", "--max-num-seqs", "64", "--max-num-batched-tokens", "512"]
@@ -86,10 +88,8 @@ def beside(port: int, body: dict[str, Any]) -> tuple[Answered, list[float]]:
     return answers[0], waits
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def make_parser() -> Parser:
+    parser = Parser("bench_bystander", __doc__)
     parser.add_argument("checkpoint", nargs="?", help="a checkpoint folder")
     parser.add_argument("--most", type=float, default=0.5, help="seconds (default: 0.5)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the heavy (default: 1)")

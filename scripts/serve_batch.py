@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jpaged import adapter_flag
+from jpaged.command_line import Parser
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, ConfigError, PeerError
-from jpaged.flags import add_engine_flags, engine_settings
+from jpaged.flags import add_engine_groups, engine_settings
 from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
@@ -51,38 +52,42 @@ LEASTS = {"window": 1, "max_line_bytes": 1, "grace": 0, "replicas": 1, "replica_
 LEASTS |= {"replica_retries": 0}
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse exits 2, which here means that some lines failed."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(FATAL, f"serve_batch: {message} (--help lists the flags)\n")
+class BatchParser(Parser):
+    """A Parser whose groups show defaults. It exits with 1, since 2 means that lines failed."""
 
     def group(self, title: str) -> Any:
-        """A function that adds a flag to a new group; its help tells its default."""
+        """Return a function that adds a flag to a new group; its help shows its default."""
         group = self.add_argument_group(title)
 
-        def add(flag: str, help: str, *, default: Any = None, **how: Any) -> None:
-            told = f"{default:g}" if isinstance(default, float) else default
-            text = help if "(default: " in help else f"{help} (default: {told})"
-            group.add_argument(flag, help=text, default=default, **how)
+        def add(flag: str, help: str, *, default: Any = None, **settings: Any) -> None:
+            shown = f"{default:g}" if isinstance(default, float) else default
+            text = help if "(default: " in help else f"{help} (default: {shown})"
+            group.add_argument(flag, help=text, default=default, **settings)
 
         return add
 
 
-def make_parser() -> Parser:
-    """Every flag, in groups; those of sampling and of the engine that were not given leave the
-    model's and EngineConfig's defaults as they are.
+def new_parser(**settings: Any) -> BatchParser:
+    """Return a parser without flags."""
+    flags = "[--model DIR] [--output FILE] [--resume]"
+    return BatchParser(
+        "serve_batch", __doc__, flags=flags, status=FATAL, shows_usage=False, **settings
+    )
+
+
+def make_parser() -> BatchParser:
+    """Return the parser of every flag, in groups. Flags of sampling and of the engine that are left
+    out change none of the model's defaults and none of EngineConfig's.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="serve_batch", description=__doc__, formatter_class=raw)
+    parser = new_parser()
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.group("input")
-    where = (
+    source = (
         "a file of lines (also .gz, .zst), a Parquet file or a folder of them, a data set's "
         "folder, hf:NAME, or - for stdin (default: --config's)"
     )
-    add("input", where, nargs="?", default=argparse.SUPPRESS)
+    add("input", source, nargs="?", default=argparse.SUPPRESS)
     formats = ("auto", "jsonl", "text", "parquet", "dataset")
     add("--format", "what the input is, auto by its name", default="auto", choices=formats)
     columns = "columns of a table to read, each as the field of its name or as FIELD (default: all)"
@@ -112,11 +117,11 @@ def make_parser() -> Parser:
     add("--metrics-host", listen, metavar="ADDRESS", default="127.0.0.1")
 
     add = parser.group("starting, stopping, resuming")
-    how: Any = {"dest": "existing", "action": "store_const"}
+    choice: Any = {"dest": "existing", "action": "store_const"}
     resume = "go on with the output that is there (default: ask on a terminal, else refuse)"
-    add("--resume", resume, const="resume", **how)
+    add("--resume", resume, const="resume", **choice)
     again = "start the output again (default: as for --resume)"
-    add("--overwrite", again, const="overwrite", **how)
+    add("--overwrite", again, const="overwrite", **choice)
     retry = "with --resume: run failed lines again, the new answer counts (default: they are done)"
     add("--retry-failed", retry, **switch)
     grace = "for running requests to finish after Ctrl-C or SIGTERM; a second one stops at once"
@@ -159,18 +164,18 @@ def make_parser() -> Parser:
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
     add = parser.group("one engine over several processes, the same command in each")
-    where = "of the first process, which alone reads and writes (default: only this process)"
-    add("--coordinator", where, metavar="HOST:PORT")
+    first = "of the first process, which alone reads and writes (default: only this process)"
+    add("--coordinator", first, metavar="HOST:PORT")
     add("--num-processes", "of them all (default: what the cluster says)", type=int)
     add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
 
-    group = parser.add_argument_group("engine")
+    group = parser.add_argument_group("model")
     model = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     group.add_argument("--model", help=model)
     group.add_argument("--adapter", nargs="+", metavar="NAME=FOLDER", help=adapter_flag.FLAG)
     window = "requests in the engine at once (default: 4 * max_num_seqs of all replicas)"
     group.add_argument("--window", help=window, type=int)
-    add_engine_flags(group)
+    add_engine_groups(parser)
     return parser
 
 
@@ -217,7 +222,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def config_args(parser: Parser, path: str) -> argparse.Namespace:
+def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
     """What the flags of a YAML or JSON file come to: a mapping of names, with - or _, to values."""
 
     def refuse(message: object) -> NoReturn:
@@ -248,9 +253,9 @@ def config_args(parser: Parser, path: str) -> argparse.Namespace:
             flags += [f"--{name}"] if value else [f"--no-{name}"] * is_switch
         elif value is not None:
             flags += [f"--{name}", *values]
-    own = Parser(prog="serve_batch", parents=[parser], add_help=False, conflict_handler="resolve")
-    own.error = refuse
-    return own.parse_args(flags)
+    of_file = new_parser(parents=[parser], add_help=False, conflict_handler="resolve")
+    of_file.error = refuse
+    return of_file.parse_args(flags)
 
 
 def read_mapping(path: str) -> Any:

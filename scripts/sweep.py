@@ -49,7 +49,7 @@ VLLM_NAMES = {"batch": "num_prompts", "input": "random_input_len", "output": "ra
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = common.make_parser("sweep", __doc__, allow_abbrev=False)
+    parser = common.make_parser("sweep", __doc__)
     add = parser.add_argument
     add("--config", metavar="FILE", help="a YAML or JSON file of these flags: batch: [1, 8]")
     add("--out", metavar="FOLDER", default="sweep-results", help="default: sweep-results")

@@ -1,10 +1,10 @@
-"""The command line of a server: jpaged serve MODEL.
+"""Serve a model over HTTP, as OpenAI's API: jpaged serve MODEL.
 
     jpaged serve Qwen/Qwen3-0.6B --port 8000        # also: python -m jpaged.openai MODEL
     JPAGED_API_KEY=... jpaged serve path/to/folder --host 0.0.0.0 --max-num-seqs 64
 
-SIGTERM and SIGINT stop it once the requests that run have ended, at most --drain-s seconds later; a
-second one stops it at once. Routes, limits and metrics: docs/server.md.
+SIGTERM or SIGINT stops the server when its running requests have ended, at most --drain-s seconds
+later; a second signal stops it at once. Routes, limits and metrics: docs/server.md.
 """
 
 import argparse
@@ -21,8 +21,9 @@ import uvicorn
 
 from jpaged.adapter_flag import loaded
 from jpaged.async_llm import AsyncLLM
+from jpaged.command_line import Parser
 from jpaged.errors import CheckpointError, ConfigError
-from jpaged.flags import add_engine_flags, add_flags, engine_settings, given_settings
+from jpaged.flags import add_engine_groups, add_flags, engine_settings, given_settings
 from jpaged.llm import LLM
 from jpaged.openai.server.app import Server
 from jpaged.openai.server.settings import ServerSettings
@@ -78,32 +79,36 @@ class Listener(uvicorn.Server):
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="jpaged serve", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+def make_parser() -> Parser:
+    """Return the parser of every flag, in groups."""
+    flags = "[--host ADDRESS] [--port N] [--api-key KEY]"
+    parser = Parser("jpaged serve", __doc__, flags=flags)
     what = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     parser.add_argument("model", help=what, nargs="?")
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    where = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
-    add("--host", help=where, default="127.0.0.1")
-    add("--port", help="0 is a free one (default: 8000)", type=_port, default=8000)
-    keys = f"that a request must carry; may be given again (default: {KEY_VARIABLE}, else none)"
+    add = parser.add_argument_group("address and keys").add_argument
+    address = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
+    add("--host", help=address, default="127.0.0.1")
+    add(
+        "--port",
+        help="port to listen on; 0 picks a free one (default: 8000)",
+        type=_port,
+        default=8000,
+    )
+    keys = f"key that a request must carry; repeat the flag for several keys (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
-    names = "that requests may ask for, the first in answers (default: the model's own)"
+    hosts = "further names that a request's Host may have if there is no key; * is any"
+    add("--allowed-host", help=f"{hosts} (default: none)", nargs="+", metavar="HOST", default=[])
+    add = parser.add_argument_group("model").add_argument
+    names = "names that requests may ask for; answers have the first (default: the model's own)"
     add("--served-model-name", help=names, nargs="+", metavar="NAME")
-    lora = "adapters as PEFT writes them, for requests whose model is NAME (default: none)"
+    lora = "folders of PEFT adapters, for requests whose model is NAME (default: none)"
     add("--adapter", help=lora, nargs="+", metavar="NAME=FOLDER")
-    hosts = "that a request's Host may be where there is no key, beside this machine's; * is any"
-    add("--allowed-host", help=hosts, nargs="+", metavar="HOST", default=[])
-    seed = "of requests without one, which are counted into it (default: 0)"
+    seed = "seed for requests that have none, combined with a count of them (default: 0)"
     add("--seed", help=seed, type=int, default=0)
-    early = "compile every shape of a step before it listens (default: off)"
+    early = "compile every shape of a step before listening (default: off)"
     add("--warmup", help=early, action=argparse.BooleanOptionalAction, default=False)
-    add_flags(group, ServerSettings)
-    add_engine_flags(parser.add_argument_group("engine"))
+    add_flags(parser.add_argument_group("requests: limits and forms"), ServerSettings)
+    add_engine_groups(parser)
     return parser
 
 
