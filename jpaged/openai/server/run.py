@@ -88,13 +88,8 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("address and keys").add_argument
     address = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
     add("--host", help=address, default="127.0.0.1")
-    add(
-        "--port",
-        help="port to listen on; 0 picks a free one (default: 8000)",
-        type=_port,
-        default=8000,
-    )
-    keys = f"key that a request must carry; repeat the flag for several keys (default: {KEY_VARIABLE}, else none)"
+    add("--port", help="0 picks a free port (default: 8000)", type=_port, default=8000)
+    keys = f"key that a request must carry; may be repeated (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
     hosts = "further names that a request's Host may have if there is no key; * is any"
     add("--allowed-host", help=f"{hosts} (default: none)", nargs="+", metavar="HOST", default=[])
