@@ -120,8 +120,8 @@ class EngineConfig:
     max_n: int = _knob(256, "samples that one request may ask for")
     swap_space_gib: float = _knob(
         0.0,
-        "host memory, GiB, for KV that the pool has given up: of evicted prefixes and of preempted "
-        "sequences; 0 computes it again instead",
+        "host memory for KV that the pool gives up, of evicted prefixes and preempted sequences, "
+        "GiB; 0 computes it again instead",
     )
     swap_min_tokens: int = _knob(
         64, "fewer tokens than this are computed again rather than loaded from host memory"

@@ -18,9 +18,9 @@ import _common as common
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import output_sections
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request, Sequence

@@ -115,8 +115,7 @@ def test_the_pool_grows_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         generate(params, PROMPTS[:1], engine_config=settings)
         assert kept()[1].replicas[0].blocks.num_blocks == 8, "a power of two, 8 at least"
         assert (
-            "compiled Bucket(phase='prefill', tokens=16, rows=8" in caplog.text
-            and "grows" not in caplog.text
+            "compiled PrefillShape(tokens=16, rows=8" in caplog.text and "grows" not in caplog.text
         )
         with compiles() as names:
             generate(params, PROMPTS[1:2], engine_config=settings)

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import jpaged
 from jpaged import LLM, ConfigError, EngineConfig, Params, SamplingParams, UnsupportedError
-from jpaged.engine.buckets import Bucket
 from jpaged.engine.drafting import ModelDrafter
+from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.errors import CheckpointError
 from jpaged.models.eagle import HeadConfig
 from jpaged.runtime.mesh import Placement
@@ -204,9 +204,13 @@ def test_its_pool_is_updated_in_place(phase: Any) -> None:
     trees = [dict(make_params(0, model)) for model in (CONFIG, head)]
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     runner = Runner(CONFIG, how, where, trees[0], (head, trees[1]))
-    tokens, steps = (16 if phase == "prefill" else 8), (3 if phase == "draft" else 1)
-    size: Any = {"tokens": tokens, "rows": 8, "tables": 2, "blocks": 16, "steps": steps}
-    compiled = runner.steps.lower(Bucket(phase=phase, **size)).compile()
+    size: Any = {"rows": 8, "tables": 2, "blocks": 16}
+    shapes: dict[str, Shape] = {
+        "prefill": PrefillShape(tokens=16, **size),
+        "decode": DecodeShape(**size),
+        "draft": DraftShape(steps=3, **size),
+    }
+    compiled = runner.steps.lower(shapes[phase]).compile()
     copies, is_small = in_place(compiled, runner.pools)
     (hidden,) = (x for x in jax.tree.leaves(runner.steps.kv) if x.shape[-1] == head.hidden_size)
     assert copies == pool_copies(compiled.as_text(), hidden.size) == [] and is_small

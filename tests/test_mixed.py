@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jpaged import LLM, Params, RequestOutput, SamplingParams
-from jpaged.engine.buckets import bucket_table
 from jpaged.engine.plan import StepResult
+from jpaged.engine.shapes import shape_table
 from jpaged.runtime.runner import Handle
 from tests.tiny import (
     CONFIG,
@@ -161,7 +161,7 @@ def test_crowded_and_several_steps(params: Params, expected: list[RequestOutput]
 
 def test_no_shape_more() -> None:
     plain, mixed = (
-        set(bucket_table(dataclasses.replace(SETTINGS, mixed=m).resolve(CONFIG)))
+        set(shape_table(dataclasses.replace(SETTINGS, mixed=m).resolve(CONFIG)))
         for m in (False, True)
     )
     assert plain == mixed

@@ -1,4 +1,4 @@
-"""commit: what a dispatch computed goes into its sequences, and those that stop leave."""
+"""commit: take what a dispatch computed into its sequences; those that stop leave."""
 
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.queues import Queues
@@ -6,13 +6,13 @@ from jpaged.engine.sequence import Candidates, Request, Sequence, Status
 
 
 def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
-    """Append tokens, hash full blocks, end the sequences that stop. Returns the requests whose rows
-    wait for the host, to be steered.
+    """Append tokens, hash full blocks, end the sequences that stop. Return the requests that must
+    choose among what their rows were offered (Request.steer).
 
     Tokens of a sequence that ended while the dispatch was in flight are surplus: neither emitted
     nor hashed.
     """
-    waiting: dict[Request, None] = {}
+    to_steer: dict[Request, None] = {}
     drawn = 0
     for row, entry in enumerate(plan.entries):
         seq = entry.seq
@@ -31,14 +31,14 @@ def commit(queues: Queues, plan: Plan, result: StepResult) -> list[Request]:
             assert seq.sampling_params.logprobs is not None
             top = result.top(at, seq.sampling_params.logprobs)
             seq.offer(Candidates(top, result.weight_version))
-            waiting[seq.request] = None
+            to_steer[seq.request] = None
             # Preempted meanwhile: it waits for its request, not for blocks.
             queues.waiting.remove(seq)
         elif entry.guesses:
             _append_verified(queues, entry, at, result)
         else:
             _append_drawn(queues, entry, at, result)
-    return list(waiting)
+    return list(to_steer)
 
 
 def _close_written(queues: Queues, entry: PlanEntry, num_tokens: int) -> None:
@@ -65,9 +65,9 @@ def _append_drawn(queues: Queues, entry: PlanEntry, row: int, result: StepResult
 
 
 def _append_verified(queues: Queues, entry: PlanEntry, row: int, result: StepResult) -> None:
-    """Append what was drawn after each token of a run, up to the first that its guesses have
-    otherwise: draws depend on the tokens before them, so these are those of one step at a time. KV
-    of what was refused is written over; it is never hashed.
+    """Append what was drawn after each token of a run, up to the first draw that differs from the
+    guess after it: later draws followed a token that is not in the text. KV of what was refused is
+    written over; it is never hashed.
     """
     seq, right = entry.seq, 0
     count = len(entry.run) if seq.structured is None else seq.num_masked
@@ -89,7 +89,7 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
     top = None if params.logprobs is None else result.top(row, params.logprobs, step)
     allowed = None if seq.structured is None else result.allowed(row, step)
     seq.append(token, result.logprobs[row][step], result.weight_version, top, allowed)
-    may_stop = may_end = seq.num_generated > params.min_tokens
+    may_stop = may_end = len(seq.generated.token_ids) > params.min_tokens
     eos_ids = seq.eos_ids
     if seq.structured is not None:  # a mask lets no id end a text that is not to end there
         may_end, eos_ids = True, seq.structured.grammars.eos_ids
@@ -101,7 +101,7 @@ def _append(queues: Queues, seq: Sequence, row: int, step: int, result: StepResu
         queues.finish(seq, "stop", stop=token)
     elif seq.text is not None and (hit := seq.text.push(token, may_stop=may_stop)) is not None:
         queues.finish(seq, "stop", stop=hit)
-    elif len(seq) >= seq.end:
+    elif len(seq.token_ids) >= seq.end:
         queues.finish(seq, "length")
     seq.settle()
 

@@ -4,10 +4,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jpaged.engine.buckets import Buckets
 from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import StepResult
+from jpaged.engine.shapes import StepShapes
 
 
 class Device(Protocol):
@@ -18,7 +18,7 @@ class Device(Protocol):
         """The blocks of each group of layers, in the pool of one replica."""
         ...
 
-    def fit(self, buckets: Buckets) -> Buckets:
+    def fit(self, buckets: StepShapes) -> StepShapes:
         """Return the buckets to run in place of these: the same ones, or larger ones that give the
         same results.
         """

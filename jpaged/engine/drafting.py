@@ -1,10 +1,13 @@
-"""Drafts: tokens that a row may well go on with, looked up in its own text (arXiv:2304.04487) or
-drawn by a smaller model (arXiv:2211.17192), and when to try them.
+"""Drafts: guesses at a row's next tokens, looked up in its own text (arXiv:2304.04487) or drawn by
+a smaller model (arXiv:2211.17192), and the decision whether to try them.
 
-A row's tokens do not depend on drafts: what follows each of them is drawn as ever, and they count
-up to the first that was drawn otherwise. So a draft can only cost or save time, and both are
-measured: how often guesses come true, whether they are tried or not, and what steps with and
-without take.
+A row's tokens do not depend on drafts: a token is drawn after each guess as ever, and the draws
+count up to the first that differs from the guess. So a draft can only cost or save time. Both are
+measured: how often guesses come true, tried or not, and how long steps take with and without them.
+
+Three gates decide. A row drafts while enough of its guesses come true (MIN_RATE). A step drafts
+where its expected tokens a second are MIN_SPEEDUP times those of a plain step, by the times of such
+steps (Costs). Looking up may take LOOKUP_SHARE of the time.
 """
 
 import math
@@ -19,32 +22,41 @@ from jpaged.config import EngineConfig, Speculative
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.sequence import Sequence
 
-LENGTHS = (4, 3)  # of the ending that is looked up, longest first, where more than a pair recurs
-PLACES = 16  # latest ones of a pair among which the longest is looked for
-FADES = 0.9  # weight of the past against one more guess
-UNKNOWN = 0.5  # share of right guesses of a row that has made none
-LEAST = 0.4  # share of right guesses below which a row drafts nothing
-REST = 4  # tokens of such a row after which it is looked up whether guesses would come true now
-SHARE = 0.01  # of the time of steps that may go on looking up in vain
-DOUBTS = 4  # times less of it, where no row is known to gain
-WORTH = 0.25  # chance below which a token is left off the end of a draft
-SAMPLES, TRIES = 8, 3  # latest times of a step that count; those that are needed first
-EVERY = 3  # of so many plain steps in a row one is timed: they come by twos, so an odd number
-ON_DEVICE = -1  # in the place of a token that a model is to guess
-AGAIN, THROUGH = 1024, 6  # of so many refusals some are let through: times change
-SOON = 128  # refusals before the first time, then twice as many: it may have been a slow moment
-GAIN = 1.15  # times the tokens a second of plain steps that a draft is to promise
-WAITS = 0.05  # share of its steps that the fastest row may make the slowest wait
-PAUSE = 64  # tokens of a row after which a model drafts for it again
+# Looking up in a row's own text
+ENDINGS = (4, 3)  # lengths of the ending that is compared, longest first, where a pair recurs often
+MAX_PLACES = 16  # latest occurrences of the last pair that are compared
+ROW_COOLDOWN = 4  # tokens of a row that gains nothing before its next guess is checked
+LOOKUP_SHARE = 0.01  # share of the steps' time that may be spent on look-ups without a result
+DOUBT_FACTOR = 4  # such a look-up counts so many times where no row is known to gain
+
+# What a row's guesses are worth
+PRIOR_RATE = 0.5  # acceptance of a row that has made no guess yet
+MIN_RATE = 0.4  # acceptance below which a row drafts nothing
+DECAY = 0.9  # weight of the past for each new guess
+MIN_CHANCE = 0.25  # a guess that is right with a smaller chance than this is left off
+MODEL_COOLDOWN = 64  # tokens of a row that gains nothing before a model drafts for it again
+ON_DEVICE = -1  # stands for a token that a model is to guess
+
+# What a step with drafts costs
+SAMPLES, MIN_SAMPLES = 8, 3  # latest times of a kind of step that count; fewest to judge by
+TIMED_EVERY = 3  # one in so many plain steps is timed: they come in pairs, so an odd number
+MIN_SPEEDUP = 1.15  # predicted gain in tokens a second below which drafts are refused
+MAX_SLOWDOWN = 0.05  # share of the fastest row's tokens that the slowest row may lose to drafts
+RETRY_AFTER = 128  # refusals before some are let through, since it may have been a slow moment
+RETRIES_IN_A_ROW = 6  # so many are let through then
+LONGEST_PAUSE = 1024  # the pause between retries doubles up to so many refusals
+RESET_AFTER = 1024  # steps with drafts in a row after which all times are measured anew
 
 
 class _Row:
-    """What is known of one sequence. right, tried: of its guesses, faded. gain: tokens that it was
-    to have beside its own of the latest steps with drafts. guess: a position, and the earlier one
-    whose tokens may follow there too: unchecked. last: the length at which it drafted last.
+    """What is known of one sequence.
+
+    right, tried: counts of its guesses, older ones weigh less. gain: how many guesses of the latest
+    steps with drafts were expected to come true. guess: (position, earlier position whose tokens
+    may follow there too), not checked yet. last: the length at which it drafted last.
     """
 
-    def __init__(self, rate: float = UNKNOWN) -> None:
+    def __init__(self, rate: float = PRIOR_RATE) -> None:
         self.ends: dict[tuple[int, ...], int] = {}  # where a pair of tokens ended last
         self.before = [0, 0]  # of each place, where the pair that ends there ended before; or 0
         self.last = 0
@@ -53,19 +65,23 @@ class _Row:
 
     @property
     def rate(self) -> float:
-        """The share of guesses that come true."""
+        """Return the share of guesses that come true."""
         return self.right / self.tried
 
     def expected(self, tried: int) -> float:
-        """How many of so many guesses come true, as it seems."""
+        """Return how many of `tried` guesses in a row are expected to come true."""
         return math.fsum(self.rate**i for i in range(1, tried + 1))
 
     def learn(self, right: int, tried: int) -> None:
-        fades = FADES**tried
+        fades = DECAY**tried
         self.right, self.tried = fades * self.right + right, fades * self.tried + tried
 
     def look_up(self, tokens: list[int], most: int) -> list[int]:
-        """What followed an earlier occurrence of the last tokens; the guess that this makes."""
+        """Return at most `most` tokens that followed an earlier occurrence of the last ones.
+
+        The guess is remembered and checked at the next call, so that the acceptance of a row is
+        known even while nothing is tried.
+        """
         if self.guess is not None and self.guess[0] < len(tokens):
             now, at = self.guess
             known = len(tokens) - now
@@ -85,11 +101,13 @@ class _Row:
         return tokens[at : at + most]
 
     def _longest(self, tokens: list[int], at: int) -> int:
-        """Of the places where the last pair was, by the latest of them, where most was the same."""
+        """Return the place after which the text before agrees longest, of those where the last pair
+        occurred. at: the latest of them.
+        """
         places = [at]
-        while self.before[places[-1]] and len(places) < PLACES:
+        while self.before[places[-1]] and len(places) < MAX_PLACES:
             places.append(self.before[places[-1]])
-        for length in LENGTHS if len(places) > 1 else ():
+        for length in ENDINGS if len(places) > 1 else ():
             for place in places:
                 if tokens[max(place - length, 0) : place] == tokens[-length:]:
                     return place
@@ -97,29 +115,31 @@ class _Row:
 
 
 class Costs:
-    """What steps took lately, by the powers of two of their rows and tokens. Plain ones that ran
-    ahead, dispatched before the last was committed: seconds. Those that verify, and the first
-    plain one after them, whose device waits for the host: in plain steps of that time, since what
-    slows a machine slows both.
+    """What steps took lately, by the powers of two of their rows and tokens.
+
+    A plain step that ran ahead (it was dispatched before the last one was committed) is stored in
+    seconds. A verify step, and the first plain step after one, whose device had to wait for the
+    host, is stored as a multiple of a plain step measured at about the same time, so that a slow
+    machine cancels out.
     """
 
     def __init__(self) -> None:
         self._plain: dict[tuple[bool, int], deque[float]] = {}
         self._compared: dict[_Kind, deque[float]] = {}
-        self._typical: dict[_Kind, float] = {}  # of those compared
-        self._refused, self._pause = THROUGH, SOON
+        self._typical: dict[_Kind, float] = {}  # lower quartile of those compared
+        self._refused, self._pause = RETRIES_IN_A_ROW, RETRY_AFTER
         self._observed = 0
         self._verified = 0  # steps since a plain one ran ahead
         self._drained: float | None = None  # seconds of the last plain one, if it ran ahead
         self._runs_ahead = False  # now
 
     def observe(self, plan: Plan, seconds: float, ran_ahead: bool = False) -> None:
-        """Take in a step, of those that decode alone, without tokens that are certain."""
+        """Record a step, if all of its rows decode and none has tokens that are certain."""
         self._observed += 1
         drained = self._drained
         if not plan.verifies:
             self._drained = seconds if ran_ahead else None
-        if self._runs_ahead and ran_ahead and not plan.verifies and self._observed % EVERY:
+        if self._runs_ahead and ran_ahead and not plan.verifies and self._observed % TIMED_EVERY:
             return
         if not all(e.decodes and e.guesses >= bool(e.run) for e in plan.entries):
             return
@@ -130,11 +150,10 @@ class Costs:
         self._runs_ahead = ran_ahead and not plan.verifies
         compares = plan.verifies or (drained is not None and not ran_ahead)
         if compares and (plain := self._seconds(rows)):
-            # Of two plain steps that are waited for together the first takes what both do: all but
-            # the slowest count beside the middle one.
+            # Plain steps come in pairs, and the first of a pair includes the wait for both: the
+            # mean without the slowest corrects the median for it.
             least = min(median(plain), fmean(sorted(plain)[:-1]))
-            # The last one before the drafts, done by the time it was waited for, gave what the
-            # first one after them took for two.
+            # The first plain step after a verify step includes the time of the one before it.
             both = seconds if plan.verifies else seconds + (drained or 0.0) - least
             kind = _kind(plan.verifies, rows, tokens)
             kept = self._compared.setdefault(kind, deque(maxlen=SAMPLES))
@@ -144,38 +163,40 @@ class Costs:
             key = ran_ahead, _size(rows)
             self._plain.setdefault(key, deque(maxlen=SAMPLES)).append(seconds)
         self._verified = 0 if self._runs_ahead else self._verified + plan.verifies
-        if self._verified >= AGAIN:  # times change: all is measured anew
+        if self._verified >= RESET_AFTER:  # times change
             self._plain, self._compared, self._typical, self._verified = {}, {}, {}, 0
 
     def pays(self, drafted: int, expected: float, gains: list[float]) -> bool:
-        """Whether to verify so many tokens, of which so many are right. gains: of each row, those
-        right in steps like this one: where only some have any, the others wait for them.
+        """Return whether a step that verifies `drafted` guesses is worth its time.
+
+        expected: how many of them are expected to be right. gains: the same for each row. Rows
+        without a gain wait for the others, MAX_SLOWDOWN bounds for how long.
         """
         rows = len(gains)
         kind = _kind(True, rows, rows + drafted)
         if not self._seconds(rows):
             return False
-        if len(self._compared.get(kind, ())) < TRIES:
+        if len(self._compared.get(kind, ())) < MIN_SAMPLES:
             return True
         taken = self._typical[kind]
         drained = _kind(False, rows, rows)
-        if self._runs_ahead and len(self._compared.get(drained, ())) >= TRIES:
+        if self._runs_ahead and len(self._compared.get(drained, ())) >= MIN_SAMPLES:
             taken += max(self._typical[drained] - 1.0, 0.0)  # the next plain one will wait
-        is_fair = taken - 1 - min(gains) <= WAITS * (1 + max(gains))
+        is_fair = taken - 1 - min(gains) <= MAX_SLOWDOWN * (1 + max(gains))
         # The first ones find caches cold: what only seems not to gain enough is tried some more.
-        gain = GAIN if len(self._compared[kind]) == SAMPLES else 1.0
+        gain = MIN_SPEEDUP if len(self._compared[kind]) == SAMPLES else 1.0
         if is_fair and rows + expected > gain * rows * taken:
-            self._refused, self._pause = THROUGH, SOON
+            self._refused, self._pause = RETRIES_IN_A_ROW, RETRY_AFTER
             return True
         self._refused += 1
         if self._refused == self._pause:
-            self._refused, self._pause = 0, min(2 * self._pause, AGAIN)
-        return self._refused < THROUGH
+            self._refused, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
+        return self._refused < RETRIES_IN_A_ROW
 
     def _seconds(self, rows: int) -> deque[float] | None:
-        """Of plain steps that ran ahead; of others in an engine where none does."""
+        """Return the times of plain steps that ran ahead, or of others if no step does."""
         each = (self._plain.get((ahead, _size(rows))) for ahead in (True, False))
-        return next((kept for kept in each if kept and len(kept) >= TRIES), None)
+        return next((kept for kept in each if kept and len(kept) >= MIN_SAMPLES), None)
 
 
 _Kind = tuple[bool, int, int]
@@ -190,10 +211,11 @@ def _size(count: int) -> int:
 
 
 class Drafter:
-    """The drafts of one engine, whose replicas take each step in one dispatch. most: tokens of a
-    step of each replica, so of its rows and drafts together.
+    """The drafts of one engine, looked up in each row's own text.
 
-    drafted, accepted: tokens that were tried, and those that were right.
+    Replicas take each step in one dispatch, so drafts are decided for all of them together. most:
+    tokens of a step of each replica, rows and drafts together. drafted, accepted: guesses that were
+    tried, and those that were right.
     """
 
     has_model = False  # whether a step of the device makes them
@@ -209,24 +231,24 @@ class Drafter:
         return self  # a snapshot is of sequences, not of what was learnt
 
     @property
-    def rests(self) -> bool:
-        """Whether looking up has to be paid for first by steps in which nothing is."""
+    def lookup_paused(self) -> bool:
+        """Whether the time budget for look-ups is spent."""
         return self.asked.adaptive and self._spent > 0
 
     def runs(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
-        """The last token of each row with a draft, and the draft."""
+        """Return the last token of each row that drafts, followed by its draft."""
         return {seq: [seq.token_ids[-1], *draft] for seq, draft in self.drafts(*replicas).items()}
 
     def drafts(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
-        """The drafts that are worth a step with all these rows, of which none has tokens in
-        flight.
+        """Return the drafts that are worth a step with all these rows; {} while any row has tokens
+        in flight.
         """
         if any(seq.pending for rows in replicas for seq in rows):
             return {}
         return self.chosen(*replicas)
 
     def learn(self, seq: Sequence, drafted: int, right: int) -> None:
-        """Take in how many tokens of a draft were right."""
+        """Record how many tokens of a draft were right."""
         row = self._row(seq)
         row.learn(right, min(right + 1, drafted))
         row.guess = None
@@ -234,13 +256,13 @@ class Drafter:
         self.accepted += right
 
     def observe(self, plan: Plan, seconds: float, ran_ahead: bool) -> None:
-        """Take in a step that was committed."""
-        self._spent = max(self._spent - SHARE * seconds, 0.0)
+        """Record a step that was committed."""
+        self._spent = max(self._spent - LOOKUP_SHARE * seconds, 0.0)
         self.verify_steps += plan.verifies
         self.costs.observe(plan, seconds, ran_ahead)
 
     def report(self) -> dict[str, Any]:
-        """Totals since the start."""
+        """Return totals since the start."""
         return {
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
@@ -250,15 +272,15 @@ class Drafter:
         }
 
     def chosen(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
-        """The drafts that are worth a step with all these rows, as far as is known of them.
+        """Return the drafts that are worth a step with all these rows, by what is known now.
 
-        Those of a replica share its room. Where they were not, nothing is looked up for some steps,
-        and for more of them where no row is known to gain.
+        The rows of a replica share its room. A look-up without a result is paid for by steps in
+        which nothing is looked up (LOOKUP_SHARE).
         """
         began = time.perf_counter()
         everyone = [seq for rows in replicas for seq in rows]
         room = sum(max(self.most - len(rows), 0) for rows in replicas)
-        if self.rests or not min(room, len(everyone)):
+        if self.lookup_paused or not min(room, len(everyone)):
             return {}
         # Where even guesses that all come true do not pay, nothing is looked up.
         best = min(room, len(everyone) * self.asked.num_tokens)
@@ -276,13 +298,13 @@ class Drafter:
             for seq in everyone:
                 row = self._row(seq)
                 gain = row.expected(len(found.get(seq, ())))
-                row.gain = max(gain, FADES * row.gain)
+                row.gain = max(gain, DECAY * row.gain)
                 gains.append(row.gain)
                 expected += gain
             pays = self._pays(sum(map(len, found.values())), expected, gains)
         spent = time.perf_counter() - began
-        if pays and not found and all(self._row(seq).rate <= UNKNOWN for seq in everyone):
-            spent *= DOUBTS
+        if pays and not found and all(self._row(seq).rate <= PRIOR_RATE for seq in everyone):
+            spent *= DOUBT_FACTOR
         self._spent = 0.0 if found and pays else self._spent + spent
         return found if pays else {}
 
@@ -290,8 +312,12 @@ class Drafter:
         return not self.asked.adaptive or self.costs.pays(drafted, expected, gains)
 
     def _draft(self, seq: Sequence, row: _Row, most: int) -> list[int]:
-        """A row's draft."""
-        if self.asked.adaptive and row.rate < LEAST and len(seq) < len(row.before) + REST:
+        """Return at most `most` guesses for a row; [] where they are not worth it."""
+        if (
+            self.asked.adaptive
+            and row.rate < MIN_RATE
+            and len(seq) < len(row.before) + ROW_COOLDOWN
+        ):
             return []  # a row that gained nothing is not even looked up now
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         if most < 1 or not can_draft(seq):
@@ -299,7 +325,7 @@ class Drafter:
         found = row.look_up(seq.token_ids, most)
         if not self.asked.adaptive:
             return found
-        return found[: _worth(row.rate)] if found and row.rate >= LEAST else []
+        return found[: _worth(row.rate)] if found and row.rate >= MIN_RATE else []
 
     def _row(self, seq: Sequence) -> _Row:
         if (row := self._rows.get(seq)) is None:
@@ -308,13 +334,15 @@ class Drafter:
 
 
 def _worth(rate: float) -> int:
-    """How many tokens of a draft it is worth to try."""
-    return max(int(math.log(WORTH) / math.log(min(max(rate, 0.01), 0.99))), 1)
+    """Return how many guesses in a row it is worth to try at this acceptance."""
+    return max(int(math.log(MIN_CHANCE) / math.log(min(max(rate, 0.01), 0.99))), 1)
 
 
 class ModelDrafter(Drafter):
-    """Of a draft model: how many tokens of each row it is to guess, and what it guessed. Nothing is
-    known of a guess that was not made, so a row that gains nothing tries again after a pause.
+    """Decides how many tokens a draft model guesses for each row, and keeps what it guessed.
+
+    Nothing is known of a guess that was not made, so a row that gains nothing tries again after
+    MODEL_COOLDOWN tokens.
     """
 
     has_model = True
@@ -325,14 +353,14 @@ class ModelDrafter(Drafter):
         self._made: dict[Sequence, tuple[int, list[int]]] = {}  # for rows of that length
 
     def drafts(self, *replicas: list[Sequence]) -> dict[Sequence, list[int]]:
-        """What was taken for rows that are as they were then."""
+        """Return the guesses made for rows that have not changed since."""
         made, self._made = self._made, {}
         every = [seq for rows in replicas for seq in rows]
         now = {seq: made[seq] for seq in every if seq in made and not seq.pending}
         return {seq: tokens for seq, (length, tokens) in now.items() if length == len(seq)}
 
     def take(self, plans: List[Plan], results: List[StepResult]) -> None:
-        """Take in what a step of drafts drew for each replica's plan."""
+        """Keep what a step of drafts drew for each replica's plan."""
         self.draft_steps += 1
         self._made = {}
         for plan, result in zip(plans, results, strict=True):
@@ -343,12 +371,12 @@ class ModelDrafter(Drafter):
         return super().report() | {"draft_steps": self.draft_steps}
 
     def _draft(self, seq: Sequence, row: _Row, most: int) -> list[int]:
-        """As many tokens as it is to guess, which nobody knows yet."""
+        """Return a placeholder for each token that the model is to guess."""
         most = min(most, self.asked.num_tokens, seq.end - len(seq) - seq.pending - 1)
         if most < 1 or not can_draft(seq):
             return []
         if self.asked.adaptive:
-            if row.rate < LEAST and len(seq) + seq.pending < row.last + PAUSE:
+            if row.rate < MIN_RATE and len(seq) + seq.pending < row.last + MODEL_COOLDOWN:
                 return []
             most = min(most, _worth(row.rate))
         return [ON_DEVICE] * most
@@ -360,17 +388,17 @@ class ModelDrafter(Drafter):
     def _row(self, seq: Sequence) -> _Row:
         if seq not in self._rows:  # as the others so far
             rate = (self.accepted + 1) / (self.drafted + 2)
-            self._rows[seq] = _Row(max(rate, LEAST))
+            self._rows[seq] = _Row(max(rate, MIN_RATE))
         return self._rows[seq]
 
 
 def can_draft(seq: Sequence) -> bool:
-    """Whether each token of a row can be drawn beside the next: penalties count the ones before."""
+    """Return whether a row's draws can be made side by side: penalties count the tokens before."""
     return not seq.sampling_params.has_penalties and not seq.waits_for_host
 
 
 def drafter_of(config: EngineConfig) -> Drafter | None:
-    """What guesses ahead in an engine; None where nothing does."""
+    """Return what guesses ahead in an engine; None where nothing does."""
     if config.speculative is None:
         return None
     assert config.seq_buckets is not None

@@ -17,7 +17,6 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import choose_buckets, common_buckets
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.contents import Contents
 from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
@@ -30,6 +29,7 @@ from jpaged.engine.queues import Queues
 from jpaged.engine.routing import Router
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Status
+from jpaged.engine.shapes import choose_shapes, common_shapes
 from jpaged.engine.stats import Stats
 from jpaged.errors import ConfigError, RequestError
 
@@ -269,8 +269,8 @@ class Engine:
 
     def _pack(self, plans: list[Plan]) -> list[Batch]:
         """Lay each plan out for one common step."""
-        chosen = [choose_buckets(plan, self.config) for plan in plans if plan.entries]
-        buckets = self.runner.fit(common_buckets(chosen, self.config))
+        chosen = [choose_shapes(plan, self.config) for plan in plans if plan.entries]
+        buckets = self.runner.fit(common_shapes(chosen, self.config))
         return [pack(plan, self.config, buckets) for plan in plans]
 
     def _dispatch(self, plans: list[Plan], started: float) -> None:
@@ -339,12 +339,18 @@ class Engine:
 
     def _commit_oldest(self, started: float) -> None:
         oldest = self.in_flight.take_oldest(self.runner, self._queues)
-        waiting = time.perf_counter()
-        results, fetched = self.runner.fetch(oldest.handle), time.perf_counter()
+        fetch_began_at = time.perf_counter()
+        results, fetch_ended_at = self.runner.fetch(oldest.handle), time.perf_counter()
         self._finish_reads(oldest.reads)
         self.commit(oldest.plans, results)
         whole = joined(oldest.plans)
-        took = self.stats.time(whole, oldest.started, started, waiting, fetched)
+        took = self.stats.time(
+            whole,
+            dispatched_at=oldest.started,
+            step_began_at=started,
+            fetch_began_at=fetch_began_at,
+            fetch_ended_at=fetch_ended_at,
+        )
         if self.drafter is not None:
             self.drafter.observe(whole, *took)
 

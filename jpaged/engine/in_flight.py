@@ -66,7 +66,7 @@ class InFlight:
         reads: List[Read] = (),
     ) -> None:
         """Dispatch a step, all but a draw under masks. reads: started just before it."""
-        rows = batch.sample.rows if batch.sample is not None and batch.sample.masks else None
+        rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
         self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows, reads))
 
     @property

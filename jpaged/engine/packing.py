@@ -1,4 +1,4 @@
-"""Plan -> Batch: one int32 buffer padded to its Buckets, and back: what the step returns ->
+"""Plan -> Batch: one int32 buffer padded to its StepShapes, and back: what the step returns ->
 StepResult.
 
 Floats and uint32 travel as their bits. numpy ends here; jax begins at the runner.
@@ -13,17 +13,19 @@ import numpy as np
 
 from jpaged.config import EngineConfig
 from jpaged.engine.adapters import Loads
-from jpaged.engine.buckets import (
-    Bucket,
-    Buckets,
-    choose_buckets,
-    input_sections,
-    output_sections,
-)
-from jpaged.engine.controls import INT32_MAX, pack_controls
+from jpaged.engine.layout import CONTROLS, INT32_MAX, input_sections, output_sections
 from jpaged.engine.masks import ALL, prompt_masks
 from jpaged.engine.plan import Plan, PlanEntry, StepResult
 from jpaged.engine.sequence import Sequence
+from jpaged.engine.shapes import (
+    DecodeShape,
+    DraftShape,
+    PrefillShape,
+    SampleShape,
+    Shape,
+    StepShapes,
+    choose_shapes,
+)
 from jpaged.sampling_params import LOGPROBS_MODES
 
 ON_DEVICE = -1  # among the tokens of a step: the last one that the device's row drew
@@ -37,8 +39,9 @@ class Batch:
     """What one step uploads: `packed` (int32 [n], laid out by input_sections), blocks that must be
     copied before it, and device rows whose counts must be set.
 
-    bucket: of a prefill, decode or draft. sample: of the draw after it, None where no row draws or
-    where the step draws itself. num_tokens, num_rows: without padding, num_rows of those that draw.
+    bucket: the shape of a prefill, decode or draft. sample: that of the draw after it, None where
+    no row draws or where the step draws itself. num_tokens, num_rows: without padding, num_rows of
+    those that draw.
     steps: that a decode runs at most. copies: int32 [groups, rows, 2], pairs of a source and a
     target, or None; one whose blocks are the same ends a group's. loads: of adapters, before it.
     counts: (device row, token ids, prompt length) of rows with penalties that were just admitted.
@@ -46,8 +49,8 @@ class Batch:
     parts: of a step of several replicas (see `join`), the batch of each.
     """
 
-    bucket: Bucket
-    sample: Bucket | None
+    bucket: PrefillShape | DecodeShape | DraftShape
+    sample: SampleShape | None
     packed: np.ndarray
     num_tokens: int
     num_rows: int
@@ -64,23 +67,22 @@ class Batch:
         return self.parts or (self,)
 
     @property
-    def drawing(self) -> Bucket | None:
-        """The bucket of the step that draws tokens."""
-        draws_itself = self.bucket.phase != "prefill" and self.sample is None
-        return self.bucket if draws_itself else self.sample
+    def drawing(self) -> Shape | None:
+        """Return the shape of the step that draws tokens, None where no row draws."""
+        return self.bucket if self.bucket.draws is not None else self.sample
 
     @property
     def padded_tokens(self) -> int:
         return self.bucket.tokens * self.steps * len(self.each)
 
 
-def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Batch:
-    """Lay a plan out in the one buffer of its bucket. Padding rows have no tokens, no context and
+def pack(plan: Plan, config: EngineConfig, buckets: StepShapes | None = None) -> Batch:
+    """Lay a plan out in the one buffer of its shape. Padding rows have no tokens, no context and
     no device row.
 
     buckets: larger ones than the plan's own; it may then have no entries.
     """
-    bucket, sample = buckets or choose_buckets(plan, config)
+    bucket, sample = buckets or choose_shapes(plan, config)
     packed, view = _views(bucket, config)
     computed = [e for e in plan.entries if e.num_tokens]
     drawing = [e for e in plan.entries if e.draws]
@@ -111,17 +113,17 @@ def pack(plan: Plan, config: EngineConfig, buckets: Buckets | None = None) -> Ba
         for row, (entry, length) in enumerate(after if num_draws > len(drawing) else ()):
             if length < entry.end:
                 rows_view["device_rows"][row] = config.max_num_seqs
-    admitted = (e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties)
+    admitted = [e.seq for e in plan.entries if e.is_new and e.seq.sampling_params.has_penalties]
     return Batch(
         bucket=bucket,
         sample=sample,
         packed=packed,
         num_tokens=plan.num_tokens,
         num_rows=num_draws,
-        steps=max((e.draws for e in drawing), default=1) if bucket.phase != "prefill" else 1,
+        steps=max([e.draws for e in drawing], default=1) if bucket.phase != "prefill" else 1,
         copies=_pack_copies(plan, config),
         loads=plan.loads,
-        counts=tuple((seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted),
+        counts=tuple([(seq.device_row, list(seq.token_ids), seq.prompt_len) for seq in admitted]),
         masks_TW=prompt_masks(plan, bucket.tokens) if bucket.takes_masks else None,
     )
 
@@ -211,29 +213,26 @@ def unpack(
 def _unpack(
     batch: Batch, config: EngineConfig, packed: Iterable[np.ndarray], weight_version: int
 ) -> StepResult:
-    buckets = dict.fromkeys(b for b in (batch.drawing, batch.bucket) if b is not None)
-    laid_out = [own for b in buckets if (own := output_sections(b, config))[1]]
+    shapes = dict.fromkeys([s for s in (batch.drawing, batch.bucket) if s is not None])
+    laid_out = [layout for s in shapes if (layout := output_sections(s, config))[1]]
     views: Views = {"num_drawn": np.zeros(0, np.int32)}
     views["tokens"] = views["logprobs"] = np.zeros((1, 0), np.int32)
     for (sections, _), buffer in zip(laid_out, packed, strict=True):
         for name, (offset, shape) in sections.items():
             view = buffer[offset : offset + math.prod(shape)].reshape(shape)
             views[name] = view.view(np.float32) if name.endswith("logprobs") else view
-    tokens, logprobs = (
-        views.pop(name)[:, : batch.num_rows].T.tolist() for name in ("tokens", "logprobs")
-    )
-    num_drawn = views.pop("num_drawn")[: batch.num_rows].tolist()
+    rows = batch.num_rows
     return StepResult(
         weight_version=weight_version,
-        num_drawn=num_drawn,
-        tokens=tokens,
-        logprobs=logprobs,
+        num_drawn=views.pop("num_drawn")[:rows].tolist(),
+        tokens=views.pop("tokens")[:, :rows].T.tolist(),
+        logprobs=views.pop("logprobs")[:, :rows].T.tolist(),
         **views,
     )
 
 
 def _views(
-    bucket: Bucket, config: EngineConfig, packed: np.ndarray | None = None
+    bucket: Shape, config: EngineConfig, packed: np.ndarray | None = None
 ) -> tuple[np.ndarray, Views]:
     """A buffer of a bucket's inputs, of zeros unless it is given, and each input's place in it."""
     sections, size = input_sections(bucket, config)
@@ -317,6 +316,7 @@ def _pack_controls(seq: Sequence, config: EngineConfig) -> np.ndarray:
     """A row of CONTROLS and the ids that stop it."""
     # Where there are more than fit, the host alone sees the others; with min_tokens they always
     # fit.
+    columns = [int(np.asarray(c.read(seq), c.dtype).view(np.int32)) for c in CONTROLS]
     stops = sorted(seq.eos_ids | seq.stop_ids)[: config.max_stop_ids]
     padding = [PAD_TOKEN] * (config.max_stop_ids - len(stops))
-    return np.array([*pack_controls(seq), *stops, *padding], np.int32)
+    return np.array([*columns, *stops, *padding], np.int32)

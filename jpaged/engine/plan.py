@@ -81,19 +81,19 @@ class Plan:
     block_loads: tuple[Move, ...] = ()
     loads: Loads = ()
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
-        return sum(e.num_tokens for e in self.entries)
+        return sum([e.num_tokens for e in self.entries])
 
     @functools.cached_property
     def num_draws(self) -> int:
         """Rows of the draw."""
-        return sum(e.num_draws for e in self.entries)
+        return sum([e.num_draws for e in self.entries])
 
     @functools.cached_property
     def verifies(self) -> bool:
         """Whether any row guesses."""
-        return any(e.guesses for e in self.entries)
+        return bool([e for e in self.entries if e.guesses])
 
 
 def joined(plans: List[Plan]) -> Plan:

@@ -231,14 +231,14 @@ class Sequence:
 
     def preempt(self) -> None:
         """Wait again, without a row and with nothing computed."""
-        self._leave_row()
+        self.device_row, self.adapter_slot = -1, None
         self.status = Status.WAITING
         self.num_dispatched = self.fill = self.pending = 0
         self.epoch += 1
 
     def retire(self) -> None:
         """Leave for good, from any state. An interrupt before this undoes `conclude`."""
-        self._leave_row()
+        self.device_row, self.adapter_slot = -1, None
         self.status = Status.FINISHED
 
     def conclude(
@@ -246,9 +246,6 @@ class Sequence:
     ) -> None:
         """Note why it ends, before it retires."""
         self.finish_reason, self.stop_reason, self.error = reason, stop, error
-
-    def _leave_row(self) -> None:
-        self.device_row, self.adapter_slot = -1, None
 
     # Where it stands
 

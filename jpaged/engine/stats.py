@@ -39,14 +39,14 @@ class Stats:
         self.decode_sizes: Counter[int] = Counter()  # and of rows
 
     def count(self, plan: Plan, batch: Batch, blocks_in_use: int) -> None:
-        """Take in a dispatch."""
+        """Record a dispatch."""
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
         self.padded_tokens += batch.padded_tokens
         self.copied_blocks += sum(map(len, plan.copies))
         self.dispatches += 1
-        self.adapter_loads += sum(len(part.loads) for part in batch.each)
-        self.idle_replica_steps += sum(not part.num_tokens for part in batch.parts)
-        decoded = sum(entry.num_tokens for entry in plan.entries if entry.decodes)
+        self.adapter_loads += sum([len(part.loads) for part in batch.each])
+        self.idle_replica_steps += sum([not part.num_tokens for part in batch.parts])
+        decoded = sum([entry.num_tokens for entry in plan.entries if entry.decodes])
         self.decode_tokens += decoded
         self.prefill_tokens += batch.num_tokens - decoded
         if plan.verifies:
@@ -61,23 +61,31 @@ class Stats:
 
     @contextlib.contextmanager
     def masking(self) -> Iterator[None]:
-        """Take in the making of masks."""
+        """Record the time that making masks takes."""
         started = perf_counter()
         yield
         self.mask_time_s += perf_counter() - started
 
     def time(
-        self, plan: Plan, dispatched: float, started: float, waiting: float, fetched: float
+        self,
+        plan: Plan,
+        *,
+        dispatched_at: float,
+        step_began_at: float,
+        fetch_began_at: float,
+        fetch_ended_at: float,
     ) -> tuple[float, bool]:
-        """Take in a step that was dispatched then, in a call that started, waited and has its
-        result since then, and is committed now; the seconds that it took of the engine's, and
-        whether the call that dispatched it began before the last one was committed.
+        """Record a step that has just been committed. All times are readings of one clock.
+
+        dispatched_at: when the call began that dispatched it. step_began_at: when the call began
+        that commits it. Return its duration, overlap with the previous step excluded, and whether
+        it was dispatched before the previous step was committed.
         """
         done = perf_counter()
-        self.device_time_s += fetched - waiting
-        self.host_time_s += (waiting - started) + (done - fetched)
-        # What overlaps counts once.
-        took, ran_ahead = done - max(dispatched, self._last_done), dispatched < self._last_done
+        self.device_time_s += fetch_ended_at - fetch_began_at
+        self.host_time_s += (fetch_began_at - step_began_at) + (done - fetch_ended_at)
+        took = done - max(dispatched_at, self._last_done)
+        ran_ahead = dispatched_at < self._last_done
         self._last_done = done
         if plan.phase == "prefill" and not plan.verifies:
             self.prefill_time_s += took
@@ -86,7 +94,7 @@ class Stats:
         return took, ran_ahead
 
     def report(self) -> dict[str, Any]:
-        """The totals and what follows from them."""
+        """Return the totals and what follows from them."""
         totals = {
             name: x
             for name, x in vars(self).items()

@@ -242,7 +242,7 @@ class QuantizedWeight:
         return self.form.name, self.scales.shape, self.zeros is not None
 
     def is_finite(self) -> bool:
-        """Whether a weight of numpy arrays stands for finite numbers; e4m3 has NaN, no infinity."""
+        """Return whether a weight of numpy arrays is finite; e4m3 has NaN and no infinity."""
         if self.form.is_float8 and ((np.asarray(self.values).view(np.uint8) & 0x7F) == 0x7F).any():
             return False
         return bool(np.isfinite(self.scales).all())

@@ -1,4 +1,4 @@
-"""CompiledSteps: the executables of an engine, one a Bucket; how they are compiled, and where they
+"""CompiledSteps: the executables of an engine, one a Shape; how they are compiled, and where they
 are kept between processes.
 """
 
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jpaged.engine.buckets import Bucket, input_sections
+from jpaged.engine.layout import input_sections
+from jpaged.engine.shapes import Shape
 from jpaged.errors import ConfigError
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
@@ -49,28 +50,30 @@ class CompiledSteps:
         self.setting = setting
         self.where = where
         self.form, self.draft = form, draft
-        self.seconds: dict[Bucket | str, float] = {}
-        self._steps: dict[Bucket, Any] = {}
+        self.seconds: dict[Shape | str, float] = {}
+        self._steps: dict[Shape, Any] = {}
         self._moves: dict[tuple[str, int, int], Any] = {}  # by group and number of blocks
         self._set_counts: Any = None
         self._copy_blocks: Any = None
         self.is_sealed = False  # in strict mode: a shape that is not compiled is an error
 
-    def __contains__(self, bucket: Bucket) -> bool:
+    def __contains__(self, bucket: Shape) -> bool:
         return bucket in self._steps
 
-    def __getitem__(self, bucket: Bucket) -> Any:
+    def __getitem__(self, bucket: Shape) -> Any:
         """The executable of a bucket."""
         if bucket not in self._steps:
             started = time.perf_counter()
             self.compile(bucket, started, self.lower(bucket))
         return self._steps[bucket]
 
-    def larger(self, bucket: Bucket, most: int) -> list[Bucket]:
-        """Those that are compiled, hold a bucket and have at most so many tokens."""
-        return [b for b in list(self._steps) if b.holds(bucket) and b.tokens <= most]
+    def larger[S: Shape](self, bucket: S, most: int) -> list[S]:
+        """Return the shapes that are compiled, hold this one and have at most so many tokens."""
+        kind = type(bucket)
+        found = [b for b in list(self._steps) if isinstance(b, kind) and b.holds(bucket)]
+        return [b for b in found if b.tokens <= most]
 
-    def memory(self, bucket: Bucket) -> Any:
+    def memory(self, bucket: Shape) -> Any:
         """XLA's account of a bucket's memory; None where it is not compiled."""
         step = self._steps.get(bucket)
         return None if step is None else step.memory_analysis()
@@ -79,12 +82,12 @@ class CompiledSteps:
         """Let no shape in that is not compiled (strict mode)."""
         self.is_sealed = True
 
-    def compile(self, bucket: Bucket, started: float, lowered: Any) -> None:
+    def compile(self, bucket: Shape, started: float, lowered: Any) -> None:
         self._steps[bucket] = compile_step(lowered, self.where.device.platform)
         self.seconds[bucket] = time.perf_counter() - started
         log.info("compiled %s in %.1f s", bucket, self.seconds[bucket])
 
-    def lower(self, bucket: Bucket) -> Any:
+    def lower(self, bucket: Shape) -> Any:
         """The lowered (not yet compiled) step of a bucket; an error once the table is sealed."""
         if self.is_sealed:
             raise ConfigError(f"strict=True: {bucket} is not in the table of compiled shapes")
@@ -102,7 +105,7 @@ class CompiledSteps:
             "sample": ((hidden, state.rows, packed), 2, (each, rows, each), (rows, each)),
             "decode": ((state, packed), 1, (state_spec, each), (state_spec, each)),
             "draft": ((state.kv, state.rows, packed), 1, (kv, rows, each), (kv, each)),
-        }["prefill" if bucket.draws_apart(config) else bucket.phase]
+        }["prefill" if bucket.draws is None else bucket.phase]
         if bucket.takes_masks:
             args, in_specs = (*args, mask), (*in_specs, each)
         form, params = self._params(bucket)
@@ -111,7 +114,7 @@ class CompiledSteps:
         outs = jax.tree.map(self.where.sharding, out_specs)
         return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
 
-    def _params(self, bucket: Bucket) -> tuple[StepParams, StepParams]:
+    def _params(self, bucket: Shape) -> tuple[StepParams, StepParams]:
         """What a step takes as params: its shapes, and how they lie."""
         setting, where = self.setting, self.where
         needs = uses(bucket, setting)

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jpaged.checks import read_json
 from jpaged.config import EngineConfig, has_head_adapters
-from jpaged.engine.buckets import DRAWS, Bucket, moved_blocks
+from jpaged.engine.shapes import DRAWS, PrefillShape, Shape, moved_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import HeadConfig, fitted
 from jpaged.models.hf_config import format_of
@@ -41,7 +41,6 @@ from jpaged.runtime.runner import DraftOf, Runner, choose_for
 from jpaged.runtime.step_table import step_table
 from jpaged.runtime.thresholds import SEARCH_ROWS
 
-FEATURES = (*DRAWS, "prompt")  # each does what the one before it does, and more
 SCORE_TILE = 64  # tokens whose prompt scores are computed together
 TILES = 16 << 20  # bytes of attention's own tiles
 RESIDENT_STEPS = 32  # of a table that is not compiled whole: those that a run is taken to meet
@@ -260,12 +259,19 @@ def probe_runner(
     return Runner(model, config, where, params, draft, choices)
 
 
-def largest_buckets(table: Iterable[Bucket]) -> list[Bucket]:
-    """Of each phase the bucket with the most features, then tokens, then rows: no other of the
-    phase needs more.
+def largest_buckets(table: Iterable[Shape]) -> list[Shape]:
+    """Return of each phase the shape that does most, then the one with most tokens and rows: no
+    other of the phase needs more memory.
     """
-    ascending = sorted(table, key=lambda b: (FEATURES.index(b.features), b.tokens, b.rows, b.loras))
-    return list({bucket.phase: bucket for bucket in ascending}.values())
+    ascending = sorted(table, key=_needs)
+    return list({shape.phase: shape for shape in ascending}.values())
+
+
+def _needs(shape: Shape) -> tuple[int, ...]:
+    """Return a key that rises with the memory that a shape of a phase needs."""
+    richness = -1 if shape.draws is None else DRAWS.index(shape.draws)
+    scores = isinstance(shape, PrefillShape) and shape.scores
+    return richness, scores, shape.tokens, shape.rows, shape.loras
 
 
 def measured(probe: Runner, block_bytes: int) -> Needs:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 from jax import Array
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket, Buckets, moved_blocks, padded_blocks
 from jpaged.engine.cache.block_manager import GroupSize
 from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
+from jpaged.engine.shapes import Shape, StepShapes, moved_blocks, padded_blocks
 from jpaged.models.config import ModelConfig
 from jpaged.models.quantized import experts_are_plain
 from jpaged.models.served import served_config
@@ -97,7 +98,7 @@ class Runner:
         self.transfers = Transfers(placement)
         dtype = dtype_of(params)
         self.adapters = AdapterTables(setting.model, config, placement, dtype)
-        self.usage: dict[Bucket, Usage] = {}
+        self.usage: dict[Shape, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
 
@@ -110,7 +111,7 @@ class Runner:
         """Bytes that the pools take on each device now."""
         return 0 if self._state is None else bytes_of(self.pools)
 
-    def fit(self, buckets: Buckets) -> Buckets:
+    def fit(self, buckets: StepShapes) -> StepShapes:
         """Return what to run for these buckets: see StandIns."""
         return buckets if self.steps.is_sealed else self.stand_ins.fit(buckets)
 
@@ -155,7 +156,7 @@ class Runner:
         if batch.sample is None:
             return handle
         handle = dataclasses.replace(handle, undrawn=(hidden, packed))
-        return handle if batch.sample.masks else self._draw(handle)
+        return handle if batch.sample.masked else self._draw(handle)
 
     def _draw(self, handle: Handle, *masks: Sent) -> Handle:
         batch, state = handle.batch, self._state
@@ -172,7 +173,7 @@ class Runner:
     def _handle(self, batch: Batch, *, outs: tuple[Array, ...], done: Array) -> Handle:
         return Handle(batch=batch, outs=outs, done=done, weight_version=self.weight_version)
 
-    def _params(self, bucket: Bucket) -> StepParams:
+    def _params(self, bucket: Shape) -> StepParams:
         """The weights of a step."""
         needs = uses(bucket, self.steps.setting)
         return StepParams(
@@ -181,7 +182,7 @@ class Runner:
             draft=self.draft_params if needs.draft else None,
         )
 
-    def _lent(self, bucket: Bucket) -> DeviceState:
+    def _lent(self, bucket: Shape) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
         assert self._state is not None
         counts = self._counts_RV if bucket.is_full else None
@@ -195,7 +196,7 @@ class Runner:
         rows = dataclasses.replace(state.rows, counts_RV=None)
         self._state = dataclasses.replace(state, rows=rows)
 
-    def _ran(self, bucket: Bucket, tokens: int, padded: int) -> Any:
+    def _ran(self, bucket: Shape, tokens: int, padded: int) -> Any:
         usage = self.usage.setdefault(bucket, Usage())
         usage.hits += 1
         usage.tokens += tokens
@@ -306,7 +307,7 @@ class Runner:
         self._state = self._counts_RV = self.adapters.arrays = None
 
 
-def _prepare(runner: Runner, buckets: list[Bucket], *, full: bool) -> None:
+def _prepare(runner: Runner, buckets: Sequence[Shape], *, full: bool) -> None:
     """Have the arrays and the steps of a dispatch: what is missing of them is made side by
     side.
     """

@@ -1,6 +1,6 @@
 """From logits to tokens and log-probabilities, on the device, in three functions: `distribution`
 applies the controls, `draw` draws, `report` says how likely that was. A new control is a line of
-engine/controls.py, a field here, and its arithmetic.
+engine/layout.py, a field here, and its arithmetic.
 
 Every row stands alone: its token and logprob depend on its own logits, controls and key, never on
 its neighbours, its place in the batch, or which `lax.cond` branch a neighbour forces. The order of
@@ -81,7 +81,7 @@ class FullControls:
 
 
 def named[T](record: type[T], columns: Mapping[str, Array], **others: Array) -> T:
-    """Controls or FullControls: a field `name_S` is the column of that name (engine/controls.py);
+    """Controls or FullControls: a field `name_S` is the column of that name (engine/layout.py);
     others: the fields that no column has.
     """
     of_columns = {f"{name}_S": column for name, column in columns.items()}

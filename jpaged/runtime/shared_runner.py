@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Buckets
 from jpaged.engine.packing import Batch
+from jpaged.engine.shapes import StepShapes
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.choices import Choices
 from jpaged.runtime.mesh import Placement
@@ -36,7 +36,7 @@ class SharedRunner(Runner):
         self.peers = Peers(placement.mesh, config.peer_timeout_s)
         self.transfers = SharedTransfers(placement, self.peers)
 
-    def fit(self, buckets: Buckets) -> Buckets:
+    def fit(self, buckets: StepShapes) -> StepShapes:
         """Themselves: which steps are compiled may differ between processes."""
         return buckets
 

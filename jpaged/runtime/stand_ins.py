@@ -3,7 +3,7 @@
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jpaged.engine.buckets import Bucket, Buckets, drawn_apart
+from jpaged.engine.shapes import DecodeShape, Shape, StepShapes
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.processes import are_many
 
@@ -17,12 +17,12 @@ class StandIns:
 
     def __init__(self, steps: CompiledSteps):
         self._steps = steps
-        self._missed: Counter[Bucket] = Counter()  # how often another stood in for one
+        self._missed: Counter[Shape] = Counter()  # how often another stood in for one
         self._background: ThreadPoolExecutor | None = None
-        self.compiling: dict[Bucket, Future[None]] = {}
+        self.compiling: dict[Shape, Future[None]] = {}
 
-    def fit(self, buckets: Buckets) -> Buckets:
-        """Return the buckets to run in the place of these: themselves, if they are compiled.
+    def fit(self, buckets: StepShapes) -> StepShapes:
+        """Return the shapes to run in the place of these: themselves, if they are compiled.
 
         A larger step can stand in for a smaller one. With separate_draw None, a decode that draws
         itself becomes two steps that compile sooner. Both have the same bits; a step that was asked
@@ -30,16 +30,17 @@ class StandIns:
         """
         bucket, sample = buckets
         running = self._standing_in(bucket)
-        in_two = self._steps.setting.config.separate_draw is None and bucket.phase == "decode"
-        if in_two and not bucket.masks and running not in self._steps:
+        config = self._steps.setting.config
+        in_two = config.separate_draw is None and running not in self._steps
+        if in_two and isinstance(bucket, DecodeShape) and bucket.draws is not None:
             self._ask_for(bucket, OFTEN_IN_TWO)
-            bucket, sample = drawn_apart(bucket, self._steps.setting.config)
+            bucket, sample = bucket.apart(config)
             running = self._standing_in(bucket)
         return running, None if sample is None else self._standing_in(sample)
 
-    def _standing_in(self, bucket: Bucket) -> Bucket:
-        """Return the bucket if it is compiled, else the smallest compiled one that holds it and is
-        not much larger. Without one, or if a row's bits could differ, return the bucket.
+    def _standing_in[S: Shape](self, bucket: S) -> S:
+        """Return the shape if it is compiled, else the smallest compiled one that holds it and is
+        not much larger. Without one, or if a row's bits could differ, return the shape.
         """
         config = self._steps.setting.config
         rows_are_independent = config.deterministic and not config.pinned
@@ -51,7 +52,7 @@ class StandIns:
         self._ask_for(bucket, OFTEN)
         return min(larger, key=lambda b: (b.tokens, b.rows, b.is_full))
 
-    def _ask_for(self, bucket: Bucket, often: int) -> None:
+    def _ask_for(self, bucket: Shape, often: int) -> None:
         """Count a request for a step, and compile it in the background after so many.
 
         Several processes compile it in the foreground, so that all have it from the same dispatch
@@ -68,5 +69,5 @@ class StandIns:
             self._background = self._background or ThreadPoolExecutor(1, "compile")
             self.compiling[bucket] = self._background.submit(self._compile, bucket)
 
-    def _compile(self, bucket: Bucket) -> None:
+    def _compile(self, bucket: Shape) -> None:
         _ = self._steps[bucket]

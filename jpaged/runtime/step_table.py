@@ -10,15 +10,18 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from jpaged.engine.buckets import Bucket, bucket_table, moved_blocks, padded_blocks
+from jpaged.engine.shapes import PrefillShape, Shape, moved_blocks, padded_blocks, shape_table
 from jpaged.runtime.compiled_steps import CompiledSteps
 from jpaged.runtime.steps import StepSetting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketReport:
-    """One shape of the table of steps (see engine.buckets.Bucket): how often it ran, and its costs.
+    """One shape of the table of steps (see engine.shapes): how often it ran, and its costs.
 
+    features: what its draw can do, "plain", "filtered" or "full"; "none" for a decode that leaves
+    its draw to another step; of a prefill "prompt" if it scores prompts, else "plain". masks:
+    whether the host makes masks for it, of what may be drawn or is scored.
     padding_waste: the share of its tokens (in a draw: rows) that was padding. compile_seconds and
     the bytes are None until it is compiled. temp_bytes: temporaries while it runs.
     """
@@ -52,10 +55,11 @@ class Usage:
 
 def step_table(
     setting: StepSetting, *, tokens: int | None = None, rows: int | None = None
-) -> list[Bucket]:
-    """Return every shape of a setting, smallest first; see engine.buckets.bucket_table."""
+) -> list[Shape]:
+    """Return every shape of a setting, smallest first; see engine.shapes.shape_table."""
     tables = len(setting.pools)
-    return sorted(bucket_table(setting.config, tables=tables, tokens=tokens, rows=rows))
+    table = shape_table(setting.config, tables=tables, tokens=tokens, rows=rows)
+    return sorted(table, key=lambda shape: shape.order)
 
 
 def warmup(
@@ -88,7 +92,7 @@ def warmup(
     return time.perf_counter() - started
 
 
-def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[BucketReport]:
+def bucket_reports(steps: CompiledSteps, usage: Mapping[Shape, Usage]) -> list[BucketReport]:
     """Return a report on every shape of the table, compiled or not, smallest first.
 
     usage: of those that ran.
@@ -97,7 +101,7 @@ def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[
     for bucket in step_table(steps.setting):
         used, memory = usage.get(bucket, Usage()), steps.memory(bucket)
         report = BucketReport(
-            **dataclasses.asdict(bucket),
+            **_fields(bucket),
             hits=used.hits,
             padding_waste=1 - used.tokens / used.padded if used.padded else 0.0,
             compile_seconds=steps.seconds.get(bucket),
@@ -106,3 +110,15 @@ def bucket_reports(steps: CompiledSteps, usage: Mapping[Bucket, Usage]) -> list[
         )
         reports.append(report)
     return reports
+
+
+def _fields(shape: Shape) -> dict[str, Any]:
+    """Return the fields of a report that say which shape it is about."""
+    if isinstance(shape, PrefillShape):
+        features = "prompt" if shape.scores else "plain"
+    else:
+        features = shape.draws or "none"
+    fields = dataclasses.asdict(shape)
+    sizes = {name: fields.get(name, 0) for name in ("tokens", "rows", "tables", "blocks", "loras")}
+    kind = {"phase": shape.phase, "features": features, "masks": shape.takes_masks}
+    return {**sizes, **kind, "steps": fields.get("steps", 1)}

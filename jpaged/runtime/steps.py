@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket, input_sections, output_sections
-from jpaged.engine.controls import CONTROLS
+from jpaged.engine.layout import CONTROLS, input_sections, output_sections
 from jpaged.engine.packing import PAD_TOKEN
+from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, HeadConfig
 from jpaged.models.forward import Forward, bind
@@ -98,7 +98,7 @@ class Uses(NamedTuple):
     draft: bool
 
 
-def uses(bucket: Bucket, setting: StepSetting) -> Uses:
+def uses(bucket: Shape, setting: StepSetting) -> Uses:
     """What the step of a bucket takes. A draft model guesses by itself, a head with the model's
     embeddings; neither has a part in a draw.
     """
@@ -110,14 +110,14 @@ def uses(bucket: Bucket, setting: StepSetting) -> Uses:
     )
 
 
-def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
-    """The step of one bucket; packed and out are int32, laid out by engine/buckets.py.
+def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
+    """The step of one bucket; packed and out are int32, laid out by engine/layout.py.
 
     prefill(params, kv, rows, packed, mask_TW of prompts scored under masks)
         -> (kv, hidden_RE, packed of the sample step, out or None)
     sample(params, hidden_RE, rows, packed, mask_SW of a draw under masks) -> (rows, out)
     decode(params, state, packed) -> (state, out)
-    decode that draws apart(params, kv, rows, packed) -> as of a prefill
+    decode without its draw(params, kv, rows, packed) -> as of a prefill
     draft(params, kv, rows, packed) -> (kv, out); rows stay as they are
 
     hidden_RE: final hidden states after which a token is drawn. kv, rows, state: of DeviceState;
@@ -125,7 +125,7 @@ def make_step(bucket: Bucket, setting: StepSetting) -> Callable[..., Any]:
     the StepParams that `uses` names. A draft model computes all that the model computes, so that
     each block of its pools is of the same tokens as the model's.
     """
-    decode = _make_forward if bucket.draws_apart(setting.config) else _make_decode
+    decode = _make_forward if bucket.draws is None else _make_decode
     makers = {"prefill": _make_prefill, "sample": _make_sample, "decode": decode}
     makers["draft"] = _make_draft
     return makers[bucket.phase](_Step(bucket, setting))
@@ -143,7 +143,7 @@ class _Bound:
 class _Step:
     """A bucket of a setting, and what its step does in any phase. is_draft: of a draft model."""
 
-    bucket: Bucket
+    bucket: Shape
     to: StepSetting
     is_draft: bool = False
     target: StepSetting | None = None  # of the model that a draft is for
@@ -264,7 +264,7 @@ def _make_prefill(step: _Step) -> Callable[..., Any]:
         # What follows does not fuse into the last norm: a token's bits are those of a prefill that
         # scores its prompt.
         x_TE, out = jax.lax.optimization_barrier(x_TE), None
-        if step.bucket.features == "prompt":
+        if isinstance(step.bucket, PrefillShape) and step.bucket.scores:
             out = step.pack(_score_prompt(step, params, x_TE, fields, row_T, slot_T, mask_TW))
         hidden_RE = jnp.take(x_TE, fields["logits_indices"], axis=0, mode="clip")
         return kv, hidden_RE, fields["sample"], out
@@ -340,7 +340,7 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
         # None for those that stopped in the dispatch before.
         steps_S = jnp.where(last_S < 0, 0, fields["steps"])
         carry = (jnp.int32(0), last_S, steps_S, state, step.drawn())
-        if step.bucket.steps == 1:
+        if not isinstance(step.bucket, DecodeShape | DraftShape) or step.bucket.steps == 1:
             carry = body(carry)
         else:
             carry = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < carry[2]), body, carry)
@@ -410,7 +410,7 @@ def _draw(
     most = step.to.config.max_logprobs if full is not None else 0
     with jax.named_scope("sample"):
         how: Any = {"max_logprobs": most, "vocabulary": step.to.vocabulary}
-        how |= {"filters": step.bucket.features != "plain", "one_pass": step.to.choices.one_pass}
+        how |= {"filters": step.bucket.draws != "plain", "one_pass": step.to.choices.one_pass}
         sampled = sample(logits_SV, controls, full, mask_SW, **how)
     is_stop_S = jnp.any(stop_ids_SX == sampled.token_S[:, None], axis=1)
     return _Drawn(sampled.token_S, is_stop_S & (open_after_S <= 0), _outputs(sampled))

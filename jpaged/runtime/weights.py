@@ -2,6 +2,7 @@
 version.
 """
 
+import functools
 import logging
 import time
 import weakref
@@ -267,9 +268,12 @@ def _leaves(params: Any) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=is_quantized)
 
 
-def _specs(model: ModelConfig) -> list[ParamSpec]:
-    """Return the parameters of a model in the order of its leaves."""
-    return jax.tree.leaves(nest(param_table(model)))
+@functools.lru_cache(maxsize=8)
+def _specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
+    """Return the parameters of a model in the order of its leaves; kept, since every weight version
+    asks for them.
+    """
+    return tuple(jax.tree.leaves(nest(param_table(model))))
 
 
 def _names(dtypes: Iterable[Any]) -> str:

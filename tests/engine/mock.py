@@ -18,18 +18,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import (
-    Bucket,
-    Buckets,
-    Section,
-    input_sections,
-    output_sections,
-)
 from jpaged.engine.cache.blocks import GroupSize
-from jpaged.engine.controls import CONTROLS
+from jpaged.engine.layout import CONTROLS, Section, input_sections, output_sections
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.sequence import Sequence
+from jpaged.engine.shapes import Shape, StepShapes
 from jpaged.models.config import ModelConfig
 from jpaged.search.beam import BeamSearch, EarlyStopping
 
@@ -207,7 +201,7 @@ class MockRunner:
         self._states: list[list[int]] | None = None  # the pools before a step of rows side by side
         self.tables = [POISON] * self.config.max_loras  # the version in each slot
 
-    def fit(self, buckets: Buckets) -> Buckets:
+    def fit(self, buckets: StepShapes) -> StepShapes:
         return buckets
 
     def dispatch(self, batch: Batch) -> Handle:
@@ -225,7 +219,7 @@ class MockRunner:
         ]
         if batch.bucket.phase == "draft":
             spans = self._guess(batch, view, outs[0])
-        elif batch.bucket.draws_apart(self.config):
+        elif batch.bucket.phase == "decode" and batch.bucket.draws is None:
             contexts, spans = self._forward(batch, view)
             self._draw_rows(batch, view, contexts, outs[1])
         elif batch.bucket.phase == "decode":
@@ -270,7 +264,7 @@ class MockRunner:
                     self._draw(rows, drawn, row, 0, kv, None if masks_SW is None else masks_SW[row])
                 drawn["num_drawn"][row] = last != STOPPED
 
-        if sample.masks:
+        if sample.masked:
             self.undrawn = draw
         else:
             draw(None)
@@ -292,7 +286,7 @@ class MockRunner:
             spans.append((end - 1, end))
         return contexts, spans
 
-    def _inputs(self, bucket: Bucket, packed: np.ndarray) -> dict[str, np.ndarray]:
+    def _inputs(self, bucket: Shape, packed: np.ndarray) -> dict[str, np.ndarray]:
         sections, size = input_sections(bucket, self.config)
         assert packed.shape == (size,) and packed.dtype == np.int32
         return _views(packed, sections)
@@ -353,7 +347,7 @@ class MockRunner:
         """Up to `steps` tokens of each row; (start, end) of what each has written."""
         assert not view["context_lens"][batch.num_rows :].any()
         assert (view["device_rows"][batch.num_rows :] == self.config.max_num_seqs).all()
-        assert batch.steps == view["steps"].max() <= batch.bucket.steps
+        assert batch.steps == view["steps"].max() <= getattr(batch.bucket, "steps", 1)
         known, spans = view["tokens"][: batch.num_rows].tolist(), []
         for row, device_row in enumerate(view["device_rows"][: batch.num_rows]):
             start, count = int(view["context_lens"][row]) - 1, 0
@@ -517,7 +511,7 @@ class MockReplicas:
         self.shares_blocks = shares_blocks
         self.phases: list[tuple[str, list[bool]]] = []  # of each dispatch, and who had work in it
 
-    def fit(self, buckets: Buckets) -> Buckets:
+    def fit(self, buckets: StepShapes) -> StepShapes:
         return buckets
 
     def dispatch(self, batch: Batch) -> Handle:

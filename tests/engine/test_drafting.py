@@ -8,18 +8,18 @@ import pytest
 
 from jpaged.config import Speculative
 from jpaged.engine.drafting import (
-    AGAIN,
-    DOUBTS,
-    EVERY,
-    FADES,
-    GAIN,
-    LEAST,
+    DECAY,
+    DOUBT_FACTOR,
+    LONGEST_PAUSE,
+    LOOKUP_SHARE,
+    MIN_RATE,
+    MIN_SAMPLES,
+    MIN_SPEEDUP,
+    PRIOR_RATE,
+    RETRIES_IN_A_ROW,
+    RETRY_AFTER,
     SAMPLES,
-    SHARE,
-    SOON,
-    THROUGH,
-    TRIES,
-    UNKNOWN,
+    TIMED_EVERY,
     Costs,
     Drafter,
     _Row,
@@ -103,12 +103,12 @@ def test_never_past_the_end() -> None:
 def test_rows_that_gain_nothing_stop() -> None:
     """And come back by guesses that nobody tried."""
     drafter, seq = Drafter(Speculative(num_tokens=4), 16), sequence([1, 2, 3, 4, 5, 6, 1, 2])
-    for _ in range(TRIES):
+    for _ in range(MIN_SAMPLES):
         drafter.costs.observe(step(1), 1.0)
     assert len(drafter.drafts([seq])[seq]) == 2, "half of an unknown row's are right"
     for _ in range(4):
         drafter.learn(seq, 4, 0)
-    assert drafter._row(seq).rate < LEAST and drafter.drafts([seq]) == {}
+    assert drafter._row(seq).rate < MIN_RATE and drafter.drafts([seq]) == {}
     assert (drafter.drafted, drafter.accepted) == (16, 0)
     for i in range(36):  # 3, 4, 5, 6, 1, 2, 3, ...; not looked up at each of them, at first
         seq.token_ids.append([3, 4, 5, 6, 1, 2][i % 6])
@@ -128,7 +128,7 @@ def test_a_guess_is_checked_by_all_that_came() -> None:
     assert row.look_up(tokens, 4) == [3, 4, 5, 6] and row.rate == 0.5
     tokens += [3, 4, 5, 6, 7, 9]  # five right, then one wrong
     row.look_up(tokens, 4)
-    assert row.rate == pytest.approx((FADES**6 + 5) / (2 * FADES**6 + 6))
+    assert row.rate == pytest.approx((DECAY**6 + 5) / (2 * DECAY**6 + 6))
     tokens += [1, 2]
     assert row.look_up(tokens, 4) == [3, 4, 5, 6]
     before = row.rate
@@ -140,18 +140,18 @@ def test_looking_up_in_vain_is_paid_for() -> None:
     """By steps in which nothing is looked up; none of that where each draft is tried."""
     for asked in (Speculative(num_tokens=4), ALWAYS):
         drafter, seq = Drafter(asked, 16), sequence([1, 2, 3, 4])
-        for _ in range(TRIES):
+        for _ in range(MIN_SAMPLES):
             drafter.costs.observe(step(1), 1.0)
         assert not drafter.chosen([seq])
         seq.token_ids += [1, 2]
         if not asked.adaptive:
             assert drafter.chosen([seq])
             continue
-        assert drafter.rests and not drafter.chosen([seq])
-        drafter.observe(step(1), drafter._spent / SHARE / 2, ran_ahead=True)
-        assert drafter.rests and not drafter.chosen([seq])
-        drafter.observe(step(1), 2 * drafter._spent / SHARE, ran_ahead=True)
-        assert not drafter.rests and drafter.chosen([seq]) and not drafter.rests
+        assert drafter.lookup_paused and not drafter.chosen([seq])
+        drafter.observe(step(1), drafter._spent / LOOKUP_SHARE / 2, ran_ahead=True)
+        assert drafter.lookup_paused and not drafter.chosen([seq])
+        drafter.observe(step(1), 2 * drafter._spent / LOOKUP_SHARE, ran_ahead=True)
+        assert not drafter.lookup_paused and drafter.chosen([seq]) and not drafter.lookup_paused
 
 
 def test_looking_up_for_rows_not_known_to_gain_is_rarer() -> None:
@@ -159,7 +159,7 @@ def test_looking_up_for_rows_not_known_to_gain_is_rarer() -> None:
 
     def spent(*rates: float) -> float:
         drafter = Drafter(Speculative(num_tokens=4), 16)
-        for _ in range(TRIES):
+        for _ in range(MIN_SAMPLES):
             drafter.costs.observe(step(len(rates)), 1.0)
         seqs = [sequence([1, 2, 3, 4]) for _ in rates]
         for seq, rate in zip(seqs, rates, strict=True):
@@ -170,7 +170,7 @@ def test_looking_up_for_rows_not_known_to_gain_is_rarer() -> None:
         return drafter._spent
 
     assert spent(0.9) == spent(0.6) == spent(0.1, 0.9) == spent(0.9, 0.1) == 1.0
-    assert spent(UNKNOWN) == spent(0.1, 0.2) == DOUBTS
+    assert spent(PRIOR_RATE) == spent(0.1, 0.2) == DOUBT_FACTOR
 
 
 def test_costs() -> None:
@@ -178,14 +178,14 @@ def test_costs() -> None:
     costs = Costs()
 
     def pays(drafted: int, expected: float, rows: int = 1) -> bool:
-        return costs.pays(drafted, GAIN * (rows + expected) - rows, [expected / rows] * rows)
+        return costs.pays(drafted, MIN_SPEEDUP * (rows + expected) - rows, [expected / rows] * rows)
 
     assert not pays(4, 4.0), "nothing is known of steps without"
-    for _ in range(TRIES):
+    for _ in range(MIN_SAMPLES):
         costs.observe(step(1), 1.0)
     assert pays(4, 0.1), "nor of steps with: try them"
     costs.observe(step(1, drafted=4), 50.0)  # a compile
-    for _ in range(TRIES):
+    for _ in range(MIN_SAMPLES):
         costs.observe(step(1, drafted=4), 2.0)
     assert costs.pays(4, 1.1, [1.1]) and not costs.pays(4, 0.9, [0.9]), "no gain is asked yet"
     for _ in range(SAMPLES):
@@ -198,13 +198,17 @@ def test_costs() -> None:
     for _ in range(SAMPLES):
         costs.observe(step(1, drafted=4), 4.5)
     assert pays(4, 0.6) and not pays(4, 0.4)
-    tried = [i for i in range(4 * AGAIN) if pays(4, 0.4)]
+    tried = [i for i in range(4 * LONGEST_PAUSE) if pays(4, 0.4)]
     times = [i for i in tried if i - 1 not in tried]
-    assert len(tried) == THROUGH * len(times), "now and then again"
+    assert len(tried) == RETRIES_IN_A_ROW * len(times), "now and then again"
     apart = [b - a for a, b in itertools.pairwise(times)]
-    assert apart == [2 * SOON, 4 * SOON, *[AGAIN] * (len(apart) - 2)], "ever more rarely"
-    assert times[0] < SOON and 4 <= len(apart) <= 5
-    assert pays(4, 0.6) and sum(pays(4, 0.4) for _ in range(SOON)) == THROUGH, "soon after a gain"
+    assert apart == [2 * RETRY_AFTER, 4 * RETRY_AFTER, *[LONGEST_PAUSE] * (len(apart) - 2)], (
+        "ever more rarely"
+    )
+    assert times[0] < RETRY_AFTER and 4 <= len(apart) <= 5
+    assert pays(4, 0.6) and sum(pays(4, 0.4) for _ in range(RETRY_AFTER)) == RETRIES_IN_A_ROW, (
+        "soon after a gain"
+    )
     for _ in range(SAMPLES):
         costs.observe(step(1, steps=4), 4.0)  # four tokens a dispatch
     for _ in range(SAMPLES):
@@ -215,7 +219,7 @@ def test_costs() -> None:
 def test_steps_that_are_waited_for_together() -> None:
     """The first takes what both do; and of plain steps in a row not each is timed."""
     costs = Costs()
-    for _ in range(EVERY * SAMPLES):
+    for _ in range(TIMED_EVERY * SAMPLES):
         costs.observe(step(1), 1.99, ran_ahead=True)
         costs.observe(step(1), 0.01, ran_ahead=True)
     for _ in range(SAMPLES):
@@ -228,9 +232,9 @@ def test_costs_beside_steps_that_run_ahead() -> None:
     costs = Costs()
 
     def pays(expected: float) -> bool:
-        return costs.pays(4, GAIN * (1 + expected) - 1, [expected])
+        return costs.pays(4, MIN_SPEEDUP * (1 + expected) - 1, [expected])
 
-    for _ in range(EVERY * TRIES):
+    for _ in range(TIMED_EVERY * MIN_SAMPLES):
         costs.observe(step(1), 1.0, ran_ahead=True)
     for _ in range(SAMPLES):
         costs.observe(step(1, drafted=4), 2.5)
@@ -240,10 +244,10 @@ def test_costs_beside_steps_that_run_ahead() -> None:
     assert pays(2.6) and not pays(2.4), "2.5, and 1 of the steps beside it"
     costs.observe(step(1, drafted=4), 2.5)
     assert pays(1.6) and not pays(1.4), "a draft after another"
-    for i in range(AGAIN):
+    for i in range(LONGEST_PAUSE):
         costs.observe(step(1, drafted=4), 2.5, ran_ahead=i % 2 == 0)
     assert not pays(4.0), "plain steps are measured anew"
-    for _ in range(SAMPLES + TRIES):
+    for _ in range(SAMPLES + MIN_SAMPLES):
         costs.observe(step(1), 0.5, ran_ahead=True)
         costs.observe(step(1, drafted=4), 2.5)
     costs.observe(step(1), 0.5, ran_ahead=True)
@@ -253,12 +257,12 @@ def test_costs_beside_steps_that_run_ahead() -> None:
 def test_rows_without_a_guess_wait_for_the_next_plain_step_too() -> None:
     """Where plain steps run ahead: what the first one after a draft takes longer counts."""
     costs = Costs()
-    for _ in range(EVERY * TRIES):
+    for _ in range(TIMED_EVERY * MIN_SAMPLES):
         costs.observe(step(4), 1.0, ran_ahead=True)
     for _ in range(SAMPLES):
         costs.observe(step(4, drafted=12), 1.2)
         costs.observe(step(4), 2.0, ran_ahead=False)
-        for _ in range(EVERY):
+        for _ in range(TIMED_EVERY):
             costs.observe(step(4), 1.0, ran_ahead=True)
     assert costs.pays(12, 12.0, [6.0, 4.0, 1.0, 1.0])
     assert not costs.pays(12, 12.0, [6.0, 6.0, 0.0, 0.0]), "0.2 of that draft, 1.0 of the next step"
@@ -269,7 +273,7 @@ def test_rows_without_a_guess_wait_for_the_next_plain_step_too() -> None:
 def test_rows_without_a_guess_do_not_wait_long() -> None:
     """As many tokens a second in all, and the rows that gain nothing take twice their time."""
     costs = Costs()
-    for _ in range(TRIES):
+    for _ in range(MIN_SAMPLES):
         costs.observe(step(4), 1.0)
     for _ in range(SAMPLES):
         costs.observe(step(4, drafted=12), 2.0)

@@ -38,7 +38,7 @@ loaded: Counter[str] = Counter()  # by all runs of the load
 def sharing_workload(depth: int, seed: int, **settings: Any) -> None:
     """Forty requests, in a pool that is too small."""
     rng = random.Random(seed)
-    size = {
+    size: dict[str, Any] = {
         "block_size": rng.choice([2, 4]),
         "num_blocks": rng.choice([14, 20]),
         "max_logprobs": 12,
@@ -293,17 +293,10 @@ SHARING_MUTATIONS: list[Callable[[pytest.MonkeyPatch], None]] = [
 def groups_workload(depth: int, seed: int) -> None:
     """The same with windows and with mixed steps."""
     kinds: list[tuple[Window, ...]] = [(None, 5), (None, "state"), (6,), ("state",), (3, None)]
-    # Chunks that end within a block, for states.
-    budget: dict[str, Any] = {"max_num_batched_tokens": 5} if "state" in kinds[seed % 5] else {}
-    sharing_workload(
-        depth,
-        seed,
-        **budget,
-        windows=kinds[seed % 5],
-        windowed_blocks=12,
-        mixed=seed % 3 < 2,
-        decode_steps=1 + seed % 2,
-    )
+    settings: dict[str, Any] = {"windows": kinds[seed % 5], "windowed_blocks": 12}
+    if "state" in settings["windows"]:
+        settings["max_num_batched_tokens"] = 5  # chunks that end within a block
+    sharing_workload(depth, seed, **settings, mixed=seed % 3 < 2, decode_steps=1 + seed % 2)
 
 
 def trims_too_much(patch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import (
-    Bucket,
-    Features,
-    bucket_table,
-    choose_buckets,
-    input_sections,
-)
-from jpaged.engine.controls import CONTROLS
+from jpaged.engine.layout import CONTROLS, input_sections
 from jpaged.engine.packing import ON_DEVICE, PAD_TOKEN, Batch, pack
 from jpaged.engine.plan import Plan, PlanEntry
 from jpaged.engine.sequence import Sequence
+from jpaged.engine.shapes import (
+    DecodeShape,
+    PrefillShape,
+    SampleShape,
+    Shape,
+    choose_shapes,
+    shape_table,
+)
 from jpaged.sampling_params import LOGPROBS_MODES, SamplingParams
 from tests.engine.mock import MODEL
 
@@ -83,7 +84,7 @@ def plan(*entries: PlanEntry, phase: Literal["prefill", "decode"] = "prefill") -
 
 
 def views(
-    packed: np.ndarray, bucket: Bucket, config: EngineConfig = CONFIG
+    packed: np.ndarray, bucket: Shape, config: EngineConfig = CONFIG
 ) -> dict[str, np.ndarray]:
     sections, size = input_sections(bucket, config)
     assert packed.dtype == np.int32 and packed.shape == (size,)
@@ -110,8 +111,8 @@ def test_prefill():
         entry(6, 0, device_row=2),
     )
     batch = pack(plan(*rows), CONFIG)
-    assert batch.bucket == Bucket(phase="prefill", tokens=8, rows=5, tables=1, blocks=10)
-    assert batch.sample == Bucket(phase="sample", tokens=5, rows=5) and (
+    assert batch.bucket == PrefillShape(tokens=8, rows=5, tables=1, blocks=10)
+    assert batch.sample == SampleShape(rows=5) and (
         batch.num_tokens,
         batch.num_rows,
     ) == (6, 3)
@@ -205,11 +206,7 @@ def test_a_prefill_without_a_last_chunk_draws_nothing():
 def test_decode():
     rows = entry(6, 1, generated=1, device_row=4), entry(9, 1, generated=4, device_row=0)
     batch = pack(plan(*rows, phase="decode"), CONFIG)
-    assert (
-        batch.bucket
-        == batch.drawing
-        == Bucket(phase="decode", tokens=2, rows=2, tables=1, blocks=10)
-    )
+    assert batch.bucket == batch.drawing == DecodeShape(rows=2, tables=1, blocks=10)
     view = fields(batch)
     assert (
         "query_start_loc" not in view
@@ -230,9 +227,7 @@ def test_several_steps():
         entry(9, 2, draws=2, generated=3, device_row=0),
     )
     batch = pack(plan(*rows, phase="decode"), config)
-    assert batch.bucket == Bucket(
-        phase="decode", tokens=2, rows=2, tables=1, blocks=10, steps=8, features="full"
-    )
+    assert batch.bucket == DecodeShape(rows=2, tables=1, blocks=10, steps=8, draws="full")
     assert (batch.steps, batch.num_tokens, batch.num_rows, batch.padded_tokens) == (5, 7, 2, 10)
     sections, _ = input_sections(batch.bucket, config)
     view = {
@@ -323,16 +318,17 @@ def test_controls_are_packed_once_a_request():
     ],
     ids=str,
 )
-def test_one_row_decides_the_features(params: dict[str, Any], prefill: Features, drawing: Features):
+def test_one_row_decides_the_shape(params: dict[str, Any], prefill: str, drawing: str):
     rows = entry(0, 3, prompt=3), entry(0, 4, prompt=4, device_row=0, **params)
-    bucket, sample = choose_buckets(plan(*rows), CONFIG)
-    assert sample is not None and (bucket.features, sample.features) == (prefill, drawing)
-    assert choose_buckets(plan(*rows, phase="decode"), CONFIG)[0].features == drawing
+    bucket, sample = choose_shapes(plan(*rows), CONFIG)
+    assert sample is not None and sample.draws == drawing
+    assert isinstance(bucket, PrefillShape) and bucket.scores == (prefill == "prompt")
+    assert choose_shapes(plan(*rows, phase="decode"), CONFIG)[0].draws == drawing
     # A row that draws nothing yet asks nothing of the draw.
-    _, sample = choose_buckets(
+    _, sample = choose_shapes(
         plan(rows[0], entry(0, 2, prompt=4, device_row=0, draws=0, **params)), CONFIG
     )
-    assert sample is not None and sample.features == "plain"
+    assert sample is not None and sample.draws == "plain"
 
 
 def test_full_fields():
@@ -412,7 +408,7 @@ def test_plans_fill_their_bucket():
 )
 def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[int, int]):
     lengths = [tokens - rows + 1, *[1] * (rows - 1)]
-    bucket, sample = choose_buckets(
+    bucket, sample = choose_shapes(
         plan(*(entry(0, n, prompt=n, device_row=i) for i, n in enumerate(lengths))), CONFIG
     )
     assert (
@@ -424,14 +420,14 @@ def test_the_smallest_bucket_that_holds_it(tokens: int, rows: int, want: tuple[i
 
 def test_forks_are_rows_of_the_draw_alone():
     rows = [entry(0, 4, prompt=4), *(entry(4, 0, prompt=4, device_row=i) for i in range(3))]
-    bucket, sample = choose_buckets(plan(*rows), CONFIG)
+    bucket, sample = choose_shapes(plan(*rows), CONFIG)
     assert (bucket.tokens, bucket.rows) == (4, 2) and sample is not None and sample.rows == 5
 
 
 def test_few_long_rows_and_many_short_ones():
     config = EngineConfig(max_model_len=4096, max_num_batched_tokens=2048).resolve(MODEL)
     plans = {n: plan(*[entry(0, 1600 // n, prompt=1600 // n)] * n) for n in (1, 32, 33)}
-    rows = {n: choose_buckets(of, config) for n, of in plans.items()}
+    rows = {n: choose_shapes(of, config) for n, of in plans.items()}
     assert {n: (bucket.tokens, bucket.rows) for n, (bucket, _) in rows.items()} == {
         1: (2048, 32),
         32: (2048, 32),
@@ -456,7 +452,7 @@ def test_the_table_holds_every_choice(
         seq_buckets=seq_buckets,
         token_buckets=token_buckets,
     ).resolve(MODEL)
-    table = list(bucket_table(config))
+    table = list(shape_table(config))
     assert len(set(table)) == len(table)
     phase: Literal["prefill", "decode"] = data.draw(st.sampled_from(["prefill", "decode"]))
     limit = (
@@ -472,7 +468,7 @@ def test_the_table_holds_every_choice(
         st.sampled_from([{}, {"logprobs": 1}, {"prompt_logprobs": 0}])
     )
     entries = [entry(0, 1 + extra * (i == 0), prompt=41, **params) for i in range(rows)]
-    bucket, sample = choose_buckets(plan(*entries, phase=phase), config)
+    bucket, sample = choose_shapes(plan(*entries, phase=phase), config)
     assert bucket in table and bucket.rows >= rows and bucket.tokens >= rows + extra
     assert (sample is None) == (phase == "decode") and (
         sample is None or (sample in table and sample.rows >= rows)
@@ -481,7 +477,7 @@ def test_the_table_holds_every_choice(
 
 def test_the_table_of_the_defaults_is_small():
     """Every shape of it is compiled at the start in strict mode."""
-    table = list(bucket_table(EngineConfig().resolve(MODEL)))
+    table = list(shape_table(EngineConfig().resolve(MODEL)))
     kinds = Counter(bucket.phase for bucket in table)
     assert kinds["sample"] == kinds["decode"] == 30 and kinds["prefill"] <= 80
     # No prefill of few tokens over many rows: such a plan has a smaller bucket.

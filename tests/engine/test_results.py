@@ -5,16 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from jpaged.engine.buckets import (
-    Bucket,
-    Features,
-    output_sections,
-)
+from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import Batch, unpack
+from jpaged.engine.shapes import DecodeShape, Draws, PrefillShape, SampleShape, Shape
 from tests.engine.test_packing import CONFIG, entry, plan
 
 
-def filled(bucket: Bucket, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def filled(bucket: Shape, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """A step's output buffer of random values, and what it holds."""
     sections, size = output_sections(bucket, CONFIG)
     rng = np.random.default_rng(seed)
@@ -31,16 +28,16 @@ def filled(bucket: Bucket, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]
     return packed, want
 
 
-def batch_of(bucket: Bucket, sample: Bucket | None, num_rows: int) -> Batch:
+def batch_of(
+    bucket: PrefillShape | DecodeShape, sample: SampleShape | None, num_rows: int
+) -> Batch:
     return Batch(bucket=bucket, sample=sample, packed=np.zeros(0), num_tokens=1, num_rows=num_rows)
 
 
-@pytest.mark.parametrize("features", ["plain", "full"])
+@pytest.mark.parametrize("draws", ["plain", "full"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_results_round_trip(features: Features, steps: int):
-    bucket = Bucket(
-        phase="decode", tokens=2, rows=2, tables=1, blocks=3, steps=steps, features=features
-    )
+def test_results_round_trip(draws: Draws, steps: int):
+    bucket = DecodeShape(rows=2, tables=1, blocks=3, steps=steps, draws=draws)
     packed, want = filled(bucket, 0)
     result = unpack(batch_of(bucket, None, 1), CONFIG, [packed], weight_version=1)[0]
     assert result.num_drawn == want["num_drawn"][:1].tolist()
@@ -49,11 +46,11 @@ def test_results_round_trip(features: Features, steps: int):
     ]
     for name in ("ranks", "top_ids", "top_logprobs"):
         value = getattr(result, name)
-        assert (value is None) == (features == "plain")
+        assert (value is None) == (draws == "plain")
         if value is not None:
             np.testing.assert_array_equal(value, want[name])
     assert result.prompt_logprobs is None
-    if features == "plain":
+    if draws == "plain":
         return
     for step in range(steps):
         ids, logprobs = want["top_ids"][step, 0], want["top_logprobs"][step, 0]
@@ -65,15 +62,15 @@ def test_results_round_trip(features: Features, steps: int):
 
 
 def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
-    sample = Bucket(phase="sample", tokens=2, rows=2)
-    scored = Bucket(phase="prefill", tokens=4, rows=2, tables=1, blocks=3, features="prompt")
+    sample = SampleShape(rows=2)
+    scored = PrefillShape(tokens=4, rows=2, tables=1, blocks=3, scores=True)
     (one, tokens), (two, prompt) = filled(sample, 1), filled(scored, 2)
     result = unpack(batch_of(scored, sample, 2), CONFIG, [one, two], weight_version=1)[0]
     assert result.tokens == tokens["tokens"].T.tolist() and result.prompt_logprobs is not None
     np.testing.assert_array_equal(result.prompt_logprobs, prompt["prompt_logprobs"])
     result = unpack(batch_of(scored, None, 0), CONFIG, [two], weight_version=1)[0]
     assert result.tokens == result.num_drawn == [] and result.prompt_ranks is not None
-    plain = Bucket(phase="prefill", tokens=4, rows=2, tables=1, blocks=3)
+    plain = PrefillShape(tokens=4, rows=2, tables=1, blocks=3)
     assert (
         unpack(batch_of(plain, sample, 1), CONFIG, [one], weight_version=1)[0].logprobs
         == tokens["logprobs"][:, :1].T.tolist()
@@ -83,7 +80,7 @@ def test_a_prefill_returns_what_was_drawn_and_what_was_scored():
 
 def test_prompt_rows():
     """Position p scores the prompt token at p + 1; the last token of the prompt scores nothing."""
-    bucket = Bucket(phase="prefill", tokens=8, rows=5, tables=1, blocks=3, features="prompt")
+    bucket = PrefillShape(tokens=8, rows=5, tables=1, blocks=3, scores=True)
     sections, size = output_sections(bucket, CONFIG)
     packed = np.zeros(size, np.int32)
     for name, unit in (("prompt_logprobs", 1.0), ("prompt_top_logprobs", 10.0)):

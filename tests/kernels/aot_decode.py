@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket, Features
+from jpaged.engine.shapes import DecodeShape, Draws
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.runner import Placement, Runner
 from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
@@ -57,11 +57,11 @@ def readings(hlo: str, shape: str) -> int:
     return sum(fused) + sum(shape in operands for operands in calls)
 
 
-def compiled(model: ModelConfig, features: Features, folder: Path) -> dict[str, int]:
+def compiled(model: ModelConfig, features: Draws, folder: Path) -> dict[str, int]:
     config = EngineConfig(max_model_len=4096, max_num_seqs=ROWS, num_blocks=300).resolve(model)
-    size: dict[str, Any] = {"tokens": ROWS, "rows": ROWS, "tables": 1}
+    size: dict[str, Any] = {"rows": ROWS, "tables": 1}
     size["blocks"] = config.max_blocks_per_seq
-    bucket = Bucket(phase="decode", **size, features=features)
+    bucket = DecodeShape(**size, draws=features)
     with absent_device("cuda", "sm_90a") as device:
         placement = Placement(mesh=None, axis=None, device=device)
         params = abstract_params(model, "bfloat16", placement.replicated)
@@ -74,7 +74,7 @@ def compiled(model: ModelConfig, features: Features, folder: Path) -> dict[str, 
 
 
 def main() -> int:
-    cases: tuple[tuple[int, Features], ...] = ((2, "plain"), (3, "plain"), (2, "filtered"))
+    cases: tuple[tuple[int, Draws], ...] = ((2, "plain"), (3, "plain"), (2, "filtered"))
     with tempfile.TemporaryDirectory() as folder:
         # Read when the plugin is first used.
         dump = f" --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=decode"

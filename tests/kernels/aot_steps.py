@@ -22,7 +22,7 @@ from unittest import mock
 import jax
 
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import Bucket
+from jpaged.engine.shapes import DecodeShape, PrefillShape
 from jpaged.models.served import served_config
 from jpaged.runtime.footprint import bytes_on_device, form_of
 from jpaged.runtime.mesh import asked_shape, serving_mesh
@@ -57,8 +57,8 @@ def main(
     }
     config = EngineConfig(**sizes).resolve(model)
     M = config.max_blocks_per_seq
-    prefill = Bucket(phase="prefill", tokens=8192, rows=64, tables=1, blocks=M)
-    decode = Bucket(phase="decode", tokens=256, rows=256, tables=1, blocks=M)
+    prefill = PrefillShape(tokens=8192, rows=64, tables=1, blocks=M)
+    decode = DecodeShape(rows=256, tables=1, blocks=M)
     loop = dataclasses.replace(decode, steps=8)
     cases = {"prefill": prefill, "decode": decode, "decode, 8 a dispatch": loop, CONTROL: decode}
     with absent_mesh(platform, chip, asked_shape(config)) as devices:

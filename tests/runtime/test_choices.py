@@ -10,7 +10,7 @@ import pytest
 
 from jpaged import LLM, SamplingParams
 from jpaged.config import EngineConfig
-from jpaged.engine.buckets import bucket_table
+from jpaged.engine.shapes import shape_table
 from jpaged.errors import UnsupportedError
 from jpaged.models.forward import bind
 from jpaged.models.quantized import quantized
@@ -189,7 +189,9 @@ def test_tracing_a_step_never_asks_for_the_library(
     runner = Runner(CONFIG, settings, ONE_DEVICE, params)
     for module in (library, paged_attention):
         monkeypatch.setattr(module, "unavailable", asked)
-    table = {bucket.phase: bucket for bucket in sorted(bucket_table(settings))}
+    table = {
+        bucket.phase: bucket for bucket in sorted(shape_table(settings), key=lambda s: s.order)
+    }
     assert set(table) == {"prefill", "sample", "decode"}
     for bucket in table.values():
         lowered = runner.steps.lower(bucket).as_text()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
-from jpaged.engine.buckets import bucket_table
+from jpaged.engine.shapes import PrefillShape, shape_table
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
@@ -61,13 +61,14 @@ def abstract(model: ModelConfig, dtype: str) -> Any:
 
 
 def test_largest_buckets() -> None:
-    found = footprint.largest_buckets(bucket_table(engine(max_num_batched_tokens=40)))
-    sizes = {(b.phase, b.features, b.tokens, b.rows) for b in found}
+    found = footprint.largest_buckets(shape_table(engine(max_num_batched_tokens=40)))
+    sizes = {(b.phase, b.draws, b.tokens, b.rows) for b in found}
     assert sizes == {
-        ("prefill", "prompt", 64, 8),
+        ("prefill", None, 64, 8),
         ("sample", "full", 8, 8),
         ("decode", "full", 8, 8),
     }
+    assert [b.scores for b in found if isinstance(b, PrefillShape)] == [True]
 
 
 def probe(num_blocks: int | None = None) -> Runner:

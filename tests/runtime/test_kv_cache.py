@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.buckets import Bucket
+from jpaged.engine.shapes import DecodeShape
 from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
@@ -21,7 +21,7 @@ from tests.tiny import CONFIG, config, engine, make_params
 
 LAYERS, BLOCKS, BLOCK = 3, 7, (4, 2, 8)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-DECODE = Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16)
+DECODE = DecodeShape(rows=8, tables=1, blocks=16)
 # An odd number of blocks, so large that no other array of a step has as many elements, or is as
 # large.
 MANY = 8191

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 
-from jpaged.engine.buckets import Bucket
+from jpaged.engine.shapes import DecodeShape, PrefillShape, SampleShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.params import param_shapes, param_specs
 from jpaged.models.served import served_config
@@ -24,7 +24,7 @@ from tests.tiny import config, engine
 
 ROWS, BLOCKS, LAYERS = 8, 1021, 2
 MODEL = config(num_heads=8, num_kv_heads=2, num_layers=LAYERS, vocab_size=3000, head_dim=16)
-DECODE = Bucket(phase="decode", tokens=ROWS, rows=ROWS, tables=1, blocks=16)
+DECODE = DecodeShape(rows=ROWS, tables=1, blocks=16)
 
 
 def make_runner(devices: int, model: ModelConfig = MODEL, replicas: int = 1) -> Runner:
@@ -43,7 +43,7 @@ def make_runner(devices: int, model: ModelConfig = MODEL, replicas: int = 1) -> 
     return Runner(model, settings, where, treedef.unflatten(form))
 
 
-def hlo(runner: Runner, bucket: Bucket = DECODE) -> str:
+def hlo(runner: Runner, bucket: Shape = DECODE) -> str:
     return runner.steps.lower(bucket).compile().as_text()
 
 
@@ -86,10 +86,9 @@ def test_nothing_passes_between_replicas() -> None:
 def test_nor_in_any_other_step(features: Any) -> None:
     """Of prefills, draws and decodes of several tokens; and copies of blocks."""
     wide: dict[str, Any] = {"tables": 1, "blocks": 16}
-    steps = dataclasses.replace(DECODE, steps=4, features=features)
-    prompt = "prompt" if features == "full" else "plain"
-    prefill = Bucket(phase="prefill", tokens=16, rows=ROWS, features=prompt, **wide)
-    sample = Bucket(phase="sample", tokens=ROWS, rows=ROWS, features=features)
+    steps = dataclasses.replace(DECODE, steps=4, draws=features)
+    prefill = PrefillShape(tokens=16, rows=ROWS, scores=features == "full", **wide)
+    sample = SampleShape(rows=ROWS, draws=features)
     alone, pairs = make_runner(1, replicas=2), make_runner(2, replicas=2)
     for bucket in (steps, prefill, sample):
         assert collectives(hlo(alone, bucket)) == ({}, {})
@@ -123,7 +122,7 @@ def test_weights_and_temporaries_of_a_device() -> None:
     """A share of everything that divides: less than half of what half as many devices hold of
     logits and counts.
     """
-    full = Bucket(phase="decode", tokens=ROWS, rows=ROWS, tables=1, blocks=16, features="full")
+    full = DecodeShape(rows=ROWS, tables=1, blocks=16, draws="full")
     found = {}
     for devices in (2, 8):
         memory = make_runner(devices).steps.lower(full).compile().memory_analysis()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jpaged import LLM, ConfigError, SamplingParams
-from jpaged.engine.buckets import Bucket, bucket_table
 from jpaged.engine.engine import Engine
 from jpaged.engine.plan import Plan, StepResult
+from jpaged.engine.shapes import DecodeShape, shape_table
 from jpaged.runtime.runner import Runner
 from tests.tiny import (
     ENGINE,
@@ -68,7 +68,7 @@ def test_compiles_equal_the_buckets_used(llm: LLM) -> None:
     assert set(names) <= {"jit(set_counts)"}, (
         "the counts of rows with penalties are entered by one small step more"
     )
-    assert set(runner.usage) == set(bucket_table(runner.config)), (
+    assert set(runner.usage) == set(shape_table(runner.config)), (
         "one prefill and one decode shape: the whole table"
     )
     stats = llm.stats()
@@ -196,10 +196,8 @@ def test_a_sealed_table_refuses_other_shapes(llm: LLM, monkeypatch: pytest.Monke
     run(llm, PLAIN)
     monkeypatch.setattr(runner.steps, "is_sealed", True)
     assert run(llm, PLAIN)
-    with pytest.raises(
-        ConfigError, match=r"strict=True: Bucket\(phase='decode', tokens=64.*not in the table"
-    ):
-        runner.steps[Bucket(phase="decode", tokens=64, rows=64, tables=1, blocks=16)]
+    with pytest.raises(ConfigError, match=r"strict=True: DecodeShape\(tokens=64.*not in the table"):
+        runner.steps[DecodeShape(rows=64, tables=1, blocks=16)]
 
 
 @pytest.mark.parametrize("with_calls", [True, False])

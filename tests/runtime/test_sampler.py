@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jpaged.engine.controls import CONTROLS
+from jpaged.engine.layout import CONTROLS
 from jpaged.runtime import sampler, sampler_reference
 from jpaged.runtime.logprobs import PROCESSED, RAW, SUM_TILE, TEMPERED, tile_sums, weights
 from jpaged.runtime.sampler import Controls, FullControls, Sampled, sample

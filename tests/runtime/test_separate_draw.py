@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams
-from jpaged.engine.buckets import Bucket, bucket_table
+from jpaged.engine.shapes import DecodeShape, PrefillShape, Shape, shape_table
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import stand_ins
 from kernels_cpu.library import unavailable
@@ -61,24 +61,28 @@ def test_what_it_resolves_to() -> None:
     for asked, on_cpu, expected in cases:
         resolved = EngineConfig(**asked).resolve(CONFIG, on_cpu=on_cpu)
         assert resolved.separate_draw is expected
-        kinds = {b.features for b in bucket_table(resolved) if b.phase == "decode"}
-        assert kinds == ({"plain"} if expected else {"plain", "filtered", "full"})
+        kinds = {b.draws for b in shape_table(resolved) if b.phase == "decode"}
+        assert kinds == ({None} if expected else {"plain", "filtered", "full"})
     with pytest.raises(ConfigError, match="separate_draw=True: a dispatch of decode_steps=4"):
         EngineConfig(separate_draw=True, decode_steps=4).resolve(CONFIG)
 
 
-def decode(rows: int, **changes: Any) -> Bucket:
+def decode(rows: int, **changes: Any) -> Shape:
     kind: dict[str, Any] = {"tables": 1, "blocks": 4} | changes
-    return Bucket(phase="decode", tokens=rows, rows=rows, **kind)
+    return DecodeShape(rows=rows, **kind)
 
 
 def test_what_holds_what() -> None:
     assert decode(16).holds(decode(8)) and not decode(8).holds(decode(16))
-    assert decode(8, features="full").holds(decode(8, features="filtered"))
-    assert not decode(16, features="plain").holds(decode(8, features="filtered"))
+    assert decode(8, draws="full").holds(decode(8, draws="filtered"))
+    assert not decode(16, draws="plain").holds(decode(8, draws="filtered"))
+    assert not decode(16).holds(decode(8, draws=None)) and not decode(16, draws=None).holds(
+        decode(8)
+    )
+    assert decode(16, draws=None).holds(decode(8, draws=None))
     assert not decode(16, blocks=5).holds(decode(8)) and not decode(16, steps=2).holds(decode(8))
-    prefill = Bucket(phase="prefill", tokens=32, rows=8, tables=1, blocks=4)
-    scored = dataclasses.replace(prefill, features="prompt")
+    prefill = PrefillShape(tokens=32, rows=8, tables=1, blocks=4)
+    scored = dataclasses.replace(prefill, scores=True)
     assert prefill.holds(dataclasses.replace(prefill, tokens=16))
     assert not scored.holds(prefill) and not prefill.holds(decode(8))
 
@@ -143,7 +147,7 @@ def test_two_steps_until_one_does_both(monkeypatch: pytest.MonkeyPatch) -> None:
             while not all(future.done() for future in runner.stand_ins.compiling.values()):
                 time.sleep(0.01)
         usage = runner.usage
-        decodes = {b.draws_apart(llm.engine_config) for b in usage if b.phase == "decode"}
+        decodes = {b.draws is None for b in usage if b.phase == "decode"}
         assert decodes == ({False, True} if separate is None else {separate})
         llm.close()
     assert all(each == found[0] for each in found)
@@ -158,7 +162,7 @@ def test_processes_change_their_steps_at_the_same_dispatch(monkeypatch: pytest.M
     asked = SamplingParams(max_tokens=6, ignore_eos=True)
     llm.generate(make_prompts(5), asked, use_tqdm=False)
     runner = llm.session.runner
-    hits = {b.masks: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"}
+    hits = {b.draws is None: usage.hits for b, usage in runner.usage.items() if b.phase == "decode"}
     assert hits == {True: 2, False: 3} and not runner.stand_ins.compiling
     llm.close()
 
@@ -173,7 +177,7 @@ def test_what_fails_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -
     llm.generate(make_prompts(*[5] * 12), asked, use_tqdm=False)
     steps = llm.session.runner.steps
 
-    def broken(bucket: Bucket) -> Any:
+    def broken(bucket: Shape) -> Any:
         raise MemoryError(f"no room for {bucket.phase}")
 
     monkeypatch.setattr(steps, "lower", broken)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.engine.buckets import Bucket, input_sections, output_sections
+from jpaged.engine.layout import input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack
+from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, SampleShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.runtime import choices, paged_kv, steps
 from jpaged.runtime.choices import Choices, choose
@@ -30,16 +31,14 @@ from tests.tiny import CONFIG, config, engine, make_params
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
 TWO_GROUPS = config(sliding_windows=(None, 7))
 BUCKETS = {
-    "prefill": Bucket(phase="prefill", tokens=16, rows=8, tables=1, blocks=16),
-    "decode": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16),
-    "decode full": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16, features="full"),
-    "decode 4 steps": Bucket(phase="decode", tokens=8, rows=8, tables=1, blocks=16, steps=4),
-    "draft": Bucket(phase="draft", tokens=8, rows=8, blocks=16, steps=3, features="filtered"),
-    "sample": Bucket(phase="sample", tokens=8, rows=8),
-    "sample full": Bucket(phase="sample", tokens=8, rows=8, features="full"),
-    "prefill prompt": Bucket(
-        phase="prefill", tokens=16, rows=8, tables=1, blocks=16, features="prompt"
-    ),
+    "prefill": PrefillShape(tokens=16, rows=8, tables=1, blocks=16),
+    "decode": DecodeShape(rows=8, tables=1, blocks=16),
+    "decode full": DecodeShape(rows=8, tables=1, blocks=16, draws="full"),
+    "decode 4 steps": DecodeShape(rows=8, tables=1, blocks=16, steps=4),
+    "draft": DraftShape(rows=8, blocks=16, steps=3, draws="filtered"),
+    "sample": SampleShape(rows=8),
+    "sample full": SampleShape(rows=8, draws="full"),
+    "prefill prompt": PrefillShape(tokens=16, rows=8, tables=1, blocks=16, scores=True),
 }
 # Blocks of each group. So many that no other array of a step has as many elements, or is as large.
 MANY, FEW = (8191, 8179), (127, 113)
@@ -68,7 +67,7 @@ def make_steps(
     return CompiledSteps(setting, ONE_DEVICE, form)
 
 
-def step_of(bucket: Bucket, *, mixed: bool = False) -> Any:
+def step_of(bucket: Shape, *, mixed: bool = False) -> Any:
     """A bucket of the tiny model, to call the parts of its step."""
     settings = engine(mixed=mixed).resolve(CONFIG)
     choices = Choices(attention=())

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jpaged import LLM, SamplingParams
-from jpaged.engine.buckets import bucket_table
+from jpaged.engine.shapes import shape_table
 from jpaged.runtime import compiled_steps
 from jpaged.runtime.compiled_steps import default_folder, use_compilation_cache
 from tests.tiny import ZEROS, compiles, config, engine, make_params, make_prompts
@@ -24,11 +24,16 @@ def test_warmup_compiles_the_table_once_and_nothing_is_met_later() -> None:
     )
     assert llm.warmup(use_tqdm=False) > 0
     reports = llm.buckets()
-    table = list(bucket_table(llm.session.runner.config))
-    shapes = [(r.phase, r.tokens, r.rows, r.tables, r.blocks, r.steps, r.features) for r in reports]
-    assert shapes == sorted(
-        (b.phase, b.tokens, b.rows, b.tables, b.blocks, b.steps, b.features) for b in table
-    )
+    table = sorted(shape_table(llm.session.runner.config), key=lambda shape: shape.order)
+    assert [(r.phase, r.tokens, r.rows) for r in reports] == [
+        (b.phase, b.tokens, b.rows) for b in table
+    ]
+    kinds = {(r.phase, r.features, r.steps, r.tables) for r in reports}
+    assert kinds == {
+        *(("prefill", features, 1, 1) for features in ("plain", "prompt")),
+        *(("sample", features, 1, 0) for features in ("plain", "filtered", "full")),
+        *(("decode", features, 2, 1) for features in ("plain", "filtered", "full")),
+    }
     assert all(
         r.compile_seconds and r.temp_bytes and r.executable_bytes is not None and not r.hits
         for r in reports

@@ -36,7 +36,7 @@ class Products(Adder, Protocol):
         ...
 
     def multiplies(self, form: str, /) -> bool:
-        """Whether `quantized` takes weights in the form of this name."""
+        """Return whether `quantized` takes weights in the form of this name."""
         ...
 
     def quantized(

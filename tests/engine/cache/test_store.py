@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from jpaged.engine.adapters import AdapterVersion
+from jpaged.engine.cache.block_manager import BlockManager
+from jpaged.engine.cache.blocks import GroupSize
 from jpaged.engine.cache.contents import Content
 from jpaged.engine.cache.store import HostStore, Slot
+from jpaged.engine.integrity import check_store
 from jpaged.engine.sequence import Sequence
+from jpaged.sampling_params import SamplingParams
 from tests.engine.host import Host
 from tests.engine.mock import Window, expected, generated
 from tests.engine.test_replicas import Team
 
+PARAMS = SamplingParams(max_tokens=8)
 MIB = 2**20  # of a block of the mock device
 
 
@@ -257,6 +262,62 @@ def test_replicas_share_a_store(shares: bool, cached: int):
     other = second if replica == 0 else first
     assert other.cache.match(seq).num_blocks * 4 == cached
     team.check()
+
+
+def test_no_step_waits_for_what_leaves_the_pool(depth: int):
+    """Each read is started before the step that writes over it, and taken after that step's
+    results.
+    """
+    host = stored(depth)
+    host.generate(prompt(29), max_tokens=1)
+    calls, runner = list[str](), host.runner
+    for name in ("read_blocks", "dispatch", "fetch", "fetch_blocks"):
+        method = getattr(runner, name)
+
+        def called(*args: Any, name: str = name, method: Any = method) -> Any:
+            calls.append(name)
+            return method(*args)
+
+        setattr(runner, name, called)
+    host.generate(prompt(29, 1), max_tokens=3)
+    began, taken = calls.index("read_blocks"), calls.index("fetch_blocks")
+    assert calls[began + 1] == "dispatch" and calls[taken - 1] == "fetch"
+    assert calls[began:taken].count("dispatch") == depth and calls.count("read_blocks") == 1
+
+
+def test_a_block_that_no_step_has_written_is_not_offered():
+    """Its sequence is ended in the very plan that was to write it, and another takes the block."""
+    store = HostStore(100, [10])
+    blocks = BlockManager([GroupSize(2, block_bytes=10)], 4, store=store)
+    for goes_out in (False, True):
+        tokens = prompt(9, goes_out)[:8]
+        one, other = (Sequence(str(i), tokens, PARAMS, max_model_len=99) for i in range(2))
+        other.token_ids[0] += 1
+        blocks.admit(one, blocks.cache.match(one))
+        blocks.close_ahead(one, 8)
+        if goes_out:
+            assert blocks.take_loads() == ()
+        blocks.free(one)
+        blocks.admit(other, blocks.cache.match(other))
+        assert len(blocks.take_stores()) == 2 * goes_out
+        blocks.free(other)
+        blocks.take_loads()
+        check_store(blocks)
+
+
+def test_check_store_sees_a_load_of_another_content(depth: int):
+    host = stored(depth)
+    host.generate(prompt(21), max_tokens=1)
+    fill(host)
+    seq = host.sequence(prompt(21))
+    host.blocks.admit(seq, host.blocks.cache.match(seq))
+    check_store(host.blocks)
+    assert host.blocks.traffic is not None
+    loads = host.blocks.traffic.loads
+    (key, first), second = next(iter(loads.items())), list(loads.values())[1]
+    loads[key] = second._replace(block_id=first.block_id)
+    with pytest.raises(AssertionError, match="loaded with another's content"):
+        check_store(host.blocks)
 
 
 # The store by itself

@@ -1,0 +1,310 @@
+"""Shapes: the static shape of each compiled step, a type a phase; which of them a plan takes, and
+the table of all that there can be.
+
+A shape is all that can make a step compile again.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+from jpaged.config import EngineConfig, has_draft_model, has_head_adapters
+from jpaged.engine.plan import Plan
+
+MOST_MOVED = 64  # blocks of a move between pool and host: enough to fill a transfer
+TOKENS_A_ROW = 64  # of a prefill with the smaller of its two numbers of rows
+
+# What a draw can do, each more than the one before: "filtered" has top_k, top_p and min_p, "full"
+# penalties, biases, bans and top lists too. A step that looked for them itself would have a GPU
+# wait for the host in its middle.
+Draws = Literal["plain", "filtered", "full"]
+DRAWS: tuple[Draws, ...] = ("plain", "filtered", "full")
+GUESSES: tuple[Draws, ...] = DRAWS[:2]  # of a draft, whose draws nobody needs to get right
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the shapes of all phases have.
+
+    tokens, rows: of the step; 0 tokens mean one a row. loras: slots of adapters, 0
+    where no row has one. draws: what its draw can do, None where it leaves that to a SampleShape
+    after it. In the shapes below tables and blocks are the block tables of a row, one a group of
+    layers, and their width.
+    """
+
+    phase: ClassVar[Literal["prefill", "sample", "decode", "draft"]]
+
+    tokens: int = 0
+    rows: int
+    loras: int = 0
+    draws: Draws | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            object.__setattr__(self, "tokens", self.rows)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its draw needs the counts of tokens, and returns top lists."""
+        return self.draws == "full"
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether the host makes masks for it: of what each row may draw, or is scored under."""
+        return False
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """A key to sort by: the smallest of a phase first."""
+        return self.phase, self.tokens, self.rows, str(self)
+
+    def holds(self, other: "Shape") -> bool:
+        """Return whether this step can do what another does, in more room or with a richer draw."""
+        if type(self) is not type(other) or self.tokens < other.tokens or self.rows < other.rows:
+            return False
+        if self.draws != other.draws:
+            if self.draws is None or other.draws is None:
+                return False
+            if DRAWS.index(self.draws) < DRAWS.index(other.draws):
+                return False
+        same_size = dataclasses.replace(
+            self, tokens=other.tokens, rows=other.rows, draws=other.draws
+        )
+        return same_size == other
+
+    def widened(self, others: Sequence["Shape"]) -> Self:
+        """Return the smallest step of the same kind that does what this one and others do."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            found = [getattr(shape, field.name) for shape in (self, *others)]
+            if field.name != "draws":
+                values[field.name] = max(found)
+            elif self.draws is not None:
+                values["draws"] = max(found, key=DRAWS.index)
+        return dataclasses.replace(self, **values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillShape(Shape):
+    """Packed tokens of prompts. With `mixed` rows that decode are rows of one token in it too, and
+    where steps are pinned there is no decode: they all are.
+
+    scores: it returns logprobs of the prompts' tokens. scores_masked: under masks.
+    """
+
+    phase = "prefill"
+
+    tables: int = 0
+    blocks: int = 0
+    scores: bool = False
+    scores_masked: bool = False
+
+    @property
+    def takes_masks(self) -> bool:
+        return self.scores_masked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleShape(Shape):
+    """The draw of a token for each row of a prefill, or of a decode that leaves it to this one.
+
+    masked: under masks of what each row may draw.
+    """
+
+    phase = "sample"
+
+    draws: Draws | None = "plain"
+    masked: bool = False
+
+    @property
+    def takes_masks(self) -> bool:
+        return self.masked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeShape(Shape):
+    """One token a row, `steps` times, each with its draw; without a draw, once."""
+
+    phase = "decode"
+
+    tables: int = 0
+    blocks: int = 0
+    steps: int = 1
+    draws: Draws | None = "plain"
+
+    def apart(self, config: EngineConfig) -> "tuple[DecodeShape, SampleShape]":
+        """Return this decode as two steps: without its draw, and the draw after it."""
+        assert self.draws is not None, "its draw is apart already"
+        loras = loras_of_draw(config, has_adapters=self.loras > 0)
+        sample = SampleShape(rows=self.rows, draws=self.draws, loras=loras)
+        return dataclasses.replace(self, draws=None, steps=1), sample
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftShape(Shape):
+    """What a draft model guesses after the last token of each row, `steps` tokens, drawn by it."""
+
+    phase = "draft"
+
+    tables: int = 0
+    blocks: int = 0
+    steps: int = 1
+    draws: Draws | None = "plain"
+
+
+# The shapes of a dispatch: of a prefill, decode or draft, and of the draw after it, None where no
+# row draws or the first step draws itself.
+StepShapes = tuple[PrefillShape | DecodeShape | DraftShape, SampleShape | None]
+
+
+def choose_shapes(plan: Plan, config: EngineConfig) -> StepShapes:
+    """Return the smallest shapes of the table that hold a plan."""
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    assert config.decode_steps is not None
+    drawing = [e.seq for e in plan.entries if e.draws]
+    asked: list[Draws] = [DRAWS[0], *(seq.sampling_params.draw for seq in drawing)]
+    draws = max(asked, key=DRAWS.index)
+    rows = _ceil(config.seq_buckets, plan.num_draws)
+    tables, blocks = len(plan.entries[0].seq.block_tables), config.max_blocks_per_seq
+    if plan.phase == "draft":
+        return _draft_shape(config, rows, draws if draws in GUESSES else GUESSES[-1], tables), None
+    has_adapters = bool([e for e in plan.entries if e.num_tokens and e.seq.adapter is not None])
+    loras = config.max_loras if has_adapters else 0
+    masked, sample = bool([seq for seq in drawing if seq.structured is not None]), None
+    if drawing:
+        adapted = bool([seq for seq in drawing if seq.adapter is not None])
+        of_draw = loras_of_draw(config, has_adapters=adapted)
+        sample = SampleShape(rows=rows, draws=draws, masked=masked, loras=of_draw)
+    if plan.phase == "decode" and not config.pinned:
+        if config.separate_draw or masked:
+            shape = DecodeShape(rows=rows, tables=tables, blocks=blocks, loras=loras, draws=None)
+            return shape, sample
+        steps = config.decode_steps
+        return DecodeShape(
+            rows=rows, tables=tables, blocks=blocks, loras=loras, steps=steps, draws=draws
+        ), None
+    scored = [
+        e.seq
+        for e in plan.entries
+        if e.seq.sampling_params.prompt_logprobs is not None and not e.decodes
+    ]
+    tokens = _ceil(config.token_buckets, plan.num_tokens)
+    computed = len([e for e in plan.entries if e.num_tokens])  # forks are rows of the draw alone
+    return PrefillShape(
+        tokens=tokens,
+        rows=_ceil(_prefill_rows(tokens, config), computed),
+        tables=tables,
+        blocks=blocks,
+        loras=loras,
+        scores=bool(scored),
+        scores_masked=bool([seq for seq in scored if seq.scores_form]),
+    ), sample
+
+
+def common_shapes(chosen: Sequence[StepShapes], config: EngineConfig) -> StepShapes:
+    """Return the smallest shapes of the table that hold what several replicas' shapes hold, all of
+    one phase.
+    """
+    if len(chosen) == 1:
+        return chosen[0]
+    firsts, samples = [first for first, _ in chosen], [s for _, s in chosen if s is not None]
+    if isinstance(firsts[0], DecodeShape) and any(first.draws is None for first in firsts):
+        # Where one draws apart all do.
+        for i, first in enumerate(firsts):
+            if isinstance(first, DecodeShape) and first.draws is not None:
+                firsts[i], sample = first.apart(config)
+                samples.append(sample)
+    widest = firsts[0].widened(firsts[1:])
+    if isinstance(widest, PrefillShape):
+        rows = _ceil(_prefill_rows(widest.tokens, config), widest.rows)
+        widest = dataclasses.replace(widest, rows=rows)
+    return widest, samples[0].widened(samples[1:]) if samples else None
+
+
+def shape_table(
+    config: EngineConfig, *, tables: int = 1, tokens: int | None = None, rows: int | None = None
+) -> Iterator[Shape]:
+    """Yield every shape that choose_shapes can return for a resolved config, those of few rows
+    first.
+
+    tables: block tables of a row. tokens, rows: of prompts, and of completions, that there are at
+    most; None: as many as the config allows.
+    """
+    assert config.token_buckets is not None and config.seq_buckets is not None
+    assert config.decode_steps is not None
+    most_rows, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    rows = most_rows if rows is None else min(rows, most_rows)
+    tokens = most_tokens if tokens is None else min(tokens, most_tokens)
+    blocks, adapters = config.max_blocks_per_seq, dict.fromkeys((0, config.max_loras))
+    of_draw = dict.fromkeys((0, loras_of_draw(config, has_adapters=True)))
+    leaves_draw = config.structured_output or config.separate_draw is not False
+    for size in _up_to(config.seq_buckets, rows):
+        for draws in DRAWS:
+            for loras in of_draw:
+                for masked in (False, True) if config.structured_output else (False,):
+                    yield SampleShape(rows=size, draws=draws, masked=masked, loras=loras)
+        if not config.pinned:
+            for loras in adapters:
+                place = DecodeShape(rows=size, tables=tables, blocks=blocks, loras=loras)
+                for draws in DRAWS if not config.separate_draw else ():
+                    yield dataclasses.replace(place, draws=draws, steps=config.decode_steps)
+                if leaves_draw:
+                    yield dataclasses.replace(place, draws=None)
+        for draws in GUESSES if has_draft_model(config) else ():
+            yield _draft_shape(config, size, draws, tables)
+    for count in _up_to(config.token_buckets, tokens):
+        for size in _up_to(_prefill_rows(count, config), min(rows, count)):
+            for scores in (False, True):
+                for loras in adapters:
+                    yield PrefillShape(
+                        tokens=count,
+                        rows=size,
+                        tables=tables,
+                        blocks=blocks,
+                        loras=loras,
+                        scores=scores,
+                    )
+
+
+def loras_of_draw(config: EngineConfig, *, has_adapters: bool) -> int:
+    """Return the slots of adapters that a draw has: where the head can have any."""
+    return config.max_loras if has_adapters and has_head_adapters(config) else 0
+
+
+def _draft_shape(config: EngineConfig, rows: int, draws: Draws, tables: int) -> DraftShape:
+    assert config.speculative is not None
+    steps, blocks = config.speculative.num_tokens, config.max_blocks_per_seq
+    return DraftShape(rows=rows, tables=tables, blocks=blocks, steps=steps, draws=draws)
+
+
+def _prefill_rows(tokens: int, config: EngineConfig) -> tuple[int, ...]:
+    """Return the two numbers of rows that a prefill is compiled for: few long ones, and as many as
+    there can be.
+    """
+    assert config.seq_buckets is not None
+    most = config.seq_buckets[-1]
+    rows = [_ceil(config.seq_buckets, min(n, most)) for n in (tokens // TOKENS_A_ROW, tokens)]
+    return tuple(dict.fromkeys(rows))
+
+
+def padded_blocks(count: int) -> int:
+    """Return how many blocks a move of this many between pool and host is compiled for."""
+    return 1 << (count - 1).bit_length()
+
+
+def moved_blocks(config: EngineConfig) -> int:
+    """Return the most blocks of a group that one move takes; more are moved one part after the
+    other.
+    """
+    return min(padded_blocks(config.max_blocks_per_seq), MOST_MOVED)
+
+
+def _up_to(sizes: tuple[int, ...], value: int) -> tuple[int, ...]:
+    """Return the sizes that anything up to `value` takes."""
+    return sizes[: bisect.bisect_left(sizes, value) + 1]
+
+
+def _ceil(sizes: tuple[int, ...], value: int) -> int:
+    """Return the smallest size that holds a value."""
+    return sizes[bisect.bisect_left(sizes, value)]
