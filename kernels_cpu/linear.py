@@ -41,9 +41,9 @@ class NativeProducts:
         """See `linear`."""
         return linear(x_TE, weight_NE, count, dtype)
 
-    def multiplies(self, form: str) -> bool:
-        """Return whether `quantized` takes weights in a form."""
-        return form in quantized.FORMS
+    def multiplies(self, form: str, width: int) -> bool:
+        """Return whether `quantized` takes weights in a form, of `width` inputs."""
+        return form in quantized.FORMS and is_width_supported(width)
 
     def rounds(self, form: str) -> bool:
         """Return whether x becomes what `activations` says beside weights in a form."""

@@ -288,3 +288,15 @@ def test_a_rollout_is_corrected_by_importance_ratios() -> None:
     print(f"exact {exact:.4f}, weighed {(ratio * value).mean():.4f}, not {value.mean():.4f}")
     assert error(ratio * value) < 4 and abs(ratio.mean() - 1) < 4 * ratio.std() / len(ratio) ** 0.5
     assert error(value) > 4, "a control"
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_inputs_that_are_not_whole_32s(form: Any) -> None:
+    """The C++ products take whole 32s of inputs; XLA multiplies by others."""
+    model = config(hidden_size=16, intermediate_size=40, num_layers=1)
+    settings = vars(ENGINE) | {"dtype": "bfloat16", "quantization": form}
+    llm = LLM(make_params(0, model), **settings)
+    (out,) = llm.generate(
+        [[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False
+    )
+    assert len(out.outputs[0].token_ids) == 3

@@ -33,7 +33,7 @@ class Recorder:
         y = jnp.matmul(x, weight.T, preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(x.shape[0])[:, None] < count, y, 0).astype(dtype)
 
-    def multiplies(self, form: str) -> bool:
+    def multiplies(self, form: str, width: int) -> bool:
         return form == "int8"
 
     def quantized(

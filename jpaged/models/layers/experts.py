@@ -215,7 +215,9 @@ def _multiplied_by(products: Products, weights: ExpertWeights) -> ExpertWeights:
     """Return the weights with `products` set in those whose form it multiplies."""
 
     def one(weight: Any) -> Any:
-        if not is_quantized(weight) or not products.multiplies(weight.form.name):
+        if not is_quantized(weight):
+            return weight
+        if not products.multiplies(weight.form.name, weight.shape[-1]):
             return weight
         values = weight.values
         if weight.form.is_float8:  # XLA:CPU would take an expert out of it a number at a time

@@ -35,8 +35,8 @@ class Products(Adder, Protocol):
         """
         ...
 
-    def multiplies(self, form: str, /) -> bool:
-        """Return whether `quantized` takes weights in the form of this name."""
+    def multiplies(self, form: str, width: int, /) -> bool:
+        """Return whether `quantized` takes weights in the form of this name, of `width` inputs."""
         ...
 
     def quantized(
@@ -164,8 +164,9 @@ class Linear:
         self, x: Array, weight: QuantizedWeight, dtype: DTypeLike, step: StepContext
     ) -> Array:
         products, form = step.products, weight.form.name
-        if products is None or x.dtype != jnp.bfloat16 or not products.multiplies(form):
+        width = x.shape[-1]
+        if products is None or x.dtype != jnp.bfloat16 or not products.multiplies(form, width):
             return weight.linear(x, in_fp8=step.in_fp8).astype(dtype)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, width)
         parts = (weight.values, weight.scales, weight.zeros, form)
         return products.quantized(rows, *parts, step.count(rows)).astype(dtype)
