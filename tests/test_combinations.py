@@ -169,20 +169,29 @@ def served_pairs() -> list[tuple[Option, Option]]:
     return [pair for pair in pairs if refusal(pair) is None]
 
 
+STRICT: Option = ("strict", 0)
+
+
 @functools.cache
-def covering() -> list[tuple[Option, ...]]:
-    """Cases that are not refused, which hold every pair that is not."""
-    left, cases = set(served_pairs()), []
-    rng = random.Random(0)
+def covering(is_strict: bool = False) -> list[tuple[Option, ...]]:
+    """Return cases that are not refused and hold every pair that is not.
+
+    is_strict: the pairs with strict=True alone. It compiles every shape of a case at start, so it
+    is in no other case.
+    """
+    left = {pair for pair in served_pairs() if (STRICT in pair) == is_strict}
+    options = [option for option in OPTIONS if is_strict or option != STRICT]
+    cases, rng = [], random.Random(0)
     while left:
         case: tuple[Option, ...] = min(left, key=lambda pair: list(map(OPTIONS.index, pair)))
-        rest = [option for option in OPTIONS if option not in case]
+        rest = [option for option in options if option not in case]
         rng.shuffle(rest)
 
         gains = {option: sum(pair_of(option, other) in left for other in case) for option in rest}
         for option in sorted(rest, key=gains.__getitem__, reverse=True):
             wider = tuple(sorted((*case, option), key=OPTIONS.index))
-            if are_different(wider) and refusal(wider) is None:
+            is_new = any(pair_of(option, other) in left for other in case)
+            if is_new and are_different(wider) and refusal(wider) is None:
                 case = wider
         cases.append(case)
         left -= set(itertools.combinations(case, 2))
@@ -268,25 +277,37 @@ def test_refused_pairs_are_refused_by_the_faces() -> None:
             assert refused.value.rule == rule, pair
 
 
+MOST = {False: 20, True: 6}  # cases of `covering`, which the tests below have in turn
+
+
 def test_covering_holds_every_pair_that_is_served() -> None:
-    covered = {pair for case in covering() for pair in itertools.combinations(case, 2)}
+    cases = [case for is_strict in MOST for case in covering(is_strict)]
+    covered = {pair for case in cases for pair in itertools.combinations(case, 2)}
     assert covered >= set(served_pairs())
-    assert len(covering()) < 40
+    for is_strict, most in MOST.items():
+        assert len(covering(is_strict)) <= most, "raise MOST"
 
 
-@pytest.mark.parametrize("number", range(24))
-def test_pairs_serve_the_tokens_of_the_plain_engine(number: int) -> None:
-    assert len(covering()) <= 24, "raise the range of this test"
-    if number >= len(covering()):
-        return
-    options = covering()[number]
+def check_served(options: tuple[Option, ...]) -> None:
+    """The tokens of a case are those of an engine that has only what changes the numbers."""
     case = case_of(options)
     found = serve(case)
-    numbers = tuple(option for option in options if option[0] in NUMBERS)
-    wanted = plain_tokens(numbers)
+    wanted = plain_tokens(tuple(option for option in options if option[0] in NUMBERS))
     assert [[len(ids) for ids in out] for out in found] == [[len(i) for i in o] for o in wanted]
     if case.get("dtype") != "bfloat16":  # where equal logits are rounded alike
         assert found == wanted, case
+
+
+@pytest.mark.parametrize("number", range(MOST[False]))
+def test_pairs_serve_the_tokens_of_the_plain_engine(number: int) -> None:
+    if number < len(covering()):
+        check_served(covering()[number])
+
+
+@pytest.mark.parametrize("number", range(MOST[True]))
+def test_pairs_with_strict_serve_the_tokens_of_the_plain_engine(number: int) -> None:
+    if number < len(covering(True)):
+        check_served(covering(True)[number])
 
 
 def test_docs_print_the_table() -> None:
