@@ -285,8 +285,10 @@ class Matcher:
             self.state.rollback(count)
 
     def scoring(self, index: int, token_ids: Sequence[int], begins: int) -> Self:
-        """Of a text whose form begins at a position; RequestError where it is not of that form.
-        index: of the text, for the message.
+        """Return this matcher at the beginning of a text that is to be scored.
+
+        begins: the position at which the form begins. index: which text it is, for the message.
+        RequestError where the text does not have the form.
         """
         answer = list(token_ids[begins:])
         valid = begins + self.state.validate_tokens(answer)

@@ -94,20 +94,20 @@ def guidance_of(schema: Any, *, compact: bool = False) -> dict[str, Any]:
 
     Raises ValueError where the schema's own are no options.
     """
-    own = own_guidance(schema)
+    guidance = own_guidance(schema)
     if compact:  # a pattern would win over whitespace_flexible
-        return {**own, "whitespace_flexible": False, "whitespace_pattern": None}
-    if "whitespace_pattern" in own or "whitespace_flexible" in own:
-        return own
-    return {**own, "whitespace_pattern": WHITE_SPACE}
+        return {**guidance, "whitespace_flexible": False, "whitespace_pattern": None}
+    if "whitespace_pattern" in guidance or "whitespace_flexible" in guidance:
+        return guidance
+    return {**guidance, "whitespace_pattern": WHITE_SPACE}
 
 
 def own_guidance(schema: Any) -> dict[str, Any]:
     """The options that a schema has; ValueError where they are none."""
-    own = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
-    if not isinstance(own, Mapping):
-        raise ValueError(f"{GUIDANCE}={own!r}: must be an object of llguidance's options")
-    return dict(own)
+    guidance = schema.get(GUIDANCE, {}) if isinstance(schema, Mapping) else {}
+    if not isinstance(guidance, Mapping):
+        raise ValueError(f"{GUIDANCE}={guidance!r}: must be an object of llguidance's options")
+    return dict(guidance)
 
 
 def _named() -> str:

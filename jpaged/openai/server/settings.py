@@ -70,5 +70,5 @@ class ServerSettings:
 
     @property
     def max_bodies_bytes(self) -> int:
-        """Of all bodies that are being read."""
+        """The most bytes that all bodies being read may hold together."""
         return 16 * self.max_body_bytes
