@@ -76,8 +76,12 @@ class Workload:
         return prompts, [r.randint(*self.output) for _ in range(self.requests)]
 
     def sampling_params(self, outputs: list[int]) -> list[SamplingParams]:
-        how: dict[str, Any] = {"temperature": self.temperature, "n": self.n, "ignore_eos": True}
-        return [SamplingParams(max_tokens=length, **how) for length in outputs]
+        settings: dict[str, Any] = {
+            "temperature": self.temperature,
+            "n": self.n,
+            "ignore_eos": True,
+        }
+        return [SamplingParams(max_tokens=length, **settings) for length in outputs]
 
 
 WORKLOADS = {
@@ -141,8 +145,8 @@ def full_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
         "max_len": engine_settings(args).get("max_model_len"),
         "n": args.n,
     }
-    given = {name: value for name, value in flags.items() if value is not None}
-    return dataclasses.replace(work, ids=(work.ids[0], top), **given)
+    overrides = {name: value for name, value in flags.items() if value is not None}
+    return dataclasses.replace(work, ids=(work.ids[0], top), **overrides)
 
 
 def make_llm(args: argparse.Namespace, config: ModelConfig, work: Workload) -> Any:
@@ -220,7 +224,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_bytes(llm: Any, config: ModelConfig) -> int:
-    """Of the weights that a decode step of one row reads, in the form that they are served in."""
+    """Return the bytes of weights that a decode step of one row reads, as they are served."""
     plain = param_table(config)
     leaves = flat(llm.session.runner.params, is_quantized).items()
     total = sum(leaf.nbytes for name, leaf in leaves if plain[name].sides[1])
@@ -247,9 +251,9 @@ def in_batch(
             "batch": lambda: run_file(llm, source, output),
         }
         timers = {name: functools.partial(clocks, way) for name, way in ways.items()}
-        found = common.in_turn(timers, repeat)
+        timings = common.in_turn(timers, repeat)
     for i, clock in enumerate(("wall", "cpu")):
-        times = {name: [run[i] for run in runs] for name, runs in found.items()}
+        times = {name: [run[i] for run in runs] for name, runs in timings.items()}
         record |= {f"{name}_{clock}_s": sorted(times[name]) for name in ways}
         for title, pick in (("best", min), ("median", statistics.median)):
             record[f"{clock}_ratio_of_{title}"] = pick(times["generate"]) / pick(times["batch"])

@@ -229,16 +229,16 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
         parser.error(f"--config {path}: {message}")
 
     try:
-        found = read_mapping(path)
+        values_by_flag = read_mapping(path)
     except (OSError, ValueError) as e:
         refuse(e)
-    if not isinstance(found, dict):
+    if not isinstance(values_by_flag, dict):
         refuse("must be a mapping of flags by name")
     # With its prefix, as it is written: --no-ordered is a flag, "no_ordered" no key.
     actions = [a for a in parser._actions if a.dest not in ("input", "config", "help")]
     known = {action.option_strings[0][2:]: action for action in actions}
     flags: list[str] = []
-    for key, value in found.items():
+    for key, value in values_by_flag.items():
         name = str(key).replace("_", "-")
         values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
         if name == "input":
@@ -291,14 +291,14 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
 
 def parse_resources(texts: Sequence[str]) -> dict[str, float]:
     """{name: count} of texts "NAME=COUNT". Raises ValueError."""
-    found = {}
+    counts = {}
     for text in texts:
         name, _, count = text.partition("=")
         try:
-            found[name] = float(count)
+            counts[name] = float(count)
         except ValueError:
             raise ValueError(f"--replica-resources {text}: must be NAME=COUNT (GPU=1)") from None
-    return found
+    return counts
 
 
 def make_llm(args: argparse.Namespace) -> Any:
@@ -354,11 +354,11 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Everything that an answer depends on, from files and flags alone. Which settings that are:
     jpaged/integrations/batch/judged.py.
     """
-    given = {name: getattr(args, name) for name in judged_flags(flag_names())}
+    flags = {name: getattr(args, name) for name in judged_flags(flag_names())}
     if args.format == "auto":
-        given["format"] = guess_format(args.input)
+        flags["format"] = guess_format(args.input)
     served = served_of(args)
-    served["settings"] = {**given, **served["settings"]}
+    served["settings"] = {**flags, **served["settings"]}
     return make_manifest(**served, source=source.identity(), shard=args.shard)
 
 
@@ -419,8 +419,10 @@ def run(args: argparse.Namespace) -> int:
     """Everything between the command line and the exit status. Raises BatchError,
     KeyboardInterrupt, OSError.
     """
-    how = {name: getattr(args, name) for name in ("format", "max_line_bytes", "columns", "split")}
-    with contextlib.closing(open_source(args.input, **how)) as source:
+    options = {
+        name: getattr(args, name) for name in ("format", "max_line_bytes", "columns", "split")
+    }
+    with contextlib.closing(open_source(args.input, **options)) as source:
         if args.check:
             return run_check(args, source)
         if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(
@@ -473,12 +475,12 @@ def report(args: argparse.Namespace, stats: BatchStats) -> None:
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
     """What this run was told, for its report: the flags that are not at their defaults."""
-    found = {"input": args.input, "model": args.model or "the embedded one"}
+    settings = {"input": args.input, "model": args.model or "the embedded one"}
     for action in make_parser()._actions:
         value = getattr(args, action.dest, None)
-        if action.dest not in found and value not in (None, {}, action.default):
-            found[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
-    return found
+        if action.dest not in settings and value not in (None, {}, action.default):
+            settings[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
+    return settings
 
 
 def main(argv: list[str] | None = None) -> int:
