@@ -12,7 +12,7 @@ from jpaged.models.params import Params
 from jpaged.models.quantized import experts_are_plain
 from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.mesh import Placement
-from jpaged.runtime.runner import DraftOf, dtype_of
+from jpaged.runtime.runner import DraftOf
 from jpaged.runtime.weights import ServingWeights, as_params
 
 
@@ -43,14 +43,15 @@ class DraftModel:
     def choices(self, config: EngineConfig, where: Placement) -> Choices:
         """Return what computes its steps. config: resolved for the model that it guesses for."""
         assert self.params is not None
-        dtype = self.weights.dtype or dtype_of(self.params)
+        first = self.params["fc" if self.model_config.is_head else "embed"]["weight"]
+        dtype = self.weights.dtype or first.dtype
         is_plain = experts_are_plain(self.params) and not self.weights.quantization
         return choose(self.model_config, config, where, dtype, is_plain)
 
-    def tree(self) -> DraftOf:
-        """The model and its serving tree."""
+    def modules(self) -> DraftOf:
+        """Return the model and the modules that serve it."""
         assert self.params is not None, "bind weights first"
-        return self.model_config, self.weights.tree(self.params)
+        return self.model_config, self.weights.modules(self.params)
 
 
 def no_head(config: ModelConfig) -> ModelConfig:

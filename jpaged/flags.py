@@ -1,83 +1,131 @@
-"""Flags for the fields of EngineConfig, and of other dataclasses of settings."""
+"""Command lines: a parser with a short usage, and fields of EngineConfig as flags in groups."""
 
 import argparse
 import dataclasses
+import difflib
 import typing
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
 
 from jpaged.config import EngineConfig, Speculative
 
-# Every field of EngineConfig, under the title of its group in --help.
+# The fields of EngineConfig by what they decide, in the order in which --help shows them.
 ENGINE_GROUPS: dict[str, tuple[str, ...]] = {
-    "engine: sizes and memory": (
+    "batch and memory": (
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
-        "block_size",
         "num_blocks",
         "memory_utilization",
+        "block_size",
         "enable_prefix_caching",
         "swap_space_gib",
         "swap_min_tokens",
     ),
-    "engine: what a request may ask for": (
+    "numbers": (
+        "dtype",
+        "quantization",
+        "quantized_activations",
+        "kv_cache_dtype",
+        "deterministic",
+        "attention",
+    ),
+    "what requests may ask for": (
         "max_n",
         "max_logprobs",
         "max_logit_bias",
         "max_stop_ids",
         "structured_output",
-        "max_loras",
-        "max_lora_rank",
-        "lora_extra",
     ),
-    "engine: numbers": (
-        "dtype",
-        "quantization",
-        "quantized_activations",
-        "kv_cache_dtype",
-        "attention",
-        "deterministic",
-    ),
-    "engine: steps": (
-        "token_buckets",
-        "seq_buckets",
+    "adapters": ("max_loras", "max_lora_rank", "lora_extra"),
+    "steps and their shapes": (
+        "speculative",
+        "mixed",
         "decode_steps",
         "separate_draw",
-        "mixed",
-        "speculative",
+        "token_buckets",
+        "seq_buckets",
         "strict",
         "compilation_cache_dir",
     ),
-    "engine: several devices": (
+    "devices and processes": (
         "tensor_parallel_size",
         "data_parallel_size",
         "tensor_axis",
         "peer_timeout_s",
     ),
 }
+METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def add_engine_groups(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of EngineConfig, in the groups above."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose usage is two lines, and which names the flag that an unknown one is near to.
+
+    error_status: the exit status where the arguments cannot work.
+    """
+
+    def __init__(self, *, error_status: int = 2, **settings: Any):
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("allow_abbrev", False)
+        super().__init__(**settings)
+        self.error_status = error_status
+
+    def format_usage(self) -> str:
+        """Return the two lines; the groups below them list the flags."""
+        names = [
+            f"[{action.metavar or action.dest}]" if action.nargs in ("?", "*") else action.dest
+            for action in self._get_positional_actions()
+        ]
+        line = " ".join([self.prog, *names, "[--FLAG VALUE ...]"])
+        return f"usage: {line}\n       {self.prog} --help lists the flags\n"
+
+    def format_help(self) -> str:
+        """Return the usage, the description and the flags in their groups."""
+        self.usage = self.format_usage().removeprefix("usage: ").rstrip("\n").replace("%", "%%")
+        return super().format_help()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse all arguments; exit where one is unknown, with the flag that was meant."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one sentence."""
+        self.exit(self.error_status, f"{self.prog}: {message} (--help lists the flags)\n")
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        name = next((x for x in arguments if x.startswith("--")), arguments[0]).split("=")[0]
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = difflib.get_close_matches(name, flags, n=1)
+        meant = f": did you mean {near[0]}?" if near else ""
+        return f"unknown argument {name}{meant}"
+
+
+def add_engine_groups(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """A flag for each field of EngineConfig, in groups. defaults: by field, a program's own."""
     for title, names in ENGINE_GROUPS.items():
-        add_engine_flags(parser.add_argument_group(title), *names)
+        group = parser.add_argument_group(f"engine: {title}")
+        chosen = {name: value for name, value in defaults.items() if name in names}
+        add_flags(group, EngineConfig, *names, **chosen)
 
 
 def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
-    """Add a flag for every field, or for those that are named, to a parser or to one group."""
+    """A flag for each field, or for those of the names, to a parser or a group of one."""
     add_flags(parser, EngineConfig, *names, **defaults)
 
 
 def add_flags(parser: Any, settings: type, *names: str, **defaults: Any) -> None:
-    """Add a flag for every field of a dataclass that has a help, or for the fields that are named.
+    """A flag for each field of a dataclass of settings that has a help, or for those of the names.
+    A field whose flag is left out is no attribute of the result.
 
-    The parsed result lacks a field whose flag was left out. `enable_x` becomes --x and --no-x; the
-    word "none" means None for a field that may be None. defaults: by field, a program's defaults.
+    `enable_x` is --x and --no-x; "none" is None where a field may be None. defaults: by field,
+    values of a program's own.
     """
     hints = typing.get_type_hints(settings)
-    for field in dataclasses.fields(settings):
-        if (names and field.name not in names) or "help" not in field.metadata:
-            continue
+    fields = {f.name: f for f in dataclasses.fields(settings) if "help" in f.metadata}
+    for field in [fields[name] for name in names or fields]:
         default = defaults.get(field.name, field.default)
         shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
         parser.add_argument(
@@ -90,19 +138,19 @@ def add_flags(parser: Any, settings: type, *names: str, **defaults: Any) -> None
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of EngineConfig that flags have set."""
+    """The fields of EngineConfig that flags have set."""
     return given_settings(args, EngineConfig)
 
 
 def given_settings(args: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """Return the fields of a dataclass of settings that flags have set."""
+    """The fields of a dataclass of settings that flags have set."""
     names = (field.name for field in dataclasses.fields(settings))
     return {name: getattr(args, name) for name in names if name in args}
 
 
 def _values_of(hint: Any) -> dict[str, Any]:
-    """Return argparse's settings for a flag whose values are of a type: a number, text, one of
-    several words, a list of numbers, on or off; the word "none" where None is one of them.
+    """How a flag takes the values of a type: a number, text, one of several words, a list of
+    numbers, on or off; "none" where None is one of them.
     """
     is_one = typing.get_origin(hint) is tuple or not typing.get_args(hint)
     kinds = [hint] if is_one else [k for k in typing.get_args(hint) if k is not type(None)]
@@ -114,12 +162,12 @@ def _values_of(hint: Any) -> dict[str, Any]:
     if kind is Speculative:
         return {"type": Speculative.parse, "metavar": "JSON"}
     if typing.get_origin(kind) is tuple:
-        member = typing.get_args(kind)[0]
-        if typing.get_origin(member) is Literal:
-            return {"choices": typing.get_args(member), "nargs": "+"}
+        item = typing.get_args(kind)[0]
+        if typing.get_origin(item) is Literal:
+            return {"choices": typing.get_args(item), "nargs": "+"}
         return {"type": int, "nargs": "+", "metavar": "N"}
     if type(None) not in typing.get_args(hint):
-        return {"type": kind}
+        return {"type": kind, "metavar": METAVARS[kind]}
     words = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
     plain = str if words else kind
 
@@ -128,5 +176,5 @@ def _values_of(hint: Any) -> dict[str, Any]:
 
     value.__name__ = plain.__name__  # argparse names it where a value is none
     if words is None:
-        return {"type": value}
+        return {"type": value, "metavar": METAVARS[plain]}
     return {"type": value, "choices": (*words, None), "metavar": "|".join((*words, "none"))}

@@ -23,7 +23,7 @@ from jpaged.runtime.footprint import plan_pool
 from jpaged.runtime.memory import Needs
 from jpaged.runtime.processes import are_many, least
 from jpaged.runtime.resolve import resolve
-from jpaged.runtime.runner import Runner, report_of, seal
+from jpaged.runtime.runner import Runner
 from jpaged.runtime.shared_runner import SharedRunner
 from jpaged.runtime.step_table import warmup
 from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
@@ -138,7 +138,7 @@ class Session:
         self.params = params
         if self._is_asleep or not self.has_pool:
             return
-        self.runner.params = self.weights.tree(params)
+        self.runner.params = self.weights.modules(params)
         self.runner.weight_version = self.weights.version
         if self._cached_version != self.weights.version:
             self.engine.reset_prefix_cache()
@@ -233,7 +233,7 @@ class Session:
 
     def report(self) -> dict[str, Any]:
         """Totals of engine and device since the start, and the version of the weights."""
-        totals = self.engine.report() | report_of(self.runner)
+        totals = self.engine.report() | self.runner.report()
         return totals | self.weights.report() | self.adapters.report()
 
     def snapshot(self, **face: Any) -> Snapshot:
@@ -256,14 +256,14 @@ class Session:
 
 def _runner(session: Session, config: EngineConfig) -> Runner:
     assert session.params is not None, "bind weights first"
-    tree = session.weights.tree(session.params)
+    model = session.weights.modules(session.params)
     kind = SharedRunner if are_many(session.placement.mesh) else Runner
-    drafts = None if session.draft is None else session.draft.tree()
-    runner = kind(session.model_config, config, session.placement, tree, drafts, session.choices)
+    drafts = None if session.draft is None else session.draft.modules()
+    runner = kind(session.model_config, config, session.placement, model, drafts, session.choices)
     runner.weight_version = session.weights.version
     if config.strict:
         warmup(runner.steps)
-        seal(runner)
+        runner.seal()
     return runner
 
 
@@ -275,12 +275,12 @@ def _most_blocks(session: Session) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     assert session.params is not None, "bind weights first"
-    tree = session.weights.tree(session.params)
-    drafts = None if session.draft is None else session.draft.tree()
+    model = session.weights.modules(session.params)
+    drafts = None if session.draft is None else session.draft.modules()
     held = session.runner.pool_bytes if session.has_pool else 0
     how: dict[str, Any] = {"draft": drafts, "freed": held, "needs": session.needs}
     how["choices"] = session.choices
-    plan = plan_pool(session.model_config, config, where, tree, **how)
+    plan = plan_pool(session.model_config, config, where, model, **how)
     session.needs = plan.needs if plan.needs.is_measured else None
     return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks
 
@@ -341,7 +341,7 @@ def _renew(session: Session, params: Params) -> None:
     except BaseException:
         if session.has_pool and session.params is not None:
             session.weights.update(session.params)
-            session.runner.params = session.weights.tree(session.params)
+            session.runner.params = session.weights.modules(session.params)
             session.runner.weight_version = session.weights.version
             _renew_draft(session)
         raise
@@ -354,7 +354,7 @@ def _renew_draft(session: Session) -> None:
         raise ConfigError("this model was given a draft model before: pass draft= again")
     draft.weights.update(draft.params)
     if session.has_pool:
-        session.runner.draft_params = draft.tree()[1]
+        session.runner.draft_params = draft.modules()[1]
 
 
 def _delete(params: Params | None, *, kept: Params) -> None:

@@ -22,8 +22,8 @@ from jax.sharding import AxisType, Mesh
 
 import jpaged
 from jpaged.checks import read_json
-from jpaged.command_line import Parser
 from jpaged.errors import ConfigError
+from jpaged.flags import Parser
 from jpaged.models.config import ModelConfig, RopeScaling
 from jpaged.models.params import param_shapes, param_table, random_params
 
@@ -32,9 +32,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that mod
 # ---- flags ----
 
 
-def make_parser(name: str, doc: str | None) -> Parser:
-    """Return a parser whose help shows a module's docstring as it is written."""
-    return Parser(name, doc)
+def make_parser(name: str, doc: str | None, **settings: Any) -> Parser:
+    """Return a parser that shows a module's docstring as it is written."""
+    return Parser(prog=name, description=doc, **settings)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +114,8 @@ def model_name(args: argparse.Namespace) -> str:
 def model_config(args: argparse.Namespace) -> ModelConfig:
     if args.checkpoint is not None:
         return ModelConfig.coerce(args.checkpoint)
-    if (known := (MODELS | LARGE).get(args.random)) is not None:
-        return known
+    if (found := (MODELS | LARGE).get(args.random)) is not None:
+        return found
     path = Path(args.random)
     return ModelConfig.from_hf(read_json(path / "config.json" if path.is_dir() else path))
 
@@ -171,13 +171,13 @@ def in_turn[T](calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, l
 
     A first round, which compiles, is left out; every other round goes backwards.
     """
-    results: dict[str, list[T]] = {name: [] for name in calls}
+    found: dict[str, list[T]] = {name: [] for name in calls}
     for i in range(1 + rounds):
         for name in list(calls)[:: -1 if i % 2 else 1]:
             result = calls[name]()
             if i:
-                results[name].append(result)
-    return results
+                found[name].append(result)
+    return found
 
 
 def read_bandwidth() -> float:
@@ -254,8 +254,8 @@ def absent_devices(platform: str, chip: str, count: int = 1) -> Sequence[Any]:
     if platform == "tpu":
         return topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
     target = Path(__file__).with_name("h200.textproto").read_text()
-    options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target}
-    return topologies.get_topology_desc("", **options).devices
+    how = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": target}
+    return topologies.get_topology_desc("", **how).devices
 
 
 def stay_on_cpu() -> None:

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import jax
 
 import jpaged
 from jpaged import SamplingParams
-from jpaged.checkpoint.tensors import flat
 from jpaged.errors import JpagedError
 from jpaged.flags import add_engine_flags, engine_settings
 from jpaged.integrations.batch.formats import open_source
@@ -43,7 +43,8 @@ from jpaged.integrations.batch.lines import Settings
 from jpaged.integrations.batch.manifest import make_manifest
 from jpaged.integrations.batch.run import OK, Job, run_batch
 from jpaged.models.config import ModelConfig
-from jpaged.models.params import param_table, random_params
+from jpaged.models.forward import bind
+from jpaged.models.params import nest, param_table, random_params
 from jpaged.models.quantized import is_quantized
 
 # Totals of the engine that the record holds as they are.
@@ -226,7 +227,9 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 def read_bytes(llm: Any, config: ModelConfig) -> int:
     """Return the bytes of weights that a decode step of one row reads, as they are served."""
     plain = param_table(config)
-    leaves = flat(llm.session.runner.params, is_quantized).items()
+    names = jax.tree.leaves(bind(config, nest({name: name for name in plain})))
+    weights = jax.tree.leaves(llm.session.runner.params, is_leaf=is_quantized)
+    leaves = list(zip(names, weights, strict=True))
     total = sum(leaf.nbytes for name, leaf in leaves if plain[name].sides[1])
     unread = sum(
         leaf.nbytes

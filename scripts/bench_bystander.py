@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any
 
-from jpaged.command_line import Parser
+from jpaged.flags import Parser
 
 COMPLETIONS = "/v1/completions"
 BYSTANDER: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "stream": True, "ignore_eos": True}
@@ -88,8 +88,8 @@ def beside(port: int, body: dict[str, Any]) -> tuple[Answered, list[float]]:
     return answers[0], waits
 
 
-def make_parser() -> Parser:
-    parser = Parser("bench_bystander", __doc__)
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(description=__doc__)
     parser.add_argument("checkpoint", nargs="?", help="a checkpoint folder")
     parser.add_argument("--most", type=float, default=0.5, help="seconds (default: 0.5)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the heavy (default: 1)")
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     model = [] if args.checkpoint is None else [args.checkpoint]
     command = [sys.executable, "-m", "jpaged", "serve", *model, "--port", "0", *args.server]
-    results: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -114,17 +114,17 @@ def main(argv: list[str] | None = None) -> int:
             print(f"alone: first token after {statistics.median(alone):.3f} s")
             for name, body in heavy_requests(args.scale).items():
                 answer, waits = beside(port, body)
-                results[name] = {"longest": max(waits), "median": statistics.median(waits)}
+                found[name] = {"longest": max(waits), "median": statistics.median(waits)}
                 print(
                     f"{name}: status {answer.status}, {answer.size} bytes in {answer.whole:.2f} s; "
                     f"{len(waits)} bystanders wait {max(waits):.3f} s at most, "
-                    f"{results[name]['median']:.3f} s in the middle",
+                    f"{found[name]['median']:.3f} s in the middle",
                     flush=True,
                 )
         finally:
             server.terminate()
-    print(json.dumps({"alone": statistics.median(alone), "beside": results}))
-    return int(any(waited["longest"] > args.most for waited in results.values()))
+    print(json.dumps({"alone": statistics.median(alone), "beside": found}))
+    return int(any(waited["longest"] > args.most for waited in found.values()))
 
 
 if __name__ == "__main__":

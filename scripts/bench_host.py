@@ -20,6 +20,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.commit import commit
 from jpaged.engine.layout import output_sections
 from jpaged.engine.packing import pack, unpack
 from jpaged.engine.scheduler import Scheduler, schedule
@@ -62,7 +63,7 @@ def measure(rows: int, steps: int, block_size: int) -> dict[str, float]:
         out[: batch.drawing.rows] = 1  # num_drawn
         result = unpack(batch, config, [out], weight_version=1)[0]
         answered = time.perf_counter()
-        scheduler.commit(plan, result)
+        commit(scheduler.queues, plan, result)
         if plan.phase == "decode":
             times["commit"].append(time.perf_counter() - answered)
             times["schedule"].append(scheduled - began)

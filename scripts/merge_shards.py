@@ -1,7 +1,7 @@
 """Put the shards of one batch run together, in the order of the input.
 
-    python scripts/merge_shards.py answers.jsonl         # of answers.0-of-4.jsonl, 1-of-4, ...
-    python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
+    python scripts/merge_shards.py answers.jsonl                # from answers.0-of-4.jsonl to
+    answers.3-of-4.jsonl python scripts/merge_shards.py answers.jsonl part0.jsonl part1.jsonl
 
 Refused: shards of different runs, a shard that is missing or has not ended (--partial merges what
 there is), and an output that exists (--overwrite). The merged file has the manifest of an undivided
@@ -11,13 +11,13 @@ run: serve_batch.py goes on with it. Exit status 0: merged; 2: some lines are er
 import os
 import sys
 
-from jpaged.command_line import Parser
+from jpaged.flags import Parser
 from jpaged.integrations.batch.merge import find_shards, merge
 from jpaged.integrations.batch.source import BatchError
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("merge_shards", __doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("output", help="the merged file")
     parser.add_argument(
         "shards", nargs="*", help="the files to merge (default: OUTPUT's, by their names)"

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jpaged import adapter_flag
-from jpaged.command_line import Parser
 from jpaged.config import EngineConfig
 from jpaged.errors import CheckpointError, ConfigError, PeerError
-from jpaged.flags import add_engine_groups, engine_settings
+from jpaged.flags import Parser, add_engine_groups, engine_settings
 from jpaged.integrations.batch.formats import guess_format, open_source
 from jpaged.integrations.batch.journal import Existing, shard_path
 from jpaged.integrations.batch.judged import judged_engine, judged_flags
@@ -53,41 +52,36 @@ LEASTS |= {"replica_retries": 0}
 
 
 class BatchParser(Parser):
-    """A Parser whose groups show defaults. It exits with 1, since 2 means that lines failed."""
+    """A parser that exits with FATAL: argparse's 2 means here that some lines failed."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(prog="serve_batch", error_status=FATAL, **settings)
 
     def group(self, title: str) -> Any:
-        """Return a function that adds a flag to a new group; its help shows its default."""
+        """A function that adds a flag to a new group; its help tells its default."""
         group = self.add_argument_group(title)
 
-        def add(flag: str, help: str, *, default: Any = None, **settings: Any) -> None:
+        def add(flag: str, help: str, *, default: Any = None, **how: Any) -> None:
             shown = f"{default:g}" if isinstance(default, float) else default
             text = help if "(default: " in help else f"{help} (default: {shown})"
-            group.add_argument(flag, help=text, default=default, **settings)
+            group.add_argument(flag, help=text, default=default, **how)
 
         return add
 
 
-def new_parser(**settings: Any) -> BatchParser:
-    """Return a parser without flags."""
-    flags = "[--model DIR] [--output FILE] [--resume]"
-    return BatchParser(
-        "serve_batch", __doc__, flags=flags, status=FATAL, shows_usage=False, **settings
-    )
-
-
 def make_parser() -> BatchParser:
-    """Return the parser of every flag, in groups. Flags of sampling and of the engine that are left
-    out change none of the model's defaults and none of EngineConfig's.
+    """Every flag, in groups; those of sampling and of the engine that were not given leave the
+    model's and EngineConfig's defaults as they are.
     """
-    parser = new_parser()
+    parser = BatchParser(description=__doc__)
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.group("input")
-    source = (
+    where = (
         "a file of lines (also .gz, .zst), a Parquet file or a folder of them, a data set's "
         "folder, hf:NAME, or - for stdin (default: --config's)"
     )
-    add("input", source, nargs="?", default=argparse.SUPPRESS)
+    add("input", where, nargs="?", default=argparse.SUPPRESS)
     formats = ("auto", "jsonl", "text", "parquet", "dataset")
     add("--format", "what the input is, auto by its name", default="auto", choices=formats)
     columns = "columns of a table to read, each as the field of its name or as FIELD (default: all)"
@@ -117,11 +111,11 @@ def make_parser() -> BatchParser:
     add("--metrics-host", listen, metavar="ADDRESS", default="127.0.0.1")
 
     add = parser.group("starting, stopping, resuming")
-    choice: Any = {"dest": "existing", "action": "store_const"}
+    how: Any = {"dest": "existing", "action": "store_const"}
     resume = "go on with the output that is there (default: ask on a terminal, else refuse)"
-    add("--resume", resume, const="resume", **choice)
+    add("--resume", resume, const="resume", **how)
     again = "start the output again (default: as for --resume)"
-    add("--overwrite", again, const="overwrite", **choice)
+    add("--overwrite", again, const="overwrite", **how)
     retry = "with --resume: run failed lines again, the new answer counts (default: they are done)"
     add("--retry-failed", retry, **switch)
     grace = "for running requests to finish after Ctrl-C or SIGTERM; a second one stops at once"
@@ -164,8 +158,8 @@ def make_parser() -> BatchParser:
     add("--replica-retries", lost, type=int, default=3, metavar="TIMES")
 
     add = parser.group("one engine over several processes, the same command in each")
-    first = "of the first process, which alone reads and writes (default: only this process)"
-    add("--coordinator", first, metavar="HOST:PORT")
+    where = "of the first process, which alone reads and writes (default: only this process)"
+    add("--coordinator", where, metavar="HOST:PORT")
     add("--num-processes", "of them all (default: what the cluster says)", type=int)
     add("--process-id", "of this one, from 0 (default: what the cluster says)", type=int)
 
@@ -229,16 +223,16 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
         parser.error(f"--config {path}: {message}")
 
     try:
-        values_by_flag = read_mapping(path)
+        found = read_mapping(path)
     except (OSError, ValueError) as e:
         refuse(e)
-    if not isinstance(values_by_flag, dict):
+    if not isinstance(found, dict):
         refuse("must be a mapping of flags by name")
     # With its prefix, as it is written: --no-ordered is a flag, "no_ordered" no key.
     actions = [a for a in parser._actions if a.dest not in ("input", "config", "help")]
     known = {action.option_strings[0][2:]: action for action in actions}
     flags: list[str] = []
-    for key, value in values_by_flag.items():
+    for key, value in found.items():
         name = str(key).replace("_", "-")
         values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
         if name == "input":
@@ -253,9 +247,9 @@ def config_args(parser: BatchParser, path: str) -> argparse.Namespace:
             flags += [f"--{name}"] if value else [f"--no-{name}"] * is_switch
         elif value is not None:
             flags += [f"--{name}", *values]
-    of_file = new_parser(parents=[parser], add_help=False, conflict_handler="resolve")
-    of_file.error = refuse
-    return of_file.parse_args(flags)
+    own = BatchParser(parents=[parser], add_help=False, conflict_handler="resolve")
+    own.error = refuse
+    return own.parse_args(flags)
 
 
 def read_mapping(path: str) -> Any:
@@ -291,14 +285,14 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> tuple[int, int]
 
 def parse_resources(texts: Sequence[str]) -> dict[str, float]:
     """{name: count} of texts "NAME=COUNT". Raises ValueError."""
-    counts = {}
+    found = {}
     for text in texts:
         name, _, count = text.partition("=")
         try:
-            counts[name] = float(count)
+            found[name] = float(count)
         except ValueError:
             raise ValueError(f"--replica-resources {text}: must be NAME=COUNT (GPU=1)") from None
-    return counts
+    return found
 
 
 def make_llm(args: argparse.Namespace) -> Any:
@@ -354,11 +348,11 @@ def manifest_of(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     """Everything that an answer depends on, from files and flags alone. Which settings that are:
     jpaged/integrations/batch/judged.py.
     """
-    flags = {name: getattr(args, name) for name in judged_flags(flag_names())}
+    given = {name: getattr(args, name) for name in judged_flags(flag_names())}
     if args.format == "auto":
-        flags["format"] = guess_format(args.input)
+        given["format"] = guess_format(args.input)
     served = served_of(args)
-    served["settings"] = {**flags, **served["settings"]}
+    served["settings"] = {**given, **served["settings"]}
     return make_manifest(**served, source=source.identity(), shard=args.shard)
 
 
@@ -419,10 +413,8 @@ def run(args: argparse.Namespace) -> int:
     """Everything between the command line and the exit status. Raises BatchError,
     KeyboardInterrupt, OSError.
     """
-    options = {
-        name: getattr(args, name) for name in ("format", "max_line_bytes", "columns", "split")
-    }
-    with contextlib.closing(open_source(args.input, **options)) as source:
+    how = {name: getattr(args, name) for name in ("format", "max_line_bytes", "columns", "split")}
+    with contextlib.closing(open_source(args.input, **how)) as source:
         if args.check:
             return run_check(args, source)
         if all(map(os.path.exists, (args.output or "-", args.input))) and os.path.samefile(
@@ -475,12 +467,12 @@ def report(args: argparse.Namespace, stats: BatchStats) -> None:
 
 def told(args: argparse.Namespace) -> dict[str, Any]:
     """What this run was told, for its report: the flags that are not at their defaults."""
-    settings = {"input": args.input, "model": args.model or "the embedded one"}
+    found = {"input": args.input, "model": args.model or "the embedded one"}
     for action in make_parser()._actions:
         value = getattr(args, action.dest, None)
-        if action.dest not in settings and value not in (None, {}, action.default):
-            settings[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
-    return settings
+        if action.dest not in found and value not in (None, {}, action.default):
+            found[action.dest] = "/".join(map(str, value)) if isinstance(value, tuple) else value
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -35,6 +35,7 @@ import numpy as np
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.commit import commit
 from jpaged.engine.plan import StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
 from jpaged.engine.sequence import Request
@@ -187,7 +188,7 @@ def simulate(config: EngineConfig, lengths: Sequence[tuple[int, int]]) -> dict[s
         # Whatever is drawn: only lengths end a request.
         tokens, logprobs = [[0] * n for n in draws], [[0.0] * n for n in draws]
         result = StepResult(weight_version=0, num_drawn=draws, tokens=tokens, logprobs=logprobs)
-        scheduler.commit(plan, result)
+        commit(scheduler.queues, plan, result)
     if failed := [seq for seq in scheduler.queues.take_finished() if seq.error is not None]:
         raise ConfigError(f"{len(failed)} of {len(lengths)} requests cannot run: {failed[0].error}")
     return {phase: dict(counter) for phase, counter in sizes.items()}

@@ -15,7 +15,8 @@ from jpaged import LLM, ConfigError, EngineConfig, Params, SamplingParams, Unsup
 from jpaged.engine.drafting import ModelDrafter
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.errors import CheckpointError
-from jpaged.models.eagle import HeadConfig
+from jpaged.models.eagle import HeadConfig, bind_any
+from jpaged.models.forward import bind
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from tests.heads import (
@@ -201,9 +202,10 @@ def test_its_pool_is_updated_in_place(phase: Any) -> None:
     """The hidden states beside the keys and values too."""
     how = engine(num_blocks=8191, speculative={"method": "eagle"}).resolve(CONFIG)
     head = head_config(CONFIG)
-    trees = [dict(make_params(0, model)) for model in (CONFIG, head)]
+    target = bind(CONFIG, make_params(0, CONFIG))
+    guesses = bind_any(head, make_params(0, head))
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
-    runner = Runner(CONFIG, how, where, trees[0], (head, trees[1]))
+    runner = Runner(CONFIG, how, where, target, (head, guesses))
     size: Any = {"rows": 8, "tables": 2, "blocks": 16}
     shapes: dict[str, Shape] = {
         "prefill": PrefillShape(tokens=16, **size),

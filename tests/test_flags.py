@@ -1,4 +1,4 @@
-"""Every field of EngineConfig is a flag."""
+"""Every field of EngineConfig is a flag in a group; usage is short; near misses are named."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,9 @@ import pytest
 
 from jpaged import EngineConfig
 from jpaged.config import Speculative
-from jpaged.flags import add_engine_flags, engine_settings
+from jpaged.flags import ENGINE_GROUPS, Parser, add_engine_flags, engine_settings
+from jpaged.openai.server.run import make_parser as serve_parser
+from tests.batch_engine import load_script
 
 
 def test_every_field_of_engine_config_is_a_flag() -> None:
@@ -52,3 +54,35 @@ def test_some_fields_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine_settings(parser.parse_args(["--num-blocks", "3"])) == {"num_blocks": 3}
     with pytest.raises(SystemExit):
         parser.parse_args(["--block-size", "3"])
+
+
+def test_every_field_is_in_one_group() -> None:
+    grouped = [name for names in ENGINE_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(field.name for field in dataclasses.fields(EngineConfig))
+
+
+@pytest.mark.parametrize(
+    ("parser", "status"),
+    [(serve_parser(), 2), (load_script("serve_batch").make_parser(), 1)],
+    ids=["serve", "serve_batch"],
+)
+def test_help_of_long_command_lines(
+    parser: Parser, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two lines of usage, titled groups, a default with each flag, and the flag that was meant."""
+    usage = parser.format_usage()
+    assert usage.count("\n") == 2 and usage.endswith(f"{parser.prog} --help lists the flags\n")
+    text = parser.format_help()
+    assert text.startswith(usage)
+    assert all(f"\nengine: {title}:\n" in text for title in ENGINE_GROUPS)
+    for action in parser._actions:
+        if action.option_strings and action.dest not in ("help", "allowed_host"):
+            assert action.help is not None and "(default: " in action.help, action.dest
+    for wrong in (["--max-num-seq=3"], ["--zzzzzzzzz"], ["--max-num-seqs", "many"]):
+        with pytest.raises(SystemExit) as refused:
+            parser.parse_args(["x", *wrong])
+        assert refused.value.code == status
+    near, far, value = capsys.readouterr().err.splitlines()
+    assert "unknown argument --max-num-seq: did you mean --max-num-seqs?" in near
+    assert "unknown argument --zzzzzzzzz (--help" in far
+    assert "argument --max-num-seqs: invalid int value: 'many'" in value

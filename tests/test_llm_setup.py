@@ -66,7 +66,8 @@ def test_ways_to_name_a_model(folder: Path, params: Params) -> None:
         LLM(folder, params=dict(params), **small),
     ):
         assert built.model_config == CONFIG and built.weight_version == 1
-        assert built.session.runner.params["norm"]["scale"] is params["norm"]["scale"]
+        served = built.session.runner.params
+        assert served is not None and served.norm.scale is params["norm"]["scale"]
     with pytest.raises(ConfigError, match="need config="):
         LLM(dict(params))
     assert LLM(folder, params=dict(params), **small).tokenizer is not None, (

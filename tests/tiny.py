@@ -17,7 +17,8 @@ import jpaged
 from jpaged import EngineConfig, ModelConfig, Params
 from jpaged.engine.engine import Engine
 from jpaged.models.forward import bind
-from jpaged.models.params import param_shapes
+from jpaged.models.params import nest, param_shapes, param_table
+from jpaged.models.quantized import is_quantized
 from jpaged.session import Session
 
 EOS = 96
@@ -102,6 +103,13 @@ def _logits(params: Params, tokens: jax.Array) -> jax.Array:
     model = bind(params.config, dict(params))
     hidden, _ = model(tokens)
     return model.logits(hidden)
+
+
+def by_name(config: ModelConfig, modules: Any) -> dict[str, Any]:
+    """The arrays of a model's modules, by the names of its parameters."""
+    names = jax.tree.leaves(bind(config, nest({name: name for name in param_table(config)})))
+    leaves = jax.tree.leaves(modules, is_leaf=is_quantized)
+    return dict(zip(names, leaves, strict=True))
 
 
 def dense_logits(params: Params, tokens: Sequence[int]) -> np.ndarray:

@@ -12,21 +12,23 @@ import copy
 import dataclasses
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
-from typing import Any
+from typing import Any, NamedTuple
 
 from jpaged.config import EngineConfig
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.contents import Contents
 from jpaged.engine.cache.store import BlockStore, HostStore, Move, Slot
+from jpaged.engine.commit import commit
 from jpaged.engine.device import Device
 from jpaged.engine.drafting import Drafter, ModelDrafter, drafter_of
-from jpaged.engine.in_flight import InFlight, Read
+from jpaged.engine.masks import masks_of
 from jpaged.engine.packing import Batch, join, pack
 from jpaged.engine.plan import Plan, StepResult, joined
+from jpaged.engine.policy import Router
 from jpaged.engine.queues import Queues
-from jpaged.engine.routing import Router
 from jpaged.engine.scheduler import Scheduler, schedule, schedule_drafts, should_wait_for_tokens
 from jpaged.engine.sequence import Request, Status
 from jpaged.engine.shapes import choose_shapes, common_shapes
@@ -43,6 +45,27 @@ class EngineState:
     placed: dict[str, int]  # the replica of each request
     block_ids: list[list[list[int]]]
     blocks: list[Any]
+
+
+class Read(NamedTuple):
+    """Blocks of one replica on their way to its store. handle: see Device.read_blocks."""
+
+    replica: int
+    moves: List[Move]
+    handle: Any
+
+
+@dataclasses.dataclass
+class Dispatched:
+    """A step, of a plan for each replica. rows: of a draw that waits for its masks, None where
+    nothing waits. reads: of blocks that left the pools before it.
+    """
+
+    plans: List[Plan]
+    handle: Any
+    started: float
+    rows: int | None
+    reads: List[Read]
 
 
 class Engine:
@@ -276,7 +299,7 @@ class Engine:
     def _dispatch(self, plans: list[Plan], started: float) -> None:
         batch = join(self._pack(plans), self.config)
         whole = joined(plans)
-        self.stats.count(whole, batch, sum(r.blocks.num_used for r in self.replicas))
+        self.stats.count(whole, batch, sum([r.blocks.num_used for r in self.replicas]))
         reads = self._start_moves(plans)
         self.in_flight.start(self.runner, plans, batch, started, reads)
         if whole.verifies:
@@ -358,14 +381,14 @@ class Engine:
         """Take in what a step computed for each replica's plan."""
         for replica, plan, result in zip(self.replicas, plans, results, strict=True):
             if plan.entries:
-                for request in replica.commit(plan, result):
+                for request in commit(replica.queues, plan, result):
                     request.steer(replica.queues)
 
     def _take_ended(self) -> list[Request]:
         """Return the requests that ended since the last call."""
         for replica in self.replicas:
             finished = replica.queues.take_finished()
-            for request in dict.fromkeys(s.request for s in finished if s.request.is_finished):
+            for request in dict.fromkeys([s.request for s in finished if s.request.is_finished]):
                 self._ended.append(request)
                 self._forget(request)
         ended, self._ended = self._ended, []
@@ -376,7 +399,7 @@ class Engine:
         self._router.leave(request)
         self.stats.prompt_tokens += request.sequences[0].prompt_len
         self.stats.cached_tokens += request.sequences[0].num_cached
-        self.stats.generated_tokens += sum(seq.num_generated for seq in request.sequences)
+        self.stats.generated_tokens += sum([seq.num_generated for seq in request.sequences])
 
     def _new_replicas(self, count: int) -> tuple[Scheduler, ...]:
         """Return schedulers with nothing in them, which know the same contents and share a store
@@ -424,3 +447,61 @@ def _summed(reports: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     names = [name for name in reports[0] if name != "kv_groups"]
     return {name: sum(r[name] for r in reports) for name in names} | {"kv_groups": groups}
+
+
+class InFlight:
+    """Steps of one device. depth: how many there may be before the next. stats: the totals that
+    making masks adds to.
+    """
+
+    def __init__(self, depth: int, stats: Stats):
+        self.depth = depth
+        self._stats = stats
+        self._steps: deque[Dispatched] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether the device is at, or comes to, one of prompts."""
+        return any(plan.phase == "prefill" for step in self._steps for plan in step.plans)
+
+    def clear(self) -> None:
+        """Forget them: what they drew is never read."""
+        self._steps.clear()
+
+    def start(
+        self,
+        runner: Device,
+        plans: List[Plan],
+        batch: Batch,
+        started: float,
+        reads: List[Read] = (),
+    ) -> None:
+        """Dispatch a step, all but a draw under masks. reads: started just before it."""
+        rows = batch.sample.rows if batch.sample is not None and batch.sample.masked else None
+        self._steps.append(Dispatched(plans, runner.dispatch(batch), started, rows, reads))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest is to be committed before the next is dispatched: a draw that waits
+        for its masks does so for the one before it.
+        """
+        waits = bool([step for step in self._steps if step.rows is not None])
+        return len(self._steps) >= (min(self.depth, 2) if waits else self.depth)
+
+    def draw_oldest(self, runner: Device, queues: List[Queues]) -> None:
+        """Start the draw of the oldest, if it waits for masks: all that came before it is
+        committed, and the model runs meanwhile. queues: of each of its plans.
+        """
+        if self._steps and (rows := self._steps[0].rows) is not None:
+            oldest = self._steps[0]
+            with self._stats.masking():
+                masks_SW = masks_of(list(zip(oldest.plans, queues, strict=True)), rows)
+            oldest.handle, oldest.rows = runner.draw(oldest.handle, masks_SW), None
+
+    def take_oldest(self, runner: Device, queues: List[Queues]) -> Dispatched:
+        """The oldest, drawn, to be committed."""
+        self.draw_oldest(runner, queues)
+        return self._steps.popleft()

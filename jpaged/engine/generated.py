@@ -49,7 +49,7 @@ class Generated:
 
     def slice(self, start: int = 0, stop: int | None = None) -> "Generated":
         """Return the tokens from `start` up to `stop` as a table of their own."""
-        return Generated(*(getattr(self, name)[start:stop] for name in self.__slots__))
+        return Generated(*[getattr(self, name)[start:stop] for name in self.__slots__])
 
     def copy(self) -> "Generated":
         """Return a table that later changes of this one leave alone."""

@@ -10,24 +10,23 @@ from collections.abc import Mapping
 from collections.abc import Sequence as List
 from typing import Any
 
-from jpaged.engine import commit, integrity
+from jpaged.engine import integrity
 from jpaged.engine.cache.block_manager import BlockManager
-from jpaged.engine.decode import (
-    certain_runs,
-    decode_entries,
-    draft_entries,
-    run_entries,
-)
+from jpaged.engine.cache.prefix_cache import Match
 from jpaged.engine.drafting import Drafter
-from jpaged.engine.plan import Phase, Plan, PlanEntry, StepResult
-from jpaged.engine.prefill import PrefillPlanner
+from jpaged.engine.plan import Phase, Plan, PlanEntry, dispatch
 from jpaged.engine.queues import Queues
-from jpaged.engine.sequence import Request, Sequence, Status
+from jpaged.engine.sequence import Sequence, Status
+
+# Rows that decode for each token that a step of runs saves, at most: below that it is the slower.
+LEAST_RUN = 4
+
+Chunk = list[PlanEntry]  # a chunk of a prompt, then the forks that draw after it
 
 
 class Scheduler:
-    """Plans the steps of one replica over two queues, waiting and running, and takes in what they
-    computed. `schedule` has several of them plan a step together.
+    """Plans the steps of one replica over two queues, waiting and running. `schedule` has several
+    of them plan a step together.
 
     max_num_seqs: rows of the device's state, so sequences that run at once. max_num_batched_tokens:
     tokens of a prefill step. decode_steps: tokens of a row in one decode dispatch. mixed: rows that
@@ -116,10 +115,6 @@ class Scheduler:
             entries = PrefillPlanner(self.queues, budget).plan()
         return entries
 
-    def commit(self, plan: Plan, result: StepResult) -> list[Request]:
-        """Take in what a dispatch computed; returns the requests that are to steer their rows."""
-        return commit.commit(self.queues, plan, result)
-
     def report(self) -> dict[str, Any]:
         """Return the blocks that there are and those in use, and how many sequences run and
         wait.
@@ -185,7 +180,7 @@ def schedule(replicas: List[Scheduler]) -> list[Plan]:
     first = policy.phase(
         sum([replica.wants_prefill for replica in replicas]),
         sum([replica.wants_decode for replica in replicas]),
-        joins=all(replica.can_join for replica in replicas),
+        joins=not [replica for replica in replicas if not replica.can_join],
     )
     for turn in (first, "decode" if first == "prefill" else "prefill"):
         phase, entries = _prefill(replicas) if turn == "prefill" else _decode(replicas)
@@ -253,3 +248,171 @@ def _decode(replicas: List[Scheduler]) -> tuple[Phase, list[list[PlanEntry]]]:
     if steps > 1 and any(seq.structured is not None for own in rows for seq in own):
         steps = 1  # one step is drawn under masks, on every replica
     return "decode", [decode_entries(r.blocks, own, steps) for r, own in planned]
+
+
+class PrefillPlanner:
+    """Plans one prefill. budget: tokens that it may compute at most."""
+
+    def __init__(self, queues: Queues, budget: int):
+        self.queues = queues
+        self.blocks = queues.blocks
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self._last_chunks: dict[bytes, Chunk] = {}  # that end a prompt, by what the prompt holds
+
+    def plan(self) -> list[PlanEntry]:
+        """Return chunks of prompts that have begun, then of those that the policy admits."""
+        # At most one has begun, unless a budget cut two plans.
+        for seq in self.queues.waiting.by_urgency(self.queues.running):
+            if self.budget and seq.is_prefilling:
+                self._add_chunk(seq)
+        while self.queues.free_rows and (seq := self.queues.waiting.next()) is not None:
+            if not self._admit(seq):
+                break
+        return [entry for chunk in self.chunks for entry in chunk]
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Admit a waiting sequence, or fail it if it can never run. False: it must wait."""
+        if seq.in_flight:  # preempted while a step holds it: its tokens are not all known yet
+            return False
+        if not self.blocks.fits(len(seq)):
+            self.queues.fail(seq)
+            return True
+        if not self.queues.adapters.has_room(seq.adapter):
+            return False
+        match = self._match(seq)
+        # A block in hand for every row that runs: an admission that forces a preemption at once is
+        # wasted work.
+        reserve = len(self.queues.running)
+        if (leader := self._leader(seq, match)) is not None:
+            if not self.blocks.has_free(reserve):
+                return False
+            self.queues.join(seq, leader[0].seq)
+            leader.append(dispatch(seq, len(seq), 0, draws=1))
+            return True
+        if not self.budget:
+            return False
+        end = min(len(seq), match.num_blocks * self.blocks.block_size + self.budget)
+        if reserve and not self.blocks.has_room(seq, match, end, reserve=reserve):
+            return False
+        self.queues.admit(seq, match)
+        self._add_chunk(seq, match.num_known * self.blocks.block_size)
+        return True
+
+    def _match(self, seq: Sequence) -> Match:
+        # Prompt logprobs need every prompt token computed, so such a request hits no further than
+        # its prompt has been scored, before it was preempted.
+        num_scored = len(seq.prompt_logprobs) - 1
+        if seq.sampling_params.prompt_logprobs is None or num_scored + 1 == seq.prompt_len:
+            return self.blocks.cache.match(seq)
+        return self.blocks.cache.match(seq, most=num_scored)
+
+    def _leader(self, seq: Sequence, match: Match) -> Chunk | None:
+        """Return the chunk of this plan that ends the very same tokens, if this sequence is to run
+        as a fork of that one.
+
+        A fork computes nothing. It shares the open block too, which is copied when written: samples
+        of one request are always forks; other requests are where the cached blocks leave more than
+        the one token to compute.
+        """
+        if not self._last_chunks or seq.sampling_params.prompt_logprobs is not None:
+            return None
+        leader = self._last_chunks.get(_content(seq))
+        if leader is None or leader[0].seq.request is seq.request:
+            return leader
+        rest = len(seq) - match.num_blocks * self.blocks.block_size
+        return leader if self.blocks.cache.is_on and rest > 1 else None
+
+    def _add_chunk(self, seq: Sequence, parting: int = 0) -> None:
+        """Plan the next chunk of a prompt; none while a group with a window lacks blocks for it.
+        parting: tokens that another sequence is known to have too.
+        """
+        start = seq.num_dispatched
+        end = min(start + self.budget, seq.fill, self.blocks.reach(seq))
+        assert start < seq.fill <= len(seq), f"{seq!r}: nothing to compute from {start}"
+        if end <= start:
+            return
+        end = self.blocks.stop_before(start, end, parting)
+        self.blocks.extend(seq, end)
+        self.blocks.close_ahead(seq, end)
+        draws = end == seq.fill and not seq.score_only
+        chunk = [dispatch(seq, start, end - start, draws=int(draws))]
+        self.chunks.append(chunk)
+        self.budget -= end - start
+        if draws:
+            self._last_chunks[_content(seq)] = chunk
+
+
+def _content(seq: Sequence) -> bytes:
+    """Return all that a sequence is of, as one block."""
+    return seq.block_bytes(0, len(seq))
+
+
+def decode_entries(blocks: BlockManager, rows: list[Sequence], most: int) -> list[PlanEntry]:
+    """Return an entry for each row, of at most `most` tokens and no more than it has left. Each row
+    has the block that its first token is written to.
+    """
+    # A row that waits for the host, or for its mask, does so after every token.
+    if most > 1 and any(seq.waits_for_host or seq.structured is not None for seq in rows):
+        most = 1
+    entries = []
+    for seq in rows:
+        steps = _steps_ahead(blocks, seq, most)
+        entries.append(dispatch(seq, seq.num_dispatched, steps, draws=steps, decodes=True))
+    return entries
+
+
+def certain_runs(rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+    """Return the certain tokens of rows that have several, as far as `room` holds those beyond one
+    a row; {} where they are too few to be worth the other kind of step.
+    """
+    runs, left = dict[Sequence, list[int]](), room
+    for seq in rows:
+        if left > 0 and seq.structured is not None and len(run := seq.forced[: left + 1]) > 1:
+            runs[seq] = run
+            left -= len(run) - 1
+    return runs if (room - left) * LEAST_RUN >= len(rows) else {}
+
+
+def run_entries(
+    blocks: BlockManager,
+    rows: list[Sequence],
+    runs: dict[Sequence, list[int]],
+    *,
+    guesses: bool,
+) -> list[PlanEntry]:
+    """Return an entry for each row: its next token, or its run with a draw after each token of it.
+    guesses: all but the first token of a run may be wrong.
+    """
+    entries = []
+    for seq in rows:
+        steps = _steps_ahead(blocks, seq, len(runs.get(seq, ())) or 1, one_by_one=False)
+        run = tuple(runs[seq][:steps]) if steps > 1 else ()
+        start, guessed = seq.num_dispatched, guesses and steps > 1
+        entry = dispatch(seq, start, steps, draws=steps, decodes=True, run=run, guesses=guessed)
+        entries.append(entry)
+    return entries
+
+
+def draft_entries(blocks: BlockManager, counts: dict[Sequence, int]) -> list[PlanEntry]:
+    """Return an entry for each row after whose last token a draft model guesses. counts: how many
+    tokens. Rows get the blocks that are written on the way; the sequences do not count the tokens.
+    """
+    entries = []
+    for seq, most in counts.items():
+        count = _steps_ahead(blocks, seq, most)
+        at = seq.num_dispatched
+        entries.append(PlanEntry(seq, at, count, count, True, False, seq.epoch))
+    return entries
+
+
+def _steps_ahead(blocks: BlockManager, seq: Sequence, most: int, *, one_by_one: bool = True) -> int:
+    """Return how many tokens a row can draw in one dispatch, blocks for them allocated: no other
+    row is preempted for it. one_by_one: they are computed in a step each, not side by side.
+    """
+    start = seq.num_dispatched
+    steps = min(most, seq.end - len(seq) - seq.pending)
+    if steps > 1:
+        steps = min(steps, blocks.reach(seq, one_by_one=one_by_one) - start)
+        blocks.extend(seq, start + steps, one_by_one=one_by_one)
+    return steps

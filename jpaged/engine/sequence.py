@@ -338,7 +338,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(seq.status is Status.FINISHED for seq in self.sequences)
+        return not [seq for seq in self.sequences if seq.status is not Status.FINISHED]
 
     @property
     def max_sequences(self) -> int:
@@ -354,7 +354,8 @@ class Request:
     @property
     def error(self) -> Exception | None:
         """What went wrong first, None if nothing did."""
-        return next((seq.error for seq in self.sequences if seq.error is not None), None)
+        errors = [seq.error for seq in self.sequences if seq.error is not None]
+        return errors[0] if errors else None
 
     def steer(self, queues: Any) -> None:
         """Choose among the candidates of rows that wait for it; called where `steers`."""

@@ -6,18 +6,19 @@ layer gave for entry p takes the place of the hidden states of position p + 1.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from jpaged.combinations import Facts, check_combination
 from jpaged.errors import ConfigError, UnsupportedError
 from jpaged.models.config import EMBED, ModelConfig
-from jpaged.models.forward import Forward, bind_layers
+from jpaged.models.forward import Forward, bind, bind_layers
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.attention import Attention
 from jpaged.models.layers.embedding import Embedding
@@ -132,21 +133,33 @@ def fitted(head: HeadConfig, target: ModelConfig) -> HeadConfig:
     return dataclasses.replace(head, aux_layers=tuple(layers))
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """A head beside the model that it guesses for. `bind_head` makes it.
+    """The modules of a head, a pytree of their arrays. `bind_head` makes it.
 
-    embed, head: its own or the model's; head is None where the model's gives the logits.
+    embed, head: None where those of the model that it guesses for serve, which is the argument
+    `target` of its methods.
     """
 
-    config: HeadConfig
-    target: Forward
     fc: Linear
-    embed: Embedding
+    embed: Embedding | None
     hidden_norm: RMSNorm
     layer: Layer
     norm: RMSNorm
     head: Linear | None
+    config: HeadConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """The dtype of its weights."""
+        assert self.fc.weight is not None
+        return self.fc.weight.dtype
+
+    @property
+    def experts_are_plain(self) -> bool:
+        """See Forward."""
+        return self.layer.experts_are_plain
 
     def joined(self, states: list[Array], step: StepContext) -> Array:
         """One hidden state [..., T, E] of those of the model's layers."""
@@ -154,16 +167,24 @@ class Head:
             return self.fc(jnp.concatenate(states, axis=-1), step)
 
     def __call__(
-        self, tokens: Array, positions: Array, hidden: Array, kv: KVView, step: StepContext
+        self,
+        target: Forward,
+        tokens: Array,
+        positions: Array,
+        hidden: Array,
+        kv: KVView,
+        step: StepContext,
     ) -> tuple[Array, KVView]:
-        """What the layer gives [T, E] for entries at these positions, before the norm, and the view
-        with their keys and values. tokens: each the one after its position. hidden: of the
-        position, [T, E].
+        """Return what the layer gives [T, E] for entries at these positions, before the norm, and
+        the view with their keys and values.
+
+        tokens: the one after each position. hidden: the hidden state of each position, [T, E].
         """
         layer, rope = self.layer, self.layer.rope
         assert isinstance(layer.mixer, Attention) and layer.ffn is not None and rope is not None
         with jax.named_scope("embed"):
-            x = self.embed(tokens, step).astype(hidden.dtype)
+            embed = target.embed if self.embed is None else self.embed
+            x = embed(tokens, step).astype(hidden.dtype)
         normed = self.hidden_norm(hidden)
         rotary = Rotary.at(rope, positions, step.max_len or tokens.shape[-1])
         with jax.named_scope("attention"):
@@ -173,13 +194,13 @@ class Head:
         with jax.named_scope("mlp"):
             return x + layer.ffn(layer.around_ffn.taken(x), step), kv
 
-    def logits(self, x: Array, step: StepContext) -> Array:
-        """f32 logits [..., V] of the model's whole vocabulary, of what the layer gave; -inf for
-        tokens that it cannot guess.
+    def logits(self, target: Forward, x: Array, step: StepContext) -> Array:
+        """Return f32 logits [..., V] over the model's whole vocabulary for what the layer gave;
+        -inf for tokens that the head cannot guess.
         """
         x = self.norm(x)
         if self.head is None:
-            return self.target.logits(x, step)
+            return target.logits(x, step)
         with jax.named_scope("head"):
             logits = self.head(x, step, jnp.float32)
         if not self.config.draft_tokens:
@@ -192,20 +213,22 @@ class Head:
         return jnp.take(jnp.concatenate([logits, none], axis=-1), place_V, axis=-1)
 
 
-def bind_head(config: HeadConfig, tree: Any, target: Forward) -> Head:
-    """The head whose parameters are the leaves of a canonical tree; no array is copied."""
+def bind_any(config: ModelConfig, tree: Mapping[str, Any]) -> Forward | Head:
+    """Return the modules of a model, or of a head: see forward.bind."""
+    return bind_head(config, tree) if isinstance(config, HeadConfig) else bind(config, tree)
+
+
+def bind_head(config: HeadConfig, tree: Mapping[str, Any]) -> Head:
+    """Return the head whose parameters are the leaves of a canonical tree; no array is copied."""
     weights = parameters(config, to_tree(tree))
     norm = RMSNorm.of(config.norm, weights["norm.scale"])
     hidden_norm = RMSNorm.of(config.norm, weights["layers.0.hidden_norm.scale"])
     assert norm is not None and hidden_norm is not None
     (layer,) = bind_layers(config, weights)
-    # The model's embedding without its adapters: a head has none.
-    embed = Embedding(weight=target.embed.weight)
     return Head(
         config=config,
-        target=target,
         fc=Linear.of(weights["fc.weight"]),
-        embed=Embedding.of(weights["embed.weight"]) if config.own_embed else embed,
+        embed=Embedding.of(weights["embed.weight"]) if config.own_embed else None,
         hidden_norm=hidden_norm,
         layer=layer,
         norm=norm,

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
-from jpaged.models.config import ModelConfig
+from jpaged.models.config import EMBED, LM_HEAD, ModelConfig
 from jpaged.models.kv_groups import dense_view, kv_places
 from jpaged.models.kv_view import KVView, Place
 from jpaged.models.layers.embedding import Embedding
@@ -23,7 +24,7 @@ from jpaged.models.layers.linear import Linear, StepContext
 from jpaged.models.layers.norm import RMSNorm
 from jpaged.models.layers.rope import Rotary
 from jpaged.models.param_spec import Parameter
-from jpaged.models.params import leaf_of, parameters
+from jpaged.models.params import parameters
 from jpaged.models.trees import to_tree
 
 IN_TRAINING = StepContext()
@@ -32,13 +33,26 @@ IN_TRAINING = StepContext()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The language model: its modules, a pytree of their arrays. `bind` makes it."""
+    """The language model: its modules, a pytree of their arrays. `bind` makes it.
+
+    head: its weight is None where the model ties it to the embedding.
+    """
 
     embed: Embedding
     layers: tuple[Layer, ...]
     norm: RMSNorm
     head: Linear
     config: ModelConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """The dtype of its weights."""
+        return self.embed.weight.dtype
+
+    @property
+    def experts_are_plain(self) -> bool:
+        """Whether the weights of experts are arrays, as those of a model without experts are."""
+        return all(layer.experts_are_plain for layer in self.layers)
 
     def __call__(
         self,
@@ -75,11 +89,11 @@ class Forward:
             x = scaled(self.embed(tokens, step), self.config.embedding_scale)
         view: KVView = dense_view(self.config, x) if kv is None else kv
         entering: list[Array] = []
-        for layer, at in zip(self.layers, kv_places(self.config), strict=True):
+        for i, (layer, at) in enumerate(zip(self.layers, kv_places(self.config), strict=True)):
             entering.append(x)
             # The index is an argument of what is traced: layers of one form share one trace.
             places = tuple(Place(group, np.int32(index)) for group, index in at)
-            x, view = _run_layer(layer, x, step, rotaries[layer.rope], view, places)
+            x, view = _run_layer(layer, x, step.in_layer(i), rotaries[layer.rope], view, places)
         entering.append(x)
         return self.norm(x), view, [entering[i] for i in taps]
 
@@ -87,7 +101,10 @@ class Forward:
         """f32 logits [..., V] of final hidden states [..., E]."""
         config = self.config
         with jax.named_scope("head"):
-            logits = self.head(x, step, jnp.float32)
+            head = self.head
+            if head.weight is None:
+                head = dataclasses.replace(head, weight=self.embed.weight)
+            logits = head(x, step, jnp.float32)
             if config.logits_scaling != 1.0:
                 logits = logits / jnp.float32(config.logits_scaling)
             if (cap := config.final_logit_softcapping) is not None:
@@ -109,24 +126,24 @@ def _run_layer(
     return layer(x, step, rotary, kv, places)
 
 
-def bind(
-    config: ModelConfig, tree: Mapping[str, Any], tables: Mapping[str, Any] | None = None
-) -> Forward:
-    """The model whose parameters are the leaves of a canonical tree; no array is copied.
+def bind(config: ModelConfig, tree: Mapping[str, Any]) -> Forward:
+    """Return the model whose parameters are the leaves of a canonical tree; no array is copied.
 
-    tables: of adapters, as AdapterRows has them; None: no row has any.
+    Training binds in each call of a loss. An engine binds once (see runtime.weights), and its steps
+    take the modules as an argument.
     """
-    weights = parameters(config, to_tree(tree), tables)
-    head = weights["embed.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    # A tied head has adapters of its own.
-    head = dataclasses.replace(head, adapters=leaf_of(tables, "lm_head.weight"))
+    weights = parameters(config, to_tree(tree))
+    if config.tie_word_embeddings:
+        head = Linear(weight=None, name=LM_HEAD.name)
+    else:
+        head = Linear.of(weights[LM_HEAD.name])
     norm = RMSNorm.of(config.norm, weights["norm.scale"])
     assert norm is not None
     return Forward(
-        embed=Embedding.of(weights["embed.weight"]),
+        embed=Embedding.of(weights[EMBED.name]),
         layers=bind_layers(config, weights),
         norm=norm,
-        head=Linear.of(head),
+        head=head,
         config=config,
     )
 

@@ -54,13 +54,18 @@ class ParamSpec:
         """
         name, source = self.name, self.source
         if layer is not None:
-            name = f"layers.{{i}}.{name}"
+            name = IN_LAYER + name
             if isinstance(source, str):
                 source = HF_LAYER + source
             else:
                 source = tuple(part._replace(hf_name=HF_LAYER + part.hf_name) for part in source)
         placed = {"layer": layer, "sizes": tuple(sizes.items())}
         return dataclasses.replace(self, name=name, source=source, **placed)
+
+    @property
+    def short_name(self) -> str:
+        """Its name within a layer, or in full where it is in none."""
+        return self.name.removeprefix(IN_LAYER)
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
@@ -148,18 +153,16 @@ class ParamSpec:
 class Parameter:
     """A declaration with its array.
 
-    value: the array, or a QuantizedWeight, tracer or shape in its place. adapters: its tables {"a":
-    ..., "b": ...} of AdapterRows, or None.
+    value: the array, or what stands for one: a QuantizedWeight, tracer, shape or PartitionSpec.
     """
 
     spec: ParamSpec
     value: Any
-    adapters: Mapping[str, Any] | None = None
 
 
 type Parameters = Mapping[str, Parameter]  # by name within a layer: "attention.qkv"
 
-HF_LAYER = "model.layers.{i}."
+IN_LAYER, HF_LAYER = "layers.{i}.", "model.layers.{i}."
 
 
 def tokens_of(axes: str) -> list[str]:

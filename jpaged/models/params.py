@@ -76,26 +76,15 @@ def all_parts() -> dict[str, Part]:
     return {part.name: part for spec in model.params() for part in spec.parts}
 
 
-def parameters(
-    config: ModelConfig, tree: Mapping[str, Any], tables: Mapping[str, Any] | None = None
-) -> dict[str, Parameter]:
-    """Return the parameters of a canonical tree by name, with their arrays and adapter tables.
-
-    tables: the tables of adapters (see `bind`), or None.
-    """
-    return {
-        name: Parameter(spec, leaf_of(tree, name), leaf_of(tables, name))
-        for name, spec in param_table(config).items()
-    }
-
-
-def leaf_of(tree: Any, name: str) -> Any:
-    """Return what a nested mapping holds under a dotted name, None if it holds nothing there."""
-    for key in name.split("."):
-        if tree is None or key not in tree:
-            return None
-        tree = tree[key]
-    return tree
+def parameters(config: ModelConfig, tree: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return the parameters of a canonical tree by name."""
+    found: dict[str, Parameter] = {}
+    for name, spec in param_table(config).items():
+        node: Any = tree
+        for key in name.split("."):
+            node = node[key]
+        found[name] = Parameter(spec, node)
+    return found
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,10 @@ def served_form(
     share = spec.shape_of(inputs[-1])[0]
     if spec.split_letter(devices) == inputs[-1]:
         share //= devices
-    check_combination(Facts(weight=spec.name, inputs=share, group=form.group, wanted=quantization))
+    inputs_of_a_scale = form.group or 1
+    check_combination(
+        Facts(served_form=quantization, weight=spec.name, inputs=share, group=inputs_of_a_scale)
+    )
     return form
 
 

@@ -162,11 +162,14 @@ class Weight:
         """ConfigError if its values are in 8 or 4 bits and cannot be served as they are."""
         if not is_quantized(self.source):
             return
-        stored = self.source.form.name
-        wanted = stored if self.form is None else self.form.name
-        is_rearranged = self.change.repeats > 1 or bool(self.change.rows)
+        stored, change = self.source.form.name, self.change
         check_combination(
-            Facts(weight=self.name, stored=stored, wanted=wanted, is_rearranged=is_rearranged)
+            Facts(
+                weight=self.name,
+                form=stored,
+                served_form=stored if self.form is None else self.form.name,
+                is_rearranged=change.repeats > 1 or bool(change.rows),
+            )
         )
 
     # What pieces of files hold

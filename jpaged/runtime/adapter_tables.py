@@ -4,6 +4,7 @@ them, so that new weights are written and nothing is compiled.
 Every replica has tables of its own: the first axis of each array is theirs.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,12 +17,15 @@ from jax.sharding import PartitionSpec
 from jpaged.config import EngineConfig
 from jpaged.engine.packing import Batch
 from jpaged.models.config import ModelConfig
+from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.lora import Pairs, adapted_specs
 from jpaged.models.param_spec import ParamSpec
-from jpaged.models.params import nest
 from jpaged.runtime import kv_cache
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
+
+# By the names of the weights; a leading axis of replicas, but in what a step takes of it.
+type Tables = dict[str, AdapterTable]
 
 WHOLE_RANK = 8  # ranks are whole ones of these: of all slots together, what tiles of a GPU take
 
@@ -36,49 +40,55 @@ def table_bytes(model: ModelConfig, config: EngineConfig, dtype: Any) -> int:
     if not config.max_loras:
         return 0
     specs = adapted_specs(model, config.lora_extra)
-    shapes = [_shapes(spec, config) for spec in specs.values()]
-    sizes = [math.prod(shape) for each in shapes for shape in (each["a"], *each["b"])]
+    tables = [_shapes(spec, config) for spec in specs.values()]
+    shapes: list[Any] = [shape for table in tables for shape in (table.a, *table.b)]
+    sizes = map(math.prod, shapes)
     return jnp.dtype(dtype).itemsize * sum(sizes)
 
 
-def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any) -> Any:
-    """The tables of a served model as ShapeDtypeStructs of all replicas."""
+def table_form(model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any) -> Tables:
+    """Return the tables of a served model as ShapeDtypeStructs, those of all replicas together."""
 
     def struct(shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         whole = (where.replicas, *shape)
         return jax.ShapeDtypeStruct(whole, dtype, sharding=where.sharding(spec))
 
-    def of_weight(name: str, spec: ParamSpec) -> dict[str, Any]:
-        shapes, specs = _shapes(spec, config), _specs(spec, where)
-        pairs = zip(shapes["b"], specs["b"], strict=True)
-        return {"a": struct(shapes["a"], specs["a"]), "b": tuple(struct(*pair) for pair in pairs)}
+    specs, shapes = table_specs(model, config, where), _all_shapes(model, config)
+    return jax.tree.map(struct, shapes, specs, is_leaf=_is_shape)
 
+
+def table_specs(model: ModelConfig, config: EngineConfig, where: Placement) -> Tables:
+    """Return how they lie: B is split where the outputs are, A where the inputs are."""
     specs = adapted_specs(model, config.lora_extra)
-    return nest({name: of_weight(name, spec) for name, spec in specs.items()})
+    return {name: _specs(spec, where) for name, spec in specs.items()}
 
 
-def table_specs(model: ModelConfig, config: EngineConfig, where: Placement) -> Any:
-    """How they lie: B is split where the outputs are, A where the inputs are."""
-    specs = adapted_specs(model, config.lora_extra)
-    return nest({name: _specs(spec, where) for name, spec in specs.items()})
-
-
-def own_tables(tables: Any) -> Any:
-    """What a step takes of them: AdapterRows.tables of its replica."""
+def own_tables(tables: Tables) -> Tables:
+    """Return the tables of the replica that runs a step."""
     return jax.tree.map(lambda x: x[0], tables)
 
 
-def _shapes(spec: ParamSpec, config: EngineConfig) -> dict[str, Any]:
+def _all_shapes(model: ModelConfig, config: EngineConfig) -> Tables:
+    specs = adapted_specs(model, config.lora_extra)
+    return {name: _shapes(spec, config) for name, spec in specs.items()}
+
+
+def _shapes(spec: ParamSpec, config: EngineConfig) -> AdapterTable:
+    """Return the table of a weight with shapes in place of arrays."""
     inputs = spec.shape_of(" ".join(spec.sides[1]))
     outputs = [spec.shape_of(part.axes.partition(",")[0]) for part in spec.parts]
     slots, rank = config.max_loras, table_rank(config)
-    return {
-        "a": (len(outputs), slots, rank, *inputs),
-        "b": tuple((slots, rank, *shape) for shape in outputs),
-    }
+    a: Any = (len(outputs), slots, rank, *inputs)
+    b: Any = tuple((slots, rank, *shape) for shape in outputs)
+    return AdapterTable(a=a, b=b, joined=spec.concat_axis)
 
 
-def _specs(spec: ParamSpec, where: Placement) -> dict[str, Any]:
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
+
+
+def _specs(spec: ParamSpec, where: Placement) -> AdapterTable:
+    """Return the table of a weight with PartitionSpecs in place of arrays."""
     letter, data = spec.split_letter(where.axis_size), where.data_axes or None
 
     def split(lead: int, axes: list[str]) -> PartitionSpec:
@@ -87,42 +97,43 @@ def _specs(spec: ParamSpec, where: Placement) -> dict[str, Any]:
         return PartitionSpec(data, *[None] * (lead + axes.index(letter)), where.tensor_axis)
 
     outputs = [part.axes.partition(",")[0].split() for part in spec.parts]
-    return {"a": split(3, spec.sides[1]), "b": tuple(split(2, axes) for axes in outputs)}
+    a: Any = split(3, spec.sides[1])
+    b: Any = tuple(split(2, axes) for axes in outputs)
+    return AdapterTable(a=a, b=b, joined=spec.concat_axis)
 
 
-def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any) -> Any:
-    """An adapter in the form of a slot, numpy: padded with zeros to the tables' rank, and of zeros
-    where it has no pair. pairs, model: as served.
+def in_a_slot(pairs: Pairs, model: ModelConfig, config: EngineConfig, dtype: Any) -> Tables:
+    """Return what an adapter has in its slot of each table, numpy: padded with zeros to the
+    tables' rank, and zeros where it has no pair. pairs, model: as served.
     """
-    data = {}
+    data: Tables = {}
     for name, spec in adapted_specs(model, config.lora_extra).items():
         shapes = _shapes(spec, config)
-        a = np.zeros(shapes["a"][:1] + shapes["a"][2:], dtype)
-        b = tuple(np.zeros(shape[1:], dtype) for shape in shapes["b"])
+        a: Any = np.zeros(shapes.a[:1] + shapes.a[2:], dtype)
+        b: Any = tuple(np.zeros(shape[1:], dtype) for shape in shapes.b)
         for at, part in enumerate(spec.parts):
             if (pair := pairs.get(spec.at(part.name))) is not None:
                 a[at, : pair.rank] = pair.a
                 b[at][: pair.rank] = np.moveaxis(pair.b, -1, 0)
-        data[name] = {"a": a, "b": b}
-    return nest(data)
+        data[name] = AdapterTable(a=a, b=b, joined=spec.concat_axis)
+    return data
 
 
-def write_adapter(tables: Any, slots: Array, data: Any) -> Any:
-    """The tables of a replica with an adapter in its slot; past the end: as they were."""
+def write_adapter(tables: Tables, slots: Array, data: Tables) -> Tables:
+    """Return the tables of a replica with an adapter in its slot; unchanged where that is past
+    the last slot.
+    """
     slot = slots[0]
 
-    def write(table: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-        pairs = zip(table["b"], new["b"], strict=True)
-        return {
-            "a": table["a"].at[0, :, slot].set(new["a"], mode="drop"),
-            "b": tuple(b.at[0, slot].set(x, mode="drop") for b, x in pairs),
-        }
+    def write(table: AdapterTable, new: AdapterTable) -> AdapterTable:
+        pairs = zip(table.b, new.b, strict=True)
+        return AdapterTable(
+            a=table.a.at[0, :, slot].set(new.a, mode="drop"),
+            b=tuple(b.at[0, slot].set(x, mode="drop") for b, x in pairs),
+            joined=table.joined,
+        )
 
-    return jax.tree.map(write, tables, data, is_leaf=_is_table)
-
-
-def _is_table(node: Any) -> bool:
-    return isinstance(node, dict) and "a" in node
+    return {name: write(table, data[name]) for name, table in tables.items()}
 
 
 class AdapterTables:
@@ -132,7 +143,7 @@ class AdapterTables:
 
     def __init__(self, model: ModelConfig, config: EngineConfig, where: Placement, dtype: Any):
         self.model, self.config, self.where, self.dtype = model, config, where, dtype
-        self.arrays: Any = None
+        self.arrays: Tables | None = None
         self._compiled: Any = None
 
     def write_loads(self, batch: Batch) -> None:
@@ -162,19 +173,21 @@ class AdapterTables:
             self._compiled = self._lower(slots, placed).compile()
         self.arrays = self._compiled(self.arrays, slots, placed)
 
-    def _lies(self) -> Any:
+    def _lies(self) -> Tables:
         """How an adapter's data lies, beside tables of its weights."""
 
         def of_slot(spec: PartitionSpec, slots: int) -> PartitionSpec:
             """slots: their axis after that of the replicas."""
             return PartitionSpec(*spec[1 : 1 + slots], *spec[2 + slots :])
 
-        def of_weight(table: dict[str, Any]) -> dict[str, Any]:
-            b = tuple(of_slot(spec, 0) for spec in table["b"])
-            return {"a": of_slot(table["a"], 1), "b": b}
+        def of_weight(table: AdapterTable) -> AdapterTable:
+            a: Any = table.a
+            b: Any = table.b
+            b = tuple(of_slot(spec, 0) for spec in b)
+            return dataclasses.replace(table, a=of_slot(a, 1), b=b)
 
         specs = table_specs(self.model, self.config, self.where)
-        return jax.tree.map(of_weight, specs, is_leaf=_is_table)
+        return {name: of_weight(table) for name, table in specs.items()}
 
     def _lower(self, slots: Array, placed: Any) -> Any:
         where, specs = self.where, table_specs(self.model, self.config, self.where)

@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ from jax.sharding import PartitionSpec
 from jpaged.engine.layout import input_sections
 from jpaged.engine.shapes import Shape
 from jpaged.errors import ConfigError
+from jpaged.models.config import ModelConfig
+from jpaged.models.eagle import Head, bind_any
+from jpaged.models.forward import Forward
 from jpaged.models.params import param_specs
 from jpaged.models.quantized import specs_of
 from jpaged.runtime import kv_cache
@@ -41,12 +45,18 @@ OPTIONS: dict[str, dict[str, int]] = {"cpu": {"xla_cpu_prefer_vector_width": 512
 class CompiledSteps:
     """Steps of one setting at one place, compiled when they are first asked for.
 
-    form: the serving tree as ShapeDtypeStructs with shardings, and draft that of a draft model;
-    what they are compiled for.
-    seconds: that each took, by bucket or by the name of a move.
+    form: the modules of the model with ShapeDtypeStructs that have shardings in place of arrays;
+    draft: those of a draft model or a head. seconds: that a compile took, by bucket or by the name
+    of a move.
     """
 
-    def __init__(self, setting: StepSetting, where: Placement, form: Any, draft: Any = None):
+    def __init__(
+        self,
+        setting: StepSetting,
+        where: Placement,
+        form: Forward,
+        draft: Forward | Head | None = None,
+    ):
         self.setting = setting
         self.where = where
         self.form, self.draft = form, draft
@@ -61,7 +71,7 @@ class CompiledSteps:
         return bucket in self._steps
 
     def __getitem__(self, bucket: Shape) -> Any:
-        """The executable of a bucket."""
+        """The executable of a bucket; its params are the leaves of StepParams, in a list."""
         if bucket not in self._steps:
             started = time.perf_counter()
             self.compile(bucket, started, self.lower(bucket))
@@ -96,7 +106,7 @@ class CompiledSteps:
         state, state_spec = self._state(full=bucket.is_full)
         packed = self._struct((input_sections(bucket, config)[1],), jnp.int32)
         hidden_shape = (config.seq_buckets[-1], model.hidden_size)
-        hidden = self._struct(hidden_shape, self.form["embed"]["weight"].dtype)
+        hidden = self._struct(hidden_shape, self.form.dtype)
         mask = self._struct((bucket.tokens, self.setting.mask_words), jnp.int32)
         kv, rows, each = state_spec.kv, state_spec.rows, self.where.each
         # Of each kind: arguments after the params, which is donated, their and the results' specs.
@@ -108,11 +118,12 @@ class CompiledSteps:
         }["prefill" if bucket.draws is None else bucket.phase]
         if bucket.takes_masks:
             args, in_specs = (*args, mask), (*in_specs, each)
-        form, params = self._params(bucket)
-        step = make_step(bucket, self.setting)
-        step = self._per_device(step, (params, *in_specs), out_specs)
+        form, split = self._params(bucket)
+        arrays, structure = jax.tree.flatten(form)
+        step = _of_arrays(make_step(bucket, self.setting), structure)
+        step = self._per_device(step, (jax.tree.leaves(split), *in_specs), out_specs)
         outs = jax.tree.map(self.where.sharding, out_specs)
-        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(form, *args)
+        return jax.jit(step, donate_argnums=donated, out_shardings=outs).lower(arrays, *args)
 
     def _params(self, bucket: Shape) -> tuple[StepParams, StepParams]:
         """What a step takes as params: its shapes, and how they lie."""
@@ -120,21 +131,25 @@ class CompiledSteps:
         needs = uses(bucket, setting)
         shapes, specs = StepParams(), StepParams()
         if needs.model:
-            split = specs_of(self.form, param_specs(setting.model, where.axis, where.axis_size))
             shapes = dataclasses.replace(shapes, model=self.form)
+            split = self._split(setting.model, self.form)
             specs = dataclasses.replace(specs, model=split)
         if needs.adapters:
-            dtype = self.form["embed"]["weight"].dtype
-            tables = table_form(setting.model, setting.config, where, dtype)
+            tables = table_form(setting.model, setting.config, where, self.form.dtype)
             split = table_specs(setting.model, setting.config, where)
             shapes = dataclasses.replace(shapes, adapters=tables)
             specs = dataclasses.replace(specs, adapters=split)
         if needs.draft:
             assert setting.draft is not None
-            split = param_specs(setting.draft.model, where.axis, where.axis_size)
             shapes = dataclasses.replace(shapes, draft=self.draft)
-            specs = dataclasses.replace(specs, draft=specs_of(self.draft, split))
+            split = self._split(setting.draft.model, self.draft)
+            specs = dataclasses.replace(specs, draft=split)
         return shapes, specs
+
+    def _split(self, model: ModelConfig, form: Any) -> Any:
+        """Return how the modules of a served model lie."""
+        specs = param_specs(model, self.where.axis, self.where.axis_size)
+        return specs_of(form, bind_any(model, specs))
 
     def _per_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """The function, run whole on each device's share: XLA cannot partition a Pallas call."""
@@ -249,6 +264,18 @@ class CompiledSteps:
             self._copy_blocks = jitted.lower(self.kv, copies).compile()
             self.seconds["copy_blocks"] = time.perf_counter() - started
         return self._copy_blocks
+
+
+def _of_arrays(step: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+    """Return a step that takes its StepParams as a list of arrays: a call flattens its arguments,
+    and to flatten the modules of 28 layers takes longer than the rest of the call.
+    """
+
+    @functools.wraps(step)
+    def of_arrays(arrays: list[Any], *args: Any) -> Any:
+        return step(jax.tree.unflatten(structure, arrays), *args)
+
+    return of_arrays
 
 
 def _of_one(function: Any) -> Any:

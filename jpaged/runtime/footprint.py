@@ -22,7 +22,8 @@ from jpaged.checks import read_json
 from jpaged.config import EngineConfig, has_head_adapters
 from jpaged.engine.shapes import DRAWS, PrefillShape, Shape, moved_blocks
 from jpaged.models.config import ModelConfig
-from jpaged.models.eagle import HeadConfig, fitted
+from jpaged.models.eagle import Head, HeadConfig, bind_any, fitted
+from jpaged.models.forward import Forward
 from jpaged.models.hf_config import format_of
 from jpaged.models.hf_quantization import Format
 from jpaged.models.kv_groups import kv_groups
@@ -127,9 +128,9 @@ def form_of(
     dtype: Any,
     quantization: str | None = None,
     stored: Format | None = None,
-) -> Any:
-    """Return the parameters of a model in shapes alone, with their shardings at a place. stored:
-    the format of the files that they come from.
+) -> Forward | Head:
+    """Return the modules of a model with ShapeDtypeStructs in place of arrays, split as they lie at
+    a place. stored: the format of the files that the weights come from.
     """
 
     def shape_of(spec: ParamSpec) -> Any:
@@ -144,11 +145,12 @@ def form_of(
 
     tree = nest({name: shape_of(spec) for name, spec in param_table(model).items()})
     specs = specs_of(tree, param_specs(model, where.axis, where.axis_size))
-    return jax.tree.map(
+    tree = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where.sharding(spec)),
         tree,
         specs,
     )
+    return bind_any(model, tree)
 
 
 def limits_to_come(device: Any, utilization: float, weights: int, devices: int = 1) -> Limits:

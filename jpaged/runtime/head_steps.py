@@ -10,14 +10,13 @@ differ by it, tokens never do.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.eagle import TARGET_HIDDEN, Head, HeadConfig, bind_head
+from jpaged.models.eagle import TARGET_HIDDEN, Head
 from jpaged.models.forward import Forward
 from jpaged.models.layers.linear import StepContext
 from jpaged.runtime.kv_cache import Pool, num_rows
@@ -27,20 +26,11 @@ from kernels_pallas.paged_attention.kv_write import write_kv
 
 @dataclasses.dataclass(frozen=True)
 class HeadSteps:
-    """setting: the head's own StepSetting. params: its serving tree. target: the model that it is
-    for, as the step has it.
-    """
+    """setting: the head's own StepSetting. target: the model that the head guesses for."""
 
     setting: Any
-    params: Any
+    head: Head
     target: Forward
-
-    @functools.cached_property
-    def head(self) -> Head:
-        """The head, bound to its weights."""
-        model = self.setting.model
-        assert isinstance(model, HeadConfig)
-        return bind_head(model, self.params, self.target)
 
     def context(self, num_rows: Array) -> StepContext:
         """What the head's layer is given for so many rows."""
@@ -88,6 +78,7 @@ class HeadSteps:
         group = dataclasses.replace(group, slot_mapping_T=slots_T)
         view = dataclasses.replace(view, groups=(group,))
         x_TE, written = self.head(
+            self.target,
             packed.tokens_T,
             jnp.maximum(positions_T, 0),
             hidden_TE,

@@ -57,8 +57,21 @@ class PoolSpec:
     def record(self) -> Record:
         """What a block of one layer is on all devices together: keys and values as the kernel lays
         them out (K0, V0, K1, V1, ... on axis 1, padded), and other fields of the group's record as
-        the layer declares them.
+        the layer declares them, once a token or once a block.
         """
+        own, fields = self.group.record, list[Field]()
+        if any(field.name == "keys" for field in own.fields):
+            fields += self._keys_and_values
+        slots = (self.block_size,) if own.per == "token" else ()
+        for field in own.fields:
+            if field.name not in ("keys", "values"):
+                split = None if field.split is None else len(slots) + field.split
+                dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
+                fields.append(Field(field.name, (*slots, *field.shape), split=split, dtype=dtype))
+        return Record(fields=tuple(fields), per="block")
+
+    @property
+    def _keys_and_values(self) -> list[Field]:
         layout, P = self.kernel.pool_layout, self.block_size
         kv = (P, self.shards * layout.rows, layout.width)
         fields = [Field("kv", kv, split=1, dtype=self.kv_dtype or self.dtype)]
@@ -67,12 +80,7 @@ class PoolSpec:
             lines, columns = layout.scales(P)
             shape = (lines, self.shards * columns)
             fields.append(Field("scales", shape, split=1, dtype=jnp.dtype(jnp.float32)))
-        for field in self.group.record.fields:
-            if field.name not in ("keys", "values"):
-                split = None if field.split is None else 1 + field.split
-                dtype = self.dtype if field.dtype is None else jnp.dtype(field.dtype)
-                fields.append(Field(field.name, (P, *field.shape), split=split, dtype=dtype))
-        return Record(fields=tuple(fields), per="block")
+        return fields
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from jpaged.engine.packing import PAD_TOKEN, Batch, unpack
 from jpaged.engine.plan import StepResult
 from jpaged.engine.shapes import Shape, StepShapes, moved_blocks, padded_blocks
 from jpaged.models.config import ModelConfig
-from jpaged.models.quantized import experts_are_plain
+from jpaged.models.eagle import Head
+from jpaged.models.forward import Forward
 from jpaged.models.served import served_config
 from jpaged.runtime import kv_cache
 from jpaged.runtime.adapter_tables import AdapterTables
@@ -28,13 +29,12 @@ from jpaged.runtime.memory import explained
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.processes import put
 from jpaged.runtime.stand_ins import StandIns
-from jpaged.runtime.step_params import StepParams
 from jpaged.runtime.step_table import Usage
 from jpaged.runtime.steps import StepSetting, uses
 from jpaged.runtime.transfers import Sent, Transfers
 from jpaged.runtime.vocabulary import WHOLE, Vocabulary
 
-DraftOf = tuple[ModelConfig, Any]  # a draft model and its serving tree
+DraftOf = tuple[ModelConfig, Forward | Head]  # a draft model (or head) and its modules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class BlocksRead:
 class Runner:
     """Runs compiled steps over the donated state of one engine, for each of its replicas.
 
-    model, config: resolved, with num_blocks. params: the serving tree, an ordinary argument of
-    every step; its owner may replace it by another of the same form, or by None between calls.
-    weight_version: of `params`, set with them; results carry it. For
-    a runner that is to compile and never to run, ShapeDtypeStructs with shardings do. draft: model
-    and serving tree of a draft model, which is to be replaced as `draft_params`. choices: what was
+    model, config: resolved, with num_blocks. params: the model's modules, an ordinary argument of
+    every step; their owner may replace them by others of the same form, or by None between calls.
+    weight_version: of `params`, set with them; results carry it. For a runner that is to compile
+    and never to run, ShapeDtypeStructs with shardings may stand in place of arrays. draft: model
+    and modules of a draft model, which are to be replaced as `draft_params`. choices: what was
     chosen for the model and the draft when the engine started; None chooses here.
     """
 
@@ -78,11 +78,12 @@ class Runner:
         model: ModelConfig,
         config: EngineConfig,
         placement: Placement,
-        params: Any,
+        params: Forward,
         draft: DraftOf | None = None,
         choices: Choices | None = None,
     ):
-        self.model, self.config, self.placement, self.params = model, config, placement, params
+        self.model, self.config, self.placement = model, config, placement
+        self.params = params
         self.weight_version = 0
         self.draft_model, self.draft_params = draft or (None, None)
         choices = choices or choose_for(model, config, placement, params, draft)
@@ -96,11 +97,28 @@ class Runner:
         self.steps = CompiledSteps(setting, placement, *map(_form, (params, self.draft_params)))
         self.stand_ins = StandIns(self.steps)
         self.transfers = Transfers(placement)
-        dtype = dtype_of(params)
-        self.adapters = AdapterTables(setting.model, config, placement, dtype)
+        self.adapters = AdapterTables(setting.model, config, placement, params.dtype)
         self.usage: dict[Shape, Usage] = {}
         self._state: DeviceState | None = None
         self._counts_RV: Array | None = None  # only once a request needs the "full" step
+
+    @property
+    def params(self) -> Forward | None:
+        """The model's modules."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Forward | None) -> None:
+        self._params, self._arrays = params, jax.tree.leaves(params)
+
+    @property
+    def draft_params(self) -> Forward | Head | None:
+        """The modules of a draft model or a head."""
+        return self._draft_params
+
+    @draft_params.setter
+    def draft_params(self, params: Forward | Head | None) -> None:
+        self._draft_params, self._draft_arrays = params, jax.tree.leaves(params)
 
     @property
     def kv_groups(self) -> tuple[GroupSize, ...]:
@@ -122,34 +140,34 @@ class Runner:
         with explained(self.config), self.transfers.sending():
             buckets = [bucket for bucket in (batch.bucket, batch.sample) if bucket is not None]
             counts = any(part.counts for part in batch.each)
-            _prepare(self, buckets, full=counts or any(b.is_full for b in buckets))
+            self._prepare(buckets, full=counts or any(b.is_full for b in buckets))
             return self._dispatch(batch)
 
     def draw(self, handle: Handle, masks_SW: np.ndarray) -> Handle:
         """Start the draw of a step: see engine.masks. masks_SW: of the rows of all replicas."""
         with explained(self.config), self.transfers.sending():
-            return self._draw(handle, *_put_masks(self, masks_SW))
+            return self._draw(handle, *self._put_masks(masks_SW))
 
     def _dispatch(self, batch: Batch) -> Handle:
         for replica, part in enumerate(batch.each):
             for row, token_ids, prompt_len in part.counts:
-                self._counts_RV = _with_counts(self, replica, row, token_ids, prompt_len)
+                self._counts_RV = self._with_counts(replica, row, token_ids, prompt_len)
         if batch.copies is not None:
-            self._state = _copied(self._state, self.steps, self.transfers.put(batch.copies))
+            self._copy_blocks(self.transfers.put(batch.copies))
         packed = self.transfers.put(batch.packed)
         self.adapters.write_loads(batch)
         if batch.bucket.phase == "draft":
-            return _drafted(self, batch, packed)
-        params = self._params(batch.bucket)
+            return self._drafted(batch, packed)
+        arrays = self._arrays_of(batch.bucket)
         if batch.drawing is batch.bucket:
             step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-            state, out = step(params, self._lent(batch.bucket), packed)
+            state, out = step(arrays, self._lent(batch.bucket), packed)
             self._take_back(state)
             return self._handle(batch, outs=(out,), done=out)
         state = self._lent(batch.bucket)
         step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-        masks = _put_masks(self, batch.masks_TW)
-        kv, hidden, packed, scored = step(params, state.kv, state.rows, packed, *masks)
+        masks = self._put_masks(batch.masks_TW)
+        kv, hidden, packed, scored = step(arrays, state.kv, state.rows, packed, *masks)
         self._state = DeviceState(kv=kv, rows=state.rows)
         outs = () if scored is None else (scored,)
         handle = self._handle(batch, outs=outs, done=hidden)
@@ -163,24 +181,75 @@ class Runner:
         assert batch.sample is not None and handle.undrawn is not None and state is not None
         hidden, packed = handle.undrawn
         step = self._ran(batch.sample, batch.num_rows, batch.sample.rows * len(batch.each))
-        params = self._params(batch.sample)
-        rows, out = step(params, hidden, self._lent(batch.sample).rows, packed, *masks)
+        arrays = self._arrays_of(batch.sample)
+        rows, out = step(arrays, hidden, self._lent(batch.sample).rows, packed, *masks)
         self._take_back(DeviceState(kv=state.kv, rows=rows))
         return dataclasses.replace(
             handle, outs=(out, *handle.outs), undrawn=None, weight_version=self.weight_version
         )
 
+    def _prepare(self, buckets: Sequence[Shape], *, full: bool) -> None:
+        """Make the arrays and the steps of a dispatch that are missing, side by side."""
+        missing = [bucket for bucket in buckets if bucket not in self.steps]
+        if self._state is not None and not missing:
+            self.allocate(full=full)
+            return
+        with ThreadPoolExecutor() as threads:
+            made = [threads.submit(self.allocate, full=full)]
+            for bucket in missing:
+                started = time.perf_counter()
+                lowered = self.steps.lower(bucket)
+                made.append(threads.submit(self.steps.compile, bucket, started, lowered))
+            for future in made:
+                future.result()
+
+    def _drafted(self, batch: Batch, packed: Sent) -> Handle:
+        step = self._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
+        state = self._lent(batch.bucket)
+        kv, out = step(self._arrays_of(batch.bucket), state.kv, state.rows, packed)
+        self._state = DeviceState(kv=kv, rows=state.rows)
+        return self._handle(batch, outs=(out,), done=out)
+
+    def _put_masks(self, masks_SW: np.ndarray | None) -> tuple[Sent, ...]:
+        """Send masks up, as wide as the padded vocabulary, if there are any."""
+        if masks_SW is None:
+            return ()
+        if padding := self.steps.setting.mask_words - masks_SW.shape[1]:
+            masks_SW = np.pad(masks_SW, ((0, 0), (0, padding)))
+        return (self.transfers.put(masks_SW),)
+
+    def _with_counts(
+        self, replica: int, row: int, token_ids: list[int], prompt_len: int
+    ) -> Array | None:
+        """Return the counts with those of one row set from scratch: what its last owner left is of
+        no use to a sequence that was just admitted.
+        """
+        step, put, counts_RV = self.steps.set_counts(), self.transfers.put_for, self._counts_RV
+        for start in range(0, len(token_ids), COUNTS_CHUNK):
+            tokens = token_ids[start : start + COUNTS_CHUNK]
+            chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
+            none = self.config.max_num_seqs  # no row of the others
+            args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
+            placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
+            counts_RV = step(counts_RV, *placed)
+        return counts_RV
+
+    def _copy_blocks(self, copies_GC2: Sent) -> None:
+        """Copy blocks within each group's pool, before a step writes to them."""
+        assert self._state is not None
+        kv = self.steps.copy_blocks()(self._state.kv, copies_GC2)
+        self._state = dataclasses.replace(self._state, kv=kv)
+
     def _handle(self, batch: Batch, *, outs: tuple[Array, ...], done: Array) -> Handle:
         return Handle(batch=batch, outs=outs, done=done, weight_version=self.weight_version)
 
-    def _params(self, bucket: Shape) -> StepParams:
-        """The weights of a step."""
+    def _arrays_of(self, bucket: Shape) -> list[Array]:
+        """Return the leaves of a step's StepParams."""
         needs = uses(bucket, self.steps.setting)
-        return StepParams(
-            model=self.params if needs.model else None,
-            adapters=self.adapters.arrays if needs.adapters else None,
-            draft=self.draft_params if needs.draft else None,
-        )
+        arrays = self._arrays if needs.model else []
+        if needs.adapters:
+            arrays = arrays + jax.tree.leaves(self.adapters.arrays)
+        return arrays + self._draft_arrays if needs.draft else arrays
 
     def _lent(self, bucket: Shape) -> DeviceState:
         """The state for a step: with the counts for one that needs them."""
@@ -306,90 +375,30 @@ class Runner:
         """Free the state; executables stay, and the next dispatch allocates again."""
         self._state = self._counts_RV = self.adapters.arrays = None
 
+    def seal(self) -> None:
+        """From now on refuse every shape that is not compiled (strict mode)."""
+        self.allocate(full=True)
+        self.adapters.allocate()
+        self.steps.seal()
 
-def _prepare(runner: Runner, buckets: Sequence[Shape], *, full: bool) -> None:
-    """Have the arrays and the steps of a dispatch: what is missing of them is made side by
-    side.
-    """
-    missing = [bucket for bucket in buckets if bucket not in runner.steps]
-    if runner._state is not None and not missing:
-        runner.allocate(full=full)
-        return
-    with ThreadPoolExecutor() as threads:
-        made = [threads.submit(runner.allocate, full=full)]
-        for bucket in missing:
-            started = time.perf_counter()
-            lowered = runner.steps.lower(bucket)
-            made.append(threads.submit(runner.steps.compile, bucket, started, lowered))
-        for future in made:
-            future.result()
-
-
-def _drafted(runner: Runner, batch: Batch, packed: Sent) -> Handle:
-    step = runner._ran(batch.bucket, batch.num_tokens, batch.padded_tokens)
-    state = runner._lent(batch.bucket)
-    kv, out = step(runner._params(batch.bucket), state.kv, state.rows, packed)
-    runner._state = DeviceState(kv=kv, rows=state.rows)
-    return runner._handle(batch, outs=(out,), done=out)
-
-
-def _put_masks(runner: Runner, masks_SW: np.ndarray | None) -> tuple[Sent, ...]:
-    """Up, as wide as the padded vocabulary, if there are any."""
-    if masks_SW is None:
-        return ()
-    if padding := runner.steps.setting.mask_words - masks_SW.shape[1]:
-        masks_SW = np.pad(masks_SW, ((0, 0), (0, padding)))
-    return (runner.transfers.put(masks_SW),)
-
-
-def _with_counts(
-    runner: Runner, replica: int, row: int, token_ids: list[int], prompt_len: int
-) -> Array | None:
-    """The counts with a row's set from scratch: its last owner's are of no use to a sequence just
-    admitted.
-    """
-    step, put, counts_RV = runner.steps.set_counts(), runner.transfers.put_for, runner._counts_RV
-    for start in range(0, len(token_ids), COUNTS_CHUNK):
-        tokens = token_ids[start : start + COUNTS_CHUNK]
-        chunk = _padded(tokens, COUNTS_CHUNK, int(PAD_TOKEN))
-        none = runner.config.max_num_seqs  # no row of the others
-        args = ((row, none), (chunk, 0), (max(prompt_len - start, 0), 0), (start == 0, 0))
-        placed = [put(replica, np.asarray(x, np.int32), fill) for x, fill in args]
-        counts_RV = step(counts_RV, *placed)
-    return counts_RV
-
-
-def seal(runner: Runner) -> None:
-    """Let no shape in that is not compiled (strict mode)."""
-    runner.allocate(full=True)
-    runner.adapters.allocate()
-    runner.steps.seal()
-
-
-def _copied(state: DeviceState | None, steps: CompiledSteps, copies_GC2: Sent) -> DeviceState:
-    """The state with blocks copied within each group's pool, before a step writes to them."""
-    assert state is not None
-    return dataclasses.replace(state, kv=steps.copy_blocks()(state.kv, copies_GC2))
-
-
-def report_of(runner: Runner) -> dict[str, Any]:
-    """What was compiled and moved so far."""
-    seconds = runner.steps.seconds.copy()  # at once: other threads add to it
-    return {
-        "attention": runner.pools[0].kernel.name,
-        "quantized_activations": activations_of(runner.steps.setting.choices, runner.params),
-        "num_compiles": len(seconds),
-        "compile_time_s": sum(seconds.values()),
-        "buckets": [str(bucket) for bucket in seconds],
-        "uploads": runner.transfers.ups,
-        "downloads": runner.transfers.downs,
-        "block_bytes": sum(pool.block_bytes for pool in runner.pools),
-        "data_parallel_size": runner.placement.replicas,
-    }
+    def report(self) -> dict[str, Any]:
+        """Return what was compiled and moved so far."""
+        seconds = self.steps.seconds.copy()  # at once: other threads add to it
+        return {
+            "attention": self.pools[0].kernel.name,
+            "quantized_activations": activations_of(self.steps.setting.choices, self.params),
+            "num_compiles": len(seconds),
+            "compile_time_s": sum(seconds.values()),
+            "buckets": [str(bucket) for bucket in seconds],
+            "uploads": self.transfers.ups,
+            "downloads": self.transfers.downs,
+            "block_bytes": sum(pool.block_bytes for pool in self.pools),
+            "data_parallel_size": self.placement.replicas,
+        }
 
 
 def _form(params: Any) -> Any:
-    """A serving tree as ShapeDtypeStructs with shardings."""
+    """Return modules with ShapeDtypeStructs that have shardings in place of arrays."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
@@ -399,11 +408,11 @@ def choose_for(
     model: ModelConfig,
     config: EngineConfig,
     placement: Placement,
-    params: Any,
+    params: Forward | Head,
     draft: DraftOf | None = None,
 ) -> Choices:
-    """Return the choices for serving trees, of a model and of a draft model if there is one."""
-    choices = choose(model, config, placement, dtype_of(params), experts_are_plain(params))
+    """Return the choices for the modules of a model, and of a draft model if there is one."""
+    choices = choose(model, config, placement, params.dtype, params.experts_are_plain)
     if draft is None:
         return choices
     return dataclasses.replace(choices, draft=choose_for(draft[0], config, placement, draft[1]))
@@ -423,11 +432,6 @@ def _setting(
         axis_size=placement.axis_size,
         vocabulary=WHOLE if axis is None else Vocabulary(axis=axis, size=model.vocab_size),
     )
-
-
-def dtype_of(params: Any) -> Any:
-    """Of the weights of a model, or of a head."""
-    return params["fc" if "fc" in params else "embed"]["weight"].dtype
 
 
 def bytes_of(pools: tuple[PoolSpec, ...]) -> int:

@@ -1,20 +1,24 @@
 """StepParams: the weights that a step takes as its first argument."""
 
 import dataclasses
-from typing import Any
 
 import jax
+
+from jpaged.models.eagle import Head
+from jpaged.models.forward import Forward
+from jpaged.models.layers.low_rank import AdapterTable
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParams:
-    """Arrays, or their shapes, or how they lie; a field is None where a step has no use for it.
+    """Modules of arrays, or of what stands for arrays (shapes, PartitionSpecs); a field is None
+    where a step does not use it.
 
-    model: the serving tree (see weights.ServingWeights). adapters: the tables of all replicas (see
-    adapter_tables). draft: the serving tree of a draft model, or of a head.
+    model: see weights.ServingWeights. adapters: the tables of all replicas, by the names of their
+    weights. draft: the modules of a draft model, or of a head.
     """
 
-    model: Any = None
-    adapters: Any = None
-    draft: Any = None
+    model: Forward | None = None
+    adapters: dict[str, AdapterTable] | None = None
+    draft: Forward | Head | None = None

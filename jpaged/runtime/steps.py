@@ -7,7 +7,7 @@ or with one of its own, several times over in a loop on the device.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +21,9 @@ from jpaged.engine.packing import PAD_TOKEN
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, Shape
 from jpaged.models.config import ModelConfig
 from jpaged.models.eagle import Head, HeadConfig
-from jpaged.models.forward import Forward, bind
+from jpaged.models.forward import Forward
 from jpaged.models.layers.linear import StepContext
+from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.param_spec import MeshAxis
 from jpaged.runtime.adapter_tables import own_tables
 from jpaged.runtime.choices import Choices
@@ -60,11 +61,17 @@ class StepSetting:
     vocabulary: Vocabulary = WHOLE
     draft: "StepSetting | None" = None
 
-    def context(self, num_rows: Array | None, slot_T: Array | None = None) -> StepContext:
-        """What the layers of a step with these rows are given."""
+    def context(
+        self,
+        num_rows: Array | None,
+        slot_T: Array | None = None,
+        adapters: Mapping[str, AdapterTable] | None = None,
+    ) -> StepContext:
+        """Return what the layers of a step with these rows take beside x; see StepContext."""
         return StepContext(
             num_rows=num_rows,
             slot_T=slot_T,
+            adapters=adapters,
             max_len=self.config.max_model_len,
             products=self.choices.products,
             experts=self.choices.experts,
@@ -132,21 +139,12 @@ def make_step(bucket: Shape, setting: StepSetting) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bound:
-    """A model, or a head that guesses for one, bound to its weights for the rows of a step."""
-
-    model: Forward | Head
-    context: StepContext
-
-
-@dataclasses.dataclass(frozen=True)
 class _Step:
     """A bucket of a setting, and what its step does in any phase. is_draft: of a draft model."""
 
     bucket: Shape
     to: StepSetting
     is_draft: bool = False
-    target: StepSetting | None = None  # of the model that a draft is for
 
     def unpack(self, packed: Array) -> dict[str, Array]:
         """The inputs by name, sliced as packing.pack laid them out."""
@@ -166,15 +164,14 @@ class _Step:
         kinds = {n: jnp.float32 if n.endswith("logprobs") else jnp.int32 for n in sections}
         return {n: jnp.zeros(s.shape, kinds[n]) for n, s in sections.items() if n != "num_drawn"}
 
-    def bind(
+    def context(
         self, params: StepParams, num_rows: Array | None, slot_T: Array | None = None
-    ) -> "_Bound":
-        """The model; num_rows: rows of its products that are real, None where all are. slot_T: the
-        slot of each token's adapter, where the step has adapters.
+    ) -> StepContext:
+        """Return what layers take beside x. num_rows: rows of products that are real, None where
+        all are. slot_T: the slot of each token's adapter, where the step has adapters.
         """
         tables = None if params.adapters is None else own_tables(params.adapters)
-        context = self.to.context(num_rows, slot_T)
-        return _Bound(bind(self.to.model, params.model, tables), context)
+        return self.to.context(num_rows, slot_T, tables)
 
     @property
     def own(self) -> slice:
@@ -184,29 +181,32 @@ class _Step:
 
     def advance(
         self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple["_Bound", Array, tuple[Any, ...]]:
-        """Run the model on these tokens. Returns the bound model, the hidden states [T, E] and all
-        pools with the tokens' keys and values. slot_T: as in bind.
+    ) -> tuple[StepContext, Array, tuple[Any, ...]]:
+        """Run the model on these tokens. Return the step's context, the hidden states [T, E] and
+        all pools with the tokens' keys and values. slot_T: as in context.
         """
+        assert params.model is not None
         view, _, positions_T = self.view(kv, packed)
-        bound = self.bind(params, packed.num_rows, slot_T)
-        at = packed.tokens_T, jnp.maximum(positions_T, 0)
-        assert isinstance(bound.model, Forward)
-        x_TE, written, states = bound.model.tapped(*at, view, self.to.taps, bound.context)
+        context = self.context(params, packed.num_rows, slot_T)
+        x_TE, written, states = params.model.tapped(
+            packed.tokens_T, jnp.maximum(positions_T, 0), view, self.to.taps, context
+        )
         assert isinstance(written, PagedKV)
         pools = written.pools
-        if self.to.taps:
-            head = HeadSteps(self.to.draft, params.draft, bound.model)
+        if isinstance(params.draft, Head):
+            head = HeadSteps(self.to.draft, params.draft, params.model)
             pools += (head.follow(packed, states, kv[-1], is_decode=view.is_decode),)
-        elif self.to.draft is not None:  # computes the same tokens
+        elif params.draft is not None:  # computes the same tokens
+            assert self.to.draft is not None
             step = _Step(dataclasses.replace(self.bucket, loras=0), self.to.draft, is_draft=True)
             with jax.named_scope("draft"):
                 pools += step.advance(StepParams(model=params.draft), kv, packed)[2]
-        return bound, x_TE, pools
+        return context, x_TE, pools
 
-    def logits(self, bound: "_Bound", x: Array) -> Array:
-        """The logits of final hidden states: those that this device has of each row."""
-        return self.to.vocabulary.masked(bound.model.logits(x, bound.context))
+    def logits(self, params: StepParams, context: StepContext, x: Array) -> Array:
+        """Return the logits of final hidden states: this device's share of each row."""
+        assert params.model is not None
+        return self.to.vocabulary.masked(params.model.logits(x, context))
 
     def view(self, kv: tuple[Pool, ...], packed: Packed) -> tuple[PagedKV, Array, Array]:
         """The step's view of the model's own pools, the first or (of a draft model) last of all,
@@ -226,18 +226,19 @@ class _Step:
 
 
 class _HeadStep(_Step):
-    """Of a head, which guesses beside the model that it takes embeddings from."""
+    """The step of a head, which guesses beside the model that it takes embeddings from."""
 
     def advance(
         self, params: StepParams, kv: tuple[Any, ...], packed: Packed, slot_T: Array | None = None
-    ) -> tuple["_Bound", Array, tuple[Any, ...]]:
-        assert self.target is not None and slot_T is None
+    ) -> tuple[StepContext, Array, tuple[Any, ...]]:
+        assert isinstance(params.draft, Head) and params.model is not None and slot_T is None
         (pool,) = kv
-        target = _Step(self.bucket, self.target).bind(params, packed.num_rows)
-        assert isinstance(target.model, Forward)
-        steps = HeadSteps(self.to, params.draft, target.model)
-        x_SE, pool = steps.guess(packed, pool)
-        return _Bound(steps.head, steps.context(packed.num_rows)), x_SE, (pool,)
+        x_SE, pool = HeadSteps(self.to, params.draft, params.model).guess(packed, pool)
+        return self.to.context(packed.num_rows), x_SE, (pool,)
+
+    def logits(self, params: StepParams, context: StepContext, x: Array) -> Array:
+        assert isinstance(params.draft, Head) and params.model is not None
+        return self.to.vocabulary.masked(params.draft.logits(params.model, x, context))
 
 
 def _make_prefill(step: _Step) -> Callable[..., Any]:
@@ -284,8 +285,8 @@ def _make_sample(step: _Step) -> Callable[..., Any]:
     ):
         fields = {name: field[:num_rows] for name, field in step.unpack(packed).items()}
         context_lens_S, at_S = fields["context_lens"], fields["device_rows"]
-        bound = step.bind(params, _last_row(context_lens_S), fields.get("adapters"))
-        logits_SV = step.logits(bound, hidden_RE[:num_rows])
+        context = step.context(params, _last_row(context_lens_S), fields.get("adapters"))
+        logits_SV = step.logits(params, context, hidden_RE[:num_rows])
         open_after_S = fields["open_after"]
         drawn = _draw(step, logits_SV, fields, context_lens_S, rows, open_after_S, mask_SW)
         # A row that stopped meanwhile draws no more.
@@ -325,9 +326,9 @@ def _make_decode(step: _Step) -> Callable[..., Any]:
             runs_S = i < steps_S
             context_lens_S = jnp.where(runs_S, first_lens_S + i, 0)
             where = _one_each(fields, last_S, context_lens_S)
-            bound, x_SE, kv = step.advance(params, state.kv, *where)
+            context, x_SE, kv = step.advance(params, state.kv, *where)
             open_after_S = fields["open_after"] - i
-            logits_SV = step.logits(bound, x_SE)
+            logits_SV = step.logits(params, context, x_SE)
             drawn = _draw(step, logits_SV, fields, context_lens_S, state.rows, open_after_S)
             kept_S = jnp.where(runs_S, at_S, _none(step))
             rows = _keep(step, state.rows, kept_S, drawn, context_lens_S)
@@ -354,11 +355,13 @@ def _make_draft(step: _Step) -> Callable[..., Any]:
     assert step.to.draft is not None
     is_head, count = bool(step.to.taps), len(step.to.own_pools)
     kind = _HeadStep if is_head else _Step
-    decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True, target=step.to))
+    decode = _make_decode(kind(step.bucket, step.to.draft, is_draft=True))
 
     def draft(params: StepParams, kv: tuple[Pool, ...], rows: RowState, packed: Array):
         # What it keeps of its rows is nobody's.
-        own = params if is_head else StepParams(model=params.draft)
+        own = params
+        if isinstance(params.draft, Forward):
+            own = StepParams(model=params.draft)
         state, out = decode(own, DeviceState(kv=kv[count:], rows=rows), packed)
         return (*kv[:count], *state.kv), out
 
@@ -485,7 +488,7 @@ def _score_prompt(
 
     def logits(x: tuple[Array, Array | None]) -> Array:
         x_tE, slot_t = x
-        return step.logits(step.bind(params, None, slot_t), x_tE)
+        return step.logits(params, step.context(params, None, slot_t), x_tE)
 
     scored = token_logprobs(
         logits,

@@ -1,11 +1,12 @@
-"""From the caller's params to the serving tree: takes any pytree, casts and places it once a weight
-version.
+"""From the caller's params to the modules that steps take: takes any pytree, casts and places it
+once a weight version.
 """
 
 import functools
 import logging
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
+from jpaged.models.eagle import bind_any
 from jpaged.models.param_spec import MeshAxis, ParamSpec
 from jpaged.models.params import (
     DONATED,
@@ -46,7 +48,32 @@ def as_params(params: Any, config: Any = None) -> Params:
     params: what load_params returns, an nnx Module or State, a linen {"params": ...} dict or a
     plain dict in the canonical names. config: ModelConfig, Hugging Face dict or folder; needed for
     raw trees. Raises ConfigError naming the first parameter that does not fit.
+
+    Names, shapes and dtypes are checked once: Params of a structure and of arrays like those that
+    were found to fit, and that are alive, fit too.
     """
+    if type(params) is not Params or config not in (None, params.config):
+        return _checked(params, config)
+    leaves, structure = jax.tree.flatten(params)
+    form = (
+        structure,
+        tuple([(type(x), getattr(x, "shape", 0), getattr(x, "dtype", 0)) for x in leaves]),
+    )
+    if form not in _FITTING or [x for x in leaves if isinstance(x, jax.Array) and x.is_deleted()]:
+        params = _checked(params, None)
+        _FITTING[form] = None
+        if len(_FITTING) > MOST_FORMS:
+            _FITTING.popitem(last=False)
+        return params
+    return jax.tree.unflatten(structure, leaves)  # not the caller's dicts, which may change
+
+
+MOST_FORMS = 8
+_FITTING: OrderedDict[Any, None] = OrderedDict()  # structures and forms of leaves; no arrays
+
+
+def _checked(params: Any, config: Any) -> Params:
+    """Return Params as `as_params` does; every name and every leaf is looked at."""
     source = params.source if isinstance(params, Params) else None
     if config is not None:
         model = ModelConfig.coerce(config)
@@ -130,7 +157,7 @@ def is_deleted(leaf: Any) -> bool:
 
 
 class ServingWeights:
-    """The serving tree of one engine, made anew when any leaf of the caller's params is another
+    """The weights that one engine serves, made anew when any leaf of the caller's params is another
     object.
 
     Leaves are jax arrays, which are immutable: the same objects mean the same weights. They are
@@ -150,39 +177,54 @@ class ServingWeights:
         self._dtypes: list[Any] | None = None
         self._structures: list[Any] | None = None
         self._refs: list[weakref.ref[jax.Array] | None] = []
-        # Leaves that are copies of ours; None where the caller's own serves.
-        self._derived: list[jax.Array | QuantizedWeight | None] = []
+        # The modules' leaves, for each our copy or the number of the caller's array that serves,
+        # and the modules' structure; None once the copies are released.
+        self._bound: tuple[list[jax.Array | int], Any] | None = None
 
     def update(self, params: Params) -> bool:
-        """Take these params, whose serving tree `tree` then returns; return whether they are a new
+        """Take these params, whose modules `modules` then returns; return whether they are a new
         version.
         """
         arrays = jax.tree.leaves(params)  # of a weight in 8 or 4 bits its scales too
         same = len(arrays) == len(self._refs) and all(
-            r and r() is x for r, x in zip(self._refs, arrays, strict=True)
+            r is not None and r() is x for r, x in zip(self._refs, arrays, strict=True)
         )
-        if same and self._derived:
+        if same and self._bound is not None:
             return False
         self.check_dtypes(params)
         self.release()  # the last version's copies go before the next ones are made
-        self._derived = self._prepare(self._weights(params))
+        self._bound = self._bind(params, self._prepare(self._weights(params)))
         if same:  # they had been released
             return False
         self.version += 1
         self._refs = [weakref.ref(x) if isinstance(x, jax.Array) else None for x in arrays]
         return True
 
-    def tree(self, params: Params) -> Any:
-        """Return the serving tree of the params that were last passed to `update`: plain dicts of
-        jax arrays.
+    def modules(self, params: Params) -> Any:
+        """Return the modules (a Forward, or the Head of a draft) that serve the params last passed
+        to `update`.
         """
-        leaves = _leaves(params)
-        served = [
-            ours if ours is not None else theirs
-            for ours, theirs in zip(self._derived, leaves, strict=True)
+        assert self._bound is not None, "update comes first"
+        leaves, structure = self._bound
+        arrays = jax.tree.leaves(params)
+        return jax.tree.unflatten(
+            structure, [arrays[x] if isinstance(x, int) else x for x in leaves]
+        )
+
+    def _bind(
+        self, params: Params, derived: list[jax.Array | QuantizedWeight | None]
+    ) -> tuple[list[jax.Array | int], Any]:
+        """Bind the served model to our copies, and to the numbers of the caller's arrays where
+        those serve: the caller's are not to be kept alive here. Return leaves and structure.
+        """
+        arrays = jax.tree.structure(params)
+        numbers = _leaves(jax.tree.unflatten(arrays, range(arrays.num_leaves)))
+        chosen = [
+            number if ours is None else ours for number, ours in zip(numbers, derived, strict=True)
         ]
         structure = jax.tree.structure(params, is_leaf=is_quantized)
-        return dict(jax.tree.unflatten(structure, served))
+        served = served_config(params.config, self.where.axis_size)
+        return jax.tree.flatten(bind_any(served, jax.tree.unflatten(structure, chosen)))
 
     def report(self) -> dict[str, Any]:
         """Return the version, and what its copies and those of earlier versions cost."""
@@ -194,7 +236,7 @@ class ServingWeights:
 
     def release(self) -> None:
         """Free the copies; the next update makes them again."""
-        self._derived = []
+        self._bound = None
 
     def check_dtypes(self, params: Params) -> None:
         """Refuse linear weights of several dtypes, and any change of dtype or form: compiled steps

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jpaged.engine import commit, decode
+from jpaged.engine import commit, scheduler
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.prefix_cache import PrefixCache
 from jpaged.engine.plan import PlanEntry, StepResult
@@ -134,8 +134,8 @@ def no_blocks_ahead(patch: pytest.MonkeyPatch) -> None:
             within.setattr(blocks, "extend", lambda *args, one_by_one: None)
             return steps_ahead(blocks, seq, most, one_by_one=one_by_one)
 
-    steps_ahead = decode._steps_ahead
-    patch.setattr(decode, "_steps_ahead", mutated)
+    steps_ahead = scheduler._steps_ahead
+    patch.setattr(scheduler, "_steps_ahead", mutated)
 
 
 def drawn_once(patch: pytest.MonkeyPatch) -> None:
@@ -146,8 +146,8 @@ def drawn_once(patch: pytest.MonkeyPatch) -> None:
         seq.pending -= max(draws - 1, 0)
         return entry
 
-    dispatch = decode.dispatch
-    patch.setattr(decode, "dispatch", mutated)
+    dispatch = scheduler.dispatch
+    patch.setattr(scheduler, "dispatch", mutated)
 
 
 def hashed_too_early(patch: pytest.MonkeyPatch) -> None:

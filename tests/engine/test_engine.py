@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine import integrity
+from jpaged.engine import engine, integrity
 from jpaged.engine.cache import contents
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import BlockGroup
@@ -16,9 +16,8 @@ from jpaged.engine.cache.contents import Content, Contents, chain_hash
 from jpaged.engine.cache.prefix_cache import Match, PrefixCache
 from jpaged.engine.engine import EngineState
 from jpaged.engine.plan import Plan
-from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler import PrefillPlanner
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.request.detokenizer import TextStream
 from jpaged.search.beam import BeamSearch
@@ -126,16 +125,16 @@ def surplus_hashed(patch: pytest.MonkeyPatch) -> None:
 
 
 def surplus_emitted(patch: pytest.MonkeyPatch) -> None:
-    commit = Scheduler.commit
+    commit = engine.commit
 
-    def mutated(self: Scheduler, plan: Plan, result: Any) -> list[Request]:
+    def mutated(queues: Queues, plan: Plan, result: Any) -> list[Request]:
         drawing = [entry for entry in plan.entries if entry.draws]
         for entry, tokens in zip(drawing, result.tokens, strict=True):
             if entry.seq.status is Status.FINISHED:
                 entry.seq.token_ids.append(tokens[0])
-        return commit(self, plan, result)
+        return commit(queues, plan, result)
 
-    patch.setattr(Scheduler, "commit", mutated)
+    patch.setattr(engine, "commit", mutated)
 
 
 def hashed_before_written(patch: pytest.MonkeyPatch) -> None:

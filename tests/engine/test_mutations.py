@@ -22,9 +22,8 @@ from jpaged.engine.cache.store import HostStore, Move, Slot, Traffic
 from jpaged.engine.engine import Engine, EngineState
 from jpaged.engine.packing import Batch
 from jpaged.engine.plan import Phase, Plan, PlanEntry
-from jpaged.engine.prefill import PrefillPlanner
 from jpaged.engine.queues import Queues
-from jpaged.engine.scheduler import Scheduler
+from jpaged.engine.scheduler import PrefillPlanner, Scheduler
 from jpaged.engine.sequence import Sequence
 from jpaged.search.beam import BeamSearch
 from tests.engine.host import Host

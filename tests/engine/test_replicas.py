@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.engine.policy import MOST_IN_A_ROW
-from jpaged.engine.routing import SLACK
+from jpaged.engine.policy import MOST_IN_A_ROW, SLACK
 from jpaged.engine.sequence import Request, Sequence, Status
 from jpaged.errors import RequestError
 from tests.engine.host import CheckedEngine, Host, cases

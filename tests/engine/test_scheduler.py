@@ -6,6 +6,7 @@ import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import GroupSize
+from jpaged.engine.commit import commit
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.policy import MOST_IN_A_ROW, Policy
 from jpaged.engine.scheduler import Scheduler, schedule
@@ -57,7 +58,7 @@ def drawn(plan: Plan, token: int = 7, logprob: float = 0.0) -> StepResult:
 def step(s: Scheduler) -> Plan | None:
     plan = next_plan(s)
     if plan is not None:
-        s.commit(plan, drawn(plan, logprob=-0.5))
+        commit(s.queues, plan, drawn(plan, logprob=-0.5))
     s.check_integrity()
     return plan
 
@@ -104,7 +105,7 @@ def test_nothing_is_planned_past_the_end():
     assert (seq.pending, seq.in_flight, seq.num_dispatched) == (3, 3, 6)
     for token, plan in enumerate(plans[:3]):
         assert plan is not None and seq.status is Status.RUNNING
-        s.commit(plan, drawn(plan, token))
+        commit(s.queues, plan, drawn(plan, token))
     assert seq.finish_reason == "length" and generated(seq) == [0, 1, 2] and seq.in_flight == 0
 
 
@@ -197,7 +198,7 @@ def test_a_preempted_row_waits_for_its_step_in_flight():
     s.queues.preempt(seq)
     s.check_integrity()
     assert next_plan(s) is None  # its last token is on its way
-    s.commit(plan, drawn(plan, 3))
+    commit(s.queues, plan, drawn(plan, 3))
     assert generated(seq) == [7, 3] and seq.pending == 0 and s.blocks.num_used == 0
     assert spans(step(s)) == [("0", 4, 7, True, True)]  # one block was still there
 
@@ -209,7 +210,7 @@ def test_a_preempted_row_may_end_while_it_waits():
     plan = next_plan(s)
     assert plan is not None
     s.queues.preempt(seq)
-    s.commit(plan, drawn(plan, 3))
+    commit(s.queues, plan, drawn(plan, 3))
     assert (
         seq.finish_reason == "length" and not s.queues.waiting and list(s.queues.running) == [other]
     )
@@ -289,7 +290,7 @@ def test_a_waiting_crowd_costs_nothing():
         s.queues.finish(seqs[99 - i], "abort")
         plan = next_plan(s)
         assert plan is not None
-        s.commit(plan, drawn(plan))
+        commit(s.queues, plan, drawn(plan))
         assert crowd.seen <= 6, "a few questions, however many wait"
     assert len(s.queues.finished) > 42
 

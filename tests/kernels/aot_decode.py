@@ -22,6 +22,7 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DecodeShape, Draws
 from jpaged.models.config import ModelConfig
+from jpaged.models.forward import bind
 from jpaged.runtime.runner import Placement, Runner
 from scripts._common import MODELS, absent_device, abstract_params, stay_on_cpu
 
@@ -65,7 +66,8 @@ def compiled(model: ModelConfig, features: Draws, folder: Path) -> dict[str, int
     with absent_device("cuda", "sm_90a") as device:
         placement = Placement(mesh=None, axis=None, device=device)
         params = abstract_params(model, "bfloat16", placement.replicated)
-        program = Runner(model, config, placement, params).steps.lower(bucket).compile()
+        runner = Runner(model, config, placement, bind(model, params))
+        program = runner.steps.lower(bucket).compile()
     (file,) = folder.glob(THUNKS)
     thunks = file.read_text()
     file.unlink()

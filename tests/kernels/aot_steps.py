@@ -23,6 +23,7 @@ import jax
 
 from jpaged.config import EngineConfig
 from jpaged.engine.shapes import DecodeShape, PrefillShape
+from jpaged.models.forward import Forward
 from jpaged.models.served import served_config
 from jpaged.runtime.footprint import bytes_on_device, form_of
 from jpaged.runtime.mesh import asked_shape, serving_mesh
@@ -66,6 +67,7 @@ def main(
         axis = None if share == 1 else "tp"
         placement = Placement(mesh=mesh, axis=axis, device=devices[0])
         params = form_of(served_config(model, placement.axis_size), placement, "bfloat16")
+        assert isinstance(params, Forward)
         runner = Runner(model, config, placement, params)
         (pool,) = runner.pools
         for name, bucket in cases.items():

@@ -114,12 +114,12 @@ def test_adapters_by_products_that_take_each_rows_own(joined: int, slots: int) -
         b=(normal(slots, 4, *parts[0]), normal(slots, 4, *parts[1])),
         joined=joined,
     )
-    linear = make(normal(*whole, 2, 16), num_outputs=2, adapters=adapters)
-    x, step = normal(5, 32), StepContext(slot_T=slot_T)
+    linear = make(normal(*whole, 2, 16), num_outputs=2, name="w")
+    x, step = normal(5, 32), StepContext(slot_T=slot_T, adapters={"w": adapters})
     wanted = linear(x, step)
     found = linear(x, dataclasses.replace(step, products=recorder))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
-    plain = dataclasses.replace(linear, adapters=None)(x, step)
+    plain = dataclasses.replace(linear, name="another")(x, step)
     is_equal = np.isclose(wanted, plain, atol=1e-4).all(axis=(1, 2))
     assert is_equal.tolist() == [False, False, True, False, False]
     np.testing.assert_array_equal(linear(x, TRAINING), plain, "no row has an adapter")

@@ -20,8 +20,10 @@ from jpaged.checkpoint import load_params
 from jpaged.checkpoint.load import find_weights, read_params
 from jpaged.checkpoint.tensors import flat
 from jpaged.models import hf_quantization, quantized, weight
+from jpaged.models.forward import bind
 from jpaged.models.hf_quantization import Format
 from jpaged.models.quantized import QuantizedWeight, WeightForm, is_quantized
+from jpaged.models.served import served_config
 from jpaged.runtime import placing
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights
@@ -29,7 +31,7 @@ from kernels_pallas.experts import tiles, triton
 from kernels_pallas.experts.interface import ExpertWeights
 from tests.checkpoint.conftest import SMALL, make_tensors, write_folder
 from tests.checkpoint.test_quantized import ENGINE, RAW, folders
-from tests.tiny import config, make_params
+from tests.tiny import by_name, config, make_params
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 ONE_DEVICE = Placement(mesh=None, axis=None, device=jax.devices()[0])
@@ -146,7 +148,8 @@ def test_plain_weights_are_made_into_it(devices: int) -> None:
         where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0])
     weights = ServingWeights(where, None, "powers")
     weights.update(params)
-    tree = flat(weights.tree(params), is_quantized)
+    served = served_config(params.config, devices)
+    tree = by_name(served, weights.modules(params))
     plain = flat(params)
     made = {name for name, leaf in tree.items() if is_quantized(leaf)}
     assert "layers.1.mlp.down" in made and "lm_head.weight" in made and len(made) == 9
@@ -252,8 +255,9 @@ def test_a_load_puts_every_byte_once(
     weights, before = ServingWeights(where, None), traffic.put
     with jax.transfer_guard("disallow"):
         weights.update(params)
-    served = jax.tree.leaves(weights.tree(params))
-    assert all(a is b for a, b in zip(served, jax.tree.leaves(params), strict=True))
+    served = jax.tree.leaves(weights.modules(params))
+    own = jax.tree.leaves(bind(params.config, params))
+    assert all(a is b for a, b in zip(served, own, strict=True))
     assert traffic.put == before and weights.moved_bytes == 0, "what fits is served as it is"
 
 
@@ -279,8 +283,9 @@ def test_a_weight_in_8_or_4_bits_crosses_as_it_is_stored(
     with jax.transfer_guard("disallow"):
         weights.update(params)
     assert traffic.put == before and weights.moved_bytes == 0
-    served = jax.tree.leaves(weights.tree(params))
-    assert all(a is b for a, b in zip(served, jax.tree.leaves(params), strict=True))
+    served = jax.tree.leaves(weights.modules(params))
+    own = jax.tree.leaves(bind(params.config, params))
+    assert all(a is b for a, b in zip(served, own, strict=True))
 
 
 def test_plain_files_are_quantised_one_by_one(

@@ -170,6 +170,7 @@ def test_what_is_chosen_by_the_params_fits_what_is_served(quantization: Any, dty
     sizes |= {"speculative": speculative}
     session = LLM(make_params(0, model), **sizes).session
     runner = session.runner
+    assert runner.params is not None and runner.draft_params is not None
     draft = (model, runner.draft_params)
     served = choose_for(model, runner.config, session.placement, runner.params, draft)
     assert session.choices == served == runner.steps.setting.choices
@@ -185,8 +186,8 @@ def test_tracing_a_step_never_asks_for_the_library(
     if chosen == "native":
         monkeypatch.setattr(choices, "choose_products", lambda *_, **__: NATIVE)
     settings = engine().resolve(CONFIG)
-    params = jax.device_put(dict(make_params(0, CONFIG, jnp.bfloat16)), ONE_DEVICE.replicated)
-    runner = Runner(CONFIG, settings, ONE_DEVICE, params)
+    params = jax.device_put(make_params(0, CONFIG, jnp.bfloat16), ONE_DEVICE.replicated)
+    runner = Runner(CONFIG, settings, ONE_DEVICE, bind(CONFIG, params))
     for module in (library, paged_attention):
         monkeypatch.setattr(module, "unavailable", asked)
     table = {

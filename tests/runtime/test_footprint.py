@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 import jpaged
 from jpaged import ConfigError, EngineConfig, ModelConfig, SamplingParams
 from jpaged.engine.shapes import PrefillShape, shape_table
+from jpaged.models.forward import bind
 from jpaged.models.params import param_shapes
 from jpaged.models.served import served_config
 from jpaged.runtime import footprint, memory
@@ -57,7 +58,8 @@ def abstract(model: ModelConfig, dtype: str) -> Any:
     def leaf(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=HERE.replicated)
 
-    return jax.tree.map(leaf, param_shapes(model), is_leaf=lambda node: isinstance(node, tuple))
+    shapes = param_shapes(model)
+    return bind(model, jax.tree.map(leaf, shapes, is_leaf=lambda node: isinstance(node, tuple)))
 
 
 def test_largest_buckets() -> None:
@@ -76,6 +78,7 @@ def probe(num_blocks: int | None = None) -> Runner:
     assert found.config.num_blocks == 16, "as many as the widest block table names"
     if num_blocks is not None:
         config = dataclasses.replace(found.config, num_blocks=num_blocks)
+        assert found.params is not None
         found = Runner(CONFIG, config, HERE, found.params)
     return found
 
@@ -230,7 +233,7 @@ def test_devices_of_a_mesh_share_the_host(monkeypatch: pytest.MonkeyPatch) -> No
     where = placement(params, engine(), mesh)
     weights = ServingWeights(where, None)
     weights.update(params)
-    found = footprint.plan_pool(CONFIG, engine(), where, weights.tree(params))
+    found = footprint.plan_pool(CONFIG, engine(), where, weights.modules(params))
     assert found.block_bytes == whole.block_bytes // 2 and found.num_blocks == whole.num_blocks
     assert whole.weights // 2 < found.weights < whole.weights, (
         "some are split, norms and embeddings are not"

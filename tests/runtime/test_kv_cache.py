@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jpaged.engine.shapes import DecodeShape
+from jpaged.models.forward import bind
+from jpaged.models.kv_groups import KVGroup
+from jpaged.models.record import Field, Record
 from jpaged.runtime import kv_cache
+from jpaged.runtime.kv_cache import PoolSpec
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import Runner
 from tests.hlo import forbid_donation, in_place, pool_copies, whole
@@ -168,7 +173,7 @@ def make_runner(
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     model = config(sliding_windows=windows)
     settings = engine(num_blocks=num_blocks, **changes).resolve(model)
-    return Runner(model, settings, where, dict(make_params(0, model, dtype)))
+    return Runner(model, settings, where, bind(model, make_params(0, model, dtype)))
 
 
 @functools.cache
@@ -214,6 +219,87 @@ def test_no_field_of_a_record_is_copied(
     for field in whole(runner.pools[0]).values():
         copies = pool_copies(compiled.as_text(), math.prod(field.shape))
         assert (copies == []) == donates, copies
+
+
+STATE = Record(
+    fields=(Field("state", (4, 8, 16), split=0, dtype=jnp.float32), Field("conv", (6, 3), split=0)),
+    per="block",
+)
+LATENT = Record(fields=(Field("latent", (36,)), Field("index", (8,), dtype=jnp.int8)))
+
+
+def pool_of(record: Record, window: int | None, num_blocks: int, shards: int = 1) -> PoolSpec:
+    """The pool of three layers that keep a record without keys and values."""
+    group = KVGroup(layers=(0, 2, 5), record=record, window=window, num_heads=4)
+    (any_kernel,) = {pool.kernel for pool in make_runner(BLOCKS).pools}
+    return PoolSpec(
+        group=group,
+        kernel=any_kernel,
+        num_blocks=num_blocks,
+        block_size=4,
+        dtype=jnp.dtype(jnp.bfloat16),
+        shards=shards,
+    )
+
+
+def test_a_record_is_kept_once_a_block_or_once_a_token() -> None:
+    """A state with its convolution's inputs, and a latent beside index keys: shapes, and bytes of
+    a device, where what is split is halved and what is not lies whole.
+    """
+    state, latent = (pool_of(*kept, BLOCKS, shards=2) for kept in ((STATE, 2), (LATENT, None)))
+    shapes = {name: (x.shape, str(x.dtype)) for name, x in whole(state).items()}
+    assert shapes == {"state": ((21, 4, 8, 16), "float32"), "conv": ((21, 6, 3), "bfloat16")}
+    shapes = {name: (x.shape, str(x.dtype)) for name, x in whole(latent).items()}
+    assert shapes == {"latent": ((21, 4, 36), "bfloat16"), "index": ((21, 4, 8), "int8")}
+    assert state.block_bytes == 3 * (4 * 4 * 8 * 16 + 2 * 6 * 3) == 2 * state.device_block_bytes
+    assert latent.block_bytes == 3 * 4 * (2 * 36 + 8) == latent.device_block_bytes
+    assert state.size.num_blocks == BLOCKS and state.size.window == 2
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("record", [STATE, LATENT], ids=["state", "latent"])
+def test_blocks_of_any_record_are_moved(record: Record, devices: int) -> None:
+    """Copied within the pool, read, and written elsewhere, on the devices that share it."""
+    spec = pool_of(record, None, BLOCKS, shards=devices)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
+    where = Placement(mesh=mesh, axis="tp", device=jax.devices()[0])
+    shardings, rng = spec.shardings(where), np.random.default_rng(0)
+    values = {
+        name: rng.integers(-99, 99, x.shape).astype(x.dtype) for name, x in whole(spec).items()
+    }
+    pool = jax.device_put(values, shardings)
+    for field in record.fields:
+        share = pool[field.name].addressable_shards[0].data.size
+        split = devices if field.split is not None else 1
+        assert share * split == values[field.name].size, field.name
+    outs = {"donate_argnums": 0, "out_shardings": shardings}
+    copy = jax.jit(functools.partial(kv_cache.copy_blocks, num_layers=LAYERS), **outs)
+    pool = copy(pool, jnp.asarray([[1, 4], [4, 6], [0, 0]], jnp.int32))
+    blocks = read_blocks(pool, jnp.asarray([6, 2], jnp.int32))
+    write = jax.jit(functools.partial(kv_cache.write_blocks, num_layers=LAYERS), **outs)
+    pool = write(pool, jnp.asarray([0, -1], jnp.int32), blocks)
+    for name, before in values.items():
+        found = np.asarray(pool[name]).reshape(LAYERS, BLOCKS, *before.shape[1:])
+        expected = before.reshape(found.shape).copy()
+        expected[:, [4, 6, 0]] = expected[:, [1]]
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
+@pytest.mark.parametrize("what", ["copy_blocks", "write_blocks"])
+@pytest.mark.parametrize("record", [STATE, LATENT], ids=["state", "latent"])
+def test_no_pool_of_any_record_is_copied(record: Record, what: str) -> None:
+    """Each field is updated in place, and copied where it may not be: the control."""
+    spec = pool_of(record, None, MANY)
+    function = functools.partial(getattr(kv_cache, what), num_layers=LAYERS)
+    args: list[Any] = [whole(spec), jax.ShapeDtypeStruct((4, 2), jnp.int32)]
+    if what == "write_blocks":
+        args[1:] = [jax.ShapeDtypeStruct((4,), jnp.int32), spec.of_rows(4 * LAYERS)]
+    for donated in ((), (0,)):
+        text = jax.jit(function, donate_argnums=donated).lower(*args).compile().as_text()
+        assert text is not None
+        for name, field in whole(spec).items():
+            copies = pool_copies(text, math.prod(field.shape))
+            assert (copies == []) == bool(donated), (name, copies)
 
 
 @pytest.mark.middle

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from jpaged import CapacityError, ConfigError, EngineConfig, ModelConfig
+from jpaged.models.forward import bind
 from jpaged.runtime import footprint, kv_cache, memory
 from jpaged.runtime.choices import choose
 from jpaged.runtime.kv_cache import PoolSpec
@@ -228,7 +229,7 @@ def test_the_pools_are_as_planned(windows: tuple[int | None, ...]) -> None:
     where = Placement(mesh=None, axis=None, device=jax.devices()[0])
     settings = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
     settings = settings.resolve(model)
-    params = dict(make_params(0, model))
+    params = bind(model, make_params(0, model))
     plan = footprint.plan_pool(model, settings, where, params)
     runner = Runner(model, dataclasses.replace(settings, num_blocks=plan.num_blocks), where, params)
     runner.allocate(full=True)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jpaged.engine.shapes import DecodeShape, PrefillShape, SampleShape, Shape
 from jpaged.models.config import ModelConfig
+from jpaged.models.forward import bind
 from jpaged.models.params import param_shapes, param_specs
 from jpaged.models.served import served_config
 from jpaged.runtime.mesh import Placement
@@ -40,7 +41,7 @@ def make_runner(devices: int, model: ModelConfig = MODEL, replicas: int = 1) -> 
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     settings = engine(num_blocks=BLOCKS).resolve(model)
-    return Runner(model, settings, where, treedef.unflatten(form))
+    return Runner(model, settings, where, bind(served, treedef.unflatten(form)))
 
 
 def hlo(runner: Runner, bucket: Shape = DECODE) -> str:

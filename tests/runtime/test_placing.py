@@ -20,7 +20,7 @@ from jpaged.models.weight import Weight
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.placing import Placer
 from jpaged.runtime.weights import ServingWeights
-from tests.tiny import compiles, config, engine, make_params
+from tests.tiny import by_name, compiles, config, engine, make_params
 
 DEVICES = np.array(jax.devices())
 TRAINER = Mesh(DEVICES.reshape(4, 2), ("fsdp", "tp"))
@@ -69,12 +69,12 @@ def test_no_leaf_passes_through_the_host(where: Placement) -> None:
     weights = ServingWeights(where, None)
     with jax.transfer_guard_device_to_host("disallow"):
         assert weights.update(params)
-        jax.block_until_ready(weights.tree(params))
+        jax.block_until_ready(weights.modules(params))
     assert not any(keeps_a_host_copy(leaf) for leaf in jax.tree.leaves(params))
     assert weights.moved_bytes > 0 and weights.moved_seconds > 0
     table = param_table(MODEL)
     served = param_table(served_config(MODEL, where.axis_size))
-    for name, x in flat_tree(weights.tree(params)).items():
+    for name, x in by_name(served_config(MODEL, where.axis_size), weights.modules(params)).items():
         change = Weight(spec=table[name], source=x, served=served[name]).change
         np.testing.assert_array_equal(x, change(flat_tree(expected)[name]), err_msg=name)
         assert x.sharding.device_set == devices_of(where)
@@ -138,7 +138,10 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
     first, second = trained(0), trained(1)
     llm = jpaged.LLM(first, **vars(engine(num_blocks=16)))
     assert llm.stats()["weight_bytes_moved"] > 0 and llm.stats()["weight_move_s"] > 0
-    made = [weakref.ref(x) for x in llm.session.weights._derived if x is not None]
+    bound = llm.session.weights._bound
+    assert bound is not None
+    made = [weakref.ref(x) for x in bound[0] if not isinstance(x, int)]
+    del bound
     prepare, seen = ServingWeights._prepare, []
 
     def fail(self: ServingWeights, *args: Any) -> Any:
@@ -152,8 +155,9 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
         llm.update_params(second)
     assert made and all(seen[0]), "gone before the next were made"
     assert llm.weight_version == 1
-    served = llm.session.runner.params["norm"]["scale"]
-    np.testing.assert_array_equal(served, first["norm"]["scale"])
+    served = llm.session.runner.params
+    assert served is not None
+    np.testing.assert_array_equal(served.norm.scale, first["norm"]["scale"])
     llm.update_params(second)
     assert llm.weight_version == 2
 

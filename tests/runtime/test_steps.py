@@ -16,6 +16,7 @@ from jpaged.engine.layout import input_sections, output_sections
 from jpaged.engine.packing import Batch, unpack
 from jpaged.engine.shapes import DecodeShape, DraftShape, PrefillShape, SampleShape, Shape
 from jpaged.models.config import ModelConfig
+from jpaged.models.forward import bind
 from jpaged.runtime import choices, paged_kv, steps
 from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.compiled_steps import CompiledSteps
@@ -53,7 +54,7 @@ def make_steps(
 ) -> CompiledSteps:
     """Steps over a pool of so many blocks for each group of the model's layers."""
     settings = engine(num_blocks=num_blocks[0], mixed=mixed).resolve(model)
-    params = dict(make_params(0, model, dtype))
+    params = bind(model, make_params(0, model, dtype))
     choices = choose(model, settings, ONE_DEVICE, dtype)
     specs = pool_specs(model, settings, ONE_DEVICE, choices.attention, num_blocks[0])
     pools = (
@@ -113,8 +114,8 @@ def test_the_pools_are_updated_in_place(name: str, model: ModelConfig, mixed: bo
 def test_those_of_a_draft_model_too(name: str) -> None:
     settings = engine(num_blocks=MANY[0], speculative={"method": "draft"}).resolve(CONFIG)
     smaller = config(num_layers=1, hidden_size=16)
-    trees = [dict(make_params(0, model)) for model in (CONFIG, smaller)]
-    runner = Runner(CONFIG, settings, ONE_DEVICE, trees[0], (smaller, trees[1]))
+    target, draft = (bind(model, make_params(0, model)) for model in (CONFIG, smaller))
+    runner = Runner(CONFIG, settings, ONE_DEVICE, target, (smaller, draft))
     bucket = dataclasses.replace(BUCKETS[name], tables=2)
     copies, is_small = in_place(runner.steps.lower(bucket).compile(), runner.pools)
     assert copies == [] and is_small and len(runner.pools) == 2

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jpaged
 from jpaged import ConfigError, Params, SamplingParams
 from jpaged.models.decoder import Decoder
+from jpaged.models.forward import bind
 from jpaged.models.quantized import quantized
+from jpaged.runtime import weights as runtime_weights
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.weights import ServingWeights, as_params, placement
 from tests.tiny import CONFIG, ENGINE, config, engine, make_params, make_prompts
@@ -154,7 +157,9 @@ def test_same_objects_are_the_same_version() -> None:
         "the leaves count, not the tree around them"
     )
     assert weights.version == 1
-    assert same_objects(weights.tree(params), params), "what fits is served as it is"
+    assert same_objects(weights.modules(params), bind(params.config, params)), (
+        "what fits is served as it is"
+    )
     assert weights.update(jax.tree.map(jnp.copy, params)) and weights.version == 2
     assert weights.update(params), "and back: only the last version is known"
 
@@ -203,7 +208,7 @@ def test_numpy_is_always_new() -> None:
         assert weights.update(params) and weights.version == version
     params["norm"]["scale"][:] = 5.0  # arrays that change in place are why
     weights.update(params)
-    assert np.asarray(weights.tree(params)["norm"]["scale"]).max() == 5.0
+    assert np.asarray(weights.modules(params).norm.scale).max() == 5.0
 
 
 def test_dead_leaves_are_new() -> None:
@@ -239,6 +244,44 @@ def test_a_quantised_weight_is_whole() -> None:
         as_params(tree, CONFIG)
 
 
+# The check of a tree
+
+
+def test_a_tree_is_checked_once_for_leaves_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights are taken as they are, without another look at names and shapes; whatever
+    differs in form is looked at.
+    """
+    looks = []
+    check = runtime_weights._checked
+    monkeypatch.setattr(runtime_weights, "_FITTING", OrderedDict())
+    monkeypatch.setattr(runtime_weights, "_checked", lambda *args: looks.append(1) or check(*args))
+    first, second = make_params(0), make_params(1)
+    for params in (first, second, first):
+        own = as_params(params, CONFIG)
+        assert same_objects(own, params) and own is not params and own.source == params.source
+    assert len(looks) == 1
+    assert same_objects(as_params(jax.device_get(first)), as_params(jax.device_get(first))) is False
+    assert len(looks) == 2, "numpy arrays are another form"
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), first)
+    as_params(half), as_params(dict(first), CONFIG)
+    assert len(looks) == 4, "another dtype, and a tree that is no Params"
+
+    misshapen = as_params(first)
+    misshapen["norm"]["scale"] = jnp.zeros(3)
+    assert first["norm"]["scale"].shape != (3,), "the caller's dicts are not shared"
+    with pytest.raises(ConfigError, match=r"\['scale'\] is of shape \(3,\)"):
+        as_params(misshapen)
+    wrong = jax.tree.map(lambda x: x.astype(jnp.int32), first)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="floating point"):
+            as_params(wrong)
+    with pytest.raises(ConfigError, match="tracer"):
+        jax.jit(lambda params: as_params(params)["norm"]["scale"])(first)
+    second["norm"]["scale"].delete()
+    with pytest.raises(ConfigError, match=r"\['norm'\]\['scale'\].*deleted"):
+        as_params(second)
+
+
 # Casts
 
 
@@ -246,13 +289,11 @@ def test_a_cast_happens_once_a_version() -> None:
     params = make_params()
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    served = weights.tree(params)
+    served = weights.modules(params)
     assert {str(leaf.dtype) for leaf in leaves(served)} == {"bfloat16"}
     weights.update(params)
-    assert same_objects(weights.tree(params), served)
-    np.testing.assert_array_equal(
-        served["norm"]["scale"], params["norm"]["scale"].astype(jnp.bfloat16)
-    )
+    assert same_objects(weights.modules(params), served)
+    np.testing.assert_array_equal(served.norm.scale, params["norm"]["scale"].astype(jnp.bfloat16))
 
 
 def test_a_cast_leaves_alone_what_has_the_dtype() -> None:
@@ -261,16 +302,16 @@ def test_a_cast_leaves_alone_what_has_the_dtype() -> None:
     params = Params(tree, CONFIG)
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    served = weights.tree(params)
-    assert served["embed"]["weight"] is params["embed"]["weight"]
-    assert served["norm"]["scale"].dtype == jnp.bfloat16
+    served = weights.modules(params)
+    assert served.embed.weight is params["embed"]["weight"]
+    assert served.norm.scale.dtype == jnp.bfloat16
 
 
 def test_numpy_is_cast_on_the_host() -> None:
     params = jax.device_get(make_params())
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    assert {str(leaf.dtype) for leaf in leaves(weights.tree(params))} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in leaves(weights.modules(params))} == {"bfloat16"}
 
 
 def cast_some(params: Params, pick: Any, dtype: Any) -> Params:
@@ -296,7 +337,7 @@ def test_dtypes_that_cannot_be_served() -> None:
     assert weights.version == 1 and not weights.update(mixed), "what was refused changed nothing"
     one = ServingWeights(ONE_DEVICE, "float16")
     one.update(mixed)
-    assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.tree(params))} == {
+    assert one.update(params) and {str(leaf.dtype) for leaf in leaves(one.modules(params))} == {
         "float16"
     }
 
@@ -308,7 +349,7 @@ def test_sinks_are_no_linear_weight() -> None:
     mixed = cast_some(params, lambda name: "sinks" in name, jnp.float32)
     assert mixed["layers"]["0"]["attention"]["sinks"].ndim == 2
     weights = ServingWeights(ONE_DEVICE, None)
-    assert weights.update(mixed) and same_objects(weights.tree(mixed), mixed)
+    assert weights.update(mixed) and same_objects(weights.modules(mixed), bind(mixed.config, mixed))
 
 
 def test_the_last_copies_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +357,7 @@ def test_the_last_copies_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyP
     params, other = make_params(), make_params(1)
     weights = ServingWeights(ONE_DEVICE, "bfloat16")
     weights.update(params)
-    alive = [weakref.ref(leaf) for leaf in leaves(weights.tree(params))]
+    alive = [weakref.ref(leaf) for leaf in leaves(weights.modules(params))]
     prepare = ServingWeights._prepare
 
     def checked(self: ServingWeights, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 import jpaged
 from jpaged import LLM, ConfigError, RequestError, SamplingParams
-from jpaged.engine import decode
+from jpaged.engine import scheduler
 from jpaged.structured import grammars, spec
 from tests.batch_engine import load_script
 from tests.byte_tokenizer import END, EOS, make_tokenizer, params
@@ -327,7 +327,7 @@ def test_what_is_certain_is_taken_side_by_side(llm: LLM, monkeypatch: pytest.Mon
     before = llm.stats()["dispatches"]
     found = run(llm, sampling)
     between = llm.stats()["dispatches"]
-    monkeypatch.setattr(decode, "LEAST_RUN", 0)
+    monkeypatch.setattr(scheduler, "LEAST_RUN", 0)
     for one, other in zip(found, run(llm, sampling), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)
@@ -340,7 +340,7 @@ def test_what_is_certain_is_taken_side_by_side(llm: LLM, monkeypatch: pytest.Mon
 @pytest.mark.middle
 def test_guesses_are_under_their_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a form that guess, of their own text or by a model, get what they get without."""
-    monkeypatch.setattr(decode, "LEAST_RUN", 0)  # nothing is taken for certain
+    monkeypatch.setattr(scheduler, "LEAST_RUN", 0)  # nothing is taken for certain
     shown = '{"kind":"bb","ok":true} {"kind":"a","ok":false} '
     prompts = [f"{shown}{i}" for i in range(4)]
     asked = [ask(JSON, i, logprobs_mode="processed", min_tokens=3 * i) for i in range(3)]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jpaged.models.layers.linear import StepContext
-from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.param_spec import Parameter
 from jpaged.models.quantized import QuantizedWeight
 
@@ -16,17 +15,17 @@ from jpaged.models.quantized import QuantizedWeight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """weight: [V, E]; over a mesh each device holds an equal share of the vocabulary. adapters:
-    what tokens add to their embeddings, or None.
+    """weight: [V, E]; over a mesh each device holds an equal share of the vocabulary. name: under
+    which a step may have adapters for it.
     """
 
     weight: Array | QuantizedWeight
-    adapters: AdapterTable | None = None
+    name: str = dataclasses.field(default="embed.weight", metadata={"static": True})
 
     @classmethod
     def of(cls, weight: Parameter) -> Self:
         """The embedding of a parameter."""
-        return cls(weight=weight.value, adapters=AdapterTable.of(weight))
+        return cls(weight=weight.value, name=weight.spec.short_name)
 
     def __call__(self, tokens: Array, step: StepContext) -> Array:
         """[..., E] of int tokens [...]."""
@@ -40,10 +39,11 @@ class Embedding:
         return jax.lax.psum(self._adapted(x, at, step), axis)
 
     def _adapted(self, x: Array, at: Array, step: StepContext) -> Array:
-        """x with its adapters, added in f32 and rounded once."""
-        if self.adapters is None or step.slot_T is None:
+        """x with the adapters of its rows, added in f32 and rounded once."""
+        rows = step.low_rank(self.name)
+        if rows is None:
             return x
-        rows, y = self.adapters.rows(step.slot_T), x.astype(jnp.float32)
+        y = x.astype(jnp.float32)
         return rows.added_of_index(y, at, step.products, step.count(x)).astype(x.dtype)
 
     def _rows(self, at: Array) -> Array:

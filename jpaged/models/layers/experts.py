@@ -11,7 +11,6 @@ from jax import Array
 from jpaged.checks import at_least
 from jpaged.errors import ConfigError
 from jpaged.models.layers.linear import Linear, Products, StepContext
-from jpaged.models.layers.low_rank import AdapterTable
 from jpaged.models.layers.mlp import MLP, Activation, gated
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec, Part, share
@@ -119,10 +118,8 @@ class ExpertsConfig:
             router=Linear.of(weights["mlp.router"], weights.get("mlp.router_bias")),
             gate_up=gate_up.value,
             gate_up_bias=values.get("mlp.experts.gate_up_bias"),
-            gate_up_adapters=AdapterTable.of(gate_up),
             down=down.value,
             down_bias=values.get("mlp.experts.down_bias"),
-            down_adapters=AdapterTable.of(down),
             shared=shared,
             shared_gate=Linear.of(weights["mlp.shared_gate"]) if shared is not None else None,
             config=self,
@@ -135,18 +132,16 @@ class Experts:
     """Each token through the few experts that its router scores highest (arXiv:1701.06538), and
     through one that is shared (arXiv:2401.06066), where there is one.
 
-    gate_up: [X, 2, I, E], its bias [X, 2, I] or None. down: [X, E, I], its bias [X, E] or None. The
-    adapters of both, shared and shared_gate: or None. config: the width of an expert is that on all
-    devices together.
+    gate_up: [X, 2, I, E], its bias [X, 2, I] or None. down: [X, E, I], its bias [X, E] or None.
+    shared and shared_gate are None where no expert is shared. config: the width of an expert is
+    that on all devices together.
     """
 
     router: Linear
     gate_up: Array | QuantizedWeight
     gate_up_bias: Array | None
-    gate_up_adapters: AdapterTable | None
     down: Array | QuantizedWeight
     down_bias: Array | None
-    down_adapters: AdapterTable | None
     shared: MLP | None
     shared_gate: Linear | None
     config: ExpertsConfig = dataclasses.field(metadata={"static": True})
@@ -186,11 +181,9 @@ class Experts:
 
     def _weights(self, step: StepContext) -> ExpertWeights:
         """The experts' weights, with the adapters of the step's rows."""
-        adapters, slot_T = (self.gate_up_adapters, self.down_adapters), step.slot_T
-        rows = None
-        if slot_T is not None and adapters != (None, None):
-            up, down = (None if table is None else table.expert_rows(slot_T) for table in adapters)
-            rows = (up, down)
+        up = step.expert_low_rank("mlp.experts.gate_up")
+        down = step.expert_low_rank("mlp.experts.down")
+        rows = None if up is None and down is None else (up, down)
         return ExpertWeights(
             gate_up=self.gate_up, gate_up_bias=self.gate_up_bias, down=self.down, adapters=rows
         )

@@ -18,6 +18,7 @@ from jpaged.models.layers.norm import PLAIN_NORM, NormConfig, RMSNorm
 from jpaged.models.layers.rope import RopeConfig, Rotary
 from jpaged.models.layers.scratch import Scratch, StepSizes
 from jpaged.models.param_spec import Parameters, ParamSpec
+from jpaged.models.quantized import is_quantized
 from jpaged.models.record import Record
 
 
@@ -170,6 +171,11 @@ class Layer:
     mixer: Attention | None
     around_ffn: Residual
     ffn: MLP | Experts | None
+
+    @property
+    def experts_are_plain(self) -> bool:
+        """Whether the weights of its experts are arrays; True without experts."""
+        return not (isinstance(self.ffn, Experts) and is_quantized(self.ffn.gate_up))
 
     @property
     def rope(self) -> RopeConfig | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jpaged.models.layers.low_rank import AdapterTable, Adder
+from jpaged.models.layers.low_rank import AdapterTable, Adder, ExpertLowRank, LowRank
 from jpaged.models.param_spec import MeshAxis, Parameter
 from jpaged.models.quantized import QuantizedWeight
 from kernels_pallas.experts.interface import ExpertWeights, Glu
@@ -65,22 +66,48 @@ class StepContext:
 
     num_rows: int32 scalar, how many rows of x [T, E] are real before the padding; None is all.
     slot_T: int32, the slot of each row's adapter, past the last slot where it has none; None where
-    no row has any. max_len: tokens that a sequence may have; None is as many as are at hand.
-    products: a module that multiplies where it supports the shapes; None is XLA alone, and can be
-    differentiated. experts: a module that multiplies by the experts of a mixture; None computes all
-    of them, and can be differentiated. tensor_axis: the mesh axis (or axes) of axis_size devices
-    that hold shares of the weights, inside shard_map; None where each holds all. in_fp8: XLA has
-    tensor cores for products of fp8 by fp8.
+    no row has any. adapters: the tables of weights that have adapters, by the names of the weights:
+    in a layer those within the layer. max_len: tokens that a sequence may have; None is as many as
+    are at hand. products: a module that multiplies where it supports the shapes; None is XLA alone,
+    and can be differentiated. experts: a module that multiplies by the experts of a mixture; None
+    computes all of them, and can be differentiated. tensor_axis: the mesh axis (or axes) of
+    axis_size devices that hold shares of the weights, inside shard_map; None where each holds all.
+    in_fp8: XLA has tensor cores for products of fp8 by fp8.
     """
 
     num_rows: Array | None = None
     slot_T: Array | None = None
+    adapters: Mapping[str, AdapterTable] | None = None
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     products: Products | None = dataclasses.field(default=None, metadata={"static": True})
     experts: ExpertProducts | None = dataclasses.field(default=None, metadata={"static": True})
     tensor_axis: MeshAxis | None = dataclasses.field(default=None, metadata={"static": True})
     axis_size: int = dataclasses.field(default=1, metadata={"static": True})
     in_fp8: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def in_layer(self, index: int) -> Self:
+        """Return the same with the adapters of one layer."""
+        if self.adapters is None:
+            return self
+        prefix = f"layers.{index}."
+        tables = {
+            name.removeprefix(prefix): table
+            for name, table in self.adapters.items()
+            if name.startswith(prefix)
+        }
+        return dataclasses.replace(self, adapters=tables)
+
+    def low_rank(self, name: str) -> LowRank | None:
+        """Return what the rows' adapters have for a weight; None where no row has any for it."""
+        if self.adapters is None or self.slot_T is None or name not in self.adapters:
+            return None
+        return self.adapters[name].rows(self.slot_T)
+
+    def expert_low_rank(self, name: str) -> ExpertLowRank | None:
+        """Return the same for the weight of experts."""
+        if self.adapters is None or self.slot_T is None or name not in self.adapters:
+            return None
+        return self.adapters[name].expert_rows(self.slot_T)
 
     def count(self, x: Array) -> Any:
         """How many rows of x are real."""
@@ -104,14 +131,14 @@ class StepContext:
 class Linear:
     """x [..., inputs] to [..., *outputs]: weight [*outputs, *inputs], bias [*outputs] or None.
 
-    split: the size of the axis of the inputs that a mesh splits where it divides, so that the
-    devices' partial results are summed; None: no mesh does. adapters: what rows of x add to the
-    product, or None.
+    weight: None in a head that is tied to the embedding, which lends its own. name: under which a
+    step may have adapters for it. split: the size of the axis of the inputs that a mesh splits
+    where it divides, so that the devices' partial results are summed; None: no mesh does.
     """
 
-    weight: Array | QuantizedWeight
+    weight: Array | QuantizedWeight | None
     bias: Array | None = None
-    adapters: AdapterTable | None = None
+    name: str = dataclasses.field(default="", metadata={"static": True})
     num_outputs: int = dataclasses.field(default=1, metadata={"static": True})
     split: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -123,7 +150,7 @@ class Linear:
         return cls(
             weight=weight.value,
             bias=None if bias is None else bias.value,
-            adapters=AdapterTable.of(weight),
+            name=spec.short_name,
             num_outputs=len(outputs),
             split=spec.shape_of(spec.split)[0] if spec.split in inputs else None,
         )
@@ -139,12 +166,11 @@ class Linear:
         """Accumulated in f32 and rounded once, at the end, to dtype (None is x's). is_partial: what
         devices have is not summed here, but by the caller.
         """
+        assert self.weight is not None, "a tied head is lent the embedding's"
         dtype = x.dtype if dtype is None else dtype
         outputs = self.weight.shape[: self.num_outputs]
         sum_over = None if is_partial else step.axis_over(self.split)
-        adapters = None
-        if self.adapters is not None and step.slot_T is not None:
-            adapters = self.adapters.rows(step.slot_T)
+        adapters = step.low_rank(self.name)
         is_last = self.bias is None and sum_over is None and adapters is None
         wanted = dtype if is_last else jnp.float32
         if isinstance(self.weight, QuantizedWeight):

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jpaged.models.param_spec import Parameter
-
 Product = Callable[[Array, Array, Any], Array]  # x [T, E], weight [N, E], dtype -> [T, N]
 
 PASSES = 3  # over the pair of a row that is copied: read, written, read again
@@ -44,19 +42,12 @@ class AdapterTable:
     b: tuple[Array, ...]
     joined: int = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def of(cls, weight: Parameter) -> "AdapterTable | None":
-        """The table of a weight; None where it has none."""
-        if weight.adapters is None:
-            return None
-        return cls(**weight.adapters, joined=weight.spec.concat_axis)
-
     def rows(self, slot_T: Array) -> "LowRank":
-        """What rows whose adapters are in these slots take."""
+        """Return what rows whose adapters are in these slots add."""
         return LowRank(a=self.a, b=self.b, slot_T=slot_T, joined=self.joined)
 
     def expert_rows(self, slot_T: Array) -> "ExpertLowRank":
-        """The same of the weights of experts."""
+        """Return the same for the weights of experts."""
         return ExpertLowRank(a=self.a, b=self.b, slot_T=slot_T, joined=self.joined)
 
 

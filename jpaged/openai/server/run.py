@@ -1,10 +1,10 @@
-"""Serve a model over HTTP, as OpenAI's API: jpaged serve MODEL.
+"""The command line of a server: jpaged serve MODEL.
 
     jpaged serve Qwen/Qwen3-0.6B --port 8000        # also: python -m jpaged.openai MODEL
     JPAGED_API_KEY=... jpaged serve path/to/folder --host 0.0.0.0 --max-num-seqs 64
 
-SIGTERM or SIGINT stops the server when its running requests have ended, at most --drain-s seconds
-later; a second signal stops it at once. Routes, limits and metrics: docs/server.md.
+SIGTERM and SIGINT stop it once the requests that run have ended, at most --drain-s seconds later; a
+second one stops it at once. Routes, limits and metrics: docs/server.md.
 """
 
 import argparse
@@ -21,9 +21,8 @@ import uvicorn
 
 from jpaged.adapter_flag import loaded
 from jpaged.async_llm import AsyncLLM
-from jpaged.command_line import Parser
 from jpaged.errors import CheckpointError, ConfigError
-from jpaged.flags import add_engine_groups, add_flags, engine_settings, given_settings
+from jpaged.flags import Parser, add_engine_groups, add_flags, engine_settings, given_settings
 from jpaged.llm import LLM
 from jpaged.openai.server.app import Server
 from jpaged.openai.server.settings import ServerSettings
@@ -38,12 +37,12 @@ class Listener(uvicorn.Server):
 
     def __init__(self, server: Server, host: str, port: int, *, quiet: bool = False):
         settings = server.settings
-        protocol = type("OwnConnection", (Connection,), {"settings": settings})
+        own = type("OwnConnection", (Connection,), {"settings": settings})
         config = uvicorn.Config(
             server.app,
             host=host,
             port=port,
-            http=protocol,
+            http=own,
             ws="none",
             lifespan="on",
             log_level="warning",
@@ -69,8 +68,8 @@ class Listener(uvicorn.Server):
             raise ConfigError(cannot_listen(self.config.host, self.config.port, e)) from e
         if self.started and self._said is not None:
             host = self.config.host
-            address = f"[{host}]" if ":" in host else host
-            print(f"jpaged serves {self._said} at http://{address}:{self.port}", flush=True)
+            where = f"[{host}]" if ":" in host else host
+            print(f"jpaged serves {self._said} at http://{where}:{self.port}", flush=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit, self.should_exit = self.should_exit, True
@@ -80,29 +79,28 @@ class Listener(uvicorn.Server):
 
 
 def make_parser() -> Parser:
-    """Return the parser of every flag, in groups."""
-    flags = "[--host ADDRESS] [--port N] [--api-key KEY]"
-    parser = Parser("jpaged serve", __doc__, flags=flags)
+    """Return the parser of `jpaged serve`."""
+    parser = Parser(prog="jpaged serve", description=__doc__)
     what = "checkpoint folder, or OWNER/NAME of the Hub (default: the embedded demo model)"
     parser.add_argument("model", help=what, nargs="?")
-    add = parser.add_argument_group("address and keys").add_argument
-    address = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
-    add("--host", help=address, default="127.0.0.1")
-    add("--port", help="0 picks a free port (default: 8000)", type=_port, default=8000)
-    keys = f"key that a request must carry; may be repeated (default: {KEY_VARIABLE}, else none)"
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    where = "address to listen on; 0.0.0.0 is every one of this machine (default: 127.0.0.1)"
+    add("--host", help=where, default="127.0.0.1")
+    add("--port", help="0 is a free one (default: 8000)", type=_port, default=8000)
+    keys = f"that a request must carry; may be given again (default: {KEY_VARIABLE}, else none)"
     add("--api-key", help=keys, action="append", metavar="KEY")
-    hosts = "further names that a request's Host may have if there is no key; * is any"
-    add("--allowed-host", help=f"{hosts} (default: none)", nargs="+", metavar="HOST", default=[])
-    add = parser.add_argument_group("model").add_argument
-    names = "names that requests may ask for; answers have the first (default: the model's own)"
+    names = "that requests may ask for, the first in answers (default: the model's own)"
     add("--served-model-name", help=names, nargs="+", metavar="NAME")
-    lora = "folders of PEFT adapters, for requests whose model is NAME (default: none)"
+    lora = "adapters as PEFT writes them, for requests whose model is NAME (default: none)"
     add("--adapter", help=lora, nargs="+", metavar="NAME=FOLDER")
-    seed = "seed for requests that have none, combined with a count of them (default: 0)"
+    hosts = "that a request's Host may be where there is no key, beside this machine's; * is any"
+    add("--allowed-host", help=hosts, nargs="+", metavar="HOST", default=[])
+    seed = "of requests without one, which are counted into it (default: 0)"
     add("--seed", help=seed, type=int, default=0)
-    early = "compile every shape of a step before listening (default: off)"
+    early = "compile every shape of a step before it listens (default: off)"
     add("--warmup", help=early, action=argparse.BooleanOptionalAction, default=False)
-    add_flags(parser.add_argument_group("requests: limits and forms"), ServerSettings)
+    add_flags(parser.add_argument_group("limits and behaviour"), ServerSettings)
     add_engine_groups(parser)
     return parser
 
@@ -130,14 +128,11 @@ def take_address(host: str, port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as stack:
         try:
             passive = socket.AI_PASSIVE
-            addresses = socket.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=passive
-            )
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=passive)
             if port == 0:
-                del addresses[1:]  # a free port of each address would be another one
+                del found[1:]  # a free port of each address would be another one
             sockets = [
-                stack.enter_context(_bound(*which))
-                for which in dict.fromkeys(map(_address, addresses))
+                stack.enter_context(_bound(*which)) for which in dict.fromkeys(map(_address, found))
             ]
         except OSError as e:
             raise ConfigError(cannot_listen(host, port, e)) from e
@@ -166,8 +161,8 @@ def _bound(family: int, address: Any) -> socket.socket:
 
 def make_server(args: argparse.Namespace) -> Server:
     """Load the model. Raises ConfigError and CheckpointError."""
-    key = os.environ.get(KEY_VARIABLE)
-    keys = args.api_key or ([key] if key else [])
+    given = os.environ.get(KEY_VARIABLE)
+    keys = args.api_key or ([given] if given else [])
     settings = ServerSettings(
         models=tuple(args.served_model_name or [name_of(args.model)]),
         api_keys=tuple(keys),

@@ -6,6 +6,7 @@ import pytest
 
 from jpaged.engine.cache.block_manager import BlockManager
 from jpaged.engine.cache.blocks import GONE, GroupSize
+from jpaged.engine.commit import commit
 from jpaged.engine.integrity import check_blocks
 from jpaged.engine.plan import Plan, StepResult
 from jpaged.engine.scheduler import Scheduler, schedule
@@ -198,7 +199,7 @@ def decoding(
     scheduler.queues.add(seq)
     while len(seq) < num_tokens + 2:
         (plan,) = schedule([scheduler])
-        scheduler.commit(plan, drawn(plan))
+        commit(scheduler.queues, plan, drawn(plan))
     return scheduler, seq
 
 
