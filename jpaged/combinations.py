@@ -118,8 +118,9 @@ PAGE = """# What goes with what
 
 Settings that are not named together here go together. A combination that breaks a rule is refused
 before anything runs: the error names the values and what to change, and its attribute `rule` is the
-name in the first column. `tests/test_combinations.py` tries all pairs of settings on a small model:
-a pair either serves the tokens of the plain engine or is refused by one of these rules.
+name in the first column. `tests/test_combinations.py` builds all pairs of settings on a tiny model:
+each is accepted, or refused by one of these rules and by nothing else. A slow test there serves the
+pairs that are accepted and compares their tokens with the plain engine's.
 
 This page is printed from `jpaged/combinations.py` by `python scripts/print_combinations.py`.
 

@@ -76,7 +76,7 @@ class Speculative:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Of a flag: a dict of its fields as JSON, or "none"."""
+        """Parse a flag: a dict of the fields as JSON, or "none"."""
         try:
             return None if text == "none" else cls.of(json.loads(text))
         except ValueError as e:
@@ -84,7 +84,7 @@ class Speculative:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Of a dict of its fields."""
+        """Make one of a dict of its fields."""
         if isinstance(value, cls):
             return value
         names = [field.name for field in dataclasses.fields(cls)]

@@ -86,10 +86,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse all arguments; exit where one is unknown, with the flag that was meant."""
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown))
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Exit with one sentence."""

@@ -168,9 +168,8 @@ def prompts_of(args: argparse.Namespace, name: str) -> list[list[int]]:
 
 
 def rounds(args: argparse.Namespace, child: Any, port: int) -> list[tuple[float, dict[str, Any]]]:
-    """Return generate's tokens a second and the figures of the streams, for every round.
-
-    The first round warms up, and a round in which a step was compiled does not count.
+    """Return for each round generate's tokens a second, and what the streams saw. The first warms
+    up, and one in which a step was compiled does not count.
     """
     results, compiles = [], -1
     for number in range(2 * args.rounds + 6):

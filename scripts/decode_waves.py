@@ -93,7 +93,7 @@ def items_of(contexts: list[int], kv_heads: int, head_dim: int, splits: int) -> 
 
 
 def shares(contexts: list[int], kv_heads: int, head_dim: int, card: Card) -> dict[str, float]:
-    """Return shares of the bandwidth, by the names in the module's docstring."""
+    """Return the share of the bandwidth, by what the module's docstring names."""
     places = SMS * resident(head_dim)
     tiles = -(-max(contexts) // TILE)
     fastest = TILE * 4 * head_dim * card.clock / CLOCKS[head_dim]

@@ -89,7 +89,7 @@ def marks(dry: bool) -> Cases:
 
 
 def num_layers(case: Case, dry: bool) -> int:
-    """Return how many layers the pool has: too many for L2, as far as memory allows."""
+    """Return the layers of the pool: so many that they do not fit L2, as memory allows."""
     kv_bytes = 4 * case.K * case.D * sum(case.contexts)
     wanted = max(CALLS, min(64, -(-4 * L2 // kv_bytes)))
     return 1 if dry else max(1, min(wanted, MOST_BYTES // kv_bytes))

@@ -249,9 +249,8 @@ def programs(events: list[Event]) -> dict[tuple[str, str], dict[str, Op]]:
 
 
 def wall_shares(events: list[Event]) -> tuple[list[float], float]:
-    """Return the nanoseconds of the span that fall to every event, and those that fall to none.
-
-    Time in which several events ran at once is split evenly between them.
+    """Divide the span of all events: return the ns that falls to each, evenly split where several
+    ran at once, and the rest.
     """
     shares, edges = [0.0] * len(events), []
     for i, event in enumerate(events):

@@ -34,7 +34,7 @@ def together(llm: LLM, prompts: Prompts, sampling: list[SamplingParams]) -> list
 def by_size(
     size: int, llm: LLM, prompts: Prompts, sampling: list[SamplingParams]
 ) -> list[RequestOutput]:
-    """Generate for `size` requests at a time."""
+    """Run this many requests at a time."""
     starts = range(0, len(prompts), size)
     parts = (together(llm, prompts[i : i + size], sampling[i : i + size]) for i in starts)
     return [output for part in parts for output in part]
@@ -52,7 +52,7 @@ def again(llm: LLM, prompts: Prompts, sampling: list[SamplingParams]) -> list[Re
 
 
 def ways(prompts: Prompts, tokens: int) -> dict[str, tuple[dict[str, Any], Ask]]:
-    """Return the settings of every way, beside those that all share, and how it asks."""
+    """Return for each way its settings, beside the common ones, and how requests are passed."""
     longest = -(-(max(map(len, prompts)) + tokens) // BLOCK)
     crowded = {"num_blocks": 1 + max(longest, len(prompts) * longest // 3)}
     return {

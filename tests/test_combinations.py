@@ -30,7 +30,7 @@ MODEL = config(
     head_dim=32,
     vocab_size=len(TOKENS),
     eos_token_ids=(EOS,),
-    sliding_windows=(9, None),
+    num_layers=1,
     intermediate_size=96,
 )
 PARAMS = make_params(0, MODEL)
@@ -103,13 +103,16 @@ NEEDED: dict[Option, dict[str, Any]] = {
     ("attention", 1): {"dtype": "bfloat16"},
     ("lora", 0): {"max_loras": 2},
 }
-# What compiles for minutes is built in pairs but not served here: whole tables of shapes, eight
-# replicas, a CUDA kernel interpreted.
+# What is built in pairs but not served here. Some compile for minutes (whole tables of shapes,
+# eight replicas, a CUDA kernel interpreted); the others need bfloat16, in which near ties may turn.
 NOT_SERVED: set[Option] = {
     ("strict", 0),
     ("structured_output", 0),
     ("data_parallel_size", 1),
+    ("attention", 1),
     ("attention", 2),
+    ("dtype", 0),
+    ("quantized_activations", 1),
 }
 OPTIONS: list[Option] = [(name, i) for name, values in SETTINGS.items() for i in range(len(values))]
 PROMPTS = [*make_prompts(5, 19, 30), [7, 8, 9, 10] * 5]
@@ -294,8 +297,7 @@ def test_pairs_serve_the_tokens_of_the_plain_engine(number: int) -> None:
     numbers = tuple(option for option in options if option[0] in NUMBERS)
     wanted = plain_tokens(numbers)
     assert [[len(ids) for ids in out] for out in found] == [[len(i) for i in o] for o in wanted]
-    if case.get("dtype") != "bfloat16":  # where equal logits are rounded alike
-        assert found == wanted, case
+    assert found == wanted, case
 
 
 def test_docs_print_the_table() -> None:

@@ -286,8 +286,8 @@ def _scored(
 def _sampling_params(
     default: SamplingParams, settings: dict[str, Any], until: list[str], count: int
 ) -> SamplingParams:
-    """Return the parameters of a request from normalized generation_kwargs. What they leave open
-    comes from `default`, which is generation_config's, as in hf.
+    """SamplingParams of normalized generation_kwargs; what they leave open is the default's,
+    generation_config's as in hf.
     """
     sample = settings.pop("do_sample")
     if unknown := sorted(set(settings) - set(CONTROLS)):

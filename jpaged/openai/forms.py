@@ -98,7 +98,7 @@ class StructuredOutputs(Strict):
 
 
 class FormFields(BaseModel):
-    """Fields that ask for an answer of a given form; a body has at most one of them."""
+    """The fields that name a form; a body has at most one of them."""
 
     structured: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None

@@ -285,10 +285,8 @@ class Matcher:
             self.state.rollback(count)
 
     def scoring(self, index: int, token_ids: Sequence[int], begins: int) -> Self:
-        """Return this matcher at the beginning of a text that is to be scored.
-
-        begins: the position at which the form begins. index: which text it is, for the message.
-        RequestError where the text does not have the form.
+        """Return what masks a text that is scored, whose form begins at a position; RequestError
+        where it is not of that form. index: the text's place, for the message.
         """
         answer = list(token_ids[begins:])
         valid = begins + self.state.validate_tokens(answer)

@@ -109,7 +109,7 @@ class BatchStats:
 
     @property
     def cached_percent(self) -> float:
-        """The share of the prompts' tokens that came from the prefix cache, in percent."""
+        """How many percent of the prompts' tokens the prefix cache had."""
         return 100 * self.tokens_cached / max(self.tokens_in, 1)
 
     @property

@@ -70,5 +70,5 @@ class ServerSettings:
 
     @property
     def max_bodies_bytes(self) -> int:
-        """The most bytes that all bodies being read may hold together."""
+        """The most bytes that all bodies being read may take together."""
         return 16 * self.max_body_bytes

@@ -311,7 +311,7 @@ class Held:
         self._room, self._count = room, 0
 
     def take(self, count: int) -> None:
-        """Reserve that many bytes. ApiError where there is no room for them."""
+        """Reserve this many more bytes; ApiError where there is no room for them."""
         room = self._room
         if room.used + count > room.most:
             raise overloaded("this server is reading too many bodies")
