@@ -105,19 +105,20 @@ def rows_of(case: Case) -> list[Any]:
 
 
 def our_step(
-    name: str, case: Case, layers: int, own: dict[str, Any], *, dry: bool, **how: Any
+    name: str, case: Case, layers: int, setting: dict[str, Any], *, dry: bool, **fields: Any
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A function of its first layer, q, the pool and `rows_of`, and the shapes of these. how:
-    fields of the kernel's Options.
+    """Return a function of its first layer, q, the pool and `rows_of`, and the shapes of these.
+
+    setting: keyword arguments of the kernel. fields: fields of the kernel's Options.
     """
     kernel = importlib.import_module(f"kernels_pallas.paged_attention.{name}")
     function = kernel.prefill if case.queries else kernel.decode
-    options = dataclasses.replace(case.options, num_layers=layers, **how)
+    options = dataclasses.replace(case.options, num_layers=layers, **fields)
 
     def step(first: Any, q: Any, pool: Any, *rest: Any) -> Any:
         for i in range(1 if dry else CALLS):
             layer = jax.lax.rem(first + i, jnp.int32(layers))
-            q = function(q, pool, layer, *rest, options=options, **own)
+            q = function(q, pool, layer, *rest, options=options, **setting)
         return q
 
     rest = rows_of(case)
@@ -158,19 +159,19 @@ def kernels(dry: bool) -> Cases:
     first = cases[:PEER_CASES]
     for case in () if dry else first:
         if case.queries is None:
-            for own in WAYS:
-                ((how, value),) = own.items()
-                wanted.append((f"{case} | {how}={value}", "mosaic_gpu", case, own))
+            for setting in WAYS:
+                ((knob, value),) = setting.items()
+                wanted.append((f"{case} | {knob}={value}", "mosaic_gpu", case, setting))
     wanted += [(f"{case} | triton", "triton", case, {}) for case in first]
     threads = ThreadPoolExecutor(1 if dry else 12)
     timed: Cases = {}
-    for key, name, case, own in wanted:
+    for key, name, case, setting in wanted:
         layers = num_layers(case, dry)
 
         def compiled(
-            name: str = name, case: Case = case, layers: int = layers, own: Any = own
+            name: str = name, case: Case = case, layers: int = layers, setting: Any = setting
         ) -> Any:
-            step, shapes = our_step(name, case, layers, own, dry=dry)
+            step, shapes = our_step(name, case, layers, setting, dry=dry)
             return jax.jit(step).lower(*shapes).compile(), shapes
 
         future = threads.submit(compiled)

@@ -15,12 +15,9 @@ BOUNDS: dict[str, int] = {
     "jpaged": 20,
     "jpaged/checkpoint": 2,
     "jpaged/engine": 21,
-    "jpaged/integrations": 45,
     "jpaged/models": 24,
-    "jpaged/openai": 66,
     "jpaged/request": 10,
     "jpaged/runtime": 60,
-    "scripts": 96,
 }
 
 
