@@ -24,13 +24,8 @@ from jpaged.llm import LLM
 from jpaged.models.config import ModelConfig
 from jpaged.models.lora import Adapter, initial_lora, merged
 from jpaged.models.params import Params
-from jpaged.request.outputs import (
-    CompletionChunk,
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-    to_arrays,
-)
+from jpaged.request.arrays import to_arrays
+from jpaged.request.outputs import CompletionChunk, CompletionOutput, Logprob, RequestOutput
 from jpaged.runtime.footprint import plan_memory
 from jpaged.runtime.memory import Limits, MemoryPlan
 from jpaged.runtime.processes import broadcast

@@ -21,6 +21,7 @@ from jpaged.models.lora import EXTRA, Adapter, Pair, Target, extra_of, pairs_of,
 from jpaged.models.served import served_config
 from jpaged.models.trees import to_tree
 from jpaged.models.weight import Change
+from jpaged.types import PyTree, Report
 
 MOST_SLOTS, LEAST_RANK = 16, 8  # of tables that grow: more adapters take turns
 Leaves = tuple[Any, list[weakref.ref[jax.Array] | None]]  # a tree's form, and its arrays
@@ -37,17 +38,26 @@ class Adapters:
     def __init__(self, model: ModelConfig, devices: int, dtype: Any):
         self.model, self.served = model, served_config(model, devices)
         self.dtype = jnp.dtype(dtype)
-        self.grows = False  # whether a call may ask for larger tables
         self.named: dict[str, AdapterVersion] = {}
         self._versions = itertools.count(1)
         self._known: list[tuple[Leaves, AdapterVersion]] = []
 
-    def remove(self, name: Any) -> None:
+    def add(self, name: object, source: PyTree, config: EngineConfig) -> int:
+        """Take an adapter under a name, in place of the one that had it; return its version.
+        ConfigError where it cannot be served from the tables of this config.
+        """
+        name = check_name(name)
+        made = self.made(source, name)
+        check_fits([made], config)
+        self.named[name] = made
+        return made.version
+
+    def remove(self, name: object) -> None:
         """Forget a name; RequestError where it is unknown."""
-        if self.named.pop(name, None) is None:
+        if not isinstance(name, str) or self.named.pop(name, None) is None:
             raise RequestError(f"adapter {name!r} is unknown")
 
-    def made(self, source: Any, name: str | None = None) -> AdapterVersion:
+    def made(self, source: PyTree, name: str | None = None) -> AdapterVersion:
         """A version of a tree, or of a folder as PEFT writes it."""
         if isinstance(source, str | Path):
             pairs = load_adapter(source, self.model)
@@ -58,7 +68,7 @@ class Adapters:
         rank = max(pair.rank for pair in pairs.values())
         return AdapterVersion(name=name, version=next(self._versions), rank=rank, data=data)
 
-    def of_call(self, sources: list[Any]) -> list[AdapterVersion | None]:
+    def of_call(self, sources: list[PyTree]) -> list[AdapterVersion | None]:
         """The version of each tree, folder or None; equal objects are read once."""
         kept, self._known = self._known, []
         found: dict[int, AdapterVersion] = {}
@@ -70,7 +80,7 @@ class Adapters:
                 self._known.append((leaves, made))
         return [None if source is None else found[id(source)] for source in sources]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """The version that each name has."""
         named = self.named.copy()  # at once: other threads add to it
         return {"adapters": {name: adapter.version for name, adapter in named.items()}}
@@ -80,7 +90,7 @@ class Adapters:
         outputs, _, inputs = target.part.axes.partition(",")
         change = Change.of(target.spec, served.spec, self.dtype)
 
-        def changed(x: Any, axes: list[str]) -> Any:
+        def changed(x: PyTree, axes: list[str]) -> np.ndarray:
             repeats = change.repeats if "K" in axes else 1
             rows = change.rows if "V" in axes else 0
             own = dataclasses.replace(change, axes=tuple(axes), repeats=repeats, rows=rows)
@@ -108,7 +118,7 @@ def check_fits(adapters: Iterable[AdapterVersion], config: EngineConfig) -> None
         check_combination(Facts(config=config, adapter_rank=adapter.rank, adapter_changes=changes))
 
 
-def _leaves(source: Any) -> Leaves:
+def _leaves(source: PyTree) -> Leaves:
     """A folder is read anew each time."""
     if isinstance(source, str | Path):
         return object(), []
@@ -125,7 +135,7 @@ def _is_same(one: Leaves, other: Leaves) -> bool:
     return all(a is not None and b is not None and a() is b() and a() is not None for a, b in pairs)
 
 
-def check_name(name: Any) -> str:
+def check_name(name: object) -> str:
     """The name of an adapter, a printable str; ConfigError for anything else."""
     if not isinstance(name, str) or not name or not name.isprintable():
         raise ConfigError(f"adapter name {name!r}: must be a non-empty str of printable characters")

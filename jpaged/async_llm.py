@@ -5,22 +5,23 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self, Unpack
 
 import jax
 from jax.sharding import Mesh
 
-from jpaged.calls import SamplingParamsLike
 from jpaged.config import EngineConfig
+from jpaged.engine.keys import fold_in
 from jpaged.engine.origin import Origin
 from jpaged.engine_fields import EngineFields
 from jpaged.engine_thread import Coming, EngineThread, Inbox, Job
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
-from jpaged.request.chat import Chat
-from jpaged.request.collect import LiveCompletions
-from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.inputs import Chat, PromptLike, SamplingParamsLike, match_sampling_params
+from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput
 from jpaged.sampling_params import SamplingParams
+from jpaged.types import Messages, ModelLike, PyTree, Report, Tokenizer
 
 PROMPT_THREADS = 4  # that render and tokenize; the tokenizer lets go of Python's lock meanwhile
 
@@ -36,10 +37,10 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: Any,
+        model: ModelLike | PyTree | LLM,
         *,
-        params: Any = None,
-        tokenizer: Any = None,
+        params: PyTree = None,
+        tokenizer: Tokenizer | None = None,
         mesh: Mesh | None = None,
         seed: int | jax.Array | None = None,
         **engine_config: Unpack[EngineFields],
@@ -62,11 +63,11 @@ class AsyncLLM:
             # Once before the threads: the first call may change settings of the tokenizer.
             llm.tokenizer.encode("a")
         self._prompts = ThreadPoolExecutor(PROMPT_THREADS, "jpaged-prompts")
-        self._thread = EngineThread(llm.calls)
+        self._thread = EngineThread(llm.session)
         self._thread.start()
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[CompletionChunk]:
         """The completions of one prompt in pieces, in any form that LLM.generate takes. They add up
         to generate's with the same seed. Raises the request's error.
@@ -80,7 +81,7 @@ class AsyncLLM:
                     yield item
 
     async def complete(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
         """The completions of one prompt once they have ended. Raises the request's error."""
         async with self.run([prompt], sampling_params) as inbox:
@@ -88,10 +89,10 @@ class AsyncLLM:
 
     def chat(
         self,
-        messages: List[Any],
+        messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> AsyncIterator[CompletionChunk]:
         """Answer one conversation, a list of {"role", "content"}, in pieces. sampling_params None
         generates up to the end of the context.
@@ -102,7 +103,7 @@ class AsyncLLM:
     @contextlib.asynccontextmanager
     async def run(
         self,
-        prompts: list[Any],
+        prompts: List[PromptLike],
         sampling_params: SamplingParamsLike,
         *,
         streaming: bool = False,
@@ -111,18 +112,19 @@ class AsyncLLM:
     ) -> AsyncIterator[Inbox]:
         """Run a request of each prompt inside the block, as one call of LLM.generate; yields what
         they answer to. Each comes to its output, or to an error; streaming: its pieces come first.
-        coming: what `expect` gave when they were first heard of. origin: who asks, by which they
+        coming: what `expect` returned before they were made. origin: who asks, by which they
         take turns with others; None takes its turns with all who name none.
         """
         self._thread.check()
-        calls, loop = self._llm.calls, asyncio.get_running_loop()
-        key = self._llm.keys.next()
-        makes = calls.completions(prompts, sampling_params, key, streaming=streaming, origin=origin)
+        session, loop = self._llm.session, asyncio.get_running_loop()
+        key, asked = self._llm.keys.next(), match_sampling_params(sampling_params, len(prompts))
+        build = partial(session.request, streaming=streaming, origin=origin)
         jobs: list[Job] = []
         inbox = Inbox()
         with contextlib.closing(coming or self.expect()) as coming:
-            for index, make in enumerate(makes):
-                request = await loop.run_in_executor(self._prompts, make)
+            for index, (prompt, one) in enumerate(zip(prompts, asked, strict=True)):
+                drawn = fold_in(key, index)
+                request = await loop.run_in_executor(self._prompts, build, prompt, one, drawn)
                 live = LiveCompletions([request], self.tokenizer) if streaming else None
                 jobs.append(Job(request, inbox, index, live))
             self._thread.add(jobs)
@@ -137,20 +139,20 @@ class AsyncLLM:
         """
         return Coming(self._thread)
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
         """function(LLM, *args) between two steps, while nothing else touches it: to update_params,
         sleep or reset the prefix cache. What it returns or raises.
         """
         return await asyncio.wrap_future(self._thread.call(function, self._llm, *args))
 
-    async def prepare(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def prepare[T, *Args](self, function: Callable[[LLM, *Args], T], *args: *Args) -> T:
         """function(LLM, *args) in a thread of those that render and tokenize, while the engine
         steps: for what reads tokenizer and settings alone.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._prompts, function, self._llm, *args)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Report:
         """LLM.stats as it was a moment ago."""
         return self._thread.stats
 
@@ -162,7 +164,7 @@ class AsyncLLM:
     @property
     def adapters(self) -> frozenset[str]:
         """The adapters that prompts can name."""
-        return frozenset(self._llm.session.adapters.named)
+        return frozenset(self._llm.session.served.adapters.named)
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -190,10 +192,11 @@ class AsyncLLM:
         await self.close()
 
 
-def _checked(item: Any) -> RequestOutput:
-    """An output, whose error is raised."""
+def _checked(item: object) -> RequestOutput:
+    """Return an output without an error; raise that of any other, or the exception that came."""
     if isinstance(item, BaseException):
         raise item
+    assert isinstance(item, RequestOutput)
     if item.error is not None:
         raise item.error
     return item

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from jpaged.errors import ConfigError, JpagedError, RequestError
@@ -35,12 +36,12 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> Non
         )
 
 
-def check_seed(value: Any) -> None:
+def check_seed(value: object) -> None:
     """RequestError unless it is an integer of 64 bits, with or without a sign."""
     check_whole("seed", value, -(2**63), 2**64 - 1)
 
 
-def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:
+def is_scalar(value: Any, types: type | UnionType = int, kinds: str = "iu") -> bool:
     """Whether a value is of Python's types (bool is none of them), or a numpy or jax scalar of
     these dtype kinds.
     """
@@ -49,7 +50,7 @@ def is_scalar(value: Any, types: Any = int, kinds: str = "iu") -> bool:
     return getattr(value, "ndim", None) == 0 and value.dtype.kind in kinds
 
 
-def at_least(least: int, config: Any, *names: str) -> None:
+def at_least(least: int, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

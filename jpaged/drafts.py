@@ -14,11 +14,12 @@ from jpaged.runtime.choices import Choices, choose
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.runner import DraftOf
 from jpaged.runtime.weights import ServingWeights, as_params
+from jpaged.types import PyTree
 
 
 class DraftModel:
-    """Of one session: a smaller model, or a head of the model. params: those bound now. weights: as
-    they are served. is_own: read from a folder, and so kept between calls.
+    """A smaller model, or a head of the model, that guesses for it. params: those bound now.
+    weights: as they are served. is_own: read from a folder, and so kept between calls.
 
     It decides no token, so new weights of it leave every prefix in the cache; until what they
     compute has taken the place of what the old ones did, fewer guesses come true.
@@ -30,7 +31,7 @@ class DraftModel:
         self.model_config = self.params.config
         self.weights = weights
 
-    def accept(self, params: Any) -> Params:
+    def accept(self, params: PyTree) -> Params:
         """Weights of any form as Params that can be bound; ConfigError where they cannot be."""
         fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
         fresh = _fitted(fresh, self.target)

@@ -1,4 +1,4 @@
-"""EngineThread: steps an engine for tasks of event loops, and tells them what came of it."""
+"""EngineThread: steps an engine for tasks of event loops, and hands each task its results."""
 
 import asyncio
 import contextlib
@@ -8,13 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
-from jpaged.calls import Calls
 from jpaged.engine.sequence import Request
 from jpaged.errors import ConfigError, PeerError
-from jpaged.request.collect import LiveCompletions
-from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.outputs import CompletionChunk, LiveCompletions, RequestOutput, collect
+from jpaged.session import Session
 
 log = logging.getLogger("jpaged")
 
@@ -27,9 +25,10 @@ STATS_S = 0.25  # how old the stats may be while it steps
 GATHER_S = 0.02
 LOOK_S = 0.002  # how often it looks whether any still are
 
-# Of which request, and a piece of it, its output when it has ended, or why there is none.
+# A result: the index of the request, and a piece of it, its output when it has ended, or the error
+# for which there is none.
 News = tuple[int, CompletionChunk | RequestOutput | BaseException]
-# Runs in the thread. Told why it cannot any more, else None.
+# Runs in the thread. Its argument is the error of a thread that has ended, else None.
 Command = Callable[[BaseException | None], None]
 
 
@@ -38,33 +37,33 @@ class Inbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._news: list[News] = []
+        self._results: list[News] = []
         self._arrival: asyncio.Future[None] | None = None
 
     async def take(self) -> list[News]:
-        """All that has come since the last time, at least one."""
-        if not self._news:
+        """Wait for a result, and return all that there are since the last time."""
+        if not self._results:
             self._arrival = self.loop.create_future()
             await self._arrival
-        news, self._news = self._news, []
+        news, self._results = self._results, []
         return news
 
     def put(self, news: list[News]) -> None:
-        self._news += news
+        self._results += news
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
 
 class Job:
-    """A request that runs for somebody. index: of those that share its inbox. live: where its
-    pieces are wanted.
+    """A request that runs for a task. index: its place among those that share the inbox. live:
+    makes its pieces, where those are wanted.
     """
 
     def __init__(self, request: Request, inbox: Inbox, index: int, live: LiveCompletions | None):
         self.request, self.inbox, self.index, self.live = request, inbox, index, live
 
     def take(self) -> list[News]:
-        """The pieces that are new. An error is left to the output."""
+        """Return the pieces that are new. An error is left to the output."""
         if self.live is None:
             return []
         chunks, error = self.live.take_all()
@@ -82,23 +81,23 @@ class Coming:
         thread.count_coming(1)
 
     def close(self) -> None:
-        """It is there, or will not come."""
+        """Stop waiting for it: the request was added, or was cancelled."""
         if self._is_counted:
             self._is_counted = False
             self._thread.count_coming(-1)
 
 
 class EngineThread(threading.Thread):
-    """Steps the engine of `calls` from `start` to `close`; the Owner of what it runs. Others may
+    """Steps the engine of a session from `start` to `close`; the Owner of what it runs. Others may
     step too (a function that `call` runs, another thread): what their steps bring is delivered all
-    the same. `_jobs` and `_news` are touched at rest only.
+    the same. `_jobs` and `_results` are touched at rest only.
 
     error: what it died of, None while it lives. stats: the session's report, a moment old.
     """
 
-    def __init__(self, calls: Calls):
+    def __init__(self, session: Session):
         super().__init__(name="jpaged-engine", daemon=True)
-        self._calls = calls
+        self._session = session
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}  # those that have not ended
         self._lock = threading.Lock()  # of _ended and _coming
@@ -106,9 +105,9 @@ class EngineThread(threading.Thread):
         self._coming = 0
         self._is_closing = False
         self._failures = 0  # steps in a row that raised
-        self._news: dict[Inbox, list[News]] = {}  # since they were last delivered
+        self._results: dict[Inbox, list[News]] = {}  # since they were last delivered
         self.error: BaseException | None = None
-        self.stats = calls.session.report()
+        self.stats = session.report()
         self._stats_at = 0.0
 
     # Asked from other threads
@@ -119,7 +118,7 @@ class EngineThread(threading.Thread):
             raise self._ended
 
     def add(self, jobs: list[Job]) -> None:
-        """Run these; whatever becomes of them is in their inboxes."""
+        """Run these; their results go to their inboxes."""
 
         def run(closed: BaseException | None) -> None:
             for job in jobs:
@@ -128,12 +127,12 @@ class EngineThread(threading.Thread):
         self._post(run)
 
     def count_coming(self, change: int) -> None:
-        """So many requests more are on their way."""
+        """Count so many more requests that are on their way."""
         with self._lock:
             self._coming += change
 
     def abort(self, jobs: list[Job]) -> None:
-        """End those of them that still run. Nobody is told."""
+        """End those of them that still run, without a result."""
 
         def run(closed: BaseException | None) -> None:
             self._drop([job.request for job in jobs])
@@ -143,9 +142,9 @@ class EngineThread(threading.Thread):
         except (ConfigError, PeerError):
             return  # it has ended, and they with it
 
-    def call(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Call a function between two steps; what it returns or raises."""
-        future: Future[Any] = Future()
+    def call[T, *Args](self, function: Callable[[*Args], T], *args: *Args) -> Future[T]:
+        """Call a function between two steps; return what it will return or raise."""
+        future = Future[T]()
 
         def run(closed: BaseException | None) -> None:
             if not future.set_running_or_notify_cancel():
@@ -154,7 +153,7 @@ class EngineThread(threading.Thread):
                 if closed is not None:
                     raise closed
                 future.set_result(function(*args))
-            except BaseException as e:  # whoever called is told
+            except BaseException as e:  # raised where the result is asked for
                 future.set_exception(e)
 
         self._post(run)
@@ -180,36 +179,36 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         ending: BaseException = ConfigError("this AsyncLLM is closed")
-        self._calls.after_step = self._after_step
+        self._session.after_step = self._after_step
         try:
             while not self._is_closing:
                 self._obey()
                 if self._jobs:
                     self._step()
-                with self._calls.at_rest():
+                with self._session.at_rest():
                     self._deliver()
                     self._look(often=bool(self._jobs))
         except BaseException as e:
             log.exception("the engine's thread has died")
             self.error = ending = e
-        self._calls.after_step = None
+        self._session.after_step = None
         with self._lock:
             self._ended = ending
         while not self._commands.empty():
             self._commands.get()(ending)
-        with self._calls.at_rest():
+        with self._session.at_rest():
             if self.error is None:
                 self._fail(ending)
             for job in self._jobs.values():
-                self._tell(job, [(job.index, ending)])
+                self._keep(job, [(job.index, ending)])
             self._jobs.clear()
             self._deliver()
 
     def _obey(self) -> None:
         """Run the commands that are there; with nothing else to do, wait for one."""
-        with self._calls.at_rest():
+        with self._session.at_rest():
             wait = not self._jobs
-            may_gather = wait or self._calls.session.engine.in_flight.has_prefill
+            may_gather = wait or self._session.is_at_prompts()
         while not self._is_closing and (wait or not self._commands.empty()):
             self._commands.get()(None)
             wait = False
@@ -220,31 +219,31 @@ class EngineThread(threading.Thread):
         """Take in what is on its way, for a moment."""
         until = time.monotonic() + GATHER_S
         while (self._coming or not self._commands.empty()) and time.monotonic() < until:
-            # One that is given up sends no word of it.
+            # A cancelled request sends no command, so look again soon.
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=LOOK_S)(None)
 
     def _add(self, job: Job, closed: BaseException | None) -> None:
-        with self._calls.at_rest():
+        with self._session.at_rest():
             try:
                 if closed is not None:
                     raise closed
                 self._jobs[job.request] = job
-                self._calls.add(job.request, self)
+                self._session.add(job.request, self)
             except Exception as e:  # that request's own
                 self._jobs.pop(job.request, None)
-                self._tell(job, [(job.index, e)])
+                self._keep(job, [(job.index, e)])
 
     def _step(self) -> None:
         try:
-            self._calls.advance()
+            self._session.advance()
         except PeerError:
             raise  # no step after it can succeed
         except Exception as e:
             self._failures += 1
             log.exception("a step failed, %d in a row", self._failures)
             if self._failures > RETRIES:
-                with self._calls.at_rest():
+                with self._session.at_rest():
                     self._fail(e)
             return
         self._failures = 0
@@ -253,50 +252,54 @@ class EngineThread(threading.Thread):
         """Pass on the new pieces, whoever took the step."""
         for job in self._jobs.values():
             if news := job.take():
-                self._tell(job, news)
+                self._keep(job, news)
         self._deliver()
 
     def ended(self, request: Request) -> None:
         """Pass on the last pieces of a request, and its output."""
         if (job := self._jobs.pop(request, None)) is not None:
-            self._tell(job, [*job.take(), (job.index, self._calls.output(request))])
+            news = job.take()
+            output = collect(request, self._session.inputs.tokenizer)
+            self._keep(job, [*news, (job.index, output)])
+            request.sequences = []  # each knows its request: without the cycle they are freed now
 
     def lost(self, request: Request, error: Exception) -> None:
         """End a request that has left the engine with an error."""
         if (job := self._jobs.pop(request, None)) is not None:
-            self._tell(job, [(job.index, error)])
+            self._keep(job, [(job.index, error)])
 
     def _fail(self, error: BaseException) -> None:
         """End all that runs with an error."""
         jobs, self._jobs = self._jobs, {}
-        self._calls.discard(jobs)
+        self._session.discard(jobs)
         for job in jobs.values():
-            self._tell(job, [(job.index, error)])
+            self._keep(job, [(job.index, error)])
 
     def _drop(self, requests: list[Request]) -> None:
         """End those of them that still run, for nobody."""
-        with self._calls.at_rest():
+        with self._session.at_rest():
             running = [request for request in requests if request in self._jobs]
-            self._calls.discard(running)
+            self._session.discard(running)
             for request in running:
                 del self._jobs[request]
 
-    def _tell(self, job: Job, news: list[News]) -> None:
-        self._news.setdefault(job.inbox, []).extend(news)
+    def _keep(self, job: Job, news: list[News]) -> None:
+        """Keep results for `_deliver`."""
+        self._results.setdefault(job.inbox, []).extend(news)
         if threading.current_thread() is not self:  # which may wait for a command
             self._commands.put(lambda closed: None)
 
     def _deliver(self) -> None:
-        """Hand over the news of a step, each event loop's in one go."""
+        """Hand over the results of a step, those of each event loop in one call."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, list[News]]]] = {}
-        for inbox, news in self._news.items():
+        for inbox, news in self._results.items():
             loops.setdefault(inbox.loop, []).append((inbox, news))
-        self._news = {}
-        for loop, mail in loops.items():
+        self._results = {}
+        for loop, results in loops.items():
             try:
-                loop.call_soon_threadsafe(_put, mail)
+                loop.call_soon_threadsafe(_put, results)
             except RuntimeError:  # closed: nobody waits there any more
-                lost = {inbox for inbox, _ in mail}
+                lost = {inbox for inbox, _ in results}
                 self._drop([request for request, job in self._jobs.items() if job.inbox in lost])
 
     def _look(self, *, often: bool) -> None:
@@ -304,9 +307,9 @@ class EngineThread(threading.Thread):
         now = time.monotonic()
         if not often or now - self._stats_at >= STATS_S:
             self._stats_at = now
-            self.stats = self._calls.session.report()
+            self.stats = self._session.report()
 
 
-def _put(mail: list[tuple[Inbox, list[News]]]) -> None:
-    for inbox, news in mail:
+def _put(results: list[tuple[Inbox, list[News]]]) -> None:
+    for inbox, news in results:
         inbox.put(news)

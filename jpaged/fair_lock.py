@@ -1,4 +1,4 @@
-"""FairLock: a lock that threads get in the order in which they asked for it."""
+"""FairLock: a lock that threads get in the order in which they ask for it."""
 
 import contextlib
 import threading
@@ -25,13 +25,13 @@ class FairLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether the calling thread holds it."""
+        """Return whether the calling thread holds it."""
         return self._lock._is_owned()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold it inside the block; at once where this thread holds it already."""
-        if self.is_mine:
+        """Hold it inside the block; a thread that holds it already goes on at once."""
+        if self._lock._is_owned():
             yield
             return
         place = threading.Lock()

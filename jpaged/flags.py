@@ -130,12 +130,14 @@ def add_engine_groups(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         add_flags(group, EngineConfig, *names, **chosen)
 
 
-def add_engine_flags(parser: Any, *names: str, **defaults: Any) -> None:
+def add_engine_flags(parser: argparse._ActionsContainer, *names: str, **defaults: object) -> None:
     """A flag for each field, or for those of the names, to a parser or a group of one."""
     add_flags(parser, EngineConfig, *names, **defaults)
 
 
-def add_flags(parser: Any, settings: type, *names: str, **defaults: Any) -> None:
+def add_flags(
+    parser: argparse._ActionsContainer, settings: type, *names: str, **defaults: object
+) -> None:
     """A flag for each field of a dataclass of settings that has a help, or for those of the names.
     A field whose flag is left out is no attribute of the result.
 
@@ -190,7 +192,7 @@ def _values_of(hint: Any) -> dict[str, Any]:
     words = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
     plain = str if words else kind
 
-    def value(text: str) -> Any:
+    def value(text: str) -> object:
         return None if text == "none" else plain(text)
 
     value.__name__ = plain.__name__  # argparse names it where a value is none

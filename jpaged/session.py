@@ -1,62 +1,121 @@
-"""Session: the weights, KV pool and engine of one model, which a face (LLM, generate) holds."""
+"""Session: runs the requests of one model: prompts to requests, their steps, outputs or streams.
 
+Any thread may call. Who steps the engine does not matter: what a step brings goes to the owner of
+each request.
+"""
+
+import contextlib
 import dataclasses
-import logging
-from collections.abc import Iterable
-from typing import Any
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as List
+from typing import Literal, Protocol
 
-import jax
+import numpy as np
 from jax.sharding import Mesh
+from tqdm import tqdm
 
-from jpaged.adapters import Adapters, check_fits, check_name, grown
 from jpaged.config import EngineConfig
-from jpaged.drafts import draft_model, no_head
-from jpaged.engine.engine import Engine
+from jpaged.engine.adapters import AdapterVersion
+from jpaged.engine.engine import Engine, EngineState
+from jpaged.engine.keys import Key, fold_in
+from jpaged.engine.origin import Origin
 from jpaged.engine.sequence import Request
-from jpaged.errors import ConfigError, RequestError
-from jpaged.models.params import DONATED, Params
-from jpaged.models.quantized import experts_are_plain
-from jpaged.request.outputs import RequestOutput
-from jpaged.request.prompts import Adapted, match_adapters
-from jpaged.runtime.compiled_steps import use_compilation_cache
-from jpaged.runtime.footprint import plan_pool
-from jpaged.runtime.memory import Needs
-from jpaged.runtime.processes import are_many, least
-from jpaged.runtime.resolve import resolve
+from jpaged.errors import CapacityError, ConfigError, GenerationError, RequestError
+from jpaged.fair_lock import FairLock
+from jpaged.models.params import Params
+from jpaged.request.build import Builder
+from jpaged.request.inputs import (
+    Inputs,
+    PromptLike,
+    PromptsLike,
+    SamplingParamsLike,
+    as_list,
+    match_sampling_params,
+)
+from jpaged.request.outputs import (
+    CompletionChunk,
+    LiveCompletions,
+    RequestOutput,
+    collect,
+    failed,
+    scores,
+)
 from jpaged.runtime.runner import Runner
-from jpaged.runtime.shared_runner import SharedRunner
-from jpaged.runtime.step_table import warmup
-from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
+from jpaged.runtime.step_table import BucketReport, bucket_reports
+from jpaged.runtime.step_table import warmup as compile_steps
+from jpaged.sampling_params import SamplingParams
+from jpaged.search.beam import EarlyStopping
+from jpaged.served_model import ServedModel
+from jpaged.types import PyTree, Report, Structured, Tokenizer
 
-log = logging.getLogger("jpaged")
-
-# The host plans and packs the next dispatch while the device works on the last one.
-DISPATCHES_IN_FLIGHT = 2
-LEAST_BLOCKS = 8  # of a pool that grows
+OnError = Literal["raise", "return"]
+OnUnfinished = Literal["refuse", "abort"]
+RESTORED = "the requests of this call are gone: the LLM was restored to a snapshot"
+Job = Request | RequestOutput  # the output is that of a request which cannot run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The requests of an LLM at one moment, for `restore`. Opaque.
 
-    owner: the identity of the engine, whose snapshot `engine` is. ready, num_calls: what a face
-    adds.
+    owner: the identity of the engine, whose snapshot `engine` is. ready: outputs that `step` has
+    not returned. num_calls: of the face, which draws its keys by their number.
     """
 
     owner: object
     weight_version: int
-    engine: Any
+    engine: EngineState
     ready: tuple[RequestOutput, ...]
     num_calls: int
 
 
-class Session:
-    """One model, which runs requests once `bind` has given it weights and `start` a pool.
+class Owner(Protocol):
+    """Who gets what becomes of a request. Called between two steps, in the thread that stepped."""
 
-    params: tell form and place of the weights; their arrays are left alone. config: as the caller
-    wrote it; engine_config is the resolved one, whose num_blocks stays None where the pool is sized
-    when it is made. grows: `reserve` starts and enlarges the pool. draft: weights that guess for
-    them. Raises ConfigError.
+    def ended(self, request: Request) -> None:
+        """The request has ended. After an interrupt the same request may be passed again."""
+        ...
+
+    def lost(self, request: Request, error: Exception) -> None:
+        """The request has left the engine unfinished, and why."""
+        ...
+
+
+class Pending:
+    """The requests of one call, as long as they have not ended; an Owner. error: of a lost one."""
+
+    def __init__(self, requests: Iterable[Request]):
+        self.requests = dict.fromkeys(requests)  # an ordered set
+        self.error: Exception | None = None
+
+    def ended(self, request: Request) -> None:
+        self.requests.pop(request, None)
+
+    def lost(self, request: Request, error: Exception) -> None:
+        self.error = error
+        self.requests.pop(request, None)
+
+
+class Session:
+    """What a face (LLM, generate) holds of one model: `served` has its weights, `pool` its engine,
+    `inputs` and `builder` make its requests. A face decides on the keys and on when to step.
+
+    params: tell form and place of the weights, which `served.bind` binds. config: as the caller
+    wrote it. tokenizer: None takes that of the params' source folder. grows: calls make the pool
+    and enlarge it; else `pool.start` makes it. draft: weights that guess for these. Raises
+    ConfigError.
+
+    Two locks, both first come first served. `whole_call` is for a call that runs until its requests
+    have ended: such calls take turns, also with those of other sessions that are made with the same
+    `turns`. `at_rest` is for the time between two steps, so that a stream, `step`, `add` or `abort`
+    of another thread comes in while a whole call runs. To have whole calls share their steps, let
+    them hold `whole_call` together; nothing else counts on their being alone.
+
+    ready: outputs of requests that no call waits for, which `step` returns. after_step: what to
+    call after each step, whoever took it; may be None.
     """
 
     def __init__(
@@ -64,301 +123,555 @@ class Session:
         params: Params,
         config: EngineConfig,
         mesh: Mesh | None,
+        tokenizer: Tokenizer | None = None,
         *,
         grows: bool,
         draft: Params | None = None,
+        turns: FairLock | None = None,
     ):
-        self.model_config = no_head(params.config)
-        use_compilation_cache(config.compilation_cache_dir)
-        self.placement = placement(params, config, mesh)
-        dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
-        self.engine_config, self.choices = resolve(
-            params.config, config, self.placement, dtype, is_plain
+        self.served = ServedModel(params, config, mesh, grows=grows, draft=draft)
+        self.pool = self.served.pool
+        self.inputs = Inputs(
+            self.served.model_config,
+            self.engine_config.max_model_len or 0,
+            tokenizer,
+            params.source,
+            self.served.adapters.named,
         )
-        how = self.engine_config, self.placement, dtype
-        self.draft = draft_model(draft, params.config, *how)
-        if self.draft is not None:
-            guesses = self.draft.choices(self.engine_config, self.placement)
-            self.choices = dataclasses.replace(self.choices, draft=guesses)
-        self.weights = ServingWeights(self.placement, config.dtype, config.quantization)
-        self.adapters = Adapters(params.config, self.placement.axis_size, dtype)
-        self.adapters.grows = grows and not config.max_loras
-        self.params: Params | None = None  # those bound now
-        self._grows, self._is_asleep = grows, False
-        self._cached_version = 0  # weight version that the prefix cache is of
-        self._engine: Engine | None = None
-        self.needs: Needs | None = None  # of compiled steps, once they were asked
+        self.builder = Builder(self.inputs, self.engine_config)
+        self.ready: dict[object, RequestOutput] = {}  # by their requests
+        self.after_step: Callable[[], None] | None = None
+        self._turns, self._engine_lock = FairLock() if turns is None else turns, FairLock()
+        self._in_step = threading.Lock()
+        self._owners: dict[Request, Owner] = {}  # of every request in the engine
+        self._is_settled = True  # whether `_owners` and the engine are known to agree
+        self._abandoned: deque[Request] = deque()  # of streams that were closed
 
     @property
-    def has_pool(self) -> bool:
-        """Whether there is an engine: from `start` until `close`."""
-        return self._engine is not None
+    def engine_config(self) -> EngineConfig:
+        """The resolved config; its num_blocks is None where the pool is sized when it is made."""
+        return self.pool.config
 
     @property
     def engine(self) -> Engine:
         """What runs the requests; ConfigError where there is none."""
-        if self._engine is None:
-            raise ConfigError("this LLM is closed")
-        return self._engine
+        return self.pool.engine
 
     @property
     def runner(self) -> Runner:
         """What holds the pool; ConfigError where there is none."""
-        runner = self.engine.runner
-        assert isinstance(runner, Runner)
-        return runner
+        return self.pool.runner
 
-    def check_awake(self) -> None:
-        """ConfigError from `sleep` to `wake`."""
-        if self._is_asleep:
-            raise ConfigError("this LLM sleeps: call wake() first")
+    # Locks
 
-    # Weights
+    @contextlib.contextmanager
+    def whole_call(self) -> Iterator[None]:
+        """Inside the block no other thread has a whole call."""
+        if self._engine_lock.is_mine and not self._turns.is_mine:
+            # To wait for a thread that waits for the engine would be to wait for ever.
+            raise RequestError("this call came from inside a step: it can be made after the step")
+        with self._turns.held():
+            yield
 
-    def accept(self, params: Any) -> Params:
-        """Weights of any form as Params that can be bound; ConfigError where they cannot be."""
-        fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
-        if fresh.config != self.model_config:
-            own = self.model_config
-            raise ConfigError(f"params of another architecture: {fresh.config} is not {own}")
-        self.weights.check_dtypes(fresh)
-        return fresh
-
-    def bind(self, params: Params, *, donate: bool = False, draft: Params | None = None) -> None:
-        """Serve these weights from the next step on, or once awake; new ones drop the prefixes.
-        donate: delete the old ones' arrays, whoever holds them, but those that the new ones share.
-        draft: what guesses from now on, None leaves it as it is.
-        """
-        if donate:
-            _delete(self.params, kept=params)
-        if self.draft is not None:
-            self.draft.params = draft or self.draft.params
-        if not self._is_asleep:
-            _renew(self, params)
-        self.params = params
-        if self._is_asleep or not self.has_pool:
-            return
-        self.runner.params = self.weights.modules(params)
-        self.runner.weight_version = self.weights.version
-        if self._cached_version != self.weights.version:
-            self.engine.reset_prefix_cache()
-            self._cached_version = self.weights.version
-
-    def unbind(self) -> None:
-        """Let go of the caller's weights; copies that were made of them for serving stay."""
-        self.params = None
-        if self.draft is not None and not self.draft.is_own:
-            self.draft.params = None
-        if self.has_pool:
-            self.runner.params = self.runner.draft_params = None
-
-    # The pool
-
-    def start(self, num_blocks: int | None = None) -> None:
-        """Make the engine over a pool of so many blocks; None: of num_blocks, or what memory holds.
-        Weights must be bound. The last engine goes once the new one is made.
-        """
-        num_blocks = num_blocks or _most_blocks(self)
-        config = dataclasses.replace(self.engine_config, num_blocks=num_blocks)
-        runner, replicas = _runner(self, config), self.placement.replicas
-        depth = DISPATCHES_IN_FLIGHT
-        self._engine = Engine(config, runner, num_replicas=replicas, depth=depth)
-        self._cached_version = self.weights.version
-
-    def reserve(self, sizes: Iterable[int]) -> None:
-        """If it grows, have a pool that holds sequences of so many blocks each, as far as they
-        run at once. It has a power of two of blocks, or num_blocks. No request may be unfinished.
-        """
-        if not self._grows:
-            return
-        pinned = self.engine_config.num_blocks
-        held = (self.engine.config.num_blocks or 0) if self.has_pool else 0
-        longest = sorted(sizes, reverse=True)[: self.engine_config.max_num_seqs]
-        needed = max(sum(longest), LEAST_BLOCKS)
-        if held and (needed <= held or pinned is not None):
-            return
-        power_of_two = 1 << (needed - 1).bit_length()
-        blocks = pinned or min(power_of_two, _most_blocks(self))
-        if blocks > held:
-            if held:
-                log.info(
-                    "the KV pool grows from %d to %d blocks: steps compile again", held, blocks
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside the block the engine is between two steps, and this thread's."""
+        with self._engine_lock.held():
+            if self._in_step.locked():
+                raise RequestError(
+                    "this call came from inside a step (of a tokenizer, say): it can be made after "
+                    "the step"
                 )
-            self.start(blocks)
+            if self._abandoned or not self._is_settled:
+                self._settle()
+            yield
 
-    def release(self) -> None:
-        """Free the pool, its prefixes and the weights' copies, which the next `bind` and dispatch
-        make again; compiled steps stay.
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside the block no other thread is in a whole call or at the engine."""
+        with self.whole_call(), self.at_rest():
+            yield
+
+    # Many prompts at once
+
+    def generate(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike,
+        key: Key,
+        *,
+        lora: PyTree = None,
+        on_error: OnError = "raise",
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: see jpaged.generate. Its randomness is that of `key` and its
+        place.
         """
-        _release_weights(self)
-        if self.has_pool:
-            self.engine.reset_prefix_cache()
-            self.runner.release()
-            self.runner.params = self.runner.draft_params = None
+        with self.whole_call():
+            jobs = self._completions(prompts, sampling_params, key, lora=lora, on_error=on_error)
+            jobs = self._fitting(jobs, on_error)
+            self.run(jobs, use_tqdm=use_tqdm)
+        return self._outputs(jobs, on_error)
 
-    def sleep(self) -> None:
-        """Release until `wake`; no request may be unfinished."""
-        self.release()
-        self._is_asleep = True
+    def beam_search(
+        self,
+        prompts: PromptsLike,
+        beam_width: int,
+        max_tokens: int | None,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        structured: Structured | None = None,
+        *,
+        lora: PyTree = None,
+        on_error: OnError = "raise",
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Find the likeliest completions of each prompt: see jpaged.beam_search."""
+        with self.whole_call():
+            prompts = as_list(prompts)
+            adapters = self.served.adapters_of(lora, len(prompts))
+            jobs: list[Job] = []
+            for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
+                try:
+                    search = self.builder.beam_search(
+                        self.inputs.prompt(prompt, adapter),
+                        beam_width,
+                        max_tokens,
+                        length_penalty,
+                        early_stopping,
+                        structured,
+                    )
+                    jobs.append(search)
+                except RequestError as e:
+                    jobs.append(self._refused(i, prompt, e, on_error))
+            jobs = self._fitting(jobs, on_error)
+            self.run(jobs, use_tqdm=use_tqdm)
+        return self._outputs(jobs, on_error)
+
+    def score(
+        self,
+        token_lists: PromptsLike,
+        temperature: float,
+        return_greedy: bool,
+        structured: Structured | None,
+        prompt_lens: List[int] | None,
+        *,
+        lora: PyTree = None,
+    ) -> list[np.ndarray] | tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the logprobs of sequences: see jpaged.score."""
+        with self.whole_call():
+            token_lists = as_list(token_lists)
+            adapters = self.served.adapters_of(lora, len(token_lists))
+            prompts = [
+                self.inputs.prompt(token_list, adapter, must_fit=False)
+                for token_list, adapter in zip(token_lists, adapters, strict=True)
+            ]
+            requests = self.builder.scores(prompts, temperature, structured, prompt_lens)
+            self._fitting(requests, "raise")
+            # One token alone predicts nothing.
+            self.run([request for request in requests if request.sequences[0].prompt_len > 1])
+        logprobs, greedy = scores(requests)
+        return (logprobs, greedy) if return_greedy else logprobs
+
+    def stream(
+        self, prompts: PromptsLike, sampling_params: SamplingParamsLike, key: Key
+    ) -> Iterator[CompletionChunk]:
+        """Make the requests now; yield what each step adds to them. Closing it aborts the rest."""
+        jobs = self._completions(prompts, sampling_params, key, streaming=True)
+        return self._stream([job for job in jobs if isinstance(job, Request)])
+
+    def request(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams,
+        key: Key,
+        adapter: AdapterVersion | None = None,
+        *,
+        streaming: bool = False,
+        origin: Origin | None = None,
+    ) -> Request:
+        """Return the request of one prompt, which `add` queues. Raises RequestError. See
+        Inputs.prompt and Builder.completion.
+        """
+        return self.builder.completion(
+            self.inputs.prompt(prompt, adapter),
+            sampling_params,
+            key,
+            streaming=streaming,
+            origin=origin,
+        )
+
+    def _completions(
+        self,
+        prompts: PromptsLike,
+        sampling_params: SamplingParamsLike,
+        key: Key,
+        *,
+        lora: PyTree = None,
+        on_error: OnError = "raise",
+        streaming: bool = False,
+    ) -> list[Job]:
+        """Return the request of each prompt that can run, and the failed output of each other."""
+        prompts = as_list(prompts)
+        adapters = self.served.adapters_of(lora, len(prompts))
+        asked = match_sampling_params(sampling_params, len(prompts))
+        jobs: list[Job] = []
+        for i, prompt in enumerate(prompts):
+            try:
+                drawn = fold_in(key, i)
+                request = self.request(prompt, asked[i], drawn, adapters[i], streaming=streaming)
+                jobs.append(request)
+            except RequestError as e:
+                jobs.append(self._refused(i, prompt, e, on_error))
+        return jobs
+
+    def _fitting(self, jobs: List[Job], on_error: OnError) -> list[Job]:
+        """Have room for these requests at full length, where the pool grows; those whose prompts
+        the whole pool cannot hold fail.
+        """
+        if on_error not in ("raise", "return"):
+            raise RequestError(f"on_error={on_error!r}: must be 'raise' or 'return'")
+        requests = [job for job in jobs if isinstance(job, Request)]
+        size = self.pool.config.block_size
+        self.pool.reserve([n for request in requests for n in request.blocks_needed(size)])
+        fitting: list[Job] = []
+        for i, job in enumerate(jobs):
+            if isinstance(job, Request) and (error := self.pool.misfit(job)):
+                job = self._refused(i, job.prompt, error, on_error, job.sequences[0].token_ids)
+            fitting.append(job)
+        return fitting
+
+    def _refused(
+        self,
+        index: int,
+        prompt: object,
+        error: RequestError,
+        on_error: OnError,
+        token_ids: List[int] = (),
+    ) -> RequestOutput:
+        """Return the output of a request that cannot run, or raise its error."""
+        if on_error == "return":
+            return failed(self.builder.new_id(), error, prompt, token_ids)
+        raise type(error)(f"request {index}: {error}") from error
+
+    def _outputs(self, jobs: list[Job], on_error: OnError) -> list[RequestOutput]:
+        """Return the outputs of requests that have ended; GenerationError if one has failed and
+        that is to be raised.
+        """
+        outputs: list[RequestOutput] = []
+        for job in jobs:
+            if isinstance(job, Request):
+                outputs.append(collect(job, self.inputs.tokenizer))
+                # Each sequence knows its request: without the cycle they are freed now.
+                job.sequences = []
+            else:
+                outputs.append(job)
+        failures = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
+        if failures and on_error == "raise":
+            i, error = failures[0]
+            counted = f"{len(failures)} of {len(outputs)} requests failed"
+            raise GenerationError(f"{counted}; request {i}: {error}", outputs) from error
+        return outputs
+
+    def run(self, jobs: List[Job], *, use_tqdm: bool = False) -> None:
+        """Step until these requests, whose prompts fit the pool, have ended; on any exception none
+        of them is left behind. Jobs that are outputs have ended before.
+        """
+        requests = [job for job in jobs if isinstance(job, Request)]
+        pending = Pending(requests)
+        with tqdm(total=len(requests), unit="req", disable=not use_tqdm) as progress:
+            try:
+                with self.at_rest():
+                    self.served.check_awake()
+                    for request in requests:
+                        self._queue(request, pending)
+                while left := len(pending.requests):
+                    with self.at_rest():
+                        if pending.requests:  # else another thread's step was the last one
+                            self._advance()
+                    progress.update(left - len(pending.requests))
+                if pending.error is not None:
+                    raise pending.error
+            except BaseException:
+                with self.at_rest():
+                    self._discard(pending.requests)
+                raise
+
+    def _stream(self, requests: list[Request]) -> Iterator[CompletionChunk]:
+        live, pending = LiveCompletions(requests, self.inputs.tokenizer), Pending(requests)
+        try:
+            with self.at_rest():
+                for request in requests:
+                    self.add(request, pending)
+            while live:
+                with self.at_rest():  # and not while the consumer has a piece
+                    if pending.error is not None:
+                        raise pending.error
+                    chunks, error = live.take_all()  # of a step that another thread took
+                    if not chunks and error is None:
+                        self._advance()
+                        chunks, error = live.take_all()
+                yield from chunks
+                if error is not None:
+                    raise error
+        finally:
+            # To wait for a lock here could be for ever: the collector of garbage, too, closes
+            # streams, in any thread and on any line. The next that takes the engine ends them.
+            self._abandoned.extend(pending.requests)
+
+    # One request at a time
+
+    def add(
+        self, request: Request, owner: Owner | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a request and return its id; CapacityError where no pool of this size can hold its
+        prompt.
+
+        owner: who gets what becomes of it; None leaves its output to `step`. request_id: the
+        caller's, RequestError where it is in use; None is one that is not.
+        """
+        if request_id is not None:
+            if not isinstance(request_id, str) or not request_id:
+                raise RequestError(f"request_id={request_id!r}: must be a str that is not empty")
+            request.rename(request_id)
+        with self.at_rest():
+            if error := self.pool.misfit(request):
+                raise error
+            self.served.check_awake()
+            self._queue(request, self if owner is None else owner, rename=request_id is None)
+        return request.request_id
+
+    def _queue(self, request: Request, owner: Owner, *, rename: bool = True) -> None:
+        """Give a request to the engine. rename: to an id that is not in use."""
+        engine = self.pool.engine
+        while rename and request.request_id in engine.requests:
+            request.rename(self.builder.new_id())
+        request.weight_version = self.served.weights.version
+        self._is_settled = False  # until both have it
+        engine.add(request)
+        self._owners[request] = owner
+        self._is_settled = True
+
+    def step(self) -> list[RequestOutput]:
+        """Take one step of the engine; return every output that nobody has had yet."""
+        with self.at_rest():
+            self._advance()
+            ready = list(self.ready.values())
+            self.ready.clear()
+            return ready
+
+    def advance(self) -> None:
+        """Take one step of the engine, whose results go to their owners."""
+        with self.at_rest():
+            self._advance()
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request that `step` would return; return its output, or None when no unfinished one
+        has this id.
+        """
+        with self.at_rest():
+            request = self.pool.engine.requests.get(request_id)
+            if request is None or self._owners[request] is not self:
+                return None
+            self._discard([request])
+            output = collect(request, self.inputs.tokenizer)
+            request.sequences = []
+            return output
+
+    def discard(self, requests: Iterable[Request]) -> None:
+        """End those of these requests that are unfinished; their owners are not called."""
+        with self.at_rest():
+            self._discard(requests)
+
+    def has_unfinished(self) -> bool:
+        """Return whether `step` has anything left to do or to return."""
+        with self.at_rest():
+            return bool(self.ready) or self.pool.engine.has_unfinished()
+
+    def is_at_prompts(self) -> bool:
+        """Return whether a step in flight has prompts, so that a moment's wait costs nothing."""
+        with self.at_rest():
+            return self.pool.engine.in_flight.has_prefill
+
+    # The session as a whole
+
+    def update_params(
+        self, params: PyTree, *, mode: OnUnfinished, donate: bool, draft: PyTree
+    ) -> None:
+        """Serve these weights from now on: see LLM.update_params."""
+        fresh, guesses = self.served.accept(params), self.served.accept_draft(draft)
+        with self.alone():
+            self._finish(mode)
+            self.served.bind(fresh, donate=donate, draft=guesses)
+
+    def sleep(self, mode: OnUnfinished) -> None:
+        """Free pool and weights' copies until `wake`: see LLM.sleep."""
+        with self.alone():
+            self._finish(mode)
+            self.served.sleep()
 
     def wake(self) -> None:
-        """Allocate the pool again; CapacityError where the memory is not there: it sleeps on."""
-        runner = self.runner
-        if not self._is_asleep or self.params is None:
-            return
-        self._is_asleep = False
-        try:
-            self.bind(self.params)
-            runner.allocate()
-        except BaseException:
-            self.sleep()
-            raise
+        """Serve again; CapacityError where the memory is not there: then it sleeps on."""
+        with self.alone():
+            self.served.wake()
 
-    def close(self) -> None:
-        """Let go of everything on the device, requests too; of no use afterwards."""
-        self._engine = self.params = None
-        self._is_asleep = False
-        _release_weights(self)
-
-    def step(self) -> list[Request]:
-        """One step of the engine; the requests that ended."""
-        try:
-            return self.engine.step()
-        except RuntimeError as e:
-            if any(is_deleted(leaf) for leaf in jax.tree.leaves(self.params)):
-                raise ConfigError(
-                    f"params hold a deleted array: {DONATED} Pass new ones to update_params"
-                ) from e
-            raise
-
-    def report(self) -> dict[str, Any]:
-        """Totals of engine and device since the start, and the version of the weights."""
-        totals = self.engine.report() | self.runner.report()
-        return totals | self.weights.report() | self.adapters.report()
-
-    def snapshot(self, **face: Any) -> Snapshot:
-        """The unfinished requests and a copy of the blocks in use; face: a face's own fields."""
-        engine, version = self.engine, self.weights.version
-        state = engine.snapshot()
-        return Snapshot(owner=engine.identity, weight_version=version, engine=state, **face)
+    def snapshot(self, num_calls: int) -> Snapshot:
+        """Return the unfinished requests and a copy of the blocks in use. num_calls: the face's."""
+        with self.alone():
+            engine, ready = self.pool.engine, tuple(self.ready.values())
+            return Snapshot(
+                owner=engine.identity,
+                weight_version=self.served.weights.version,
+                engine=engine.snapshot(),
+                ready=ready,
+                num_calls=num_calls,
+            )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot of this session and these weights; RequestError for any other."""
-        self.check_awake()
-        engine = self.engine
-        if snapshot.owner is not engine.identity:
-            raise RequestError("snapshot of another LLM, or of a pool that has since been replaced")
-        if (taken := snapshot.weight_version) != (version := self.weights.version):
-            said = f"snapshot of weight version {taken}: its KV is not that of {version}"
-            raise RequestError(said)
-        engine.restore(snapshot.engine)
+        """Go back to a snapshot of this session and these weights, RequestError for any other. Its
+        requests are `step`'s; those of now are lost to their owners, who get an error.
+        """
+        with self.alone():
+            self.served.check_awake()
+            engine, version = self.pool.engine, self.served.weights.version
+            if snapshot.owner is not engine.identity:
+                raise RequestError(
+                    "snapshot of another LLM, or of a pool that has since been replaced"
+                )
+            if (taken := snapshot.weight_version) != version:
+                raise RequestError(
+                    f"snapshot of weight version {taken}: its KV is not that of {version}"
+                )
+            self._is_settled = False
+            engine.restore(snapshot.engine)
+            for request, owner in list(self._owners.items()):
+                owner.lost(request, RequestError(RESTORED))
+                del self._owners[request]
+            self.ready = {object(): output for output in snapshot.ready}
+            self._settle()
 
+    def close(self) -> None:
+        """End every request, and free the model; of no use afterwards."""
+        with self.alone():
+            self._is_settled = False
+            self.ready.clear()
+            self.served.close()
+            self._settle()
 
-def _runner(session: Session, config: EngineConfig) -> Runner:
-    assert session.params is not None, "bind weights first"
-    model = session.weights.modules(session.params)
-    kind = SharedRunner if are_many(session.placement.mesh) else Runner
-    drafts = None if session.draft is None else session.draft.modules()
-    runner = kind(session.model_config, config, session.placement, model, drafts, session.choices)
-    runner.weight_version = session.weights.version
-    if config.strict:
-        warmup(runner.steps)
-        runner.seal()
-    return runner
+    def report(self) -> Report:
+        """Return the totals of engine and device since the start, and the version of weights."""
+        with self.at_rest():
+            return self.pool.report() | self.served.report()
 
+    def buckets(self) -> list[BucketReport]:
+        """Return a report on every shape of a step: see LLM.buckets."""
+        with self.at_rest():
+            runner = self.pool.runner
+            return bucket_reports(runner.steps, runner.usage)
 
-def _most_blocks(session: Session) -> int:
-    """Blocks of the default pool, which is also as far as a pool grows. What compiled steps need
-    does not depend on the pool: they are asked once.
-    """
-    config, where = session.engine_config, session.placement
-    if config.num_blocks is not None:
-        return config.num_blocks
-    assert session.params is not None, "bind weights first"
-    model = session.weights.modules(session.params)
-    drafts = None if session.draft is None else session.draft.modules()
-    held = session.runner.pool_bytes if session.has_pool else 0
-    how: dict[str, Any] = {"draft": drafts, "freed": held, "needs": session.needs}
-    how["choices"] = session.choices
-    plan = plan_pool(session.model_config, config, where, model, **how)
-    session.needs = plan.needs if plan.needs.is_measured else None
-    return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        with self.at_rest():
+            self.pool.engine.reset_prefix_cache()
 
+    def warmup(self, *, use_tqdm: bool) -> float:
+        """Compile every step of the table; return the seconds that it took."""
+        with self.whole_call():
+            self.served.check_awake()
+            return compile_steps(self.pool.runner.steps, use_tqdm=use_tqdm)
 
-def _release_weights(session: Session) -> None:
-    session.weights.release()
-    if session.draft is not None:
-        session.draft.weights.release()
+    def warmup_for(
+        self, max_prompt_len: int, max_tokens: int, batch: int, *, use_tqdm: bool
+    ) -> float:
+        """Size the pool for calls of so many completions, and compile what they need: see
+        jpaged.warmup.
+        """
+        began, length = time.perf_counter(), max_prompt_len + max_tokens
+        if length > (limit := self.inputs.max_model_len):
+            raise CapacityError(
+                f"max_prompt_len + max_tokens = {length} is beyond max_model_len={limit}"
+            )
+        with self.whole_call():
+            self.pool.reserve([-(-length // self.engine_config.block_size)] * batch)
+            runner = self.pool.runner
+            compile_steps(runner.steps, tokens=batch * length, rows=batch, use_tqdm=use_tqdm)
+            runner.allocate(full=True)
+            runner.adapters.allocate()
+        return time.perf_counter() - began
 
+    # The session is the owner of the requests that no call waits for
 
-def accept_draft(session: Session, draft: Any) -> Params | None:
-    """Weights of the draft model that can be bound, None where there are none; ConfigError."""
-    if draft is None:
-        return None
-    if session.draft is None:
-        raise ConfigError("draft weights need speculative={'method': 'draft' or 'eagle'}")
-    return session.draft.accept(draft)
+    def ended(self, request: Request) -> None:
+        """Keep the output for `step`."""
+        if request not in self.ready:
+            self.ready[request] = collect(request, self.inputs.tokenizer)
+        request.sequences = []
 
+    def lost(self, request: Request, error: Exception) -> None:
+        """Nobody waits for it."""
 
-def add_adapter(session: Session, name: Any, source: Any) -> int:
-    """Take an adapter under a name, in place of the one that had it; its version. ConfigError where
-    it cannot be served.
-    """
-    made = session.adapters.made(source, check_name(name))
-    check_fits([made], session.engine_config)
-    session.adapters.named[name] = made
-    return made.version
+    # Between steps
 
+    def _advance(self) -> None:
+        """Take one step; the engine is at rest."""
+        self._is_settled = False  # until all that ended is delivered
+        with self._in_step:
+            try:
+                ended = self.pool.engine.step()
+            except RuntimeError as e:
+                self.served.check_alive(e)
+                raise
+        for request in ended:
+            self._deliver(request)
+        self._is_settled = True
+        if self.after_step is not None:
+            self.after_step()
 
-def adapted(session: Session, prompts: list[Any], lora: Any) -> list[Any]:
-    """The prompts of a call with its adapters, one for all or a list, in tables that hold them:
-    larger ones if they grow; ConfigError where those that there are do not do.
-    """
-    if lora is None:
-        return prompts
-    adapters = session.adapters.of_call(match_adapters(lora, len(prompts)))
-    asked = list({a.version: a for a in adapters if a is not None}.values())
-    config = session.engine_config
-    config = grown(config, asked) if session.adapters.grows and asked else config
-    if config != session.engine_config:
-        log.info("adapters take %d slots: steps compile again", config.max_loras)
-        session.engine_config, session.needs = config, None
-        if session.has_pool:
-            session.start(session.engine.config.num_blocks)
-    check_fits(asked, config)
-    return [Adapted(*pair) for pair in zip(prompts, adapters, strict=True)]
+    def _deliver(self, request: Request) -> None:
+        """Give a request that has ended to its owner."""
+        if (owner := self._owners.get(request)) is not None:
+            owner.ended(request)
+            del self._owners[request]
 
+    def _discard(self, requests: Iterable[Request]) -> None:
+        for request in list(requests):
+            self._owners.pop(request, None)
+            if self.pool.has_engine:
+                self.pool.engine.remove(request)
 
-def _renew(session: Session, params: Params) -> None:
-    """Make the serving weights of params; the last version's copies go first, and come back where
-    that fails.
-    """
-    if session.has_pool:
-        session.runner.params = session.runner.draft_params = None
-    try:
-        session.weights.update(params)
-        _renew_draft(session)
-    except BaseException:
-        if session.has_pool and session.params is not None:
-            session.weights.update(session.params)
-            session.runner.params = session.weights.modules(session.params)
-            session.runner.weight_version = session.weights.version
-            _renew_draft(session)
-        raise
+    def _finish(self, mode: OnUnfinished) -> None:
+        """Have no unfinished requests: refuse where there are any, or abort them."""
+        if mode not in ("refuse", "abort"):
+            raise RequestError(f"mode={mode!r}: must be 'refuse' or 'abort'")
+        unfinished = list(self.pool.engine.requests.values())
+        if unfinished and mode == "refuse":
+            raise RequestError(
+                f"{len(unfinished)} requests are unfinished: finish them, or pass mode='abort'"
+            )
+        for request in unfinished:
+            self.pool.engine.remove(request)
+            self._deliver(request)
 
-
-def _renew_draft(session: Session) -> None:
-    if (draft := session.draft) is None:
-        return
-    if draft.params is None:
-        raise ConfigError("this model was given a draft model before: pass draft= again")
-    draft.weights.update(draft.params)
-    if session.has_pool:
-        session.runner.draft_params = draft.modules()[1]
-
-
-def _delete(params: Params | None, *, kept: Params) -> None:
-    shared = {id(leaf) for leaf in jax.tree.leaves(kept)}
-    for leaf in jax.tree.leaves(params):
-        if isinstance(leaf, jax.Array) and id(leaf) not in shared and not leaf.is_deleted():
-            leaf.delete()
+    def _settle(self) -> None:
+        """End what closed streams have left; after a restore or an interrupt, deliver what owners
+        have not got yet.
+        """
+        while self._abandoned:
+            self._discard([self._abandoned[0]])
+            self._abandoned.popleft()
+        if self._is_settled:
+            return
+        has_engine = self.pool.has_engine
+        for request, owner in list(self._owners.items()):
+            if has_engine and self.pool.engine.holds(request):
+                continue
+            if request.is_finished:
+                owner.ended(request)
+            elif has_engine:
+                owner.lost(request, RequestError(RESTORED))
+            else:
+                owner.lost(request, ConfigError("this LLM is closed"))
+            del self._owners[request]
+        for request in self.pool.engine.requests.values() if has_engine else ():
+            self._owners.setdefault(request, self)
+        self._is_settled = True

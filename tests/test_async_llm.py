@@ -467,11 +467,12 @@ def test_a_step_behind_prompts_waits_for_who_is_coming(
 ) -> None:
     """While the device is at a prefill, and not while it decodes."""
     monkeypatch.setattr(engine_thread, "GATHER_S", 30.0)
-    thread = engine_thread.EngineThread(expected.calls)  # not started: this thread is it
+    thread = engine_thread.EngineThread(expected.session)  # not started: this thread is it
 
     def job(length: int) -> engine_thread.Job:
-        (make,) = expected.calls.completions(make_prompts(length), LONG, expected.keys.next())
-        return engine_thread.Job(make(), inbox, 0, None)
+        (prompt,) = make_prompts(length)
+        request = expected.session.request(prompt, LONG, expected.keys.next())
+        return engine_thread.Job(request, inbox, 0, None)
 
     async def new_inbox() -> engine_thread.Inbox:
         return engine_thread.Inbox()

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import CapacityError, Params, RequestError, SamplingParams, api
+from jpaged import CapacityError, Params, RequestError, SamplingParams
 from jpaged.engine.engine import Engine
+from jpaged.kept import sessions as kept_sessions
 from tests.tiny import ENGINE, config, engine_of, make_params, make_prompts, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -31,8 +32,8 @@ def generate(
 
 
 def assert_nothing_left() -> None:
-    (session,) = api.kept_sessions()
-    if session.has_pool:  # it is made when something can run
+    (session,) = kept_sessions()
+    if session.pool.has_engine:  # it is made when something can run
         assert session.engine.requests == {} and engine_of(session).replicas[0].blocks.num_used == 0
 
 

@@ -219,10 +219,13 @@ def test_bad_arguments(llm: LLM, how: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize("like_true", [1, np.True_], ids=["1", "np.True_"])
 def test_early_stopping_like_true(llm: LLM, like_true: Any) -> None:
     """It means True, or is refused; it is not taken for False."""
-    search = llm.calls.processor.beam_search(PROMPTS[0], 2, 8, 1.0, True)
+    prompt = llm.session.inputs.prompt(PROMPTS[0])
+    search = llm.session.builder.beam_search(prompt, 2, 8, 1.0, True)
     assert search.early_stopping is True
     try:
-        search = llm.calls.processor.beam_search(PROMPTS[0], 2, 8, 1.0, like_true)
+        search = llm.session.builder.beam_search(
+            llm.session.inputs.prompt(PROMPTS[0]), 2, 8, 1.0, like_true
+        )
     except RequestError:
         return
     assert search.early_stopping is True

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jpaged
-from jpaged import Params, SamplingParams, api
-from jpaged.calls import Calls
+from jpaged import Params, SamplingParams
 from jpaged.engine.engine import Engine
+from jpaged.kept import sessions as kept_sessions
 from jpaged.runtime.runner import Runner
 from jpaged.session import Session
 from tests.text_model import write_folder
@@ -56,7 +56,7 @@ def generate(
 
 def kept() -> tuple[Session, Engine, Runner]:
     """The session that the last call used."""
-    session = api.kept_sessions()[-1]
+    session = kept_sessions()[-1]
     return session, engine_of(session), session.runner
 
 
@@ -104,7 +104,7 @@ def test_release(params: Params) -> None:
         0,
     ]
     jpaged.release(compiled=True)
-    assert not api.kept_sessions()
+    assert not kept_sessions()
 
 
 @pytest.mark.own_steps
@@ -137,12 +137,12 @@ def test_two_engines_are_kept(params: Params, monkeypatch: pytest.MonkeyPatch) -
         "__init__",
         lambda self, *args, **how: (made.append(args), setup(self, *args, **how))[1],
     )
-    monkeypatch.setattr(Calls, "complete", lambda self, *args, **how: [])
+    monkeypatch.setattr(Session, "generate", lambda self, *args, **how: [])
     jpaged.release(compiled=True)
     a, b, c = engine(block_size=2), engine(block_size=3), engine(block_size=5)
     for settings, count in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5)):
         generate(params, PROMPTS, engine_config=settings)
-        assert len(made) == count and len(api.kept_sessions()) <= 2
+        assert len(made) == count and len(kept_sessions()) <= 2
     generate(make_params(1, ONE_LAYER), PROMPTS, engine_config=c)
     assert len(made) == 5, "other weights of the same form: the same engine"
     generate(make_params(0, ONE_LAYER, jnp.bfloat16), PROMPTS, engine_config=c)

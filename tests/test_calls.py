@@ -105,7 +105,7 @@ def test_a_stream_ends_as_its_requests_do(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], GREEDY)
     first = next(stream)
     llm.step()
-    llm.update_params(llm.session.params, mode="abort")
+    llm.update_params(llm.session.served.params, mode="abort")
     rest = list(stream)
     assert tokens_of([first, *rest], 0) and rest[-1].finish_reason == "abort"
     assert llm.step() == [], "it was the stream's"

@@ -121,7 +121,14 @@ def test_an_interrupt_of_who_waits_lets_nobody_in() -> None:
     """The main thread stands between one that holds the lock and one that waits."""
     for _ in range(3):
         lock, release, holds = FairLock(), threading.Event(), list[str]()
-        first = queue_up(lock, lambda release=release: release.wait(SECONDS))
+        is_held = threading.Event()
+
+        def hold(is_held: threading.Event = is_held, release: threading.Event = release) -> None:
+            is_held.set()
+            release.wait(SECONDS)
+
+        first = queue_up(lock, hold)
+        assert is_held.wait(SECONDS)  # else the last thread may get past it
         behind: list[threading.Thread] = []
 
         def come(

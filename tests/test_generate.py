@@ -18,9 +18,9 @@ from jpaged import (
     GenerationError,
     Params,
     SamplingParams,
-    api,
 )
 from jpaged.engine.engine import Engine
+from jpaged.kept import sessions as kept_sessions
 from jpaged.runtime.runner import Runner
 from jpaged.runtime.transfers import Transfers
 from jpaged.session import Session
@@ -65,7 +65,7 @@ def generate(
 
 def kept() -> tuple[Session, Engine, Runner]:
     """The session that the last call used."""
-    session = api.kept_sessions()[-1]
+    session = kept_sessions()[-1]
     return session, engine_of(session), session.runner
 
 
@@ -74,14 +74,14 @@ def assert_nothing_left() -> None:
     assert running.requests == {}
     assert running.replicas[0].blocks.num_used == 0
     running.replicas[0].check_integrity()
-    assert runner.params is None and session.params is None
+    assert runner.params is None and session.served.params is None
 
 
 def cold(
     params: Any, prompts: Any, sampling: Any = GREEDY, **options: Any
 ) -> list[jpaged.RequestOutput]:
     """A run that finds nothing cached."""
-    if api.kept_sessions():
+    if kept_sessions():
         kept()[1].reset_prefix_cache()
     return generate(params, prompts, sampling, **options)
 
@@ -324,7 +324,7 @@ def test_scenario_15_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> No
     expected = tokens_of(generate(params, PROMPTS[:1], engine_config=settings))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            "jpaged.session.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt())
+            "jpaged.pool.Engine", lambda *args, **how: (_ for _ in ()).throw(KeyboardInterrupt())
         )
         generate(params, PROMPTS, engine_config=settings)
     with compiles() as names:

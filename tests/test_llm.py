@@ -493,7 +493,7 @@ def test_score(llm: LLM) -> None:
     lists = make_prompts(9, 30)
     found = llm.score(lists, temperature=0.5, return_greedy=True)
     expected = jpaged.score(
-        llm.session.params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
+        llm.session.served.params, lists, temperature=0.5, return_greedy=True, engine_config=ENGINE
     )
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -505,7 +505,7 @@ def test_score(llm: LLM) -> None:
 def test_seeds_mean_the_same_to_generate_and_to_an_llm(llm: LLM) -> None:
     """A seed repeats its tokens, which are equal in both; without one both draw anew."""
     prompts, asked = make_prompts(9, 5), SamplingParams(max_tokens=12, ignore_eos=True)
-    params = llm.session.params
+    params = llm.session.served.params
 
     def of_llm(seed: Any) -> list[list[int]]:
         outputs = llm.generate(prompts, asked, seed=seed, use_tqdm=False)

@@ -112,7 +112,7 @@ def test_the_tokenizer_is_loaded_when_it_is_needed(
 ) -> None:
     loads = []
     monkeypatch.setattr(
-        "jpaged.request.processor.kept_tokenizer",
+        "jpaged.request.inputs.kept_tokenizer",
         lambda source: loads.append(source) or make_tokenizer(None),
     )
     llm = LLM(folder, **vars(engine(num_blocks=16)))
@@ -173,7 +173,7 @@ def test_calls_are_counted_into_the_seed(params: Params) -> None:
 @pytest.mark.own_steps
 def test_update_params(folder: Path) -> None:
     llm = LLM(folder, **vars(engine(num_blocks=64)))
-    old, new = llm.session.params, make_params(7)
+    old, new = llm.session.served.params, make_params(7)
     assert old is not None
     prompt = make_prompts(21)[0]
     before = tokens_of(generate(llm, [prompt], ENDLESS))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import Adapter, ConfigError, Params, RequestError, SamplingParams, api
+from jpaged import Adapter, ConfigError, Params, RequestError, SamplingParams
+from jpaged.kept import sessions as kept_sessions
 from jpaged.models.layers.low_rank import LowRank
 from jpaged.models.lora import targets
 from jpaged.models.params import nest
@@ -124,8 +125,8 @@ def test_new_weights_compile_nothing(params: Params) -> None:
             base = generate(params, PROMPTS)
             assert base[2].adapter_version == 0 and base[2].num_cached_tokens > 0
     assert names == []
-    assert len(api.kept_sessions()) == 1, "with and without adapters is one engine"
-    assert engine_of(api.kept_sessions()[-1]).replicas[0].blocks.num_used == 0
+    assert len(kept_sessions()) == 1, "with and without adapters is one engine"
+    assert engine_of(kept_sessions()[-1]).replicas[0].blocks.num_used == 0
 
 
 def test_by_name(params: Params, llm: jpaged.LLM) -> None:

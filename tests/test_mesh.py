@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
-from jpaged import ConfigError, Params, SamplingParams, api
+from jpaged import ConfigError, Params, SamplingParams
+from jpaged.kept import sessions as kept_sessions
 from jpaged.models.params import param_specs
 from jpaged.runtime.weights import placement
 from tests.tiny import (
@@ -84,7 +85,7 @@ def check(
         np.testing.assert_allclose(
             output.outputs[0].token_logprobs, dense[range(len(tokens)), tokens], atol=1e-4
         )
-    runner = api.kept_sessions()[-1].runner
+    runner = kept_sessions()[-1].runner
     assert runner._state is not None and len(runner._state.kv) == len(runner.pools)
     for pool in runner._state.kv:
         spec = pool["kv"].sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -143,7 +144,7 @@ def test_one_row_of_devices(params: Params) -> None:
     whole_tiles = make_params(0, config(num_layers=1, vocab_size=256))
     split = shard(whole_tiles, mesh(1, 2), "tp", None)
     llm = jpaged.LLM(split, **vars(SETTINGS))
-    bound = llm.session.weights._bound
+    bound = llm.session.served.weights._bound
     assert bound is not None and all(isinstance(x, int) for x in bound[0]), "nothing to copy"
     assert llm.stats()["weight_bytes_moved"] == 0
     assert runner.placement.axis_size == 2
@@ -233,7 +234,7 @@ def test_so_with_norms_over_all_heads() -> None:
 def test_tensor_parallel_size(params: Params) -> None:
     """It makes the mesh: of jax's devices, or of those that the params lie on."""
     llm = jpaged.LLM(params, **vars(engine(num_blocks=64, tensor_parallel_size=2)))
-    where = llm.session.placement
+    where = llm.session.served.placement
     assert isinstance(where.mesh, Mesh)
     assert list(where.mesh.devices.flat) == jax.devices()[:2]
     assert (where.axis, where.axis_size) == ("tp", 2)

@@ -106,7 +106,7 @@ def wanted() -> dict[str, Any]:
 def test_everything_is_as_on_one_device(
     processes: int, replicas: int, wanted: dict[str, Any]
 ) -> None:
-    """Every feature, swaps and snapshots through each process's own memory among them; also with a
+    """Every feature, the store and snapshots in the memory of each process among them; also with a
     replica in each process, whose tokens the others commit too.
     """
     started = start("everything", processes, replicas=replicas)

@@ -241,7 +241,7 @@ def test_a_form_that_is_not_known() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_is_planned_for_what_is_served(form: Any) -> None:
     llm = served(params_of(dtype=jnp.bfloat16), quantization=form)
-    planned = form_of(MODEL, llm.session.placement, jnp.bfloat16, form)
+    planned = form_of(MODEL, llm.session.served.placement, jnp.bfloat16, form)
     theirs, ours = llm.session.runner.steps.form, planned
     assert jax.tree.structure(theirs) == jax.tree.structure(ours)
     pairs = zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True)

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
-from jpaged import LLM, ConfigError, Params, SamplingParams, api
+from jpaged import LLM, ConfigError, Params, SamplingParams
+from jpaged.kept import sessions as kept_sessions
 from jpaged.runtime.weights import placement
 from tests.tiny import (
     STEPS,
@@ -92,7 +93,7 @@ def test_every_other_axis_holds_replicas(params: Params) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     outs = jpaged.generate(jax.device_put(params, shards), PROMPTS, greedy, engine_config=SETTINGS)
     assert tokens_of(outs) == [dense_greedy(params, p, 8) for p in PROMPTS]
-    assert len(api.kept_sessions()[-1].engine.replicas) == 2
+    assert len(kept_sessions()[-1].engine.replicas) == 2
 
 
 def test_sizes_that_do_not_fit_the_mesh(params: Params) -> None:

@@ -12,8 +12,10 @@ import pytest
 from jax.sharding import Mesh
 
 import jpaged
-from jpaged import LLM, CompletionOutput, Params, RequestError, RequestOutput, SamplingParams, api
+from jpaged import LLM, CompletionOutput, Params, RequestError, RequestOutput, SamplingParams
 from jpaged.engine.engine import Engine
+from jpaged.kept import sessions as kept_sessions
+from jpaged.request.outputs import collect
 from jpaged.runtime.transfers import Transfers
 from tests.text_model import make_tokenizer
 from tests.tiny import (
@@ -73,15 +75,15 @@ def generate(
 ) -> list[RequestOutput]:
     """jpaged.generate, with nothing cached."""
     options = {"engine_config": ROOMY, "tokenizer": TOKENIZER} | options
-    for session in api.kept_sessions():
-        if session.has_pool:
+    for session in kept_sessions():
+        if session.pool.has_engine:
             session.engine.reset_prefix_cache()
     return jpaged.generate(params, prompts, sampling, **options)
 
 
 def kept() -> Engine:
     """The engine that the last call used; it must have nothing left."""
-    engine = engine_of(api.kept_sessions()[-1])
+    engine = engine_of(kept_sessions()[-1])
     assert not engine.requests and engine.replicas[0].blocks.num_used == 0
     engine.replicas[0].check_integrity()
     return engine
@@ -178,11 +180,11 @@ CONTROLS = {
 
 def alone(llm: LLM, prompt: list[int], sampling: SamplingParams, index: int) -> CompletionOutput:
     """One sample of a request, with no other row in any step."""
-    request = llm.calls.processor.request(prompt, sampling, (0, 0))
+    request = llm.session.request(prompt, sampling, (0, 0))
     request.sequences = [request.sequences[index]]
     llm.reset_prefix_cache()
-    llm.calls.run([request])
-    return llm.calls.output(request).outputs[0]
+    llm.session.run([request])
+    return collect(request, llm.session.inputs.tokenizer).outputs[0]
 
 
 def test_every_control_holds_for_each_sample(llm: LLM) -> None:

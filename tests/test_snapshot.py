@@ -264,8 +264,10 @@ def test_beams(llm: LLM) -> None:
     """In the middle of a search, whose beams share blocks, beside an ordinary request."""
     (expected,) = llm.beam_search(PROMPTS[1], 4, 14, use_tqdm=False)
     beside = llm.add_request(PROMPTS[0], GREEDY)
-    search = llm.calls.processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
-    llm.calls.add(search)
+    search = llm.session.builder.beam_search(
+        llm.session.inputs.prompt(PROMPTS[1]), 4, 14, 1.0, False
+    )
+    llm.session.add(search)
     for _ in range(6):
         assert llm.step() == []
     snapshot = llm.snapshot()
@@ -286,8 +288,10 @@ def test_at_random(llm: LLM, llm_of: Callable[[EngineConfig], LLM], seed: int) -
     expected = llm_of(ROOMY).generate(PROMPTS, fixed, use_tqdm=False)
     expected += llm_of(ROOMY).beam_search(PROMPTS[1], 4, 14, use_tqdm=False)
     ids = [llm.add_request(prompt, p) for prompt, p in zip(PROMPTS, fixed, strict=True)]
-    search = llm.calls.processor.beam_search(PROMPTS[1], 4, 14, 1.0, False)
-    llm.calls.add(search)
+    search = llm.session.builder.beam_search(
+        llm.session.inputs.prompt(PROMPTS[1]), 4, 14, 1.0, False
+    )
+    llm.session.add(search)
     rng = random.Random(seed)
     found: dict[str, RequestOutput] = {}
     taken: list[tuple[Snapshot, dict[str, RequestOutput]]] = []

@@ -44,7 +44,7 @@ def tiny(folder: Path, llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) ->
         engine = llm.session.engine
         for request_id in list(engine.requests):
             llm.abort(request_id)
-        llm.calls.ready.clear()
+        llm.session.ready.clear()
         engine.recover()
         return llm
 

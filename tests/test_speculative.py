@@ -18,8 +18,8 @@ from jpaged import (
     SamplingParams,
     UnsupportedError,
 )
-from jpaged.api import kept_sessions
 from jpaged.config import Speculative
+from jpaged.kept import sessions as kept_sessions
 from tests.heads import counting, counting_head
 from tests.test_lora import make_lora
 from tests.tiny import (
@@ -267,7 +267,9 @@ def test_new_drafts() -> None:
         o.outputs[0].token_ids for o in wanted
     ]
     (session,) = kept_sessions()
-    assert session.draft is not None and session.draft.params is None, "nothing of it is kept"
+    assert session.served.draft is not None and session.served.draft.params is None, (
+        "nothing of it is kept"
+    )
     with pytest.raises(ConfigError, match="needs a model"):
         jpaged.generate(params, PROMPTS, asked, **settings)
     jpaged.release(compiled=True)

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import jpaged
-from jpaged import LLM, Params, RequestError, SamplingParams, api, calls
+from jpaged import LLM, Params, RequestError, SamplingParams
+from jpaged.kept import sessions as kept_sessions
+from jpaged.session import Session
 from tests import byte_tokenizer
 from tests.test_lora import make_lora
 from tests.tiny import ENGINE, assert_idle, assert_same, config, engine, make_params, make_prompts
@@ -140,8 +142,8 @@ def test_64_threads_mix_functions_weights_and_adapters(weights: list[Params]) ->
             assert_equal(found, alone[order[i]])
         else:
             assert found is None or found is True
-    assert len(api.kept_sessions()) <= 2
-    for session in api.kept_sessions():
+    assert len(kept_sessions()) <= 2
+    for session in kept_sessions():
         assert not session.engine.has_unfinished()
 
 
@@ -171,7 +173,7 @@ def test_calls_take_turns(weights: list[Params], monkeypatch: pytest.MonkeyPatch
     """A thread that calls again and again lets each other thread in between two of its calls."""
     ended = threading.Event()
     running, seen = [0], []
-    complete = calls.Calls.complete
+    complete = Session.generate
 
     def counted(self: Any, *args: Any, **how: Any) -> Any:
         seen.append(threading.current_thread().name)
@@ -189,7 +191,7 @@ def test_calls_take_turns(weights: list[Params], monkeypatch: pytest.MonkeyPatch
         while not ended.is_set():
             generate()
 
-    monkeypatch.setattr(calls.Calls, "complete", counted)
+    monkeypatch.setattr(Session, "generate", counted)
     threads = [threading.Thread(target=busy, name=f"work {i}", daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
@@ -455,7 +457,7 @@ def test_a_call_within_a_call_does_not_wait_for_itself() -> None:
     outer = jpaged.generate(params, ["abc"], GREEDY, engine_config=settings, tokenizer=tokenizer)
     assert tokenizer.results[0][0].outputs[0].token_ids == alone.outputs[0].token_ids
     assert len(outer[0].outputs[0].token_ids) == 6
-    assert len(api.kept_sessions()) <= 2
+    assert len(kept_sessions()) <= 2
 
     tokenizer = Curious(lambda: llm.generate([ids], GREEDY, use_tqdm=False), "encode")
     llm = LLM(params, tokenizer=tokenizer, **BYTES)

@@ -13,7 +13,8 @@ import optax
 import pytest
 
 import jpaged
-from jpaged import LLM, CapacityError, ConfigError, Params, RequestError, SamplingParams, api
+from jpaged import LLM, CapacityError, ConfigError, Params, RequestError, SamplingParams
+from jpaged.kept import sessions as kept_sessions
 from jpaged.models.forward import bind
 from jpaged.runtime.runner import Runner
 from tests.text_model import write_folder
@@ -181,7 +182,7 @@ def test_generate_and_score_share_an_engine_whatever_the_tokenizer(tmp_path: Any
         params, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
     )
     jpaged.score(params, [outs[0].prompt_token_ids + outs[0].outputs[0].token_ids], **options)  # pyright: ignore
-    assert len(api.kept_sessions()) == 1
+    assert len(kept_sessions()) == 1
     again = jpaged.generate(
         folder, make_prompts(5), SamplingParams(max_tokens=4), tokenizer=tokenizer, **options
     )

@@ -6,6 +6,7 @@ import copy
 import enum
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
 from jpaged.engine.adapters import AdapterVersion
@@ -68,7 +69,7 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        token_ids: list[int],
+        token_ids: List[int],
         sampling_params: SamplingParams,
         *,
         max_model_len: int,

@@ -21,9 +21,8 @@ from jpaged.integrations.batch.lines import BarePrompt
 from jpaged.integrations.seeds import stable_seed
 from jpaged.llm import LLM
 from jpaged.openai.protocol import SAMPLING, Conversation, SamplingFields
-from jpaged.request.chat import Chat
+from jpaged.request.inputs import Chat, with_adapter
 from jpaged.request.outputs import Logprob, RequestOutput
-from jpaged.request.prompts import answered_by
 from jpaged.sampling_params import SamplingParams
 
 try:
@@ -201,7 +200,7 @@ class JPagedPredictor:
         if is_chat:
             prompt = Chat(messages=prompt, template_kwargs=self._template, adapter=adapter)
         elif adapter is not None:
-            prompt = answered_by(adapter, prompt)
+            prompt = with_adapter(adapter, prompt)
         return self._llm.add_request(prompt, params)
 
     def _columns(self, outputs: list[Any]) -> dict[str, tuple[Any, list[Any]]]:

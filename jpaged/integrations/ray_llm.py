@@ -25,12 +25,11 @@ from jpaged.integrations.ray_replica import (
     Job,
     Launch,
     Slot,
-    failed,
     launch_of,
     ray,
 )
 from jpaged.integrations.seeds import stable_seed
-from jpaged.request.outputs import RequestOutput
+from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 
 # What stats() of a replica says that is no total: of now, or a ratio.
@@ -351,7 +350,7 @@ def totals(stats: Mapping[str, Any]) -> dict[str, Any]:
 def given_up(job: Job, cause: BaseException) -> RequestOutput:
     """The output of a request that is not tried again."""
     said = f"its replica was lost each of the {job.losses} times that it ran; the last time: "
-    return failed(job.request_id, job.prompt, ReplicaError(said + _one_line(cause)))
+    return failed(job.request_id, ReplicaError(said + _one_line(cause)), job.prompt)
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,8 +15,7 @@ import jax
 from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.llm import LLM
-from jpaged.request.collect import completion
-from jpaged.request.outputs import RequestOutput
+from jpaged.request.outputs import RequestOutput, failed
 from jpaged.sampling_params import SamplingParams
 
 try:
@@ -84,10 +83,10 @@ class Replica:
             self._llm.abort(request_id)
         for request_id, prompt, params in requests:
             try:
-                made = prompt(self._llm) if callable(prompt) else prompt
+                made: Any = prompt(self._llm) if callable(prompt) else prompt
                 self._llm.add_request(made, params, request_id=request_id)
             except Exception as e:  # whatever one request provokes is that request's error
-                ended.append(failed(request_id, prompt, e))
+                ended.append(failed(request_id, e, prompt))
         until, taken = time.perf_counter() + EXCHANGE_S, 0
         while self._llm.has_unfinished() and (
             time.perf_counter() < until if steps is None else taken < steps
@@ -259,13 +258,4 @@ def launch_of(
         resources=dict(taken),
         hosts=hosts or most,
         adapters={name: str(Path(folder).resolve()) for name, folder in (adapters or {}).items()},
-    )
-
-
-def failed(request_id: str, prompt: Any, error: Exception) -> RequestOutput:
-    """The output of a request that never ran to its end."""
-    text = prompt if isinstance(prompt, str) else None
-    ended = [completion(0, [], [], "error", text=None)]
-    return RequestOutput(
-        request_id=request_id, prompt=text, prompt_token_ids=[], outputs=ended, error=error
     )

@@ -1,1 +1,1 @@
-"""A caller's side of a request: prompts, sampling parameters, text, outputs."""
+"""A caller's side of a request: prompts, the requests made of them, text, outputs."""

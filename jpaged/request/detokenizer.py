@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+
+from jpaged.types import Decoder
 
 
 # Not tokenizers' DecodeStream: it raises "Invalid prefix" on valid output of byte-fallback
@@ -17,7 +18,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Decoder,
         *,
         stop: Sequence[str] = (),
         include_stop: bool = False,
@@ -32,7 +33,7 @@ class TextStream:
         self._sent = 0
         self._clear()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TextStream":
+    def __deepcopy__(self, memo: dict[int, object]) -> "TextStream":
         twin = memo[id(self)] = copy.copy(self)  # the tokenizer is shared
         twin._token_ids = list(self._token_ids)
         return twin
@@ -111,6 +112,6 @@ class TextStream:
         return added
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+def decode(tokenizer: Decoder, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
     """Plain decoding, with the spaces that were generated (no clean-up)."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -1,13 +1,20 @@
-"""What generation returns, and its form as arrays for a trainer."""
+"""What generation returns, and how it is made of requests: outputs, chunks of a stream, scores."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from jpaged.engine.generated import Top
+from jpaged.engine.sequence import Request, Sequence
 from jpaged.errors import RequestError
 from jpaged.request.detokenizer import decode
+from jpaged.search.beam import BeamSearch
+from jpaged.types import Tokenizer
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Logprob(NamedTuple):
@@ -20,7 +27,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class NamedLogprobs(Sequence[dict[int, Logprob] | None]):
+class NamedLogprobs(List[dict[int, Logprob] | None]):
     """{token: Logprob} for each of many tokens, in the order in which they are ranked. A dict is
     made when it is read: nobody waits for those of a long prompt, or of many completions.
 
@@ -30,8 +37,8 @@ class NamedLogprobs(Sequence[dict[int, Logprob] | None]):
 
     def __init__(
         self,
-        rows: Sequence[Sequence[tuple[int, float, int]] | None],
-        tokenizer: Any,
+        rows: List[Top | None],
+        tokenizer: Tokenizer | None,
         texts: dict[int, str] | None = None,
     ):
         self._rows, self._tokenizer = rows, tokenizer
@@ -88,8 +95,8 @@ class CompletionOutput:
     token_ids: list[int]
     token_logprobs: np.ndarray
     cumulative_logprob: float
-    logprobs: Sequence[Any] | None = None
-    finish_reason: Literal["stop", "length", "abort", "error"] | None = None
+    logprobs: List[Any] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     allowed_logprobs: np.ndarray | None = None
     score: float | None = None
@@ -111,7 +118,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: List[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     error: Exception | None = None
     weight_version: int = 0
@@ -132,82 +139,176 @@ class CompletionChunk:
     token_ids_delta: list[int]
     finish_reason: str | None
     token_logprobs_delta: list[float] = dataclasses.field(default_factory=list)
-    logprobs_delta: Sequence[Any] | None = None
+    logprobs_delta: List[Any] | None = None
     stop_reason: int | str | None = None
 
 
-def to_arrays(
-    outs: Sequence[RequestOutput],
-    *,
-    max_prompt_len: int | None = None,
-    max_completion_len: int | None = None,
-    pad_id: int = 0,
-    overflow: Literal["error", "truncate", "drop"] = "error",
-) -> dict[str, np.ndarray]:
-    """Completions as padded arrays, one row each (B), for a jitted training step.
-
-    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id;
-    prompt_mask, completion_mask bool, made from lengths, never by comparing with pad_id;
-    prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C], 0 where masked; group_ids int32
-    [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the completion
-    ended by itself ("stop") and was not cut here. max_prompt_len, max_completion_len: P and C; None
-    is the longest there is. overflow: what to do with a row that does not fit: raise RequestError,
-    cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
-    request raises under "error" and is left out otherwise.
-    """
-    if overflow not in ("error", "truncate", "drop"):
-        raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
-    rows = []
-    for group, out in enumerate(outs):
-        if out.error is None:
-            rows += [(group, out.prompt_token_ids, c) for c in out.outputs]
-        elif overflow == "error":
-            raise RequestError(
-                f"request {group} failed: {out.error}; overflow='drop' leaves it out"
+def collect(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
+    """Return the output of a request that has ended."""
+    first = request.sequences[0]
+    if isinstance(request, BeamSearch):
+        completions = [
+            completion(
+                index,
+                hypothesis.generated.token_ids,
+                hypothesis.generated.logprobs,
+                hypothesis.finish_reason,
+                text=_text(tokenizer, hypothesis.generated.token_ids, hypothesis.finish_reason),
+                score=hypothesis.score,
             )
-    width_p = _width("max_prompt_len", max_prompt_len, [len(prompt) for _, prompt, _ in rows])
-    lengths = [len(c.token_ids) for *_, c in rows]
-    width_c = _width("max_completion_len", max_completion_len, lengths)
-    fits = [len(prompt) <= width_p and len(c.token_ids) <= width_c for _, prompt, c in rows]
-    if overflow == "error" and not all(fits):
-        group, prompt, c = rows[fits.index(False)]
-        raise RequestError(
-            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, "
-            f"over max_prompt_len={width_p} or max_completion_len={width_c}: raise them or pass "
-            "another overflow"
-        )
-    if overflow == "drop":
-        rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
-    prompts = [prompt[max(len(prompt) - width_p, 0) :] for _, prompt, _ in rows]
-    prompt_lens = np.array([len(prompt) for prompt in prompts], np.int32)
-    completion_lens = np.array([min(len(c.token_ids), width_c) for _, _, c in rows], np.int32)
-    prompt_mask = np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None]
-    completion_mask = np.arange(width_c)[None, :] < completion_lens[:, None]
-    prompt_ids = np.full(prompt_mask.shape, pad_id, np.int32)
-    completion_ids = np.full(completion_mask.shape, pad_id, np.int32)
-    logprobs = np.zeros(completion_mask.shape, np.float32)
-    for i, (*_, c) in enumerate(rows):
-        prompt_ids[i, prompt_mask[i]] = prompts[i]
-        completion_ids[i, completion_mask[i]] = c.token_ids[:width_c]
-        logprobs[i, completion_mask[i]] = c.token_logprobs[:width_c]
-    ended = [c.finish_reason == "stop" and len(c.token_ids) <= width_c for *_, c in rows]
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "prompt_lens": prompt_lens,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "completion_lens": completion_lens,
-        "logprobs": logprobs,
-        "group_ids": np.array([group for group, _, _ in rows], np.int32),
-        "sample_index": np.array([c.index for _, _, c in rows], np.int32),
-        "finished": np.array(ended, bool),
-    }
+            for index, hypothesis in enumerate(request.results())
+        ]
+    else:
+        completions = [_sample(seq, tokenizer) for seq in request.sequences]
+    scored = first.sampling_params.prompt_logprobs is not None
+    adapter = first.adapter
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=first.token_ids[: first.prompt_len],
+        prompt_logprobs=NamedLogprobs(first.prompt_logprobs, tokenizer) if scored else None,
+        outputs=completions,
+        num_cached_tokens=first.num_cached,
+        error=request.error,
+        weight_version=request.weight_version,
+        adapter=None if adapter is None else adapter.name,
+        adapter_version=0 if adapter is None else adapter.version,
+    )
 
 
-def _width(name: str, asked: int | None, lengths: list[int]) -> int:
-    if asked is None:
-        return max(lengths, default=0)
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
-        raise RequestError(f"{name}={asked!r}: must be an integer of at least 0")
-    return asked
+def failed(
+    request_id: str, error: Exception, prompt: object, token_ids: List[int] = ()
+) -> RequestOutput:
+    """Return the output of a request that never ran. prompt: in any form; its text is kept."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(token_ids),
+        outputs=[completion(0, [], [], "error")],
+        error=error,
+    )
+
+
+def scores(requests: list[Request]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the logprobs of each scored prompt, float32 [T-1], and whether each is the highest,
+    bool [T-1].
+    """
+    rows = [
+        [top[0] for top in request.sequences[0].prompt_logprobs[1:] if top is not None]
+        for request in requests
+    ]
+    logprobs = [np.array([logprob for _, logprob, _ in row], np.float32) for row in rows]
+    return logprobs, [np.array([rank == 1 for *_, rank in row], bool) for row in rows]
+
+
+class LiveCompletions:
+    """The completions of some requests as they grow, until each has ended. tokenizer: or None."""
+
+    def __init__(self, requests: list[Request], tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # of tokens among logprobs
+        self._live = [(i, seq) for i, request in enumerate(requests) for seq in request.sequences]
+        self._sent = {seq: seq.prompt_len for _, seq in self._live}
+
+    def __bool__(self) -> bool:
+        """Return whether any completion has not ended."""
+        return bool(self._live)
+
+    def take_all(self) -> tuple[list[CompletionChunk], Exception | None]:
+        """Return what is new since the last time, up to the error of a completion that failed."""
+        chunks: list[CompletionChunk] = []
+        try:
+            chunks.extend(self.take())
+        except RequestError as e:
+            return chunks, e
+        return chunks, None
+
+    def take(self) -> Iterator[CompletionChunk]:
+        """Yield what is new since the last time; raises the error of a completion that failed."""
+        for i, seq in list(self._live):
+            if seq.finish_reason is not None:
+                self._live.remove((i, seq))
+                if seq.text is not None:
+                    seq.text.finish()
+            if seq.error is not None:
+                raise seq.error
+            if len(seq) > self._sent[seq] or seq.finish_reason is not None:
+                sent, tops = self._sent[seq], None
+                if seq.sampling_params.logprobs is not None:
+                    new = seq.generated.top_logprobs[sent - seq.prompt_len :]
+                    tops = NamedLogprobs(new, self._tokenizer, self._texts)
+                yield CompletionChunk(
+                    request_index=i,
+                    index=seq.index,
+                    token_ids_delta=seq.token_ids[sent:],
+                    text_delta=None if seq.text is None else seq.text.take_delta(),
+                    finish_reason=seq.finish_reason,
+                    token_logprobs_delta=seq.generated.logprobs[sent - seq.prompt_len :],
+                    logprobs_delta=tops,
+                    stop_reason=seq.stop_reason,
+                )
+                self._sent[seq] = len(seq)
+
+
+def completion(
+    index: int,
+    token_ids: List[int],
+    logprobs: List[float],
+    finish_reason: str | None,
+    *,
+    text: str | None = None,
+    tops: List[dict[int, Logprob] | None] | None = None,
+    stop_reason: int | str | None = None,
+    allowed_logprobs: np.ndarray | None = None,
+    score: float | None = None,
+) -> CompletionOutput:
+    """Return a CompletionOutput. logprobs: of the tokens themselves, which it sums; tops: the
+    alternatives to each.
+    """
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=list(token_ids),
+        token_logprobs=np.array(logprobs, np.float32),
+        cumulative_logprob=float(np.sum(logprobs)),
+        logprobs=tops,
+        finish_reason=cast("FinishReason | None", finish_reason),
+        stop_reason=stop_reason,
+        allowed_logprobs=allowed_logprobs,
+        score=score,
+    )
+
+
+def _sample(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+    # The caller's output is a value: it must not change where a snapshot goes back.
+    drawn, asked = seq.generated.copy(), seq.sampling_params
+    if seq.text is not None:
+        text = seq.text.finish()
+    else:  # "stop" is by an id then: a stop string would have had a TextStream
+        text = _text(tokenizer, drawn.token_ids, seq.finish_reason, asked.skip_special_tokens)
+    allowed = None
+    if seq.structured is not None and asked.logprobs_mode == "tempered":
+        allowed = np.array(drawn.allowed_logprobs, np.float32)
+    return completion(
+        seq.index,
+        drawn.token_ids,
+        drawn.logprobs,
+        seq.finish_reason,
+        text=text,
+        tops=None if asked.logprobs is None else NamedLogprobs(drawn.top_logprobs, tokenizer),
+        stop_reason=seq.stop_reason,
+        allowed_logprobs=allowed,
+    )
+
+
+def _text(
+    tokenizer: Tokenizer | None,
+    token_ids: list[int],
+    finish_reason: str | None,
+    skip_special_tokens: bool = True,
+) -> str | None:
+    """Return the text without the token that stopped it; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    token_ids = token_ids[:-1] if finish_reason == "stop" else token_ids
+    return decode(tokenizer, token_ids, skip_special_tokens)

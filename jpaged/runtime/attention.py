@@ -126,6 +126,8 @@ def choose_kernel(
     the heads are split over. Raises UnsupportedError if the named one cannot run. It may compile
     C++, so it is called when an engine starts (see choices.py).
     """
+    mixers = (model.layers[i].mixer for i in group.layers)
+    norms_whole = any(mixer is not None and mixer.qk_norm == "whole" for mixer in mixers)
     kv = config.kv_cache_dtype
     shapes = Shapes(
         dtype=jnp.dtype(dtype),
@@ -141,7 +143,7 @@ def choose_kernel(
         reason = _unsupported(config.attention, shapes, device)
         check_combination(Facts(config=config, no_kernel=reason or ""))
         is_compiled = IMPLEMENTATIONS[config.attention].is_compiled_for(device.platform)
-        writes = _writes_heads(config.attention, model, shapes, device)
+        writes = _writes_heads(config.attention, norms_whole, shapes, device)
         return Kernel(
             name=config.attention, shapes=shapes, interpret=not is_compiled, writes_heads=writes
         )
@@ -152,23 +154,24 @@ def choose_kernel(
             if reason is None:
                 if refused and implementation.platforms is None and device.platform != "cpu":
                     _warn_of_xla(refused, device)
-                writes = _writes_heads(name, model, shapes, device)
+                writes = _writes_heads(name, norms_whole, shapes, device)
                 return Kernel(name=name, shapes=shapes, writes_heads=writes)
             log.info("attention='auto': not %s (%s)", name, reason)
             refused.append(f"{name}: {reason}")
     raise AssertionError("one of them runs everywhere")
 
 
-def _writes_heads(name: str, model: ModelConfig, shapes: Shapes, device: Any) -> bool:
+def _writes_heads(name: str, norms_whole: bool, shapes: Shapes, device: Any) -> bool:
     """Return whether one kernel prepares attention: on CUDA, or if its kernels are interpreted.
 
-    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept.
+    Elsewhere there are no launches to save, and the bits of XLA's kernels are kept. norms_whole:
+    a layer norms all its heads together.
     """
     if device.platform not in CUDA and IMPLEMENTATIONS[name].platforms != CUDA:
         return False
     head_write: Any = importlib.import_module("kernels_pallas.paged_attention.head_write")
     reason = head_write.unsupported(shapes, IMPLEMENTATIONS[name].module().pool_layout)
-    if any(layer.mixer is not None and layer.mixer.qk_norm == "whole" for layer in model.layers):
+    if norms_whole:
         reason = "norms over all heads together"
     if reason is not None:
         log.info("attention is prepared by XLA (%s)", reason)

@@ -17,8 +17,10 @@ from jpaged.combinations import Facts, check_combination
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.models.kv_groups import kv_groups
+from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.layers.linear import ExpertProducts
 from jpaged.models.layers.mlp import MLPConfig
+from jpaged.models.param_spec import share
 from jpaged.models.quantized import is_quantized
 from jpaged.models.served import served_config, share_of
 from jpaged.runtime.attention import Kernel, choose_kernel
@@ -173,22 +175,33 @@ def multiplies_fp8(device: Any) -> bool:
 def _experts(
     model: ModelConfig, device: Any, dtype: Any, shards: int, is_plain: bool
 ) -> Implementation | None:
-    """Return the implementation of a mixture's experts; None for a model without experts.
+    """Return the implementation of experts, which supports those of every layer; None for a model
+    without experts.
 
     shards: devices that each expert is split over.
     """
-    if not model.num_experts:
+    sizes = {
+        layer.ffn.expert_size for layer in model.layers if isinstance(layer.ffn, ExpertsConfig)
+    }
+    if not sizes:
         return None
-    width = model.expert_size // shards if model.expert_size % shards == 0 else model.expert_size
-    shapes = Shapes(
-        dtype=dtype, hidden_size=model.hidden_size, expert_size=width, is_plain=is_plain
-    )
+    shapes = [
+        Shapes(
+            dtype=dtype,
+            hidden_size=model.hidden_size,
+            expert_size=share(size, shards),
+            is_plain=is_plain,
+        )
+        for size in sorted(sizes)
+    ]
     for name, implementation in experts.IMPLEMENTATIONS.items():
         if implementation.is_compiled_for(device.platform):
-            reason = implementation.module().unsupported(shapes, device)
-            if reason is None:
+            module = implementation.module()
+            refused = [module.unsupported(shape, device) for shape in shapes]
+            reasons = [reason for reason in refused if reason is not None]
+            if not reasons:
                 return implementation
-            log.info("experts: not %s (%s)", name, reason)
+            log.info("experts: not %s (%s)", name, reasons[0])
     raise AssertionError("one of them runs everywhere")
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -20,6 +20,7 @@ from jpaged.config import EngineConfig
 from jpaged.errors import ConfigError, RequestError
 from jpaged.structured import spec
 from jpaged.structured.trial import Trial, Verdict
+from jpaged.types import Structured, Tokenizer
 
 # Of one request; what is above them is its error, before it is its neighbours' time and memory.
 LIMITS = {
@@ -51,7 +52,7 @@ class Grammars:
     tokenizer is none that it can read.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]):
         try:
             import llguidance.hf  # pyright: ignore[reportMissingImports]
         except ImportError as e:
@@ -80,7 +81,7 @@ class Grammars:
         self.words = -(-vocab_size // 32)
         self.eos_ids = eos_ids
 
-    def matcher(self, structured: Mapping[str, Any]) -> "Matcher":
+    def matcher(self, structured: Structured) -> "Matcher":
         """At the beginning of a form. RequestError, with llguidance's words, where it is none, or
         needs more time or memory than a form may.
         """
@@ -186,7 +187,9 @@ def check_served(config: EngineConfig) -> None:
     check_combination(Facts(config=config, draws_masked=True))
 
 
-def form_begins(structured: Any, prompt_lens: Any, count: int, config: EngineConfig) -> list[int]:
+def form_begins(
+    structured: Structured | None, prompt_lens: object, count: int, config: EngineConfig
+) -> list[int]:
     """Where the form of each of so many texts begins that are scored; checked."""
     if (structured is None) != (prompt_lens is None):
         raise RequestError("structured and prompt_lens: pass both, or neither")
@@ -242,7 +245,7 @@ class Matcher:
     def copy(self) -> Self:
         return dataclasses.replace(self, state=self.state.deep_copy())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self.copy()
 
     def renew(self, token_ids: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jpaged.errors import RequestError
+from jpaged.types import Structured
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPACT = "disable_any_whitespace"
@@ -16,12 +17,12 @@ WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 MOST_CHARACTERS = 250_000
 
 
-def check(structured: Any) -> None:
+def check(structured: object) -> None:
     """Raise RequestError for what names no form, or has a value that its kind never has."""
     _kind(structured)
 
 
-def grammar_of(structured: Mapping[str, Any]) -> str:
+def grammar_of(structured: Structured) -> str:
     """The form as llguidance's own notation, not yet compiled. RequestError where it is none."""
     import llguidance  # pyright: ignore[reportMissingImports]
 
@@ -52,18 +53,18 @@ def _check_size(kind: str, text: str) -> None:
         raise error(kind, f"{len(text)} characters are above {MOST_CHARACTERS}")
 
 
-def error(kind: str, what: Any) -> RequestError:
+def error(kind: str, what: object) -> RequestError:
     """What is wrong with a form, in the words of who found it."""
     lines = str(what).strip().splitlines() or ["no reason given"]
     return RequestError(f"structured: {kind}: {' '.join(line.strip() for line in lines)[:500]}")
 
 
-def kind_of(structured: Mapping[str, Any]) -> str:
+def kind_of(structured: Structured) -> str:
     """Which of KINDS it is."""
     return next(kind for kind in KINDS if kind in structured)
 
 
-def _kind(structured: Any) -> str:
+def _kind(structured: object) -> str:
     if not isinstance(structured, Mapping):
         raise RequestError(f"structured={structured!r}: must be a dict with one of {_named()}")
     kinds = [key for key in structured if key != COMPACT]

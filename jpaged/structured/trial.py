@@ -55,7 +55,7 @@ class Trial:
 
     def __init__(
         self,
-        limits: Mapping[str, Any],
+        limits: Mapping[str, int],
         *,
         vocab_size: int = 257,
         special: Mapping[int, str] | None = None,

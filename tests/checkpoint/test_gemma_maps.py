@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jpaged
-from jpaged import ConfigError, EngineConfig, ModelConfig, Params, SamplingParams, api
+from jpaged import ConfigError, EngineConfig, ModelConfig, Params, SamplingParams
 from jpaged.checkpoint.name_maps import PARTS, maxtext_gemma3, tunix_gemma3
+from jpaged.kept import sessions as kept_sessions
 from tests.golden.reference import Golden, load
 from tests.golden.weights import checksum, state_dict
 
@@ -209,7 +210,7 @@ def test_a_trainers_shards_are_served_on_their_mesh() -> None:
     greedy, prompt = SamplingParams(temperature=0, max_tokens=12), GEMMA.prompts[2]
     (output,) = jpaged.generate(params, prompt.token_ids, greedy, engine_config=settings)
     assert output.outputs[0].token_ids == prompt.greedy[:12]
-    assert api.kept_sessions()[-1].runner.placement.axis == "tp"
+    assert kept_sessions()[-1].runner.placement.axis == "tp"
 
 
 def test_every_part_is_known() -> None:

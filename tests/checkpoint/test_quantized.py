@@ -236,8 +236,8 @@ def test_a_plain_folder_is_quantised_leaf_by_leaf(tmp_path: Path) -> None:
         llm = LLM(model, quantization="int8", **ENGINE)
         out = llm.generate([[5, 9, 23]], greedy, use_tqdm=False)[0].outputs[0]
         answers.append((out.token_ids, out.token_logprobs))
-        assert llm.session.params is not None
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(llm.session.params)))
+        assert llm.session.served.params is not None
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(llm.session.served.params)))
         if model is folder:
             llm.update_params(load_params(folder))  # plain ones take their place
         llm.close()

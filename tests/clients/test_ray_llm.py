@@ -14,7 +14,7 @@ from jpaged import CheckpointError, ConfigError, SamplingParams
 from jpaged.demo import MODEL_PATH
 from jpaged.errors import ReplicaError
 from jpaged.integrations.batch import BatchRequest, Settings
-from jpaged.request.chat import Chat
+from jpaged.request.inputs import Chat
 
 ray: Any = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from jpaged.integrations import ray_replica  # noqa: E402

@@ -93,10 +93,11 @@ def test_the_device_side_knows_nothing_of_the_api(file: Path):
     above = {
         "jpaged.api",
         "jpaged.llm",
-        "jpaged.calls",
+        "jpaged.kept",
         "jpaged.session",
-        "jpaged.request.processor",
-        "jpaged.request.collect",
+        "jpaged.served_model",
+        "jpaged.pool",
+        "jpaged.request",
         "jpaged.engine.engine",
         "jpaged.engine.scheduler",
     }

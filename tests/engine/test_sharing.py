@@ -1,4 +1,4 @@
-"""Sharing of KV blocks over the mock device: forks and their copies, swapping, and what the cache
+"""Sharing of KV blocks over the mock device: forks and their copies, and what the cache
 keeps.
 
 Host.step holds every ended stream to what it would be alone, every search to a naive one, and all

@@ -15,8 +15,7 @@ import pytest
 
 import jpaged.integrations
 from jpaged import ConfigError, PeerError, SamplingParams
-from jpaged.request.collect import completion
-from jpaged.request.outputs import RequestOutput
+from jpaged.request.outputs import RequestOutput, completion
 
 MODULES = ("jpaged.integrations.ray_replica", "jpaged.integrations.ray_llm")
 
@@ -143,7 +142,7 @@ class EchoLLM:
         ended = [name for name, count in self.left.items() if not count]
         for name in ended:
             del self.left[name]
-        outs = [completion(0, [1], [0.0], "length", text=None)]
+        outs = [completion(0, [1], [0.0], "length")]
         return [
             RequestOutput(request_id=n, prompt=None, prompt_token_ids=[], outputs=outs)
             for n in ended

@@ -17,8 +17,9 @@ import pytest
 from flax import nnx
 
 import jpaged
-from jpaged import ConfigError, SamplingParams, api
+from jpaged import ConfigError, SamplingParams
 from jpaged.checkpoint.name_maps import TUNIX_QWEN3, params_from
+from jpaged.kept import sessions as kept_sessions
 from tests.tiny import compiles, config, engine
 
 MODEL = config(num_layers=1, vocab_size=260, eos_token_ids=(257,))
@@ -176,8 +177,8 @@ def test_new_parts_go_into_a_slot(rollouts: Any) -> None:
     ours.update_params(new_parts(actor, 0.9))
     tokens_of(ours)
     base, _ = ours._weights.current()
-    session = api.kept_sessions()[-1]
-    version, loads = session.weights.version, session.report()["adapter_loads"]
+    session = kept_sessions()[-1]
+    version, loads = session.served.weights.version, session.report()["adapter_loads"]
     for factor in (-1.0, 0.5):
         parts = new_parts(actor, factor)
         with compiles() as names:
@@ -187,7 +188,7 @@ def test_new_parts_go_into_a_slot(rollouts: Any) -> None:
         assert ours._weights.current()[0] is base
         loads += 1
         assert session.report()["adapter_loads"] == loads
-        assert session.weights.version == version
+        assert session.served.weights.version == version
         assert tokens_of(ours) == found, "the same parts are the same version"
         assert session.report()["adapter_loads"] == loads
         assert found == merged_tokens(actor) != first

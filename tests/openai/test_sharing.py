@@ -14,7 +14,7 @@ import pytest
 from jpaged import LLM
 from jpaged.engine.policy import Policy
 from jpaged.engine.sequence import Sequence
-from jpaged.request.prompts import salted_by
+from jpaged.request.inputs import with_salt
 from tests.text_model import write_folder
 from tests.tiny import ENGINE
 
@@ -95,7 +95,7 @@ class TestPrefixes:
     def test_no_salt_of_a_request_is_another_partys(self):
         a, b = "a" * 32, "b" * 32
         mine = {
-            salted_by(salt, {"prompt": "x", "cache_salt": inner} if inner else "x")["cache_salt"]
+            with_salt(salt, {"prompt": "x", "cache_salt": inner} if inner else "x")["cache_salt"]
             for salt in (a, b)
             for inner in (None, a, b, f"{a}:s", f"{b}:s", ":", "s")
         }

@@ -11,8 +11,7 @@ import pytest
 
 from jpaged import LLM
 from jpaged.engine_thread import Coming, Inbox, News
-from jpaged.request.collect import completion
-from jpaged.request.outputs import CompletionChunk, RequestOutput
+from jpaged.request.outputs import CompletionChunk, RequestOutput, completion
 from tests.text_model import make_tokenizer, write_folder
 from tests.tiny import ENGINE
 

@@ -140,7 +140,7 @@ class Counted:
 
 def test_logprobs_are_named_when_they_are_read(tmp_path: Path):
     """Not in the engine's thread, for which everybody waits; each token once."""
-    tokenizer = Counted(make_tokenizer())
+    tokenizer: Any = Counted(make_tokenizer())
     llm = LLM(write_folder(tmp_path / "tiny"), tokenizer=tokenizer, max_num_seqs=4, **SETTINGS)
     params = SamplingParams(max_tokens=8, n=2, logprobs=3, prompt_logprobs=3, ignore_eos=True)
     (out,) = llm.generate([[5, 6, 7] * 10], params, use_tqdm=False)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from jpaged import RequestError
-from jpaged.request.chat import Chat, render
+from jpaged.request.inputs import Chat, Inputs
 from tests.text_model import make_tokenizer
+from tests.tiny import config
 
 # The system prompt is refused; turns have to alternate.
 GEMMA2 = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}
@@ -62,6 +63,10 @@ PHI = """{% for m in messages %}{% if m['role'] in ['system', 'user'] %}<{{ m['r
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hello world"}
 ANSWER = {"role": "assistant", "content": "hello"}
+
+
+def render(chat: Chat, tokenizer: Any) -> list[int]:
+    return Inputs(config(), 4096, tokenizer, None).render(chat)
 
 
 @pytest.mark.parametrize(

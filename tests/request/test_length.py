@@ -7,7 +7,7 @@ import pytest
 
 from jpaged import LLM
 from jpaged.errors import CapacityError
-from jpaged.request.length import CHARACTERS_A_TOKEN, check_length
+from jpaged.request.inputs import CHARACTERS_A_TOKEN, check_length
 from tests.text_model import write_folder
 
 MOST = 50
@@ -43,13 +43,14 @@ def test_long_prompts_are_refused_by_every_face(tmp_path: Path, monkeypatch: pyt
     """A text, a conversation and token ids."""
     llm = LLM(write_folder(tmp_path / "tiny"), max_num_seqs=2, num_blocks=16, max_model_len=64)
     seen: list[int] = []
-    encode = type(llm.calls.processor.tokenizer).encode
+    tokenizer: Any = llm.session.inputs.tokenizer
+    encode = type(tokenizer).encode
 
     def counted(self: Any, text: str, *args: Any, **how: Any) -> Any:
         seen.append(len(text))
         return encode(self, text, *args, **how)
 
-    monkeypatch.setattr(type(llm.calls.processor.tokenizer), "encode", counted)
+    monkeypatch.setattr(type(tokenizer), "encode", counted)
     long = "a" * 1_000_000
     for prompt in (long, {"prompt": long}, [5] * 1_000_000):
         with pytest.raises(CapacityError, match="leaves no room in max_model_len=64"):

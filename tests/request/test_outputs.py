@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jpaged.errors import RequestError
-from jpaged.request.outputs import CompletionOutput, RequestOutput, to_arrays
+from jpaged.request.arrays import to_arrays
+from jpaged.request.outputs import CompletionOutput, RequestOutput
 
 
 def output(

@@ -268,3 +268,17 @@ def test_f32_on_the_tpu_kernel() -> None:
         for a in ("xla", "tpu")
     ]
     assert tokens[0] == tokens[1]
+
+
+def test_a_group_is_asked_about_the_norms_of_its_layers_alone() -> None:
+    """A layer that norms all its heads together keeps no other group from the fused write."""
+    first, second = dataclasses.replace(MODEL, num_layers=2).layers
+    assert second.mixer is not None
+    whole = dataclasses.replace(second.mixer, window=8, qk_norm="whole")
+    model = dataclasses.replace(MODEL, layers=(first, dataclasses.replace(second, mixer=whole)))
+    engine = EngineConfig(**SETTINGS).resolve(model)
+    kernels = [
+        choose_kernel(model, group, engine, jnp.dtype(jnp.bfloat16), HOPPER, 1)
+        for group in kv_groups(model)
+    ]
+    assert [kernel.writes_heads for kernel in kernels] == [True, False]

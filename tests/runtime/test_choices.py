@@ -13,6 +13,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine.shapes import shape_table
 from jpaged.errors import UnsupportedError
 from jpaged.models.forward import bind
+from jpaged.models.layers.experts import ExpertsConfig
 from jpaged.models.quantized import quantized
 from jpaged.runtime import choices
 from jpaged.runtime.choices import Choices, activations_of, choose_products, multiplies_fp8
@@ -172,9 +173,8 @@ def test_what_is_chosen_by_the_params_fits_what_is_served(quantization: Any, dty
     runner = session.runner
     assert runner.params is not None and runner.draft_params is not None
     draft = (model, runner.draft_params)
-    served = choose_for(model, runner.config, session.placement, runner.params, draft)
-    assert session.choices == served == runner.steps.setting.choices
-    assert session.choices.experts is not None
+    served = choose_for(model, runner.config, session.served.placement, runner.params, draft)
+    assert served == runner.steps.setting.choices and served.experts is not None
 
 
 @pytest.mark.parametrize("chosen", ["chosen", "native"])
@@ -209,3 +209,19 @@ def test_training_never_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return jnp.sum(model.logits(model(jnp.asarray(make_prompts(6)))[0]))
 
     jax.jit(jax.grad(loss)).lower(params)
+
+
+def test_experts_may_differ_by_layer() -> None:
+    """One implementation serves them all: the widths of every layer are asked about."""
+    mixture = {"num_experts": 4, "experts_per_token": 2, "expert_size": 32}
+    model = config(hidden_size=64, head_dim=32, **mixture)
+    first, second = model.layers
+    assert isinstance(second.ffn, ExpertsConfig)
+    narrow = dataclasses.replace(second.ffn, expert_size=16, num_experts=2)
+    model = dataclasses.replace(model, layers=(first, dataclasses.replace(second, ffn=narrow)))
+    with pytest.raises(AttributeError, match="differs from the others"):
+        _ = model.expert_size
+    found = choices._experts(model, ONE_DEVICE.device, jnp.dtype(jnp.float32), 1, True)
+    assert found is not None and found is choices._experts(
+        config(hidden_size=64, **mixture), ONE_DEVICE.device, jnp.dtype(jnp.float32), 1, True
+    )

@@ -199,10 +199,10 @@ def test_a_pool_that_grows_compiles_them_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(memory, "free_memory", lambda: 8 * MIB)
     params, settings = make_params(), EngineConfig(block_size=4, max_num_seqs=8)
     session = Session(params, settings, None, grows=True)
-    session.bind(params)
+    session.served.bind(params)
     sizes = []
     for blocks in (3, 12, 30):
-        session.reserve([blocks])
+        session.pool.reserve([blocks])
         sizes.append(session.runner.config.num_blocks)
     assert sizes == [8, 16, 32] and len(asked) == 1
 

@@ -138,7 +138,7 @@ def test_the_last_copies_go_before_the_next_come(monkeypatch: pytest.MonkeyPatch
     first, second = trained(0), trained(1)
     llm = jpaged.LLM(first, **vars(engine(num_blocks=16)))
     assert llm.stats()["weight_bytes_moved"] > 0 and llm.stats()["weight_move_s"] > 0
-    bound = llm.session.weights._bound
+    bound = llm.session.served.weights._bound
     assert bound is not None
     made = [weakref.ref(x) for x in bound[0] if not isinstance(x, int)]
     del bound

@@ -456,7 +456,7 @@ def test_a_lexer_that_neighbours_fill(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     prompts = ["abaab"] * len(sampling)
     alone = [done.token_ids for done in run(llm, sampling, prompts)]
     monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 200)
-    monkeypatch.setattr(llm.calls.processor, "_grammars", None)
+    monkeypatch.setattr(llm.session.builder, "_grammars", None)
     made: list[Any] = []
     renewed = grammars.Grammars.renewed
 
@@ -474,7 +474,7 @@ def test_masks_are_those_of_every_token_by_itself(llm: LLM, form: Any) -> None:
     """What llguidance takes all at once (grammars.WORDS) changes no mask."""
     import llguidance  # pyright: ignore[reportMissingImports]
 
-    matcher = llm.calls.processor.matcher(form)
+    matcher = llm.session.builder.matcher(form)
     grammars, rng = matcher.grammars, np.random.default_rng(0)
     plain = grammars._tokenizer.with_slices([])
     alone = llguidance.LLMatcher(plain, spec.grammar_of(form), log_level=0)

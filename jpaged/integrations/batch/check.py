@@ -24,8 +24,8 @@ from jpaged.integrations.batch.progress import duration
 from jpaged.integrations.batch.source import BatchError, Source
 from jpaged.integrations.batch.stats import BatchStats
 from jpaged.models.config import ModelConfig
-from jpaged.request.chat import Chat
-from jpaged.request.processor import Processor
+from jpaged.request.build import Builder
+from jpaged.request.inputs import Chat, Inputs
 from jpaged.runtime.footprint import plan_memory, stored_dtype
 from jpaged.runtime.mesh import Placement
 from jpaged.runtime.resolve import resolve
@@ -76,15 +76,17 @@ class Checker:
         place = Placement(mesh=None, axis=None, device=jax.devices()[0])
         dtype = config.dtype or stored_dtype(folder)
         self.engine_config, _ = resolve(self.model, config, place, dtype)
-        self._processor = Processor(self.model, self.engine_config, None, Path(folder))
+        self._max_model_len = self.engine_config.max_model_len or 0
+        self._inputs = Inputs(self.model, self._max_model_len, None, Path(folder))
+        self._builder = Builder(self._inputs, self.engine_config)
         self.plan = plan_memory(folder, config)
 
     @property
     def tokenizer(self) -> Any:
-        return self._processor.tokenizer
+        return self._inputs.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        return self._processor.default_sampling_params()
+        return self._inputs.default_sampling_params()
 
     def render_chat(
         self,
@@ -94,7 +96,7 @@ class Checker:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        return self._processor.render(
+        return self._inputs.render(
             Chat(
                 messages=messages,
                 template_kwargs=chat_template_kwargs,
@@ -108,8 +110,9 @@ class Checker:
         params = request.params
         params.validate(self.engine_config, self.model.vocab_size)
         one = dataclasses.replace(params, n=1)
-        made = self._processor.request(request.prompt_for(self), one, (0, 0))
-        prompt, most = made.sequences[0].prompt_len, self._processor.max_model_len
+        checked = self._inputs.prompt(request.prompt_for(self))
+        self._builder.completion(checked, one, (0, 0))
+        prompt, most = len(checked.ids), self._max_model_len
         if prompt > (held := self.plan.num_blocks * self.plan.block_size):
             raise CapacityError(
                 f"prompt of {prompt} tokens does not fit the KV pool of {held}: raise num_blocks"

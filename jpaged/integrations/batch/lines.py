@@ -29,7 +29,7 @@ from jpaged.openai.protocol import (
     unknown_fields,
 )
 from jpaged.openai.responses import AnswerForm
-from jpaged.request.prompts import answered_by
+from jpaged.request.inputs import with_adapter
 from jpaged.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")  # one of these is what a bare line asks
@@ -117,7 +117,7 @@ class BatchRequest:
         """The prompt that LLM.add_request takes. Raises RequestError."""
         assert self.body is not None
         prompt = self.body.prompt_for(llm, self.params)
-        return prompt if self.adapter is None else answered_by(self.adapter, prompt)
+        return prompt if self.adapter is None else with_adapter(self.adapter, prompt)
 
     @property
     def answer_form(self) -> AnswerForm:

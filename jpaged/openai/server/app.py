@@ -199,7 +199,7 @@ def _tokenized(llm: Any, raw: dict[str, Any]) -> Prepared:
         ids = body.given_prompt(llm)
     else:
         body = Tokenize.read_known(raw)
-        ids = llm.calls.processor.tokens(body.prompt)[1]
+        ids = list(llm.session.inputs.prompt(body.prompt, must_fit=False).ids)
     answer = {"tokens": ids, "count": len(ids), "max_model_len": llm.engine_config.max_model_len}
     if body.return_token_strs:
         answer["token_strs"] = llm.tokenizer.convert_ids_to_tokens(ids)

@@ -15,7 +15,7 @@ from jpaged.openai.protocol import (
     GenerationRequest,
     refuse,
 )
-from jpaged.request.chat import Chat
+from jpaged.request.inputs import Chat
 from jpaged.sampling_params import SamplingParams
 
 TOOL_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
@@ -115,7 +115,7 @@ class ServedChat(Served, ChatCompletionRequest):
 
     def prompts_for(self, llm: Any, params: SamplingParams) -> list[Any]:
         if self.truncate_prompt_tokens is None:
-            llm.calls.processor.check_chat(Chat(messages=self.conversation, **self._template))
+            llm.session.inputs.check_chat(Chat(messages=self.conversation, **self._template))
         return super().prompts_for(llm, params)
 
     @property

@@ -9,8 +9,7 @@ from jpaged.openai import responses
 from jpaged.openai.parts import Delta, Plain, Reader
 from jpaged.openai.responses import AnswerForm, Usage
 from jpaged.openai.server.wire import encode
-from jpaged.request.collect import completion
-from jpaged.request.outputs import CompletionChunk, CompletionOutput, RequestOutput
+from jpaged.request.outputs import CompletionChunk, CompletionOutput, RequestOutput, completion
 
 DONE = b"data: [DONE]\n\n"
 CONTENT = {"content"}
@@ -157,7 +156,7 @@ class Events:
 
 
 def as_output(chunk: CompletionChunk) -> CompletionOutput:
-    """A chunk as the completion that it would be alone."""
+    """Return a chunk as the completion that it would be alone."""
     return completion(
         chunk.index,
         chunk.token_ids_delta,

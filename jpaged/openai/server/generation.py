@@ -16,6 +16,7 @@ from jpaged.async_llm import AsyncLLM
 from jpaged.engine.origin import Origin
 from jpaged.engine_thread import Coming, Inbox, News
 from jpaged.errors import ConfigError, RequestError
+from jpaged.llm import LLM
 from jpaged.openai.json_text import json_object
 from jpaged.openai.parts import Format, Plain, Reader
 from jpaged.openai.protocol import BodyError
@@ -42,8 +43,8 @@ from jpaged.openai.server.wire import (
     overloaded,
 )
 from jpaged.openai.tool_grammar import form_of_channels, tool_grammar
+from jpaged.request.inputs import with_adapter, with_salt
 from jpaged.request.outputs import CompletionChunk, RequestOutput
-from jpaged.request.prompts import answered_by, salted_by
 from jpaged.sampling_params import SamplingParams
 
 log = logging.getLogger("jpaged")
@@ -116,9 +117,11 @@ class Generation:
                     else:
                         await self._answer(exchange, asked, inbox, news, watch)
 
-    async def prepare[T](self, length: int, function: Callable[..., T], *args: Any) -> T:
-        """function(LLM, *args) in a thread. length: of the body that it is about: of long ones few
-        are read at once, so that threads are left for others.
+    async def prepare[T, *Args](
+        self, length: int, function: Callable[[LLM, *Args], T], *args: *Args
+    ) -> T:
+        """Return function(LLM, *args), called in a thread. length: of the body that it is about: of
+        long ones few are read at once, so that threads are left for others.
         """
         async with self._reading_long if length > LONG_BODY else nullcontext():
             return await self._llm.prepare(function, *args)
@@ -342,14 +345,14 @@ def _understood(
         refused = "an answer of a given form: this server has no jpaged[structured]"
         raise BodyError(refused, code="unsupported_field")
     if params.structured is not None:
-        llm.calls.processor.matcher(params.structured)  # the request will find it compiled
+        llm.session.builder.matcher(params.structured)  # the request will find it compiled
     sizes = None
     if body.wants_continuous_usage:
-        sizes = [len(llm.calls.processor.tokens(prompt)[1]) for prompt in prompts]
+        sizes = [len(llm.session.inputs.prompt(prompt).ids) for prompt in prompts]
     if adapter is not None:
-        prompts = [answered_by(adapter, prompt) for prompt in prompts]
+        prompts = [with_adapter(adapter, prompt) for prompt in prompts]
     if salt is not None:
-        prompts = [salted_by(salt, prompt) for prompt in prompts]
+        prompts = [with_salt(salt, prompt) for prompt in prompts]
     return Asked(
         body=body,
         params=params,
@@ -389,7 +392,7 @@ def _held_to_calls(
         return params
     held = dataclasses.replace(params, structured={"grammar": grammar})
     try:
-        llm.calls.processor.matcher(held.structured)
+        llm.session.builder.matcher(held.structured)
     except ConfigError:  # llguidance is missing
         return held if demanded else params
     except RequestError as e:

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.errors import RequestError
-from jpaged.request.prompts import as_key, as_list, match_sampling_params, tokenize
+from jpaged.engine.adapters import AdapterVersion
+from jpaged.errors import CapacityError, RequestError
+from jpaged.request.inputs import Inputs, Prompt, as_key, as_list, match_sampling_params
 from jpaged.sampling_params import SamplingParams
+from tests.tiny import config
 
 VOCAB = 30
 A, B = SamplingParams(temperature=0.5), SamplingParams(temperature=0.7)
@@ -30,17 +32,13 @@ class Strict:
         return [1]
 
 
+def inputs(tokenizer: Any = None) -> Inputs:
+    return Inputs(config(vocab_size=VOCAB), 100, tokenizer, None)
+
+
 def test_half_a_surrogate_pair():
     with pytest.raises(RequestError, match="cannot be tokenized"):
-        tokenize("a\ud800", lambda what: Strict(), VOCAB)
-
-
-def have(what: str) -> Words:
-    return Words()
-
-
-def none(what: str) -> Words:
-    raise RequestError(f"{what} needs a tokenizer")
+        inputs(Strict()).prompt("a\ud800")
 
 
 @pytest.mark.parametrize(
@@ -96,8 +94,9 @@ def test_as_list_refuses(prompts: Any):
     ids=str,
 )
 def test_tokenize(prompt: Any, want: tuple[str | None, list[int]]):
-    text, ids = tokenize(prompt, have, VOCAB)
-    assert (text, ids) == want and all(type(i) is int for i in ids)
+    made = inputs(Words()).prompt(prompt)
+    assert (made.text, list(made.ids)) == want and all(type(i) is int for i in made.ids)
+    assert inputs().prompt(made) is made, "what is a Prompt already is returned as it is"
 
 
 @pytest.mark.parametrize(
@@ -140,14 +139,37 @@ def test_tokenize(prompt: Any, want: tuple[str | None, list[int]]):
 )
 def test_tokenize_refuses(prompt: Any, message: str):
     with pytest.raises(RequestError, match=message):
-        tokenize(prompt, have, VOCAB)
+        inputs(Words()).prompt(prompt)
 
 
 def test_only_text_needs_a_tokenizer():
-    assert tokenize([1], none, VOCAB) == (None, [1])
+    assert inputs().prompt([1]) == Prompt(None, (1,))
     for prompt in ("a", {"prompt": "a"}):
         with pytest.raises(RequestError, match="a str prompt needs a tokenizer"):
-            tokenize(prompt, none, VOCAB)
+            inputs().prompt(prompt)
+
+
+def test_a_prompt_must_leave_room_for_a_token():
+    """A sequence that is scored need not, and is measured by who scores it."""
+    for prompt in ([1] * 100, np.ones(100, np.int32), " ".join(["a"] * 100)):
+        with pytest.raises(CapacityError, match="prompt of 100 tokens leaves no room"):
+            inputs(Words()).prompt(prompt)
+        assert len(inputs(Words()).prompt(prompt, must_fit=False).ids) == 100
+    assert len(inputs().prompt([1] * 99).ids) == 99
+
+
+def test_what_cached_blocks_are_shared_under():
+    adapters = {name: AdapterVersion(name=name, version=1, rank=1, data=None) for name in "ab"}
+    made = Inputs(config(vocab_size=VOCAB), 100, None, None, adapters)
+    of_call, named = adapters["a"], {"prompt_token_ids": [1], "adapter": "b"}
+    assert made.prompt([1], of_call).adapter is of_call and made.prompt([1]).adapter is None
+    assert made.prompt(named, of_call).adapter is adapters["b"], "a prompt's own name counts"
+    with pytest.raises(RequestError, match=r"adapter 'c' is unknown: there are a, b; add_adapter"):
+        made.prompt({"prompt_token_ids": [1], "adapter": "c"})
+    assert made.prompt({"prompt_token_ids": [1], "cache_salt": "x"}).salt == "x"
+    for salt in ("", "a\n", 3):
+        with pytest.raises(RequestError, match=r"cache_salt=.*non-empty str"):
+            made.prompt({"prompt_token_ids": [1], "cache_salt": salt})
 
 
 def test_match_sampling_params():

@@ -1,0 +1,189 @@
+"""Pool: the KV pool of one model, the runner that holds it and the engine that runs over it."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
+from jpaged.engine.sequence import Request
+from jpaged.errors import CapacityError, ConfigError
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.choices import Choices
+from jpaged.runtime.footprint import plan_pool
+from jpaged.runtime.memory import Needs
+from jpaged.runtime.mesh import Placement
+from jpaged.runtime.processes import are_many, least
+from jpaged.runtime.runner import DraftOf, Runner
+from jpaged.runtime.shared_runner import SharedRunner
+from jpaged.runtime.step_table import warmup
+from jpaged.types import PyTree, Report
+
+log = logging.getLogger("jpaged")
+
+# The host plans and packs the next dispatch while the device works on the last one.
+DISPATCHES_IN_FLIGHT = 2
+LEAST_BLOCKS = 8  # of a pool that grows
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The serving trees of one moment. version: that of the weights, which cached KV depends on."""
+
+    params: PyTree
+    draft: DraftOf | None
+    version: int
+
+
+class Pool:
+    """Sizes, makes and grows the pool of one model.
+
+    config: resolved; its num_blocks stays None where the pool is sized when it is made. grows:
+    `reserve` makes and enlarges the pool; else `start` makes it, once.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        where: Placement,
+        choices: Choices,
+        *,
+        grows: bool,
+    ):
+        self.config = config
+        self._model, self._where, self._choices, self._grows = model, where, choices, grows
+        self._served: Served | None = None  # None while no weights are bound
+        self._cached_version = 0  # of the weights that the prefix cache is of
+        self._engine: Engine | None = None
+        self._needs: Needs | None = None  # of compiled steps, once they were asked
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine: from `start` until `close`."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests; ConfigError where there is none."""
+        if self._engine is None:
+            raise ConfigError("this LLM is closed")
+        return self._engine
+
+    @property
+    def runner(self) -> Runner:
+        """What holds the pool; ConfigError where there is none."""
+        runner = self.engine.runner
+        assert isinstance(runner, Runner)
+        return runner
+
+    def serve(self, served: Served | None) -> None:
+        """Run steps with these trees from now on; prefixes of another version of the weights are
+        dropped. None lets go of them.
+        """
+        self._served = served
+        if self._engine is None:
+            return
+        runner = self.runner
+        runner.params = None if served is None else served.params
+        runner.draft_params = None if served is None or served.draft is None else served.draft[1]
+        if served is not None:
+            runner.weight_version = served.version
+        if served is not None and self._cached_version != served.version:
+            self._engine.reset_prefix_cache()
+            self._cached_version = served.version
+
+    def start(self, num_blocks: int | None = None) -> None:
+        """Make the engine over a pool of so many blocks; None: of num_blocks, or what memory holds.
+        Weights must be bound. The last engine goes once the new one is made.
+        """
+        assert self._served is not None, "bind weights first"
+        num_blocks = num_blocks or self._most_blocks(self._served)
+        config = dataclasses.replace(self.config, num_blocks=num_blocks)
+        kind = SharedRunner if are_many(self._where.mesh) else Runner
+        served = self._served
+        runner = kind(self._model, config, self._where, served.params, served.draft, self._choices)
+        runner.weight_version = served.version
+        if config.strict:
+            warmup(runner.steps)
+            runner.seal()
+        self._engine = Engine(
+            config, runner, num_replicas=self._where.replicas, depth=DISPATCHES_IN_FLIGHT
+        )
+        self._cached_version = served.version
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """If it grows, have a pool that holds sequences of so many blocks each, as far as they
+        run at once. It has a power of two of blocks, or num_blocks. No request may be unfinished.
+        """
+        if not self._grows:
+            return
+        pinned = self.config.num_blocks
+        held = 0 if self._engine is None else self._engine.config.num_blocks or 0
+        longest = sorted(sizes, reverse=True)[: self.config.max_num_seqs]
+        needed = max(sum(longest), LEAST_BLOCKS)
+        if held and (needed <= held or pinned is not None):
+            return
+        assert self._served is not None, "bind weights first"
+        power_of_two = 1 << (needed - 1).bit_length()
+        blocks = pinned or min(power_of_two, self._most_blocks(self._served))
+        if blocks > held:
+            if held:
+                log.info(
+                    "the KV pool grows from %d to %d blocks: steps compile again", held, blocks
+                )
+            self.start(blocks)
+
+    def resize_tables(self, config: EngineConfig) -> None:
+        """Serve adapters from tables of the sizes that this config has; steps compile again."""
+        log.info("adapters take %d slots: steps compile again", config.max_loras)
+        self.config, self._needs = config, None
+        if self._engine is not None:
+            self.start(self._engine.config.num_blocks)
+
+    def misfit(self, request: Request) -> CapacityError | None:
+        """Return the error of a request whose prompt the whole pool cannot hold, or None."""
+        engine, num_tokens = self.engine, request.sequences[0].prompt_len
+        if engine.fits(num_tokens):
+            return None
+        pool = f"the KV pool of {engine.config.num_blocks} blocks of {engine.config.block_size}"
+        return CapacityError(
+            f"prompt of {num_tokens} tokens does not fit {pool}: shorten it or raise num_blocks"
+        )
+
+    def release(self) -> None:
+        """Free the pool and its prefixes, which the next dispatch allocates again; compiled steps
+        stay.
+        """
+        self.serve(None)
+        if self._engine is not None:
+            self._engine.reset_prefix_cache()
+            self.runner.release()
+
+    def close(self) -> None:
+        """Let go of engine, pool and weights; of no use afterwards."""
+        self._engine = self._served = None
+
+    def report(self) -> Report:
+        """Return the totals of engine and device since the start."""
+        return self.engine.report() | self.runner.report()
+
+    def _most_blocks(self, served: Served) -> int:
+        """Return the blocks of the default pool, which is also as far as a pool grows. What
+        compiled steps need does not depend on the pool: they are asked once.
+        """
+        config, where = self.config, self._where
+        if config.num_blocks is not None:
+            return config.num_blocks
+        plan = plan_pool(
+            self._model,
+            config,
+            where,
+            served.params,
+            draft=served.draft,
+            freed=0 if self._engine is None else self.runner.pool_bytes,
+            needs=self._needs,
+            choices=self._choices,
+        )
+        self._needs = plan.needs if plan.needs.is_measured else None
+        return least(plan.num_blocks) if are_many(where.mesh) else plan.num_blocks

@@ -1,0 +1,86 @@
+"""to_arrays: completions as padded arrays for a jitted training step."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from jpaged.errors import RequestError
+from jpaged.request.outputs import RequestOutput
+
+
+def to_arrays(
+    outs: Sequence[RequestOutput],
+    *,
+    max_prompt_len: int | None = None,
+    max_completion_len: int | None = None,
+    pad_id: int = 0,
+    overflow: Literal["error", "truncate", "drop"] = "error",
+) -> dict[str, np.ndarray]:
+    """Return completions as padded arrays, one row each (B), for a jitted training step.
+
+    prompt_ids int32 [B, P] left-padded and completion_ids int32 [B, C] right-padded with pad_id;
+    prompt_mask, completion_mask bool, made from lengths, never by comparing with pad_id;
+    prompt_lens, completion_lens int32 [B]; logprobs float32 [B, C], 0 where masked; group_ids int32
+    [B], the index in `outs`; sample_index int32 [B]; finished bool [B], True where the completion
+    ended by itself ("stop") and was not cut here. max_prompt_len, max_completion_len: P and C; None
+    is the longest there is. overflow: what to do with a row that does not fit: raise RequestError,
+    cut it (a prompt keeps its right end, a completion its left), or leave the row out. A failed
+    request raises under "error" and is left out otherwise.
+    """
+    if overflow not in ("error", "truncate", "drop"):
+        raise RequestError(f"overflow={overflow!r}: must be 'error', 'truncate' or 'drop'")
+    rows = []
+    for group, out in enumerate(outs):
+        if out.error is None:
+            rows += [(group, out.prompt_token_ids, c) for c in out.outputs]
+        elif overflow == "error":
+            raise RequestError(
+                f"request {group} failed: {out.error}; overflow='drop' leaves it out"
+            )
+    width_p = _width("max_prompt_len", max_prompt_len, [len(prompt) for _, prompt, _ in rows])
+    lengths = [len(c.token_ids) for *_, c in rows]
+    width_c = _width("max_completion_len", max_completion_len, lengths)
+    fits = [len(prompt) <= width_p and len(c.token_ids) <= width_c for _, prompt, c in rows]
+    if overflow == "error" and not all(fits):
+        group, prompt, c = rows[fits.index(False)]
+        raise RequestError(
+            f"request {group} has {len(prompt)} prompt and {len(c.token_ids)} completion tokens, "
+            f"over max_prompt_len={width_p} or max_completion_len={width_c}: raise them or pass "
+            "another overflow"
+        )
+    if overflow == "drop":
+        rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
+    prompts = [prompt[max(len(prompt) - width_p, 0) :] for _, prompt, _ in rows]
+    prompt_lens = np.array([len(prompt) for prompt in prompts], np.int32)
+    completion_lens = np.array([min(len(c.token_ids), width_c) for _, _, c in rows], np.int32)
+    prompt_mask = np.arange(width_p)[None, :] >= width_p - prompt_lens[:, None]
+    completion_mask = np.arange(width_c)[None, :] < completion_lens[:, None]
+    prompt_ids = np.full(prompt_mask.shape, pad_id, np.int32)
+    completion_ids = np.full(completion_mask.shape, pad_id, np.int32)
+    logprobs = np.zeros(completion_mask.shape, np.float32)
+    for i, (*_, c) in enumerate(rows):
+        prompt_ids[i, prompt_mask[i]] = prompts[i]
+        completion_ids[i, completion_mask[i]] = c.token_ids[:width_c]
+        logprobs[i, completion_mask[i]] = c.token_logprobs[:width_c]
+    ended = [c.finish_reason == "stop" and len(c.token_ids) <= width_c for *_, c in rows]
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "prompt_lens": prompt_lens,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "completion_lens": completion_lens,
+        "logprobs": logprobs,
+        "group_ids": np.array([group for group, _, _ in rows], np.int32),
+        "sample_index": np.array([c.index for _, _, c in rows], np.int32),
+        "finished": np.array(ended, bool),
+    }
+
+
+def _width(name: str, asked: int | None, lengths: list[int]) -> int:
+    if asked is None:
+        return max(lengths, default=0)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+        raise RequestError(f"{name}={asked!r}: must be an integer of at least 0")
+    return asked

@@ -1,0 +1,226 @@
+"""Builder: Prompts and SamplingParams in, Requests out, each checked in full."""
+
+import dataclasses
+import itertools
+import os
+import threading
+import warnings
+from collections.abc import Sequence as List
+
+from jpaged.checkpoint.kept_tokenizer import whole
+from jpaged.checks import check_real, check_whole
+from jpaged.config import EngineConfig
+from jpaged.engine.keys import Key, key_from_seed
+from jpaged.engine.origin import Origin
+from jpaged.engine.sequence import Request, Sequence
+from jpaged.errors import CapacityError, RequestError
+from jpaged.request.detokenizer import TextStream
+from jpaged.request.inputs import Inputs, Prompt
+from jpaged.sampling_params import SamplingParams
+from jpaged.search.beam import BeamSearch, EarlyStopping, num_candidates
+from jpaged.structured.grammars import Grammars, Matcher, check_served, form_begins
+from jpaged.types import Structured
+
+HERE = os.path.dirname(os.path.dirname(__file__))
+
+
+class Builder:
+    """Makes the requests of one model. Any thread may call.
+
+    inputs: of the same model; the tokenizer and the EOS ids are its. config: resolved.
+    """
+
+    def __init__(self, inputs: Inputs, config: EngineConfig):
+        self.inputs, self.config = inputs, config
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.RLock()  # re-entrant: a tokenizer may call jpaged
+        self._warned_of_eos = False
+        self._ids = itertools.count()
+
+    def completion(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        key: Key,
+        *,
+        streaming: bool = False,
+        origin: Origin | None = None,
+    ) -> Request:
+        """Return the request of a prompt, with one Sequence for each of its `n` samples.
+
+        key: what it draws from, unless sampling_params has a seed. streaming: its text is wanted as
+        its tokens come. origin: who shares the engine with others. Raises RequestError.
+        """
+        asked, inputs = sampling_params, self.inputs
+        if not isinstance(asked, SamplingParams):
+            kind = type(asked).__name__
+            raise RequestError(f"sampling_params of type {kind}: pass SamplingParams")
+        asked.validate(self.config, inputs.model.vocab_size)
+        if asked.min_tokens:
+            count = len(inputs.eos_ids | set(asked.stop_token_ids or ()))
+            if count > (most := self.config.max_stop_ids):
+                raise RequestError(
+                    f"min_tokens with {count} EOS and stop ids is above max_stop_ids={most} "
+                    "of EngineConfig"
+                )
+        if asked.stop_strings:
+            inputs.need_tokenizer("stop strings")
+        watched = bool(asked.stop_strings) or streaming
+        matcher = None if asked.structured is None else self.matcher(asked.structured)
+        if not asked.ignore_eos:
+            self._warn_of_eos()
+        # One sample scores the prompt for all.
+        others = dataclasses.replace(asked, prompt_logprobs=None) if asked.n > 1 else asked
+        request_id = self.new_id()
+        return Request(
+            [
+                Sequence(
+                    request_id,
+                    prompt.ids,
+                    asked if index == 0 else others,
+                    index=index,
+                    key=key if asked.seed is None else key_from_seed(int(asked.seed)),
+                    origin=origin,
+                    salt=prompt.salt,
+                    adapter=prompt.adapter,
+                    text=self._text_stream(asked) if watched else None,
+                    structured=None if matcher is None else matcher.copy(),
+                    max_model_len=inputs.max_model_len,
+                    eos_ids=inputs.eos_ids,
+                )
+                for index in range(asked.n)
+            ],
+            prompt=prompt.text,
+        )
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        beam_width: int,
+        max_tokens: int | None,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        structured: Structured | None = None,
+    ) -> BeamSearch:
+        """Return the request of a beam search: see jpaged.beam_search. Raises RequestError."""
+        wanted = _num_candidates(beam_width, len(self.inputs.eos_ids), self.config)
+        check_real("length_penalty", length_penalty, -20.0, 20.0)
+        if not isinstance(early_stopping, bool) and early_stopping != "never":
+            raise RequestError(f"early_stopping={early_stopping!r}: must be True, False or 'never'")
+        asked = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            logprobs=wanted,
+            logprobs_mode="raw" if structured is None else "processed",
+            structured=structured,
+        )
+        asked.validate(self.config, self.inputs.model.vocab_size)
+        self._warn_of_eos()
+        root = Sequence(
+            self.new_id(),
+            prompt.ids,
+            asked,
+            salt=prompt.salt,
+            adapter=prompt.adapter,
+            structured=None if structured is None else self.matcher(structured),
+            max_model_len=self.inputs.max_model_len,
+            eos_ids=self.inputs.eos_ids,
+        )
+        return BeamSearch(
+            root,
+            int(beam_width),
+            length_penalty=float(length_penalty),
+            early_stopping=early_stopping,
+            prompt=prompt.text,
+        )
+
+    def scores(
+        self,
+        prompts: List[Prompt],
+        temperature: float,
+        structured: Structured | None = None,
+        prompt_lens: List[int] | None = None,
+    ) -> list[Request]:
+        """Return a request for each sequence whose tokens' logprobs are wanted. See jpaged.score.
+        Raises RequestError.
+        """
+        if temperature == 0:
+            raise RequestError(
+                "temperature=0: a greedy distribution has no log-probabilities; pass a positive one"
+            )
+        asked = SamplingParams(temperature=temperature, prompt_logprobs=0, logprobs_mode="tempered")
+        asked.validate(self.config, self.inputs.model.vocab_size)
+        begins = form_begins(structured, prompt_lens, len(prompts), self.config)
+        requests, most = [], self.inputs.max_model_len
+        for i, prompt in enumerate(prompts):
+            if len(prompt.ids) > most:
+                raise CapacityError(
+                    f"sequence {i} of {len(prompt.ids)} tokens is longer than max_model_len={most}"
+                )
+            matcher = None
+            if structured is not None:
+                matcher = self.matcher(structured).scoring(i, list(prompt.ids), begins[i])
+            sequence = Sequence(
+                self.new_id(),
+                prompt.ids,
+                asked,
+                salt=prompt.salt,
+                adapter=prompt.adapter,
+                structured=matcher,
+                score_only=True,
+                max_model_len=most,
+                eos_ids=self.inputs.eos_ids,
+            )
+            requests.append(Request([sequence]))
+        return requests
+
+    def matcher(self, structured: Structured) -> Matcher:
+        """Return a Matcher at the beginning of a form; RequestError where it cannot be served."""
+        check_served(self.config)
+        if self._grammars is None:
+            with self._making_grammars, self.inputs.first_use():
+                if self._grammars is None:  # another thread may have made it meanwhile
+                    tokenizer = whole(self.inputs.need_tokenizer("structured output"))
+                    vocab_size, eos_ids = self.inputs.model.vocab_size, self.inputs.eos_ids
+                    self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        return self._grammars.matcher(structured)
+
+    def new_id(self) -> str:
+        """Return a request_id that this object has not given yet, and that no caller gives by
+        accident.
+        """
+        return f"jpaged-{next(self._ids)}"
+
+    def _text_stream(self, asked: SamplingParams) -> TextStream | None:
+        """Return what watches the text of one sample; None without a tokenizer."""
+        if self.inputs.tokenizer is None:
+            return None
+        return TextStream(
+            self.inputs.tokenizer,
+            stop=asked.stop_strings,
+            include_stop=asked.include_stop_str_in_output,
+            skip_special_tokens=asked.skip_special_tokens,
+        )
+
+    def _warn_of_eos(self) -> None:
+        if self._warned_of_eos or self.inputs.eos_ids:
+            return
+        self._warned_of_eos = True
+        text = "no EOS token is known: generation ends at max_tokens only"
+        warnings.warn(text, skip_file_prefixes=(HERE,))  # the line that called jpaged
+
+
+def _num_candidates(beam_width: int, num_eos: int, config: EngineConfig) -> int:
+    """Return how many continuations of each beam a search looks at; RequestError where there may
+    not be as many.
+    """
+    check_whole("beam_width", beam_width, 1)
+    if beam_width > config.max_num_seqs:
+        raise RequestError(f"beam_width={beam_width} is above max_num_seqs={config.max_num_seqs}")
+    wanted = num_candidates(int(beam_width), num_eos)
+    if wanted > config.max_logprobs:
+        raise RequestError(
+            f"beam_width={beam_width} with {num_eos} EOS ids looks at {wanted} candidates a beam: "
+            f"raise max_logprobs={config.max_logprobs} of EngineConfig (at most the vocabulary)"
+        )
+    return wanted

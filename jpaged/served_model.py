@@ -1,0 +1,205 @@
+"""ServedModel: the weights of one model as a pool's steps take them, with draft weights and
+adapters.
+"""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from jpaged.adapters import Adapters, check_fits, grown
+from jpaged.config import EngineConfig
+from jpaged.drafts import draft_model, no_head
+from jpaged.engine.adapters import AdapterVersion
+from jpaged.errors import ConfigError
+from jpaged.models.params import DONATED, Params
+from jpaged.models.quantized import experts_are_plain
+from jpaged.pool import Pool, Served
+from jpaged.request.inputs import match_adapters
+from jpaged.runtime.compiled_steps import use_compilation_cache
+from jpaged.runtime.resolve import resolve
+from jpaged.runtime.weights import ServingWeights, as_params, is_deleted, placement
+from jpaged.types import PyTree, Report
+
+
+class ServedModel:
+    """One model, whose pool runs requests once `bind` has given it weights and the pool has been
+    made.
+
+    params: tell form and place of the weights; their arrays are left alone. config: as the caller
+    wrote it; that of the pool is the resolved one. grows: the pool is made and enlarged as calls
+    need it. draft: weights that guess for them. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: EngineConfig,
+        mesh: Mesh | None,
+        *,
+        grows: bool,
+        draft: Params | None = None,
+    ):
+        self.model_config = no_head(params.config)
+        use_compilation_cache(config.compilation_cache_dir)
+        self.placement = where = placement(params, config, mesh)
+        dtype, is_plain = config.dtype or params["embed"]["weight"].dtype, experts_are_plain(params)
+        resolved, choices = resolve(params.config, config, where, dtype, is_plain)
+        self.draft = draft_model(draft, params.config, resolved, where, dtype)
+        if self.draft is not None:
+            choices = dataclasses.replace(choices, draft=self.draft.choices(resolved, where))
+        self.weights = ServingWeights(where, config.dtype, config.quantization)
+        self.adapters = Adapters(params.config, where.axis_size, dtype)
+        # Whether a call may ask for larger tables of adapters.
+        self._grows_tables = grows and not config.max_loras
+        self.pool = Pool(self.model_config, resolved, where, choices, grows=grows)
+        self.params: Params | None = None  # those bound now
+        self._is_asleep = False
+
+    def accept(self, params: PyTree) -> Params:
+        """Return weights of any form as Params that can be bound; ConfigError where they cannot
+        be.
+        """
+        fresh = as_params(params, None if isinstance(params, Params) else self.model_config)
+        if fresh.config != self.model_config:
+            ours = self.model_config
+            raise ConfigError(f"params of another architecture: {fresh.config} is not {ours}")
+        self.weights.check_dtypes(fresh)
+        return fresh
+
+    def accept_draft(self, draft: PyTree) -> Params | None:
+        """Return weights of the draft model that can be bound, None where none are passed;
+        ConfigError where they cannot be.
+        """
+        if draft is None:
+            return None
+        if self.draft is None:
+            raise ConfigError("draft weights need speculative={'method': 'draft' or 'eagle'}")
+        return self.draft.accept(draft)
+
+    def bind(self, params: Params, *, donate: bool = False, draft: Params | None = None) -> None:
+        """Serve these weights from the next step on, or once awake; new ones drop the prefixes.
+
+        donate: delete the old ones' arrays, whoever holds them, but those that the new ones share.
+        draft: what guesses from now on, None leaves it as it is. Where this fails, the weights that
+        were bound are served again.
+        """
+        if donate:
+            _delete(self.params, kept=params)
+        before = None if self.draft is None else self.draft.params
+        if self.draft is not None and draft is not None:
+            self.draft.params = draft
+        if self._is_asleep:
+            self.params = params
+            return
+        self.pool.serve(None)  # so that the last version's copies go before new ones are made
+        try:
+            served = self._updated(params)
+        except BaseException:
+            if self.draft is not None:
+                self.draft.params = before
+            if self.params is not None:
+                self.pool.serve(self._updated(self.params))
+            raise
+        self.params = params
+        self.pool.serve(served)
+
+    def unbind(self) -> None:
+        """Let go of the caller's weights; copies that were made of them for serving stay."""
+        self.params = None
+        if self.draft is not None and not self.draft.is_own:
+            self.draft.params = None
+        self.pool.serve(None)
+
+    def release(self) -> None:
+        """Free the pool, its prefixes and the weights' copies, which the next `bind` and dispatch
+        make again; compiled steps stay.
+        """
+        self.pool.release()
+        self.weights.release()
+        if self.draft is not None:
+            self.draft.weights.release()
+
+    def sleep(self) -> None:
+        """Release until `wake`; no request may be unfinished."""
+        self.release()
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Allocate the pool again; CapacityError where the memory is not there: it sleeps on."""
+        runner = self.pool.runner
+        if not self._is_asleep or self.params is None:
+            return
+        self._is_asleep = False
+        try:
+            self.bind(self.params)
+            runner.allocate()
+        except BaseException:
+            self.sleep()
+            raise
+
+    def close(self) -> None:
+        """Let go of everything on the device, requests too; of no use afterwards."""
+        self.pool.close()
+        self.params = None
+        self._is_asleep = False
+        self.weights.release()
+        if self.draft is not None:
+            self.draft.weights.release()
+
+    def check_awake(self) -> None:
+        """Raise ConfigError from `sleep` to `wake`."""
+        if self._is_asleep:
+            raise ConfigError("this LLM sleeps: call wake() first")
+
+    def check_alive(self, cause: Exception) -> None:
+        """Raise ConfigError if a step may have failed because arrays of the weights are gone."""
+        if any(is_deleted(leaf) for leaf in jax.tree.leaves(self.params)):
+            raise ConfigError(
+                f"params hold a deleted array: {DONATED} Pass new ones to update_params"
+            ) from cause
+
+    def add_adapter(self, name: object, source: PyTree) -> int:
+        """Take an adapter under a name, in place of the one that had it; return its version.
+        ConfigError where it cannot be served.
+        """
+        return self.adapters.add(name, source, self.pool.config)
+
+    def adapters_of(self, lora: PyTree, count: int) -> list[AdapterVersion | None]:
+        """Return the adapter of each of so many prompts, from one for all or a list. The pool has
+        tables that hold them afterwards: larger ones if they grow, else ConfigError.
+        """
+        if lora is None:
+            return [None] * count
+        adapters = self.adapters.of_call(match_adapters(lora, count))
+        asked = list({a.version: a for a in adapters if a is not None}.values())
+        config = self.pool.config
+        if self._grows_tables and asked:
+            config = grown(config, asked)
+        if config != self.pool.config:
+            self.pool.resize_tables(config)
+        check_fits(asked, config)
+        return adapters
+
+    def report(self) -> Report:
+        """Return the version of the weights, what it cost to make, and the adapters' versions."""
+        return self.weights.report() | self.adapters.report()
+
+    def _updated(self, params: Params) -> Served:
+        """Make what is served of these params and the draft model's."""
+        self.weights.update(params)
+        draft = None
+        if self.draft is not None:
+            if self.draft.params is None:
+                raise ConfigError("this model was given a draft model before: pass draft= again")
+            self.draft.weights.update(self.draft.params)
+            draft = self.draft.modules()
+        return Served(self.weights.modules(params), draft, self.weights.version)
+
+
+def _delete(params: Params | None, *, kept: Params) -> None:
+    """Delete the arrays of these params, but those that are in `kept` too."""
+    shared = {id(leaf) for leaf in jax.tree.leaves(kept)}
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and id(leaf) not in shared and not leaf.is_deleted():
+            leaf.delete()
